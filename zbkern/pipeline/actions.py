@@ -1,0 +1,89 @@
+"""What a pipeline does, as data: `Action`, and `Schedule`, an ordered list of actions for every rank.
+
+Letters are the papers': F is a forward, B the gradient of a chunk's input, W the gradient of its weights, and BW a
+fused backward that does both. Chunks are numbered in model order over the whole pipeline; `Schedule.placement` says
+which rank holds each. A schedule can be printed, parsed, validated, simulated, drawn and run; each is a module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+KINDS = ("F", "B", "W", "BW")
+
+_ACTION = re.compile(r"(\d+)(F|BW|B|W)(\d+)(?::(\d+)/(\d+))?")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be built, is not valid, or does not fit a limit; the message names the cell."""
+
+
+class Action(NamedTuple):
+    """One pass of one microbatch through one chunk. `part=(i, n)` is slice i of n of a W.
+
+    >>> str(Action("B", chunk=2, microbatch=7))
+    '2B7'
+    >>> Action.parse("2W7:0/4")
+    Action(kind='W', chunk=2, microbatch=7, part=(0, 4))
+    """
+
+    kind: str
+    chunk: int
+    microbatch: int
+    part: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        part = "" if self.part is None else f":{self.part[0]}/{self.part[1]}"
+        return f"{self.chunk}{self.kind}{self.microbatch}{part}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action written as `str` writes it. Raises ScheduleError for any other text."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(
+                f"Action.parse: expected chunk, kind and microbatch such as '0F3', '2BW7' or '2W7:0/4'; got {text!r}"
+            )
+        chunk, kind, microbatch, index, count = match.groups()
+        part = None if index is None else (int(index), int(count))
+        return cls(kind, int(chunk), int(microbatch), part)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ordered actions of every rank, and the rank of every chunk in model order.
+
+    actions[rank] is what that rank does, in order; placement[chunk] is the rank that holds the chunk; microbatches is
+    how many each step has; name is what tables and titles call it.
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    microbatches: int
+    name: str = "custom"
+
+    @property
+    def stages(self) -> int:
+        """Number of ranks."""
+        return len(self.actions)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks per rank."""
+        return len(self.placement) // self.stages
+
+    def chunks_of(self, rank: int) -> list[int]:
+        """The chunks that `rank` holds, in model order."""
+        return [chunk for chunk, home in enumerate(self.placement) if home == rank]
+
+    @classmethod
+    def build(
+        cls, actions: Iterable[Iterable[Action]], placement: Sequence[int], microbatches: int, name: str = "custom"
+    ) -> Schedule:
+        """A validated schedule from any iterables."""
+        schedule = cls(tuple(tuple(row) for row in actions), tuple(placement), microbatches, name)
+        schedule.validate()
+        return schedule

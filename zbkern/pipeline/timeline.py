@@ -1,0 +1,60 @@
+"""Timeline: when every action ran on every rank, simulated or measured, and the figures that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from zbkern.pipeline.actions import Action, Schedule
+
+
+class Event(NamedTuple):
+    """One action on one rank, from start to end, in the unit of the costs (seconds when measured)."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Every event of a schedule, by rank and then by start; `peak_memory[rank]` is in the unit of `Costs.activation`.
+
+    `cost` is the longest span over ranks from a rank's own first F to its own last W (arXiv 2401.10241, section 5.3): a
+    rank may start late for free, which assumes an optimizer step without a barrier. `makespan` is first start to last
+    end over all ranks, the honest figure when the optimizer does synchronise. `bubble_rate` is the share of `cost` in
+    which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same.
+    """
+
+    schedule: Schedule
+    events: tuple[tuple[Event, ...], ...]
+    peak_memory: tuple[float, ...] = ()
+    unit: str = ""
+
+    @property
+    def cost(self) -> float:
+        return max((row[-1].end - row[0].start for row in self.events if row), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        rows = [row for row in self.events if row]
+        return max(row[-1].end for row in rows) - min(row[0].start for row in rows) if rows else 0.0
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time each rank spends in actions."""
+        return tuple(sum(event.end - event.start for event in row) for row in self.events)
+
+    @property
+    def bubble_rate(self) -> float:
+        cost = self.cost
+        return 1.0 - sum(self.busy) / (len(self.events) * cost) if cost > 0 else 0.0
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the picture or trace that the suffix names: .svg, .html, .png, or .json (Perfetto)."""
+        from zbkern.pipeline import draw, trace
+
+        return (trace if Path(path).suffix == ".json" else draw).save([self], path)
