@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "convert": "zbkern.convert",
-    "restore": "zbkern.convert",
+    "convert": "zbkern.conversion",
+    "restore": "zbkern.conversion",
     "WGradQueue": "zbkern.wgrad",
     "WGradTask": "zbkern.wgrad",
 }
@@ -21,9 +21,15 @@ _MODULES = ("functional", "nn", "pipeline", "testing", "wgrad")
 __all__ = ["__version__", *_HOME, *_MODULES]
 
 if TYPE_CHECKING:
-    from zbkern import functional, nn, pipeline, testing, wgrad
-    from zbkern.convert import convert, restore
-    from zbkern.wgrad import WGradQueue, WGradTask
+    from zbkern import functional as functional
+    from zbkern import nn as nn
+    from zbkern import pipeline as pipeline
+    from zbkern import testing as testing
+    from zbkern import wgrad as wgrad
+    from zbkern.conversion import convert as convert
+    from zbkern.conversion import restore as restore
+    from zbkern.wgrad import WGradQueue as WGradQueue
+    from zbkern.wgrad import WGradTask as WGradTask
 
 
 def __getattr__(name: str) -> Any:
