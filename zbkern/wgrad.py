@@ -124,8 +124,8 @@ class WGradQueue:
                 self._run_group(self._group_of(self._tasks[0], merge=False))
             self.peak_bytes = max(self.peak_bytes, self._bytes)
 
-    def run(self, key: Hashable = None) -> int:
-        """Runs the W of one key, or all when key is None, oldest first; returns how many tasks ran."""
+    def run(self, key: Hashable | list[Hashable] = None) -> int:
+        """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many tasks ran."""
         with self._lock:
             selected = self._select(key)
             waiting = set(map(id, selected))
@@ -137,23 +137,27 @@ class WGradQueue:
                 waiting.difference_update(map(id, group))
         return len(selected)
 
-    def run_one(self) -> bool:
-        """Runs the oldest task, with every pending task of its weight when merging; False when the queue is empty."""
+    def run_one(self, key: Hashable | list[Hashable] = None) -> bool:
+        """Runs the oldest task (of the given keys), with every pending task of its weight among them when merging.
+
+        Returns False when there is none.
+        """
         with self._lock:
-            if not self._tasks:
+            selected = self._select(key)
+            if not selected:
                 return False
-            self._run_group(self._group_of(self._tasks[0], merge=bool(self.merge)))
+            self._run_group(self._group_of(selected[0], merge=bool(self.merge), among=set(map(id, selected))))
         return True
 
-    def discard(self, key: Hashable = None) -> int:
-        """Drops the W of one key, or all, without running them: their gradients are lost. Returns how many."""
+    def discard(self, key: Hashable | list[Hashable] = None) -> int:
+        """Drops the W of one key, of a list, or all, without running them: their gradients are lost. Returns how many."""
         with self._lock:
             dropped = self._select(key)
             self._remove(dropped)
         return len(dropped)
 
-    def pending(self, key: Hashable = None) -> int:
-        """Number of tasks that wait, of one key or of all."""
+    def pending(self, key: Hashable | list[Hashable] = None) -> int:
+        """Number of tasks that wait, of one key, of a list, or of all."""
         return len(self._select(key))
 
     def keys(self) -> list[Hashable]:
@@ -184,8 +188,11 @@ class WGradQueue:
                 stacklevel=2,
             )
 
-    def _select(self, key: Hashable) -> list[WGradTask]:
-        return [task for task in self._tasks if key is None or task.key == key]
+    def _select(self, key: Hashable | list[Hashable]) -> list[WGradTask]:
+        if key is None:
+            return list(self._tasks)
+        keys = key if isinstance(key, list) else [key]
+        return [task for task in self._tasks if task.key in keys]
 
     def _group_of(self, first: WGradTask, merge: bool, among: set[int] | None = None) -> list[WGradTask]:
         """`first` with the tasks that must or may run in its launch.
