@@ -125,7 +125,7 @@ class WGradQueue:
             self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     def run(self, key: Hashable | list[Hashable] = None) -> int:
-        """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many tasks ran."""
+        """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many ran."""
         with self._lock:
             selected = self._select(key)
             waiting = set(map(id, selected))
@@ -150,7 +150,7 @@ class WGradQueue:
         return True
 
     def discard(self, key: Hashable | list[Hashable] = None) -> int:
-        """Drops the W of one key, of a list, or all, without running them: their gradients are lost. Returns how many."""
+        """Drops the W of one key, of a list, or all: these gradients are lost. Returns how many."""
         with self._lock:
             dropped = self._select(key)
             self._remove(dropped)

@@ -1,0 +1,94 @@
+"""One chunk of the model on its rank: F, B and W of one microbatch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zbkern.wgrad import WGradQueue
+
+
+class Stage:
+    """Runs one chunk. What a microbatch needs between its F and its B is kept here, between its B and its W in `queue`.
+
+    module: called with a tensor, a tuple (positional arguments) or a dict (keyword arguments). loss_fn: on the last
+    chunk, loss_fn(output, target) of one microbatch, a scalar; its mean over `microbatches` is differentiated.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        chunk: int,
+        queue: WGradQueue,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        microbatches: int,
+    ) -> None:
+        self.module = module
+        self.chunk = chunk
+        self.queue = queue
+        self.loss_fn = loss_fn
+        self.microbatches = microbatches
+        self._saved: dict[int, tuple[Any, Any]] = {}
+
+    def forward(self, microbatch: int, inputs: Any, target: Any = None) -> Any:
+        """F: the output to send on, detached; on the last chunk this microbatch's share of the mean loss."""
+        outputs = self._call(inputs)
+        if self.loss_fn is not None:
+            outputs = self.loss_fn(outputs, target) / self.microbatches
+        if torch.is_grad_enabled():
+            self._saved[microbatch] = (inputs, outputs)
+        return pytree.tree_map_only(Tensor, _detach, outputs)
+
+    def backward_input(self, microbatch: int, gradients: Any) -> Any:
+        """B: runs the backward with every W deferred under (chunk, microbatch); returns the gradients of the inputs.
+
+        The gradients come and go in the tree of the outputs and inputs, None where a tensor takes none.
+        """
+        inputs, outputs = self._saved.pop(microbatch)
+        output_leaves = pytree.tree_leaves(outputs)
+        gradient_leaves = [None] * len(output_leaves) if self.loss_fn is not None else pytree.tree_leaves(gradients)
+        roots = [
+            (output, gradient)
+            for output, gradient in zip(output_leaves, gradient_leaves, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad and (gradient is not None or self.loss_fn)
+        ]
+        if roots:
+            with self.queue.defer((self.chunk, microbatch)):
+                torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+        return pytree.tree_map(_take_gradient, inputs)
+
+    def weight(self, *microbatches: int) -> None:
+        """W of these microbatches, merged into one launch per weight."""
+        self.queue.run([(self.chunk, microbatch) for microbatch in microbatches])
+
+    def weight_part(self, microbatch: int, index: int, count: int) -> None:
+        """Slice `index` of `count` of a W: its share of the tasks that are still pending."""
+        key = (self.chunk, microbatch)
+        for _ in range(-(-self.queue.pending(key) // (count - index))):
+            self.queue.run_one(key)
+
+    def reset(self) -> None:
+        """Forgets microbatches that were begun and not finished."""
+        self._saved.clear()
+
+    def _call(self, inputs: Any) -> Any:
+        if isinstance(inputs, dict):
+            return self.module(**inputs)
+        if isinstance(inputs, (tuple, list)):
+            return self.module(*inputs)
+        return self.module(inputs)
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _take_gradient(leaf: Any) -> Tensor | None:
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return None
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
