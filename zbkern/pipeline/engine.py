@@ -7,7 +7,6 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.clock import Clock
 from zbkern.pipeline.stage import Stage
 from zbkern.pipeline.timeline import Event, Timeline
 from zbkern.pipeline.transport import DistributedTransport, PipelineError, Tag, Transport
@@ -87,7 +87,8 @@ class Pipeline:
         self._program = list(_merge_neighbours(schedule.actions[rank]))
         self._room = _peak_microbatches(schedule.actions[rank])
         self._step = 0
-        self._events: list[Event] = []
+        self._clock = Clock(self.device)
+        self._marks: list[tuple[tuple[Action, ...], Any, Any]] = []
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
@@ -123,23 +124,16 @@ class Pipeline:
 
     @property
     def last_timeline(self) -> Timeline:
-        """When this rank's actions of the last step ran, in seconds since it began; other ranks' rows are empty."""
-        rows = [() for _ in range(self.schedule.stages)]
-        start = self._events[0].start if self._events else 0.0
-        rows[self.rank] = tuple(
-            event._replace(start=event.start - start, end=event.end - start) for event in self._events
-        )
-        return Timeline(self.schedule, tuple(rows), unit="s")
+        """When this rank's actions of the last step ran, in seconds since its first; other ranks' rows are empty."""
+        rows: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
+        rows[self.rank] = self._events()
+        return _timeline(self.schedule, rows)
 
     def gather_timeline(self) -> Timeline:
         """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective."""
-        rows = self._transport.gather([tuple(event) for event in self._events])
-        start = min((row[0][2] for row in rows if row), default=0.0)
-        events = [
-            tuple(Event(rank, Action(*action), begin - start, end - start) for rank, action, begin, end in row)
-            for row in rows
-        ]
-        return Timeline(self.schedule, tuple(events), unit="s")
+        rows = self._transport.gather([(event.rank, tuple(event.action), *event[2:]) for event in self._events()])
+        events = [[Event(rank, Action(*action), start, end) for rank, action, start, end in row] for row in rows]
+        return _timeline(self.schedule, events)
 
     def close(self) -> None:
         """Ends the connections to the other ranks; call it on every rank, or use the pipeline as a context manager."""
@@ -165,7 +159,7 @@ class Pipeline:
         self._inputs = _split("inputs", inputs, count, needed=0 in self._stages)
         self._targets = _split("targets", targets, count, needed=self._last in self._stages)
         self._losses: list[Tensor] = []
-        self._events = []
+        self._marks = []
         self._in_flight = 0
         self._step += 1
 
@@ -191,7 +185,7 @@ class Pipeline:
         if self.fill == "eager":
             self._make_room()
         inputs = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
-        start = time.perf_counter()
+        start = self._clock.now()
         target = self._targets[microbatch] if chunk == self._last else None
         outputs = self._stages[chunk].forward(microbatch, inputs, target)
         self._in_flight += 1
@@ -199,41 +193,39 @@ class Pipeline:
             self._losses.append(outputs.detach())
         else:
             self._send(chunk + 1, "F", microbatch, outputs)
-        self._record(action, start)
+        self._record((action,), start)
 
     def _backward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         gradients = None if chunk == self._last else self._await("B", action)
-        start = time.perf_counter()
+        start = self._clock.now()
         outputs = self._stages[chunk].backward_input(microbatch, gradients)
         self._in_flight -= 1
         if chunk > 0:
             self._send(chunk - 1, "B", microbatch, outputs)
-        self._record(action, start)
+        self._record((action,), start)
 
     def _weight(self, *actions: Action) -> None:
         if self.fill == "eager":
             return
-        start = time.perf_counter()
+        start = self._clock.now()
         chunk, part = actions[0].chunk, actions[0].part
         if part is None:
             self._stages[chunk].weight(*(action.microbatch for action in actions))
         else:
             self._stages[chunk].weight_part(actions[0].microbatch, *part)
-        share = (time.perf_counter() - start) / len(actions)
-        for index, action in enumerate(actions):
-            self._record(action, start + index * share, start + (index + 1) * share)
+        self._record(actions, start)
 
     def _fused(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         gradients = None if chunk == self._last else self._await("B", action)
-        start = time.perf_counter()
+        start = self._clock.now()
         outputs = self._stages[chunk].backward_input(microbatch, gradients)
         self._stages[chunk].weight(microbatch)
         self._in_flight -= 1
         if chunk > 0:
             self._send(chunk - 1, "B", microbatch, outputs)
-        self._record(action, start)
+        self._record((action,), start)
 
     # ---- waiting, sending, filling
 
@@ -259,12 +251,21 @@ class Pipeline:
 
     def _run_oldest(self, key: Any = None) -> None:
         chunk, microbatch = self.queue.keys()[0]
-        start = time.perf_counter()
+        start = self._clock.now()
         self.queue.run_one(key)
-        self._record(Action("W", chunk, microbatch), start)
+        self._record((Action("W", chunk, microbatch),), start)
 
-    def _record(self, action: Action, start: float, end: float | None = None) -> None:
-        self._events.append(Event(self.rank, action, start, time.perf_counter() if end is None else end))
+    def _record(self, actions: tuple[Action, ...], start: Any) -> None:
+        self._marks.append((actions, start, self._clock.now()))
+
+    def _events(self) -> list[Event]:
+        """The marks as events; actions that ran as one launch share its time equally."""
+        events = []
+        for actions, start, end in self._marks:
+            begin, finish = self._clock.seconds(start), self._clock.seconds(end)
+            share = (finish - begin) / len(actions)
+            events += [Event(self.rank, a, begin + i * share, begin + (i + 1) * share) for i, a in enumerate(actions)]
+        return events
 
     def _loss(self) -> Tensor | None:
         return torch.stack(self._losses).sum() if self._losses else None
@@ -279,6 +280,13 @@ class Pipeline:
         rank = dist.get_rank(group)
         peers = {b for edge in pairwise(placement) for a, b in (edge, edge[::-1]) if a == rank}
         return DistributedTransport(group, peers, self.device)
+
+
+def _timeline(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> Timeline:
+    """A measured timeline that begins at zero."""
+    first = min((row[0].start for row in rows if row), default=0.0)
+    shifted = [tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows]
+    return Timeline(schedule, tuple(shifted), unit="s")
 
 
 def _is_transport(group: Any) -> bool:

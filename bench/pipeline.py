@@ -1,0 +1,187 @@
+"""Pipelines on two CPU processes: ours and torch.distributed.pipelining's on the same modules, in one interleaved run.
+
+Eight blocks of LayerNorm + MLP 768/3072, microbatches of 256 tokens, one thread per rank, gloo; several steps in a row
+with no barrier between them, as in training. "Perfect" is half the time that one process needs for everything with
+plain torch while the other core does the same. Every contestant's gradients are compared with plain backward() first.
+
+    python bench/pipeline.py [--microbatches 4 8] [--rounds 3] [--only zb_h2 ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import socket
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import environment, table, write_json
+from torch import Tensor, nn
+
+import zbkern
+from zbkern.pipeline import Pipeline, Schedule, schedules
+
+RANKS, BLOCKS, WIDTH, TOKENS, STEPS = 2, 8, 768, 256, 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Contestant:
+    """One engine with one schedule: `step` runs a step on this rank, `blocks` maps block index to this rank's copy."""
+
+    def __init__(self, name: str, step: Callable[[], None], blocks: dict[int, nn.Module], close: Any = None) -> None:
+        self.name, self.step, self.blocks, self.close = name, step, blocks, close
+
+
+def our_contestant(name: str, schedule: Schedule, fill: str, model: nn.Sequential, x: Tensor, y: Tensor) -> Contestant:
+    rank, per_chunk = dist.get_rank(), BLOCKS // len(schedule.placement)
+    blocks: dict[int, nn.Module] = {}
+    chunks = []
+    for chunk in schedule.chunks_of(rank):
+        part = zbkern.convert(copy.deepcopy(model[chunk * per_chunk : (chunk + 1) * per_chunk]))
+        blocks.update({chunk * per_chunk + i: block for i, block in enumerate(part)})
+        chunks.append(part)
+    pipe = Pipeline(chunks, schedule, nn.functional.mse_loss, fill=fill)
+    inputs = x if schedule.placement[0] == rank else None
+    targets = y if schedule.placement[-1] == rank else None
+    return Contestant(f"zbkern {name}", lambda: pipe.step(inputs, targets), blocks, pipe.close)
+
+
+def torch_contestant(kind: str, model: nn.Sequential, x: Tensor, y: Tensor, microbatches: int) -> Contestant:
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules as stock
+
+    rank = dist.get_rank()
+    placement = {"ScheduleGPipe": (0, 1), "Schedule1F1B": (0, 1), "ScheduleZBVZeroBubble": (0, 1, 1, 0)}
+    ranks = placement.get(kind, (0, 1, 0, 1))
+    per_chunk = BLOCKS // len(ranks)
+    blocks: dict[int, nn.Module] = {}
+    stages = []
+    for chunk in (chunk for chunk, home in enumerate(ranks) if home == rank):
+        part = copy.deepcopy(model[chunk * per_chunk : (chunk + 1) * per_chunk])
+        blocks.update({chunk * per_chunk + i: block for i, block in enumerate(part)})
+        stages.append(pipelining.PipelineStage(part, chunk, len(ranks), torch.device("cpu")))
+
+    def loss_fn(
+        output: Tensor, target: Tensor
+    ) -> Tensor:  # the mean over microbatches, as ours: no scaling pass after it
+        return nn.functional.mse_loss(output, target) / microbatches
+
+    single = len(ranks) == RANKS
+    schedule = getattr(stock, kind)(stages[0] if single else stages, microbatches, loss_fn=loss_fn, scale_grads=False)
+    arguments = (x,) if ranks[0] == rank else ()
+    keywords = {"target": y, "losses": []} if ranks[-1] == rank else {}
+    return Contestant(f"torch {kind.removeprefix('Schedule')}", lambda: schedule.step(*arguments, **keywords), blocks)
+
+
+def check(contestant: Contestant, model: nn.Sequential) -> None:
+    """One step's gradients against plain backward(); raises when they differ by more than fp32 rounding."""
+    contestant.step()
+    for index, block in contestant.blocks.items():
+        for (name, ours), plain in zip(block.named_parameters(), model[index].parameters(), strict=True):
+            torch.testing.assert_close(
+                ours.grad, plain.grad, rtol=1e-4, atol=1e-7, msg=f"{contestant.name} {index}.{name}"
+            )
+
+
+def run(rank: int, port: int, microbatches: int, rounds: int, only: list[str], results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    x, y = torch.randn(microbatches * TOKENS, WIDTH), torch.randn(microbatches * TOKENS, WIDTH)
+
+    def one_process() -> None:
+        for inputs, targets in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
+            (nn.functional.mse_loss(model(inputs), targets) / microbatches).backward()
+
+    one_process()
+    contestants = []
+    for name, schedule, fill in our_schedules(microbatches):
+        if not only or name in only:
+            contestants.append(our_contestant(name, schedule, fill, model, x, y))
+    for kind in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        if not only or kind in only:
+            contestants.append(torch_contestant(f"Schedule{kind}", model, x, y, microbatches))
+    for contestant in contestants:
+        check(contestant, model)
+    entries = [("one process", one_process), *((c.name, c.step) for c in contestants)]
+    times: dict[str, list[float]] = {name: [] for name, _ in entries}
+    for done in range(rounds):
+        for name, step in entries:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            dist.barrier()
+            times[name].append((time.perf_counter() - start) / STEPS)
+        if rank == 0 and sys.stderr.isatty():
+            print(f"\r{microbatches} microbatches: round {done + 1} of {rounds}", end="", file=sys.stderr)
+    for contestant in contestants:
+        if contestant.close:
+            contestant.close()
+    if rank == 0:
+        results[microbatches] = times
+    dist.destroy_process_group()
+
+
+def our_schedules(m: int) -> list[tuple[str, Schedule, str]]:
+    return [
+        ("gpipe", schedules.gpipe(RANKS, m), "planned"),
+        ("one_f_one_b", schedules.one_f_one_b(RANKS, m), "planned"),
+        ("zb_h1", schedules.zb_h1(RANKS, m), "planned"),
+        ("zb_h2", schedules.zb_h2(RANKS, m), "planned"),
+        ("zb_h2 eager", schedules.zb_h2(RANKS, m), "eager"),
+        ("zb_v", schedules.zb_v(RANKS, m), "planned"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=[], help="names of contestants, such as zb_h2 or 1F1B")
+    arguments = parser.parse_args()
+    figures = {}
+    for microbatches in arguments.microbatches:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        results = mp.Manager().dict()
+        mp.spawn(run, args=(port, microbatches, arguments.rounds, arguments.only, results), nprocs=RANKS)
+        times = results[microbatches]
+        single = times.pop("one process")
+        rows = []
+        for name, seconds in sorted(times.items(), key=lambda item: statistics.median(item[1])):
+            ratios = [one / 2 / own for one, own in zip(single, seconds, strict=True)]
+            rows.append((name, f"{statistics.median(seconds) * 1e3:.0f} ms", f"{statistics.median(ratios):.3f}"))
+            figures[f"{microbatches} microbatches, {name}"] = {"seconds": seconds, "of_perfect": ratios}
+        perfect = statistics.median(single) / 2
+        print(
+            f"\n{microbatches} microbatches, perfect {perfect * 1e3:.0f} ms a step, gradients equal plain backward()\n"
+        )
+        print(table(("contestant", "step", "of perfect"), rows), flush=True)
+    print(f"\n{environment()}\nwritten to {write_json('pipeline', figures)}")
+
+
+if __name__ == "__main__":
+    main()

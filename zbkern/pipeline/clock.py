@@ -1,0 +1,38 @@
+"""When actions ran: the host's clock on a CPU, events of the current stream on a GPU, both read as seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """`now()` marks a moment without waiting for the device; `seconds(mark)` tells it later on the host's clock.
+
+    On a CUDA device a mark is an event of the current stream, so actions are timed where they run and not where
+    they are launched; `seconds` waits for that event.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            torch.cuda.synchronize(device)
+            self._base = self._event()
+            self._base_seconds = time.perf_counter()
+
+    def now(self) -> Any:
+        return self._event() if self._cuda else time.perf_counter()
+
+    def seconds(self, mark: Any) -> float:
+        if not self._cuda:
+            return mark
+        mark.synchronize()
+        return self._base_seconds + self._base.elapsed_time(mark) * 1e-3
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,122 @@
+"""Measures `Costs` on the machine at hand, by running the real chunks on their real ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.engine import Pipeline
+from zbkern.pipeline.timeline import Timeline
+from zbkern.pipeline.transport import Transport
+
+
+def profile(
+    modules: Iterable[torch.nn.Module],
+    placement: Sequence[int],
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Any = None,
+    targets: Any = None,
+    microbatches: int = 4,
+    group: dist.ProcessGroup | Transport | None = None,
+    device: torch.device | str | None = None,
+    repeats: int = 3,
+) -> Costs:
+    """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
+
+    modules: this rank's chunks, converted; placement: the rank of each chunk in model order; other arguments as for
+    `Pipeline`, with inputs and targets of `microbatches` microbatches. Times are medians over microbatches and `repeats`
+    steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were; buffers that
+    a forward updates (running statistics) are not.
+    """
+    modules = [_SavedBytes(module) for module in modules]
+    schedule = _all_forwards_first(tuple(placement), microbatches)
+    parameters = [p for module in modules for p in module.parameters()]
+    gradients = [p.grad for p in parameters]
+    with torch.random.fork_rng(), Pipeline(modules, schedule, loss_fn, group, device) as pipe:
+        timelines = []
+        for _ in range(1 + repeats):
+            for parameter in parameters:
+                parameter.grad = None
+            pipe.step(inputs, targets)
+            timelines.append(pipe.gather_timeline())
+        mine = schedule.chunks_of(pipe.rank)
+        held = pipe.queue.peak_bytes / (microbatches * len(mine))
+        memory = {chunk: (module.saved_bytes, held) for chunk, module in zip(mine, modules, strict=True)}
+        gathered = pipe._transport.gather(memory)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    memories = {chunk: sizes for found in gathered for chunk, sizes in found.items()}
+    return _costs(schedule, timelines[1:], memories)
+
+
+def _all_forwards_first(placement: tuple[int, ...], microbatches: int) -> Schedule:
+    """All F, then all B, then all W: no rank waits inside a pass, and each first pass shows the latency of its edge."""
+    actions: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    pairs = [(chunk, microbatch) for chunk in range(len(placement)) for microbatch in range(microbatches)]
+    last = len(placement) - 1
+    for chunk, microbatch in sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair[0])):
+        actions[placement[chunk]].append(Action("F", chunk, microbatch))
+    for chunk, microbatch in sorted(pairs, key=lambda pair: (last - pair[0] + pair[1], -pair[0])):
+        actions[placement[chunk]].append(Action("B", chunk, microbatch))
+    for chunk, microbatch in pairs:
+        actions[placement[chunk]].append(Action("W", chunk, microbatch))
+    return Schedule.build(actions, placement, microbatches, "profile")
+
+
+def _costs(schedule: Schedule, timelines: Sequence[Timeline], memories: dict[int, tuple[float, float]]) -> Costs:
+    chunks = range(len(schedule.placement))
+    spans: dict[tuple[str, int], list[float]] = {}
+    gaps: list[float] = []
+    for timeline in timelines:
+        found = {event.action[:3]: event for row in timeline.events for event in row}
+        for (kind, chunk, _), event in found.items():
+            spans.setdefault((kind, chunk), []).append((event.end - event.start) * 1e3)
+        for low, high in pairwise(chunks):
+            if schedule.placement[low] != schedule.placement[high]:
+                # there and back: a difference between the two ranks' clocks cancels
+                there = min(found["F", high, m].start - found["F", low, m].end for m in range(schedule.microbatches))
+                back = min(found["B", low, m].start - found["B", high, m].end for m in range(schedule.microbatches))
+                gaps.append(max(0.0, (there + back) / 2) * 1e3)
+    times = {kind: tuple(statistics.median(spans[kind, chunk]) for chunk in chunks) for kind in ("F", "B", "W")}
+    return Costs(
+        forward=times["F"],
+        backward=times["B"],
+        weight=times["W"],
+        communication=statistics.median(gaps) if gaps else 0.0,
+        activation=tuple(memories[chunk][0] for chunk in chunks),
+        held=tuple(memories[chunk][1] for chunk in chunks),
+    )
+
+
+class _SavedBytes(torch.nn.Module):
+    """Runs a module and counts the bytes that its forward saves for backward, parameters excluded, storages once."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.saved_bytes = 0
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if self.saved_bytes:
+            return self.module(*inputs, **keywords)
+        own = {p.untyped_storage().data_ptr() for p in self.parameters()}
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = self.module(*inputs, **keywords)
+        self.saved_bytes = sum(storages.values())
+        return outputs
