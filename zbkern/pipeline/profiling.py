@@ -31,10 +31,10 @@ def profile(
 ) -> Costs:
     """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
 
-    modules: this rank's chunks, converted; placement: the rank of each chunk in model order; other arguments as for
-    `Pipeline`, with inputs and targets of `microbatches` microbatches. Times are medians over microbatches and `repeats`
-    steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were; buffers that
-    a forward updates (running statistics) are not.
+    modules: this rank's chunks, converted. placement: the rank of each chunk in model order. The others are as for
+    `Pipeline`, with inputs and targets of `microbatches` microbatches. Times are medians over microbatches and
+    `repeats` steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were;
+    buffers that a forward updates (running statistics) are not.
     """
     modules = [_SavedBytes(module) for module in modules]
     schedule = _all_forwards_first(tuple(placement), microbatches)
