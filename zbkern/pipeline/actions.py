@@ -87,3 +87,44 @@ class Schedule:
         schedule = cls(tuple(tuple(row) for row in actions), tuple(placement), microbatches, name)
         schedule.validate()
         return schedule
+
+    def validate(self) -> None:
+        """Proves that the schedule can run: complete, in place, in order, and free of deadlock.
+
+        Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all slices of one count), on
+        the chunk's rank; and the ranks, each in its order, can run to the end. Raises ScheduleError naming the first
+        action that offends, with the part of the grid around it and the action marked.
+        """
+        from zbkern.pipeline import validation
+
+        validation.validate(self)
+
+    def to_text(self, width: int | None = None) -> str:
+        """A grid for a terminal: a row per rank, a column per unit of time when every pass takes one (BW two).
+
+        width: characters per line; longer grids continue in further blocks. None for lines of any length.
+        """
+        from zbkern.pipeline import text
+
+        return text.grid(self, width)
+
+    def to_csv(self, dialect: str = "zbkern") -> str:
+        """A line per rank, its actions separated by commas.
+
+        dialect: "zbkern" writes `str(action)` and starts with comment lines that carry name, microbatches and
+        placement; "torch" writes what torch.distributed.pipelining loads, where I is our B and B our BW.
+        Raises ScheduleError when the dialect cannot say it (torch has no slices of W).
+        """
+        from zbkern.pipeline import text
+
+        return text.to_csv(self, dialect)
+
+    @classmethod
+    def from_csv(cls, csv: str, dialect: str = "zbkern", name: str | None = None) -> Schedule:
+        """The schedule that `to_csv` wrote, validated; placement and microbatches follow from the actions.
+
+        Raises ScheduleError for text that is not a valid schedule.
+        """
+        from zbkern.pipeline import text
+
+        return text.from_csv(csv, dialect, name)

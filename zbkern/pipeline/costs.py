@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
 PerChunk = float | Sequence[float]
+
+
+class ChunkCosts(NamedTuple):
+    """`Costs` written out: one number per chunk in model order (`communication`: one per edge between neighbours)."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    fused: tuple[float, ...]
+    communication: tuple[float, ...]
+    activation: tuple[float, ...]
+    held: tuple[float, ...]
+    merge_saving: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Costs:
     """Times and memory of one microbatch in one chunk: a number, or one per chunk in model order.
 
-    forward, backward, weight: time of F, B and W, in any one unit (B is the input gradient alone). communication: latency of the
-    edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i and i+1).
-    activation: memory a microbatch holds after F until B; held: what is left of it between B and W. A fused BW takes
-    backward + weight - split_overhead. merge_saving is what a W gains when it directly follows another W of
-    the same chunk. The unit of memory is free; `memory_limit` and `peak_memory` use the same one.
+    forward, backward, weight: time of F, B and W, in any one unit (B is the input gradient alone). communication:
+    latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
+    and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
+    held: what is left of it between B and W. A fused BW takes backward + weight - split_overhead. merge_saving is what
+    a W gains when it directly follows another W of the same chunk. The unit of memory is free; `memory_limit` and
+    `peak_memory` use the same one. Raises TypeError or ValueError for anything but finite numbers >= 0.
     """
 
     forward: PerChunk = 1.0
@@ -29,3 +45,91 @@ class Costs:
     held: PerChunk = 0.5
     split_overhead: PerChunk = 0.0
     merge_saving: PerChunk = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, _checked(field.name, getattr(self, field.name)))
+
+    def per_chunk(self, chunks: int) -> ChunkCosts:
+        """Every cost as a tuple with one number for each of `chunks` chunks in model order, and `fused` worked out.
+
+        Raises ValueError when a field has another number of entries, when an overhead or saving exceeds what it is
+        taken from, or when more is held after B than before it.
+        """
+        flat = {
+            field.name: _spread(field.name, getattr(self, field.name), chunks - (field.name == "communication"))
+            for field in fields(self)
+        }
+        fused = tuple(
+            backward + weight - overhead
+            for backward, weight, overhead in zip(
+                flat["backward"], flat["weight"], flat.pop("split_overhead"), strict=True
+            )
+        )
+        for chunk in range(chunks):
+            if fused[chunk] < 0:
+                raise ValueError(f"Costs: split_overhead of chunk {chunk} exceeds its backward + weight; lower it")
+            if flat["merge_saving"][chunk] > flat["weight"][chunk]:
+                raise ValueError(
+                    f"Costs: merge_saving of chunk {chunk} must be at most its weight, {flat['weight'][chunk]:g}; "
+                    f"got {flat['merge_saving'][chunk]:g}"
+                )
+            if flat["held"][chunk] > flat["activation"][chunk]:
+                raise ValueError(
+                    f"Costs: held of chunk {chunk} must be at most its activation, {flat['activation'][chunk]:g} "
+                    f"(it is the part of it that stays until W); got {flat['held'][chunk]:g}"
+                )
+        return ChunkCosts(fused=fused, **flat)
+
+    def to_json(self) -> str:
+        """The costs as a JSON object with the fields' names."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """The costs that `to_json` wrote; fields that are absent have their defaults. Raises ValueError."""
+        data = json.loads(text)
+        if not isinstance(data, Mapping):
+            raise ValueError(f'Costs.from_json: expected an object such as {{"forward": 1.0}}; got {text[:60]!r}')
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(data) - set(known))
+        if unknown:
+            raise ValueError(f"Costs.from_json: unknown fields {unknown}; expected some of {known}")
+        return cls(**data)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the JSON file and returns its path."""
+        path = Path(path)
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Costs:
+        """The costs in a JSON file that `save` wrote, or that was written by hand. Raises OSError or ValueError."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _checked(name: str, value: Any) -> float | tuple[float, ...]:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_number(f"{name}[{index}]", entry) for index, entry in enumerate(value))
+    return _number(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"Costs: {name} must be a number or one number per chunk; got {type(value).__name__} {value!r}")
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"Costs: {name} must be finite and at least 0; got {number}")
+    return number
+
+
+def _spread(name: str, value: Any, count: int) -> tuple[float, ...]:
+    if isinstance(value, float):
+        return (value,) * count
+    if len(value) != count:
+        what = "edges between chunks" if name == "communication" else "chunks"
+        raise ValueError(
+            f"Costs: {name} has {len(value)} entries and the schedule {count} {what}; give one number, or {count}"
+        )
+    return value

@@ -1,0 +1,60 @@
+"""Pipeline schedules: build, check, simulate, plan and draw them (no torch), and run them (`Pipeline`).
+
+Importing this package loads no torch: the names that need it, and the larger tools, are imported when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.simulate import simulate  # not lazy: the function must win over the submodule of its name
+from zbkern.pipeline.timeline import Event, Timeline
+
+_HOME = {"Pipeline": "engine", "lower": "lowering", "plan": "planner", "profile": "profile"}
+_MODULES = ("draw", "lowering", "schedules", "trace")
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Event",
+    "Pipeline",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "draw",
+    "lower",
+    "lowering",
+    "plan",
+    "profile",
+    "schedules",
+    "simulate",
+    "trace",
+]
+
+if TYPE_CHECKING:
+    from zbkern.pipeline import draw as draw
+    from zbkern.pipeline import lowering as lowering
+    from zbkern.pipeline import schedules as schedules
+    from zbkern.pipeline import trace as trace
+    from zbkern.pipeline.engine import Pipeline as Pipeline
+    from zbkern.pipeline.lowering import lower as lower
+    from zbkern.pipeline.planner import plan as plan
+    from zbkern.pipeline.profile import profile as profile
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"zbkern.pipeline.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"zbkern.pipeline.{name}")
+    else:
+        raise AttributeError(f"module 'zbkern.pipeline' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,247 @@
+"""simulate: when every action of a schedule runs, given its costs; as planned, or with W filled in as the clock says.
+
+F of a chunk waits for F of the chunk before it, B (or BW) for B of the chunk after it, and every action for the one
+before it on its rank. A message between chunks on different ranks takes the edge's communication; on one rank nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.costs import ChunkCosts, Costs
+from zbkern.pipeline.timeline import Event, Timeline
+
+FILLS = ("planned", "eager")
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    link_occupancy: bool = False,
+    fill: str = "planned",
+    slices: int = 1,
+    memory_limit: float | Sequence[float] | None = None,
+    jitter: float = 0.0,
+    seed: int = 0,
+) -> Timeline:
+    """The timeline of one step: all events, cost, bubble rate, memory per rank and the critical path.
+
+    costs: `Costs()`, all passes of unit length, when not given. link_occupancy: one message at a time per link and
+    direction, in the order of sending, instead of any number. fill: "planned" runs every W where the schedule has it;
+    "eager" keeps only the order of F and B and runs the oldest pending W, in `slices` slices, whenever the next input
+    has not arrived, and before an F that would exceed `memory_limit` (one number, or one per rank; by default the
+    schedule's own peak): what the engine does with fill="eager". jitter: each pass takes its cost times a normal
+    variate of mean 1 and this deviation, at least 0; the sample depends on `seed` and not on the order or the fill, so
+    that both can be compared on it.
+
+    Memory: F adds the chunk's activation when it starts; B leaves `held` of it when it ends, and BW nothing; W releases
+    `held` when it ends, a slice of n its n-th part. A W that directly follows a W of its chunk gains `merge_saving`
+    (whole W only; never with fill="eager", which runs them one by one).
+
+    Raises ScheduleError when the schedule cannot run to its end, ValueError for other arguments.
+    """
+    if fill not in FILLS:
+        raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
+    if slices < 1 or jitter < 0:
+        raise ValueError(f"simulate: slices must be at least 1 and jitter at least 0; got {slices} and {jitter}")
+    if fill == "planned" and (slices != 1 or memory_limit is not None):
+        raise ValueError(
+            'simulate: slices and memory_limit belong to fill="eager"; with "planned" the schedule decides'
+        )
+    flat = (costs or Costs()).per_chunk(len(schedule.placement))
+    run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed), link_occupancy)
+    if fill == "eager":
+        run.fill_eagerly(slices, _limits(schedule, flat, memory_limit))
+    return run.timeline()
+
+
+class _Arrival(NamedTuple):
+    """When the input of an action is there, and the event that it comes from: (rank, index), None when it is data."""
+
+    time: float
+    source: tuple[int, int] | None
+
+
+class _Run:
+    """One simulation. Ranks advance independently, each as far as its inputs are known; only arrivals join them."""
+
+    def __init__(
+        self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float], link_occupancy: bool
+    ) -> None:
+        self._schedule, self._costs, self._durations = schedule, costs, durations
+        self._link_occupancy = link_occupancy
+        self._rows: list[Sequence[Action]] = list(schedule.actions)
+        self._events: list[list[Event]] = [[] for _ in self._rows]
+        self._sources: list[list[tuple[int, int] | None]] = [[] for _ in self._rows]  # of each event's start
+        self._arrivals: dict[tuple[str, int, int], _Arrival] = {}
+        self._links: dict[tuple[int, int], float] = {}  # when a link is free again
+        self._waiting: dict[tuple[str, int, int], int] = {}
+        self._runnable: deque[int] = deque(range(len(self._rows)))
+        self._memory = [_Memory(costs) for _ in self._rows]
+        self._eager: list[_Pending] | None = None
+        last = len(schedule.placement) - 1
+        for microbatch in range(schedule.microbatches):
+            self._arrivals["F", 0, microbatch] = self._arrivals["B", last, microbatch] = _Arrival(0.0, None)
+
+    def fill_eagerly(self, slices: int, limits: Sequence[float]) -> None:
+        self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
+        self._eager = [_Pending(slices, limit) for limit in limits]
+
+    def timeline(self) -> Timeline:
+        position = [0] * len(self._rows)
+        while self._runnable:
+            rank = self._runnable.popleft()
+            row = self._rows[rank]
+            while position[rank] < len(row):
+                action = row[position[rank]]
+                arrival = None if action.kind == "W" else self._arrivals.get(_need(action))
+                if action.kind != "W" and arrival is None:
+                    self._waiting[_need(action)] = rank
+                    break
+                if self._eager is not None:
+                    self._fill(rank, action, arrival.time)
+                self._execute(rank, action, arrival)
+                position[rank] += 1
+        if any(done < len(row) for done, row in zip(position, self._rows, strict=True)):
+            self._schedule.validate()  # says what is wrong, and where
+            raise ScheduleError("simulate: the schedule cannot run to its end")
+        if self._eager is not None:
+            for rank, pending in enumerate(self._eager):
+                while pending.queue:
+                    self._execute(rank, pending.queue.popleft(), None)
+        events = tuple(tuple(row) for row in self._events)
+        peak = tuple(memory.peak for memory in self._memory)
+        return Timeline(self._schedule, events, peak, critical_path=self._critical_path())
+
+    def _execute(self, rank: int, action: Action, arrival: _Arrival | None) -> None:
+        events = self._events[rank]
+        start, source = (events[-1].end, (rank, len(events) - 1)) if events else (0.0, None)
+        if arrival is not None and arrival.time > start:
+            start, source = arrival
+        end = start + self._length(events, action)
+        events.append(Event(rank, action, start, end))
+        self._sources[rank].append(source)
+        self._memory[rank].account(action)
+        if action.kind != "W":
+            self._deliver(rank, action, end)
+            if self._eager is not None and action.kind == "B":
+                self._eager[rank].add(action)
+
+    def _length(self, events: Sequence[Event], action: Action) -> float:
+        kind, chunk, microbatch, part = action
+        length = self._durations[kind, chunk, microbatch]
+        if part is not None:
+            return length / part[1]
+        if kind == "W" and self._eager is None and events:
+            before = events[-1].action
+            if before.kind == "W" and before.chunk == chunk and before.part is None:
+                return max(0.0, length - self._costs.merge_saving[chunk])
+        return length
+
+    def _deliver(self, rank: int, action: Action, time: float) -> None:
+        """Tells the consumer of the action's result when it arrives."""
+        forward = action.kind == "F"
+        consumer = action.chunk + (1 if forward else -1)
+        if not 0 <= consumer < len(self._schedule.placement):
+            return
+        peer = self._schedule.placement[consumer]
+        if peer != rank:
+            if self._link_occupancy:
+                time = max(time, self._links.get((rank, peer), 0.0))
+            time += self._costs.communication[min(action.chunk, consumer)]
+            self._links[rank, peer] = time
+        key = ("F" if forward else "B", consumer, action.microbatch)
+        self._arrivals[key] = _Arrival(time, (rank, len(self._events[rank]) - 1))
+        if key in self._waiting:
+            self._runnable.append(self._waiting.pop(key))
+
+    def _fill(self, rank: int, action: Action, arrival: float) -> None:
+        """Runs pending W: as many as an F needs gone to have room, then until the input is there."""
+        pending, memory, events = self._eager[rank], self._memory[rank], self._events[rank]
+        room = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
+        while pending.queue and (memory.now > room or events[-1].end < arrival):
+            self._execute(rank, pending.queue.popleft(), None)
+
+    def _critical_path(self) -> tuple[Event, ...]:
+        spans = [row[-1].end - row[0].start if row else 0.0 for row in self._events]
+        rank = max(range(len(spans)), key=spans.__getitem__)
+        place = (rank, len(self._events[rank]) - 1) if self._events[rank] else None
+        path = []
+        while place is not None:
+            path.append(self._events[place[0]][place[1]])
+            place = self._sources[place[0]][place[1]]
+        return tuple(reversed(path))
+
+
+class _Pending:
+    """The W of one rank that wait to be filled in, oldest first."""
+
+    def __init__(self, slices: int, limit: float) -> None:
+        self.queue: deque[Action] = deque()
+        self.limit = limit
+        self._slices = slices
+
+    def add(self, action: Action) -> None:
+        for index in range(self._slices):
+            part = None if self._slices == 1 else (index, self._slices)
+            self.queue.append(Action("W", action.chunk, action.microbatch, part))
+
+
+class _Memory:
+    """What one rank holds: now, and at most so far."""
+
+    def __init__(self, costs: ChunkCosts) -> None:
+        self._costs = costs
+        self.now = self.peak = 0.0
+
+    def account(self, action: Action) -> None:
+        kind, chunk, _, part = action
+        activation, held = self._costs.activation[chunk], self._costs.held[chunk]
+        if kind == "F":
+            self.now += activation
+            self.peak = max(self.peak, self.now)
+        elif kind == "B":
+            self.now += held - activation
+        elif kind == "BW":
+            self.now -= activation
+        else:
+            self.now -= held if part is None else held / part[1]
+
+
+def _need(action: Action) -> tuple[str, int, int]:
+    """The name of the input that F, B or BW waits for."""
+    return ("F" if action.kind == "F" else "B", action.chunk, action.microbatch)
+
+
+def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) -> dict[tuple[str, int, int], float]:
+    generator = random.Random(seed)
+    lengths = {"F": costs.forward, "B": costs.backward, "W": costs.weight, "BW": costs.fused}
+    durations = {}
+    for microbatch in range(schedule.microbatches):
+        for chunk in range(len(schedule.placement)):
+            for kind, cost in lengths.items():
+                factor = max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
+                durations[kind, chunk, microbatch] = cost[chunk] * factor
+    return durations
+
+
+def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float] | None) -> list[float]:
+    ranks = schedule.stages
+    if given is None:
+        limits = []
+        for row in schedule.actions:
+            memory = _Memory(costs)
+            for action in row:
+                memory.account(action)
+            limits.append(memory.peak)
+    else:
+        limits = [float(given)] * ranks if isinstance(given, (int, float)) else [float(limit) for limit in given]
+    if len(limits) != ranks:
+        raise ValueError(f"simulate: memory_limit must be one number or one per rank ({ranks}); got {len(limits)}")
+    slack = 1e-9 * max(limits, default=0.0)  # sums of fractions of one number differ in the last digits
+    return [limit + slack for limit in limits]
