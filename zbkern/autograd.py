@@ -1,7 +1,12 @@
-"""Autograd functions: forward saves; backward runs the input gradient now and hands the weight gradient on as a W."""
+"""Autograd functions: forward saves; backward runs the input gradient now and hands the weight gradient on as a W.
+
+Every function is applied through `apply`, takes a `Call` first and the graph's edges to the weights last, and gives its
+weight gradients to `weight_gradients`: the one place that decides whether they wait, are returned, or go through hooks.
+"""
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -10,113 +15,199 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern import wgrad
+from zbkern import landing, wgrad
 from zbkern.kernels import reference
 
 Owners = tuple["Tensor | None", ...]
 
 
-def has_listeners(parameters: Sequence[Tensor | None]) -> bool:
-    """True when something must hear of these gradients exactly when they are there: tensor hooks, or DDP's reducer.
+class Route(enum.Enum):
+    """How the weight gradients of one call reach their parameters."""
 
-    Autograd visits a parameter's accumulation in B even when the function returns no gradient for it, and would fire
-    those hooks too early. Functions therefore take such parameters detached and hand their gradients over with W.
+    ATTACHED = "the graph has edges to the weights; W may wait"
+    DETACHED = "the graph has none; W may wait, and runs hooks itself"
+    IMMEDIATE = "the graph has edges to the weights; W never waits"
+
+
+class Call:
+    """What a function needs besides tensors: whose gradients it computes, by which launches, for which layer."""
+
+    __slots__ = ("launches", "listened", "name", "owners", "route", "wanted")
+
+    def __init__(self, owners: Owners, launches: ModuleType, name: str) -> None:
+        self.owners = owners
+        self.wanted = owners  # None for those that take no gradient; meant for DETACHED, elsewhere the edges tell
+        self.launches = launches
+        self.name = name
+        self.route = Route.ATTACHED
+        self.listened = False  # DistributedDataParallel waits for these gradients
+
+
+def apply(function: type[torch.autograd.Function], call: Call, x: Tensor, *arguments: Any) -> Any:
+    """`function.apply(call, x, *arguments, *edges)`, where the edges tie the output to the weights in the graph.
+
+    Autograd visits a parameter's accumulation in B even when the function returns no gradient for it. That is too
+    early for hooks and for DistributedDataParallel's reducer, and a fifth of a small layer's backward. So while W
+    can be deferred there are no edges, at most an anchor that keeps the output in the graph.
     """
-    ddp = sys.modules.get("torch.nn.parallel.distributed")
-    if ddp is not None and ddp.DistributedDataParallel._active_ddp_module is not None:
-        return True
-    return any(p is not None and p.is_leaf and p._backward_hooks for p in parameters)
+    if not torch.is_grad_enabled():
+        return function.apply(call, x, *arguments)
+    deferred, exists = wgrad.activity()
+    if exists:
+        _choose_route(call, deferred)
+    if call.route is not Route.DETACHED:
+        return function.apply(call, x, *arguments, *call.owners)
+    if not x.requires_grad:
+        return function.apply(call, x, *arguments, torch.empty(0, requires_grad=True))
+    return function.apply(call, x, *arguments)
+
+
+def _choose_route(call: Call, deferred: bool) -> None:
+    """Detaches when some W was deferred already (deferred), or when something listens to the accumulation."""
+    wanted = call.owners
+    for index, parameter in enumerate(wanted):
+        if parameter is None:
+            continue
+        if not parameter.requires_grad:
+            wanted = (*wanted[:index], None, *wanted[index + 1 :])
+        elif not parameter.is_leaf:
+            return
+        elif has_hooks(parameter) or getattr(parameter, "main_grad", None) is not None:
+            deferred = True
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    ddp = None if module is None else module.DistributedDataParallel._active_ddp_module
+    if ddp is not None:
+        call.listened = True
+        if ddp.find_unused_parameters or ddp.static_graph:  # both read the graph from the outputs to the parameters
+            call.route = Route.IMMEDIATE
+            return
+        deferred = True
+    if deferred and any(p is not None for p in wanted):
+        call.route = Route.DETACHED
+        call.wanted = wanted
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """True when this parameter has hooks that autograd runs as it accumulates the gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def weight_gradients(
-    ctx: Any, launch: wgrad.Launch, tensors: wgrad.Segment, *, needed: Sequence[bool], flops: int
-) -> list[Tensor | None]:
-    """The gradients of `ctx.owners`: computed and returned, or all None once a queue (or a listener) has them."""
-    owners: Owners = tuple(
-        p if need and p is not None and p.requires_grad else None for p, need in zip(ctx.owners, needed, strict=True)
-    )
-    if not any(p is not None for p in owners):
-        return [None] * len(owners)
+    call: Call,
+    launch: wgrad.Launch,
+    tensors: wgrad.Segment,
+    edges: Sequence[bool],
+    arithmetic: Callable[[wgrad.Segment], int],
+) -> Sequence[Tensor | None]:
+    """The gradients of the edges: those of `call.owners`, or None where a queue (or the route) has taken them over.
+
+    tensors: what the launch reads, detached. edges: the part of ctx.needs_input_grad that belongs to the edges.
+    arithmetic: counts the flops of the launch.
+    """
+    owners = call.wanted
     scope = wgrad.current()
-    if scope is not None and all(p is None or p.is_leaf for p in owners):
-        queue, key = scope
-        task = wgrad.WGradTask(launch, tensors, owners, flops=flops, name=ctx.name, listened=ctx.detached)
-        queue.add(task, key)
-        return [None] * len(owners)
+    if call.route is Route.DETACHED:
+        task = wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name, call.listened)
+        if scope is None:
+            wgrad.run_in_backward(task)
+        else:
+            scope[0].add(task, scope[1])
+        return (None,) * len(edges)
+    owners = tuple([p if need else None for p, need in zip(owners, edges, strict=True)])
+    wanted = [p for p in owners if p is not None]
+    if not wanted:
+        return owners
+    # Hooks that came after the forward run in this backward, so their gradient must be there now.
+    if scope is not None and call.route is Route.ATTACHED and all(p.is_leaf and not has_hooks(p) for p in wanted):
+        scope[0].add(wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name), scope[1])
+        return (None,) * len(edges)
     gradients = [None if p is None else torch.empty_like(p, requires_grad=False) for p in owners]
     launch([tensors], gradients, False)
-    if ctx.detached:
-        found = [(p, gradient) for p, gradient in zip(owners, gradients, strict=True) if p is not None]
-        wgrad.hand_over([p for p, _ in found], [gradient for _, gradient in found])
-        return [None] * len(owners)
     return gradients
 
 
 def differentiable_backward(
-    forward: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor
-) -> list[Tensor | None]:
-    """Gradients with a graph of their own, for create_graph=True: recomputes the op with torch's operations."""
-    needed = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    call: Call,
+    forward: Callable[..., Any],
+    inputs: Sequence[Any],
+    dy: Tensor | Sequence[Tensor],
+    edges: int,
+) -> tuple[Any, ...]:
+    """What backward returns under create_graph=True: gradients with a graph of their own.
+
+    Recomputes the op with torch's operations, forward(*owners, *inputs); inputs: the arguments of `apply` after call.
+    edges: how many the graph has.
+    """
+    arguments = [*call.owners, *inputs]
+    needed = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
     with torch.enable_grad():
-        y = forward(*inputs)
-        found = iter(torch.autograd.grad(y, needed, dy, create_graph=True))
-    return [next(found) if tensor is not None and tensor.requires_grad else None for tensor in inputs]
+        found = iter(torch.autograd.grad(forward(*arguments), needed, dy, create_graph=True, allow_unused=True))
+    gradients = [next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in arguments]
+    weights, others = gradients[: len(call.owners)], gradients[len(call.owners) :]
+    if call.route is Route.DETACHED:
+        arrived = [(p, g) for p, g in zip(call.owners, weights, strict=True) if p is not None and g is not None]
+        landing.hand_over(arrived, create_graph=True)
+        weights = [None] * edges
+    return (None, *others, *weights)
 
 
 class Linear(torch.autograd.Function):
     """y = activation(x weight^T + bias), x [..., K]. B: dz and dx. W: dweight, dbias."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        anchor: Tensor | None,
-        owners: Owners,
-        activation: str | None,
-        launches: ModuleType,
-        name: str,
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        compute_weight = weight if weight.dtype == x.dtype else weight.to(x.dtype)  # autocast
-        compute_bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+    def forward(ctx: Any, call: Call, x: Tensor, activation: str | None, *edges: Tensor | None) -> Tensor:
+        weight, bias = call.owners
+        if weight.dtype != x.dtype:  # autocast
+            weight = weight.to(x.dtype)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
         z = y if activation is None else torch.empty_like(y)
-        launches.linear_fwd(rows, compute_weight, compute_bias, z.view(-1, weight.shape[0]))
-        if activation is not None:
-            launches.activation_fwd(z, activation, y)
-        ctx.save_for_backward(x, compute_weight, None if activation is None else z)
-        ctx.owners, ctx.activation, ctx.launches, ctx.name = owners, activation, launches, name
-        ctx.detached = anchor is not None
+        call.launches.linear_fwd(as_rows(x), weight, bias, as_rows(z))
+        if activation is None:
+            ctx.save_for_backward(x, weight)
+        else:
+            call.launches.activation_fwd(z, activation, y)
+            ctx.save_for_backward(x, weight, z)
+        ctx.call, ctx.activation = call, activation
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, z = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call = ctx.call
+        x, weight, *z = ctx.saved_tensors
+        _, needs_x, _, *edges = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = differentiable_backward(
-                lambda x, w, b: linear_with_torch(x, w, b, ctx.activation), (x, *ctx.owners), dy
-            )
-            return (*gradients, None, None, None, None, None)
-        if ctx.activation is not None:
-            dz = torch.empty_like(z)
-            ctx.launches.activation_bwd(dy, z, ctx.activation, dz)
+            return differentiable_backward(call, linear_with_torch, (x, ctx.activation), dy, len(edges))
+        if z:
+            dz = torch.empty_like(z[0])
+            call.launches.activation_bwd(dy, z[0], ctx.activation, dz)
             dy = dz
-        dy = dy.reshape(-1, weight.shape[0])
         dx = None
-        if ctx.needs_input_grad[0]:
-            dx = x.new_empty(x.shape)
-            ctx.launches.linear_dgrad(dy, weight, dx.view(-1, weight.shape[1]))
-        rows = x.detach().reshape(-1, weight.shape[1])
-        needed = (True, True) if ctx.detached else ctx.needs_input_grad[1:3]
-        dweight, dbias = weight_gradients(
-            ctx, ctx.launches.linear_wgrad, (rows, dy), needed=needed, flops=2 * rows.shape[0] * weight.numel()
-        )
-        return dx, dweight, dbias, None, None, None, None, None
+        if needs_x:
+            if call.launches is reference:  # a product that allocates costs 1.2 us less than one into a given tensor
+                dx = dy.mm(weight) if dy.dim() == 2 else torch.matmul(dy, weight)
+            else:
+                dx = x.new_empty(x.shape)
+                call.launches.linear_dgrad(as_rows(dy), weight, as_rows(dx))
+            x = x.detach()
+        if x.dim() != 2:
+            x, dy = as_rows(x), as_rows(dy)
+        weights = weight_gradients(call, call.launches.linear_wgrad, (x, dy), edges, _linear_flops)
+        return None, dx, None, *weights
 
 
-def linear_with_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def _linear_flops(tensors: wgrad.Segment) -> int:
+    x, dy = tensors
+    return 2 * x.numel() * dy.shape[1]
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """[..., N] as [M, N]."""
+    return tensor if tensor.dim() == 2 else tensor.unsqueeze(0).flatten(0, -2)
+
+
+def linear_with_torch(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | None) -> Tensor:
     """The same op in torch's own operations, differentiable any number of times."""
-    y = torch.nn.functional.linear(x, weight, bias)
+    y = torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return y if activation is None else reference.activation_function(activation)(y)

@@ -29,18 +29,29 @@ def linear(
     "relu" or "silu". impl: "auto", "cuda", "triton" or "torch". name: what errors call this layer.
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
-    _check_linear(x, weight, bias, activation)
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if not _fits_linear(x, weight, bias) or activation is not None:
+        _check_linear(x, weight, bias, activation)
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(device))
     elif x.dtype != weight.dtype:
         raise TypeError(f"linear: x is {x.dtype} and weight is {weight.dtype}; convert one, or use torch.autocast")
-    launches = dispatch.resolve("linear", impl, x.device.type)
-    owners = (weight, bias)
-    if torch.is_grad_enabled() and autograd.has_listeners(owners):
-        anchor = x.new_empty(0, requires_grad=weight.requires_grad or (bias is not None and bias.requires_grad))
-        detached_bias = None if bias is None else bias.detach()
-        return autograd.Linear.apply(x, weight.detach(), detached_bias, anchor, owners, activation, launches, name)
-    return autograd.Linear.apply(x, weight, bias, None, owners, activation, launches, name)
+    launches = dispatch.resolve("linear", impl, device)
+    call = autograd.Call((weight, bias), launches, name)
+    return autograd.apply(autograd.Linear, call, x, activation)
+
+
+def _fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """True when nothing is wrong; the checks that find out what is wrong take ten times as long."""
+    return (
+        isinstance(x, Tensor)
+        and isinstance(weight, Tensor)
+        and weight.dim() == 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1]
+        and x.device == weight.device
+        and (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1] and bias.device == x.device))
+    )
 
 
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:

@@ -2,19 +2,21 @@
 
 A zbkern layer's backward computes the gradient of its input at once and, while a queue is deferring on this thread,
 hands the gradient of its weights over as a task. Everything that can change between B and W is decided when the task
-runs: whether the gradient is added or written, and whether it lives in `.grad` or in `.main_grad`.
+runs (`landing.py`): whether the gradient is added or written, and whether it lives in `.grad` or in `.main_grad`.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import TracebackType
 
 import torch
 from torch import Tensor
+
+from zbkern import landing
 
 Segment = tuple[Tensor, ...]
 Launch = Callable[[Sequence[Segment], Sequence["Tensor | None"], bool], None]
@@ -25,41 +27,49 @@ class WGradTask:
 
     launch: a raw wgrad launch (`kernels/spec.py`); it sums over `segments` and writes or adds to each output, aligned
     with `parameters` (None where a parameter takes no gradient). tensors: what this task's one segment holds, usually
-    the layer's input and its output gradient, detached. flops: the arithmetic of the launch. listened: something
-    listens at autograd's accumulation of these parameters (autograd.has_listeners), so gradients go through it.
+    the layer's input and its output gradient, detached. arithmetic: the launch's flops, or a function of `tensors`
+    that counts them when somebody asks. listened: something that leaves no trace on the parameters waits for their
+    gradients at autograd's accumulation, as DistributedDataParallel's reducer does.
     """
 
-    __slots__ = ("flops", "key", "launch", "listened", "name", "parameters", "tensors", "versions")
+    __slots__ = ("_arithmetic", "key", "launch", "listened", "name", "parameters", "tensors", "version", "weight")
 
     def __init__(
         self,
         launch: Launch,
         tensors: Segment,
         parameters: tuple[Tensor | None, ...],
-        *,
-        flops: int = 0,
+        arithmetic: int | Callable[[Segment], int] = 0,
         name: str = "",
         listened: bool = False,
     ) -> None:
         self.launch = launch
         self.tensors = tensors
         self.parameters = parameters
-        self.flops = flops
+        self._arithmetic = arithmetic
         self.name = name
         self.listened = listened
         self.key: Hashable = None
-        self.versions = tuple(tensor._version for tensor in tensors)
+        version = 0  # grows whenever one of the tensors is modified in place
+        for tensor in tensors:
+            version += tensor._version
+        self.version = version
+        self.weight = (launch, *map(id, parameters))  # equal for tasks that can be one launch
+
+    @property
+    def flops(self) -> int:
+        """The arithmetic of the launch."""
+        return self._arithmetic if isinstance(self._arithmetic, int) else self._arithmetic(self.tensors)
 
     @property
     def delivers(self) -> bool:
         """True when the gradients must go through autograd's accumulation, because hooks wait for them there."""
-        return self.listened or any(p is not None and p._post_accumulate_grad_hooks for p in self.parameters)
-
-    def same_weight(self, other: WGradTask) -> bool:
-        """True when both can be one launch: the same operation into the same parameters."""
-        return self.launch == other.launch and all(
-            a is b for a, b in zip(self.parameters, other.parameters, strict=True)
-        )
+        if self.listened:
+            return True
+        for parameter in self.parameters:  # a loop: half the time of any() over a generator, and this runs per task
+            if parameter is not None and (parameter._post_accumulate_grad_hooks or parameter._backward_hooks):
+                return True
+        return False
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in self.tensors)
@@ -72,7 +82,7 @@ class WGradQueue:
     max_bytes: pinned bytes above which the oldest W run at once instead of waiting; None for no limit.
     merge: True runs the pending tasks of one weight as one launch (equal to separate launches up to rounding);
     "exact" runs them one after the other in the order of their backwards, bit for bit as separate launches; False
-    never groups.
+    never groups. Every method may be called from any thread; a scope of `defer` belongs to the thread that opened it.
 
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
@@ -81,6 +91,7 @@ class WGradQueue:
     """
 
     def __init__(self, max_bytes: int | None = None, merge: bool | str = True) -> None:
+        self._tasks: dict[WGradTask, None] = {}  # a dict keeps the order and forgets one task in constant time
         if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 0):
             raise ValueError(
                 f"WGradQueue: max_bytes must be a number of bytes >= 0, or None for no limit; got {max_bytes!r}"
@@ -90,51 +101,47 @@ class WGradQueue:
         self.max_bytes = max_bytes
         self.merge = merge
         self.peak_bytes = 0
-        self._tasks: list[WGradTask] = []
-        self._pinned: dict[int, list[int]] = {}  # storage -> [uses, bytes]
+        self._pinned: dict[int, int] = {}  # storage -> how many task tensors live in it
         self._bytes = 0
         self._lock = threading.RLock()
+        self._used = False
+        _count(1, 0)
 
-    @contextmanager
-    def defer(self, key: Hashable = None) -> Iterator[WGradQueue]:
+    def defer(self, key: Hashable = None) -> _Scope:
         """Inside, every `backward()` of this thread runs B only; its W wait here under `key`.
 
         Autograd runs on the calling thread meanwhile (also for CUDA), so scopes of several threads do not mix.
         """
-        stack = _scopes.stack
-        stack.append((self, key))
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                yield self
-        finally:
-            stack.pop()
+        return _Scope(self, key)
 
     def add(self, task: WGradTask, key: Hashable = None) -> None:
         """Takes a task over. Layers call this; so can a layer of your own (see `current`)."""
         task.key = key
         with self._lock:
-            self._tasks.append(task)
+            self._tasks[task] = None
+            pinned = self._pinned
             for tensor in task.tensors:
                 storage = tensor.untyped_storage()
-                uses = self._pinned.setdefault(storage._cdata, [0, storage.nbytes()])
-                if uses[0] == 0:
-                    self._bytes += uses[1]
-                uses[0] += 1
-            while self.max_bytes is not None and self._bytes > self.max_bytes and self._tasks:
-                self._run_group(self._group_of(self._tasks[0], merge=False))
-            self.peak_bytes = max(self.peak_bytes, self._bytes)
+                address = storage._cdata
+                if address in pinned:
+                    pinned[address] += 1
+                else:
+                    pinned[address] = 1
+                    self._bytes += storage.nbytes()
+            if not self._used:
+                self._used = True
+                _count(0, 1)
+            if self.max_bytes is not None and self._bytes > self.max_bytes:
+                self._run_early()
+            if self._bytes > self.peak_bytes:
+                self.peak_bytes = self._bytes
 
     def run(self, key: Hashable | list[Hashable] = None) -> int:
-        """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many ran."""
+        """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many tasks."""
         with self._lock:
             selected = self._select(key)
-            waiting = set(map(id, selected))
-            for task in selected:
-                if id(task) not in waiting:
-                    continue
-                group = self._group_of(task, merge=bool(self.merge), among=waiting)
-                self._run_group(group)
-                waiting.difference_update(map(id, group))
+            if selected:
+                self._run_groups(self._groups(selected))
         return len(selected)
 
     def run_one(self, key: Hashable | list[Hashable] = None) -> bool:
@@ -143,14 +150,22 @@ class WGradQueue:
         Returns False when there is none.
         """
         with self._lock:
-            selected = self._select(key)
-            if not selected:
+            selected = self._select(key) if key is not None else self._tasks
+            first = next(iter(selected), None)
+            if first is None:
                 return False
-            self._run_group(self._group_of(selected[0], merge=bool(self.merge), among=set(map(id, selected))))
+            if first.delivers:
+                group = self._groups(self._select([first.key]))[0]
+            elif self.merge:
+                weight = first.weight
+                group = [task for task in selected if task.weight == weight]
+            else:
+                group = [first]
+            self._run_groups([group])
         return True
 
     def discard(self, key: Hashable | list[Hashable] = None) -> int:
-        """Drops the W of one key, of a list, or all: these gradients are lost. Returns how many."""
+        """Drops the W of one key, of a list, or all: their gradients are lost. Returns how many."""
         with self._lock:
             dropped = self._select(key)
             self._remove(dropped)
@@ -158,15 +173,17 @@ class WGradQueue:
 
     def pending(self, key: Hashable | list[Hashable] = None) -> int:
         """Number of tasks that wait, of one key, of a list, or of all."""
-        return len(self._select(key))
+        return len(self._tasks) if key is None else len(self._select(key))
 
     def keys(self) -> list[Hashable]:
         """The keys that have tasks waiting, oldest first."""
-        return list(dict.fromkeys(task.key for task in self._tasks))
+        with self._lock:
+            return list(dict.fromkeys(task.key for task in self._tasks))
 
     def tasks(self) -> tuple[WGradTask, ...]:
         """The tasks that wait, oldest first."""
-        return tuple(self._tasks)
+        with self._lock:
+            return tuple(self._tasks)
 
     @property
     def bytes(self) -> int:
@@ -176,79 +193,166 @@ class WGradQueue:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    def __bool__(self) -> bool:
+        return True  # an empty queue is still a queue: `queue or default` must not replace it
+
     def __repr__(self) -> str:
         return f"WGradQueue(pending={len(self)}, bytes={self.bytes}, peak_bytes={self.peak_bytes})"
 
     def __del__(self) -> None:
-        if getattr(self, "_tasks", None):
+        if not hasattr(self, "_used"):  # the constructor refused its arguments
+            return
+        _count(-1, -int(self._used))
+        if self._tasks:
             warnings.warn(
-                f"a WGradQueue was deleted with {len(self._tasks)} W still pending (first: {self._tasks[0]}): these "
-                "gradients are lost; call run() before the optimizer step, or discard() to drop them on purpose",
-                ResourceWarning,
+                f"a WGradQueue was deleted with {len(self._tasks)} W still pending (first: {next(iter(self._tasks))}): "
+                "these gradients are lost; call run() before the optimizer step, or discard() to drop them on purpose",
+                RuntimeWarning,
                 stacklevel=2,
             )
 
     def _select(self, key: Hashable | list[Hashable]) -> list[WGradTask]:
-        if key is None:
-            return list(self._tasks)
-        keys = key if isinstance(key, list) else [key]
-        return [task for task in self._tasks if task.key in keys]
+        with self._lock:
+            if key is None:
+                return [*self._tasks]
+            keys = key if isinstance(key, list) else [key]
+            return [task for task in self._tasks if task.key in keys]
 
-    def _group_of(self, first: WGradTask, merge: bool, among: set[int] | None = None) -> list[WGradTask]:
-        """`first` with the tasks that must or may run in its launch.
+    def _groups(self, selected: Iterable[WGradTask]) -> list[list[WGradTask]]:
+        """The tasks in groups that run together, oldest group first.
 
-        May: the same weight. Must: tasks of the same key that share a parameter whose hooks listen, because autograd
-        calls those once per backward, after all contributions of the backward (DistributedDataParallel relies on it).
+        May: the same weight, when merging. Must: tasks of one key that share a parameter whose hooks listen, because
+        autograd calls those once per backward, after all its contributions (DistributedDataParallel relies on it).
         """
-        group = [first]
-        for task in self._tasks:
-            if task is first or (among is not None and id(task) not in among):
+        groups: dict[Hashable, list[WGradTask]] = {}
+        joined: dict[tuple[Hashable, int], Hashable] = {}  # (key, parameter) -> its group, where hooks listen
+        for task in selected:
+            if not task.delivers:
+                groups.setdefault(task.weight if self.merge else task, []).append(task)
                 continue
-            must = first.delivers and task.key == first.key and _share_parameter(task, first)
-            if must or (merge and not first.delivers and task.same_weight(first)):
-                group.append(task)
-        return group
+            shares = [(task.key, id(p)) for p in task.parameters if p is not None]
+            found = list(dict.fromkeys(joined[share] for share in shares if share in joined))
+            label = found[0] if found else task
+            groups.setdefault(label, []).append(task)
+            for other in found[1:]:
+                groups[label] += groups.pop(other)
+                joined.update((share, label) for share, group in joined.items() if group is other)
+            joined.update((share, label) for share in shares)
+        return list(groups.values())
+
+    def _run_groups(self, groups: Sequence[list[WGradTask]]) -> None:
+        device = groups[0][0].tensors[0].device.type
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(device):
+                for tasks in groups:
+                    self._run_group(tasks)
+                return
+            with torch.autocast(device, enabled=False):  # W computes in the dtypes that B left
+                for tasks in groups:
+                    self._run_group(tasks)
 
     def _run_group(self, tasks: list[WGradTask]) -> None:
+        """Runs tasks that may run together; they leave the queue once their gradients have landed."""
         for task in tasks:
-            for tensor, version in zip(task.tensors, task.versions, strict=True):
-                if tensor._version != version:
-                    raise RuntimeError(
-                        f"WGradQueue: a tensor that {task} needs was modified in place between B and W; "
-                        "run the queue before the modification, or modify a copy"
-                    )
-        try:
-            with torch.no_grad(), torch.autocast(tasks[0].tensors[0].device.type, enabled=False):
-                if tasks[0].delivers:
-                    _deliver(tasks)
-                elif self.merge is True or len(tasks) == 1:
-                    _accumulate(tasks[0], [task.tensors for task in tasks])
-                else:
-                    for task in tasks:
-                        _accumulate(task, [task.tensors])
-        except Exception as error:
-            raise RuntimeError(f"WGradQueue: W of {tasks[0]} failed and stays in the queue: {error}") from error
-        self._remove(tasks)
-
-    def _remove(self, tasks: list[WGradTask]) -> None:
-        gone = set(map(id, tasks))
-        self._tasks = [task for task in self._tasks if id(task) not in gone]
-        for task in tasks:
+            version = 0
             for tensor in task.tensors:
-                storage = tensor.untyped_storage()._cdata
-                uses = self._pinned[storage]
-                uses[0] -= 1
-                if uses[0] == 0:
-                    self._bytes -= uses[1]
-                    del self._pinned[storage]
+                version += tensor._version
+            if version != task.version:
+                raise RuntimeError(
+                    f"WGradQueue: a tensor that {task} needs was modified in place between B and W; "
+                    "run the queue before the modification, or modify a copy"
+                )
+        first = tasks[0]
+        if first.delivers:
+            try:
+                gradients = landing.sum_gradients(tasks)
+            except Exception as error:
+                raise _failed(first, error) from error
+            self._remove(tasks)  # before the hooks: if one raises, the gradient has landed all the same
+            if gradients:
+                landing.hand_over(gradients)
+        elif self.merge is True or len(tasks) == 1:
+            try:
+                landing.accumulate(first, [task.tensors for task in tasks])
+            except Exception as error:
+                raise _failed(first, error) from error
+            self._remove(tasks)
+        else:
+            for task in tasks:
+                self._run_group([task])
+
+    def _run_early(self) -> None:
+        """Runs the oldest W until the limit holds. Where hooks listen, the gradient is computed but kept.
+
+        They hear of it when the task is asked for: this backward may have more to add to the same parameter.
+        """
+        assert self.max_bytes is not None
+        for task in list(self._tasks):
+            if self._bytes <= self.max_bytes:
+                return
+            if not task.delivers:
+                self._run_groups([[task]])
+            elif task.launch is not landing.add_gradients:
+                with torch.no_grad():
+                    gradients = landing.sum_gradients([task])
+                self._remove([task])
+                if gradients:
+                    parameters, sums = zip(*gradients, strict=True)
+                    self.add(WGradTask(landing.add_gradients, sums, parameters, 0, task.name, task.listened), task.key)
+
+    def _remove(self, tasks: Iterable[WGradTask]) -> None:
+        pinned = self._pinned
+        for task in tasks:
+            del self._tasks[task]
+            for tensor in task.tensors:
+                storage = tensor.untyped_storage()
+                address = storage._cdata
+                uses = pinned[address] - 1
+                if uses:
+                    pinned[address] = uses
+                else:
+                    del pinned[address]
+                    self._bytes -= storage.nbytes()
+
+
+class _Scope:
+    """What `WGradQueue.defer` returns: a class, because a generator's context takes three times as long."""
+
+    __slots__ = ("_key", "_queue")
+
+    def __init__(self, queue: WGradQueue, key: Hashable) -> None:
+        self._queue = queue
+        self._key = key
+
+    def __enter__(self) -> WGradQueue:
+        _scopes.modes.append(torch.autograd.set_multithreading_enabled(False))
+        _scopes.stack.append((self._queue, self._key))
+        return self._queue
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _scopes.stack.pop()
+        _scopes.modes.pop().__exit__(kind, error, trace)
 
 
 class _Scopes(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[WGradQueue, Hashable]] = []
+        self.modes: list[torch.autograd.set_multithreading_enabled] = []
 
 
 _scopes = _Scopes()
+_endings: weakref.WeakValueDictionary[int, WGradQueue] = weakref.WeakValueDictionary()  # by running backward
+_alive = _used = 0
+_counting = threading.Lock()
+
+
+def _count(alive: int, used: int) -> None:
+    global _alive, _used
+    with _counting:
+        _alive += alive
+        _used += used
 
 
 def current() -> tuple[WGradQueue, Hashable] | None:
@@ -257,65 +361,27 @@ def current() -> tuple[WGradQueue, Hashable] | None:
     return stack[-1] if stack else None
 
 
-def _share_parameter(a: WGradTask, b: WGradTask) -> bool:
-    return any(p is q for p in a.parameters if p is not None for q in b.parameters)
+def activity() -> tuple[bool, bool]:
+    """(some queue has had a task, some queue exists), of the queues that are alive."""
+    return _used > 0, _alive > 0
 
 
-def _accumulate(task: WGradTask, segments: list[Segment]) -> None:
-    """Runs one launch straight into the gradients: added in place where one exists, written where none does."""
-    finished: list[Callable[[], None]] = []
-    targets = [None if p is None else _target(p, finished) for p in task.parameters]
-    fresh = {is_fresh for target in targets if target is not None for is_fresh in (target[1],)}
-    if len(fresh) > 1:  # one launch has one mode: start the missing gradients at zero and add to all
-        for target in targets:
-            if target is not None and target[1]:
-                target[0].zero_()
-    outputs = [None if target is None else target[0] for target in targets]
-    task.launch(segments, outputs, fresh != {True})
-    for finish in finished:
-        finish()
+def run_in_backward(task: WGradTask) -> None:
+    """Runs a task that nobody defers: now, or where hooks listen when this backward ends and all contributions are in.
+
+    Autograd, too, calls a parameter's hooks once per backward.
+    """
+    if not task.delivers:
+        landing.accumulate(task, [task.tensors])
+        return
+    backward = torch._C._current_graph_task_id()
+    queue = _endings.get(backward)
+    if queue is None:
+        queue = _endings[backward] = WGradQueue()
+        # Only the callback owns the queue: if the backward fails, both go, and its gradients with them, as in torch.
+        torch.autograd.Variable._execution_engine.queue_callback(queue.run)
+    queue.add(task)
 
 
-def _target(parameter: Tensor, finished: list[Callable[[], None]]) -> tuple[Tensor, bool]:
-    """Where this gradient goes now, and whether the launch writes (True) or adds (False); `finished` runs after it."""
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is not None:
-        overwrite = bool(
-            getattr(parameter, "overwrite_main_grad", False) or getattr(parameter, "zero_out_wgrad", False)
-        )
-        if hasattr(parameter, "grad_added_to_main_grad"):
-            finished.append(lambda: setattr(parameter, "grad_added_to_main_grad", True))
-        return main_grad, overwrite
-    grad = parameter.grad
-    if grad is None:
-        fresh = torch.empty_like(parameter, requires_grad=False)
-        finished.append(lambda: setattr(parameter, "grad", fresh))
-        return fresh, True
-    if grad.is_sparse or grad.requires_grad:
-        dense = torch.zeros_like(parameter, requires_grad=False)
-        finished.append(lambda: setattr(parameter, "grad", grad + dense))
-        return dense, False
-    return grad, False
-
-
-def _deliver(tasks: list[WGradTask]) -> None:
-    """Sums the contributions of one backward and hands them to autograd: every hook sees what it always sees."""
-    sums: dict[int, tuple[Tensor, Tensor]] = {}
-    for task in tasks:
-        outputs: list[Tensor | None] = []
-        for parameter in task.parameters:
-            if parameter is None:
-                outputs.append(None)
-                continue
-            if id(parameter) not in sums:
-                sums[id(parameter)] = (parameter, torch.zeros_like(parameter, requires_grad=False))
-            outputs.append(sums[id(parameter)][1])
-        task.launch([task.tensors], outputs, True)
-    hand_over([parameter for parameter, _ in sums.values()], [gradient for _, gradient in sums.values()])
-
-
-def hand_over(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Gives gradients to leaf parameters through autograd's accumulation: every kind of hook runs as in a backward."""
-    with torch.enable_grad():
-        views: list[Any] = [parameter.view_as(parameter) for parameter in parameters]
-    torch.autograd.backward(views, list(gradients))
+def _failed(task: WGradTask, error: Exception) -> RuntimeError:
+    return RuntimeError(f"WGradQueue: W of {task} failed and stays in the queue: {error}")

@@ -1,0 +1,119 @@
+"""Where a weight gradient lands when W runs: added to or written into `.grad` or `.main_grad`, or given to autograd.
+
+Nothing here is decided earlier than the launch. Frameworks that keep their own gradient buffers announce it on the
+parameter: `main_grad` (accumulate there, any dtype), `overwrite_main_grad` (write instead of add) and
+`grad_added_to_main_grad` (set to True once it is there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from zbkern.wgrad import Segment, WGradTask
+
+
+def accumulate(task: WGradTask, segments: list[Segment]) -> None:
+    """Runs one launch straight into the gradients: added in place where one exists, written where none does."""
+    outputs: list[Tensor | None] = []
+    fresh: list[Tensor] = []  # outputs that hold nothing yet
+    unset: list[tuple[Tensor, Tensor]] = []  # (parameter, output) to be assigned once the launch has run
+    owned: list[Tensor] = []  # parameters with a main_grad
+    present = 0
+    for parameter in task.parameters:
+        if parameter is None or not parameter.requires_grad:  # frozen since its backward: autograd drops it, too
+            outputs.append(None)
+            continue
+        gradient = getattr(parameter, "main_grad", None)
+        if gradient is not None:
+            overwrite = getattr(parameter, "overwrite_main_grad", False)
+            owned.append(parameter)
+        else:
+            gradient = parameter.grad
+            overwrite = gradient is None or gradient.is_sparse or gradient.requires_grad
+            if overwrite:
+                gradient = torch.empty_like(parameter, requires_grad=False)
+                unset.append((parameter, gradient))
+        outputs.append(gradient)
+        if overwrite:
+            fresh.append(gradient)
+        else:
+            present += 1
+    if present:  # one launch has one mode: start the missing gradients at zero and add to all
+        for gradient in fresh:
+            gradient.zero_()
+    task.launch(segments, outputs, present > 0)
+    for parameter, gradient in unset:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    for parameter in owned:
+        _announce(parameter)
+
+
+def _announce(parameter: Tensor) -> None:
+    """Tells the framework that owns this parameter's `main_grad` that the gradient is in it."""
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        parameter.grad_added_to_main_grad = True
+
+
+def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
+    """(parameter, gradient) for every parameter of these tasks, summed over them; nothing has landed yet."""
+    sums: dict[int, tuple[Tensor, Tensor]] = {}
+    for task in tasks:
+        wanted = [p for p in task.parameters if p is not None and p.requires_grad]
+        add = any(id(parameter) in sums for parameter in wanted)
+        for parameter in wanted:
+            if id(parameter) not in sums:
+                start = torch.zeros_like if add else torch.empty_like
+                sums[id(parameter)] = (parameter, start(parameter, requires_grad=False))
+        outputs = [None if p is None or id(p) not in sums else sums[id(p)][1] for p in task.parameters]
+        task.launch([task.tensors], outputs, add)
+    return list(sums.values())
+
+
+def add_gradients(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+    """A launch whose segments are gradients that are computed already: outputs (+)= their sum."""
+    for segment in segments:
+        for output, gradient in zip(outputs, segment, strict=True):
+            if output is not None:
+                output.add_(gradient) if accumulate else output.copy_(gradient)
+        accumulate = True
+
+
+def hand_over(gradients: list[tuple[Tensor, Tensor]], create_graph: bool = False) -> None:
+    """Gives gradients to leaf parameters through autograd's accumulation: every kind of hook runs as in a backward.
+
+    A gradient whose parameter has a `main_grad` lands there first, and its hooks see zeros: they are told that the
+    gradient is ready, and whatever they add changes nothing. Empties the list, so that autograd may keep the tensors
+    instead of copying them.
+    """
+    for index, (parameter, gradient) in enumerate(gradients):
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is not None:
+            overwrite = getattr(parameter, "overwrite_main_grad", False)
+            with torch.no_grad():
+                main_grad.copy_(gradient) if overwrite else main_grad.add_(gradient)
+                gradients[index] = (parameter, gradient.zero_())
+            _announce(parameter)
+    parameters = [parameter for parameter, _ in gradients]
+    with torch.enable_grad():
+        arrival = _Arrival.apply(gradients, *parameters)
+    torch.autograd.backward(arrival, create_graph=create_graph)
+
+
+class _Arrival(torch.autograd.Function):
+    """A scalar whose gradient with respect to each parameter is the gradient at hand."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[tuple[Tensor, Tensor]], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        found = [gradient for _, gradient in ctx.gradients]
+        ctx.gradients.clear()
+        return (None, *found)
