@@ -112,7 +112,7 @@ def _check_progress(schedule: Schedule) -> None:
     owner = {rank: schedule.placement[need[1]] for rank, need in stuck.items()}
     cycle = _cycle(owner)
     lines = [
-        f"rank {rank} at {schedule.actions[rank][position[rank]]} waits for {Action(*stuck[rank])} of rank {owner[rank]}"
+        f"rank {rank} at {schedule.actions[rank][position[rank]]} waits for {Action(*stuck[rank])}, rank {owner[rank]}"
         for rank in cycle
     ]
     _fail(schedule, cycle[0], position[cycle[0]], "deadlock: these wait for each other\n  " + "\n  ".join(lines))

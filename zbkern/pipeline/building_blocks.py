@@ -1,0 +1,232 @@
+"""Schedules from a building block (arXiv 2405.15362): one microbatch in unit slots, repeated, squeezed, reordered.
+
+Two chunks per rank in a V, so that every rank holds an early and a late chunk, and with the right distances all ranks
+hold equally much. The block of one microbatch says in which slot each of its passes starts on each rank; repeated
+every six slots, the passes of all microbatches interlock. That fixes the steady state. Warm-up and cool-down are then
+reordered: every pass moves to the earliest free slot that its inputs and the peak memory of the repeated block allow.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+
+_PERIOD = 6  # two chunks with F, B and W of one slot each
+_F0, _F1, _B1, _B0, _W = range(5)  # passes of one microbatch in the order in which a rank meets them
+_IDLE = -1
+
+Times = list[list[list[int]]]  # slot of each pass, by rank, pass and microbatch; W by the order of the B they follow
+
+
+def split_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """Each rank's (kind, local chunk, microbatch) in order, for a block that gives the slots of F0, F1, B1, B0 by rank.
+
+    W takes the next free slot, first of chunk 1, then of chunk 0.
+    """
+    times = _repeat(block, microbatches)
+    warm, steady = _phases(times)
+    whole = _with_weights(times)
+    whole = _reorder(whole, _Placed(whole, [1] * 5), range(warm, steady))
+    times = [row[:_W] for row in _squeeze(whole)]
+    _, steady = _phases(times)
+    times = _reorder(times, _Filled(times), range(steady))
+    times = [row[:_W] for row in _squeeze(_with_weights(times))]
+    return [list(_row_order(row)) for row in times]
+
+
+def fused_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """The same for a block in which B and W are one pass BW of two slots."""
+    times = _repeat(block, microbatches)
+    times = _reorder(times, _Placed(times, [1, 1, 2, 2]), range(0))
+    return [
+        [(("F", "F", "BW", "BW")[each], (0, 1, 1, 0)[each], microbatch) for _, each, microbatch in _passes(row)]
+        for row in times
+    ]
+
+
+def _repeat(block: Sequence[Sequence[int]], microbatches: int) -> Times:
+    return [[[first + _PERIOD * count for count in range(microbatches)] for first in row] for row in block]
+
+
+def _passes(row: list[list[int]]) -> list[tuple[int, int, int]]:
+    """(slot, pass, microbatch) of one rank by slot."""
+    return sorted((slot, each, index) for each, slots in enumerate(row) for index, slot in enumerate(slots))
+
+
+def _all_passes(times: Times) -> list[tuple[int, int, int, int]]:
+    """(slot, rank, pass, microbatch) of all ranks by slot."""
+    return sorted((slot, rank, each, index) for rank, row in enumerate(times) for slot, each, index in _passes(row))
+
+
+def _phases(times: Times) -> tuple[int, int]:
+    """The slots at which warm-up ends (rank 0 has its first B0) and at which the last forward enters the pipeline.
+
+    With few microbatches that comes first: there is no steady state, and everything may move.
+    """
+    return times[0][_B0][0], times[0][_F0][-1] + 1
+
+
+def _with_weights(times: Times) -> Times:
+    """A W in each free slot, for the oldest B that has none yet."""
+    filled = []
+    for row in times:
+        cells = {slot: each for slot, each, _ in _passes(row)}
+        weights: list[int] = []
+        backwards = slot = 0
+        while len(weights) < 2 * len(row[_B0]):
+            each = cells.get(slot, _IDLE)
+            if each in (_B1, _B0):
+                backwards += 1
+            elif each == _IDLE and len(weights) < backwards:
+                weights.append(slot)
+            slot += 1
+        filled.append([*row, weights])
+    return filled
+
+
+def _row_order(row: list[list[int]]) -> Iterator[tuple[str, int, int]]:
+    """One rank's passes, with a W in each gap: of chunk 1 when one waits, else of chunk 0."""
+    waiting: tuple[list[int], list[int]] = ([], [])
+    clock = 0
+    for slot, each, microbatch in _passes(row):
+        for _ in range(slot - clock):
+            chunk = 1 if waiting[1] else 0
+            if waiting[chunk]:
+                yield "W", chunk, waiting[chunk].pop(0)
+        clock = slot + 1
+        chunk = 1 if each in (_F1, _B1) else 0
+        if each in (_B1, _B0):
+            waiting[chunk].append(microbatch)
+        yield "F" if each in (_F0, _F1) else "B", chunk, microbatch
+    for chunk in (1, 0):
+        for microbatch in waiting[chunk]:
+            yield "W", chunk, microbatch
+
+
+def _reorder(times: Times, memory: _Placed | _Filled, fixed: range) -> Times:
+    """Moves each pass, in order of time, to the earliest slot that its inputs, the rank and the memory allow.
+
+    Passes whose slot is in `fixed` stay. `memory` knows which slots of a rank are free and what the rank would hold.
+    """
+    times = [[list(slots) for slots in row] for row in times]
+    lengths = memory.lengths
+    backwards: list[list[int]] = [[] for _ in times]  # slots of the B placed so far, in order
+    for slot, rank, each, index in _all_passes(times):
+        if slot not in fixed:
+            row = times[rank]
+            first = 0
+            if each in (_F0, _B1) and rank > 0:
+                first = times[rank - 1][each][index] + lengths[each]
+            if each in (_F1, _B0) and rank + 1 < len(times):
+                first = times[rank + 1][each][index] + lengths[each]
+            if each in (_F1, _B1, _B0):
+                first = max(first, row[each - 1][index] + lengths[each - 1])
+            if each == _W:
+                first = max(first, backwards[rank][index] + 1)
+            if index > 0:
+                first = max(first, row[each][index - 1] + lengths[each])
+            row[each][index] = memory.move(rank, each, slot, first)
+        if each in (_B1, _B0):
+            insort(backwards[rank], times[rank][each][index])
+    return times
+
+
+class _Placed:
+    """Ranks whose every pass has a slot: an F adds to what the rank holds, W (or the end of a BW) takes it away."""
+
+    def __init__(self, times: Times, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+        self._fused = len(lengths) == _W
+        self._cells, self._held = [], []
+        slots = 2 + max(slot for row in times for slots in row for slot in slots)
+        for row in times:
+            cells, held, now = [_IDLE] * (slots + 1), [], 0
+            for slot, each, _ in _passes(row):
+                cells[slot : slot + lengths[each]] = [each] * lengths[each]
+            for slot, each in enumerate(cells):
+                starts_release = each == _W or (self._fused and each in (_B1, _B0) and cells[slot - 1] == each)
+                now += (each in (_F0, _F1)) - starts_release
+                held.append(now)
+            self._cells.append(cells)
+            self._held.append(held)
+        self._limit = max(max(held) for held in self._held)
+
+    def move(self, rank: int, each: int, slot: int, first: int) -> int:
+        cells, held, length = self._cells[rank], self._held[rank], self.lengths[each]
+        if each in (_F0, _F1):
+            lowest = slot
+            while lowest > first and held[lowest - 1] < self._limit:
+                lowest -= 1
+            first = lowest
+        cells[slot : slot + length] = [_IDLE] * length
+        start = next(at for at in range(first, slot + 1) if all(cell == _IDLE for cell in cells[at : at + length]))
+        cells[start : start + length] = [each] * length
+        change = 1 if each in (_F0, _F1) else -1 if each == _W or self._fused else 0
+        for at in range(start + length - 1, slot + length - 1):
+            held[at] += change
+        return start
+
+
+class _Filled:
+    """Ranks whose free slots run the W that waits, if one does, wherever the other passes are."""
+
+    def __init__(self, times: Times) -> None:
+        self.lengths = [1] * _W
+        self._cells, self._states = [], []
+        slots = 2 + max(slot for row in times for slots in row for slot in slots)
+        peak = 0
+        for row in times:
+            cells = [_IDLE] * slots
+            for slot, each, _ in _passes(row):
+                cells[slot] = each
+            states = [(0, 0)]  # before each slot: microbatches held, and W that wait
+            for each in cells:
+                states.append(_after(states[-1], each))
+            self._cells.append(cells)
+            self._states.append(states)
+            peak = max(peak, *(held for held, _ in states))
+        self._limit = peak
+
+    def move(self, rank: int, each: int, slot: int, first: int) -> int:
+        cells, states = self._cells[rank], self._states[rank]
+        cells[slot] = _IDLE
+        start = next(at for at in range(first, slot + 1) if cells[at] == _IDLE and self._fits(rank, each, at, slot))
+        cells[start] = each
+        for at in range(start, len(cells)):
+            state = _after(states[at], cells[at])
+            if at > slot and state == states[at + 1]:
+                break
+            states[at + 1] = state
+        return start
+
+    def _fits(self, rank: int, each: int, start: int, slot: int) -> bool:
+        """Whether the rank stays in its limit with the pass at `start`; past `slot` it holds no more than before."""
+        cells = self._cells[rank]
+        state = self._states[rank][start]
+        for at in range(start, slot + 1):
+            state = _after(state, each if at == start else cells[at])
+            if state[0] > self._limit and at < slot:
+                return False
+        return True
+
+
+def _after(state: tuple[int, int], each: int) -> tuple[int, int]:
+    held, waiting = state
+    if each == _IDLE:
+        return (held - 1, waiting - 1) if waiting else state
+    return (held + 1, waiting) if each in (_F0, _F1) else (held, waiting + 1)
+
+
+def _squeeze(times: Times) -> Times:
+    """The slots when every rank keeps its order and starts each pass as soon as it can."""
+    squeezed: Times = [[[0] * len(slots) for slots in row] for row in times]
+    free = [0] * len(times)
+    for _, rank, each, index in _all_passes(times):
+        start = free[rank]
+        if each in (_F0, _B1) and rank > 0:
+            start = max(start, squeezed[rank - 1][each][index] + 1)
+        if each in (_F1, _B0) and rank + 1 < len(times):
+            start = max(start, squeezed[rank + 1][each][index] + 1)
+        squeezed[rank][each][index] = start
+        free[rank] = start + 1
+    return squeezed
