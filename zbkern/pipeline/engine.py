@@ -234,7 +234,8 @@ class Pipeline:
         if self.fill == "eager":
             while not self._transport.ready(tag) and self.queue.pending():
                 self._run_oldest()
-        return self._transport.receive(tag, self.timeout)
+        neighbour = action.chunk - 1 if kind == "F" else action.chunk + 1
+        return self._transport.receive(self.schedule.placement[neighbour], tag, self.timeout)
 
     def _send(self, chunk: int, kind: str, microbatch: int, message: Any) -> None:
         tag = Tag(self._step, kind, chunk, microbatch)

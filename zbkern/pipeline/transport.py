@@ -7,6 +7,7 @@ rank that fails tells its peers the same way, and they tell theirs, so every ran
 
 from __future__ import annotations
 
+import atexit
 import logging
 import pickle
 import queue
@@ -38,6 +39,10 @@ class Tag(NamedTuple):
     chunk: int
     microbatch: int
 
+    def __str__(self) -> str:
+        what = "input" if self.kind == "F" else "output gradient"
+        return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
+
 
 class Mailbox:
     """Messages that have arrived and were not asked for yet. Thread-safe."""
@@ -45,6 +50,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._messages: dict[Tag, Any] = {}
         self._changed = threading.Condition()
+        self._closed: set[int] = set()
         self.failure: str | None = None
 
     def put(self, tag: Tag, message: Any) -> None:
@@ -59,20 +65,31 @@ class Mailbox:
             self._changed.notify_all()
         return first
 
+    def closed(self, peer: int) -> None:
+        """Nothing more will come from that rank."""
+        with self._changed:
+            self._closed.add(peer)
+            self._changed.notify_all()
+
     def __contains__(self, tag: Tag) -> bool:
         return tag in self._messages
 
     def peek(self, tag: Tag) -> Any:
         return self._messages.get(tag)
 
-    def take(self, tag: Tag, timeout: float) -> Any:
+    def take(self, peer: int, tag: Tag, timeout: float) -> Any:
+        def over() -> bool:
+            return tag in self._messages or self.failure is not None or peer in self._closed
+
         with self._changed:
-            arrived = self._changed.wait_for(lambda: tag in self._messages or self.failure is not None, timeout)
+            self._changed.wait_for(over, timeout)
             if self.failure is not None:
                 raise PipelineError(self.failure)
-            if not arrived:
-                raise PipelineError(f"no message {tuple(tag)} within {timeout:g} s; its sender is stuck or overloaded")
-            return self._messages.pop(tag)
+            if tag in self._messages:
+                return self._messages.pop(tag)
+            if peer in self._closed:
+                raise PipelineError(f"rank {peer} closed its pipeline while {tag} was awaited from it")
+            raise PipelineError(f"{tag} did not come from rank {peer} within {timeout:g} s; it is stuck or overloaded")
 
 
 class Transport(Protocol):
@@ -90,8 +107,8 @@ class Transport(Protocol):
     def ready(self, tag: Tag) -> bool:
         """True when `receive` would return at once."""
 
-    def receive(self, tag: Tag, timeout: float) -> Any:
-        """The message, waiting up to `timeout` seconds. Raises PipelineError when a rank has failed."""
+    def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
+        """The message from `peer`, waiting up to `timeout` seconds. Raises PipelineError when a rank has failed."""
 
     def fail(self, reason: str) -> None:
         """Tells every rank that this one has failed."""
@@ -124,8 +141,8 @@ class LocalTransport:
     def ready(self, tag: Tag) -> bool:
         return tag in self._mailboxes[self.rank]
 
-    def receive(self, tag: Tag, timeout: float) -> Any:
-        return self._mailboxes[self.rank].take(tag, timeout)
+    def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
+        return self._mailboxes[self.rank].take(peer, tag, timeout)
 
     def fail(self, reason: str) -> None:
         for mailbox in self._mailboxes:
@@ -140,7 +157,8 @@ class LocalTransport:
         return values
 
     def close(self) -> None:
-        return
+        for mailbox in self._mailboxes:
+            mailbox.closed(self.rank)
 
 
 class DistributedTransport:
@@ -161,7 +179,7 @@ class DistributedTransport:
             self._up, self._down = (_new_group(ranks, dist.get_backend(group)) for _ in range(2))
         self._mailbox = Mailbox()
         self._peers = sorted(set(peers) - {self.rank})
-        self._closing = False
+        self._ended = threading.Lock()
         self._sends: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._finish_sends, name="zbkern-send", daemon=True)
         self._receivers = [
@@ -170,6 +188,7 @@ class DistributedTransport:
         ]
         for thread in (self._sender, *self._receivers):
             thread.start()
+        atexit.register(self.close)
 
     def send(self, peer: int, tag: Tag, message: Any) -> None:
         leaves, spec = pytree.tree_flatten(message)
@@ -192,15 +211,15 @@ class DistributedTransport:
         message = self._mailbox.peek(tag)
         return message is not None and all(work.is_completed() for work in message[1])
 
-    def receive(self, tag: Tag, timeout: float) -> Any:
-        message, works = self._mailbox.take(tag, timeout)
+    def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
+        message, works = self._mailbox.take(peer, tag, timeout)
         for work in works:
             work.wait()
         return message
 
     def fail(self, reason: str) -> None:
         self._mailbox.fail(reason)
-        self._tell_peers("failed", reason)
+        self._end("failed", reason)
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -217,23 +236,21 @@ class DistributedTransport:
         return values
 
     def close(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        if self._mailbox.failure is None:
-            self._tell_peers("closed", "")
-        self._sends.put(None)
+        atexit.unregister(self.close)
+        self._end("closed", "")
         for thread in (self._sender, *self._receivers):
             thread.join(timeout=5)
 
-    def _tell_peers(self, what: str, reason: str, besides: int | None = None) -> None:
+    def _end(self, what: str, reason: str) -> None:
+        """Says the last word to every peer, once: "failed" or "closed". Peers answer with theirs, and threads end."""
+        if not self._ended.acquire(blocking=False):
+            return
         for peer in self._peers:
-            if peer == besides:
-                continue
             try:
                 self._sends.put(self._send_header(peer, (what, None, reason, None)))
             except RuntimeError as error:  # that peer is gone; the others still want to know
-                logger.debug("could not tell rank %d: %s", peer, error)
+                logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
+        self._sends.put(None)
 
     def _send_header(self, peer: int, header: tuple[Any, ...]) -> list[tuple[dist.Work, Tensor]]:
         payload = pickle.dumps(header)
@@ -264,14 +281,14 @@ class DistributedTransport:
             while True:
                 what, tag, detail, spec = self._receive_header(peer)
                 if what == "closed":
-                    return
+                    return self._mailbox.closed(peer)
                 if what == "failed":
-                    self._pass_on(detail, peer)
-                    return
+                    return self._pass_on(detail)
                 self._receive_message(peer, tag, detail, spec)
         except Exception as error:
-            if not self._closing:
-                self._pass_on(f"rank {peer} ended without a word ({error})", peer)
+            logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
+            if not self._ended.locked():
+                self._pass_on(f"rank {peer} ended without a word: its connection was lost")
 
     def _receive_message(self, peer: int, tag: Tag, shapes: list[Any], spec: Any) -> None:
         group = self._up if peer < self.rank else self._down
@@ -293,10 +310,10 @@ class DistributedTransport:
         message = leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
         self._mailbox.put(tag, (message, works))
 
-    def _pass_on(self, reason: str, source: int) -> None:
+    def _pass_on(self, reason: str) -> None:
         if self._mailbox.fail(reason):
             logger.error("rank %d: pipeline stopped: %s", self.rank, reason)
-            self._tell_peers("failed", reason, besides=source)
+        self._end("failed", reason)
 
     def _finish_sends(self) -> None:
         """Thread: lets go of sent tensors as soon as they have left."""

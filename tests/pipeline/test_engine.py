@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from zbkern.pipeline import Pipeline, ScheduleError, schedules
+from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.engine import _merge_neighbours, _peak_microbatches
+from zbkern.pipeline.transport import LocalTransport, PipelineError, Tag
+
+WIDTH = 6
+SCHEDULES = ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "zb_v", "v_half", "v_min", "dualpipe_v"]
+
+
+class Block(nn.Module):
+    """Takes and returns a tuple, ends in a view, and has parameters that zbkern does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(self.linear(self.norm(x))) * self.scale
+        return (y + (x if skip is None else skip)).view(x.shape), x
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None) -> torch.Tensor:
+        return self.linear(x if skip is None else x + 0.1 * skip)
+
+
+def make_model(chunks: int) -> list[nn.Module]:
+    generator = torch.Generator().manual_seed(0)
+    model = [Block().double() for _ in range(chunks - 1)] + [Head().double()]
+    for module in model:
+        for parameter in module.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.double) / 2
+    return model
+
+
+def make_data(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows = 2 * microbatches
+    inputs = torch.randn(rows, 5, WIDTH, generator=generator, dtype=torch.double)
+    return inputs, torch.randn(rows, 5, 3, generator=generator, dtype=torch.double)
+
+
+def plain(model: list[nn.Module], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """One process, plain backward()."""
+    out: Any = (inputs,)
+    for module in model:
+        out = module(*out) if isinstance(out, tuple) else module(out)
+    loss = nn.functional.mse_loss(out, targets)
+    loss.backward()
+    return loss.detach()
+
+
+def build(name: str, stages: int, microbatches: int) -> Schedule:
+    try:
+        return getattr(schedules, name)(stages, microbatches)
+    except ScheduleError as error:
+        pytest.skip(f"{name} does not exist for these sizes: {error}")
+
+
+def on_threads(size: int, function: Any) -> list[Any]:
+    """function(transport) on one thread per rank; raises what a rank raised."""
+    results: list[Any] = [None] * size
+
+    def call(transport: LocalTransport) -> None:
+        try:
+            results[transport.rank] = function(transport)
+        except BaseException as error:
+            results[transport.rank] = error
+
+    threads = [threading.Thread(target=call, args=(transport,), daemon=True) for transport in LocalTransport.ring(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def check_against_plain(name: str, stages: int, microbatches: int, fill: str) -> None:
+    schedule = build(name, stages, microbatches)
+    model, (inputs, targets) = make_model(len(schedule.placement)), make_data(microbatches)
+    expected = copy.deepcopy(model)
+    loss = plain(expected, inputs, targets)
+    for module in model:
+        zbkern.convert(module)
+
+    def rank_step(transport: LocalTransport) -> list[Any]:
+        chunks = schedule.chunks_of(transport.rank)
+        with Pipeline([model[c] for c in chunks], schedule, nn.functional.mse_loss, transport, fill=fill) as pipe:
+            first = inputs if 0 in chunks else None
+            last = targets if len(schedule.placement) - 1 in chunks else None
+            for module in (model[c] for c in chunks):
+                module.zero_grad()
+            pipe.step(first, last)
+            for module in (model[c] for c in chunks):  # a second step, after the first: nothing is left over
+                module.zero_grad()
+            result = pipe.step(first, last)
+            assert pipe.queue.pending() == 0
+            ran = [event.action for event in pipe.last_timeline.events[transport.rank]]
+            return [result, pipe.evaluate(first, last), ran]
+
+    results = on_threads(stages, rank_step)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    found = [result for result, _, _ in results if result is not None]
+    evaluated = [value for _, value, _ in results if value is not None]
+    assert len(found) == len(evaluated) == 1
+    torch.testing.assert_close(found[0], loss)
+    torch.testing.assert_close(evaluated[0], loss)
+    for ours, theirs in zip(model, expected, strict=True):
+        for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12, msg=key)
+    for rank, (_, _, ran) in enumerate(results):
+        without_w = [action for action in schedule.actions[rank] if action.kind != "W"]
+        assert [action for action in ran if action.kind != "W"] == without_w
+        if fill == "planned":
+            assert ran == list(schedule.actions[rank])
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (3, 7), (4, 8)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_equal_plain_backward(name: str, stages: int, microbatches: int, fill: str) -> None:
+    check_against_plain(name, stages, microbatches, fill)
+
+
+def test_many_virtual_ranks() -> None:
+    check_against_plain("zb_h1", 32, 40, "planned")
+
+
+def distributed_step(name: str, microbatches: int, fill: str) -> None:
+    rank = torch.distributed.get_rank()
+    schedule = getattr(schedules, name)(2, microbatches)
+    model, (inputs, targets) = make_model(len(schedule.placement)), make_data(microbatches)
+    expected = copy.deepcopy(model)
+    loss = plain(expected, inputs, targets)
+    mine = schedule.chunks_of(rank)
+    with Pipeline([zbkern.convert(model[c]) for c in mine], schedule, nn.functional.mse_loss, fill=fill) as pipe:
+        result = pipe.step(inputs if 0 in mine else None, targets if len(model) - 1 in mine else None)
+        timeline = pipe.gather_timeline()
+    if len(model) - 1 in mine:
+        torch.testing.assert_close(result, loss)
+    for chunk in mine:
+        for a, b in zip(model[chunk].parameters(), expected[chunk].parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+    assert sum(len(row) for row in timeline.events) >= sum(len(row) for row in schedule.actions)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "zb_h2", "zb_v"])
+def test_over_gloo(two_ranks: Any, name: str, fill: str) -> None:
+    two_ranks.run(distributed_step, name, 5, fill)
+
+
+def tied_step() -> None:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    table, middle = nn.Embedding(7, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+    tokens = torch.randint(7, (4, 3), generator=torch.Generator().manual_seed(2))
+
+    class Unembed(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight)
+
+    def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    whole = copy.deepcopy(nn.Sequential(table, middle, Unembed(table.weight)))
+    loss_fn(whole(tokens), tokens).backward()
+    module = nn.Sequential(table, middle) if rank == 0 else Unembed(table.weight)
+    with Pipeline(zbkern.convert(module), schedules.zb_h1(2, 4), loss_fn, tied={"table": table.weight}) as pipe:
+        pipe.step(tokens if rank == 0 else None, tokens if rank == 1 else None)
+    torch.testing.assert_close(table.weight.grad, whole[0].weight.grad)
+
+
+@pytest.mark.dist
+def test_tied_weights_of_two_ranks_get_the_sum(two_ranks: Any) -> None:
+    two_ranks.run(tied_step)
+
+
+def failing_step() -> str:
+    rank = torch.distributed.get_rank()
+    model, (inputs, targets) = make_model(2), make_data(4)
+    calls = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ArithmeticError("the third loss is wrong")
+        return nn.functional.mse_loss(output, target)
+
+    with (
+        pytest.raises(PipelineError) as caught,
+        Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(2, 4), loss_fn, timeout=30) as pipe,
+    ):
+        pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_failure_reaches_every_rank_with_its_message(two_ranks: Any) -> None:
+    for message in two_ranks.run(failing_step, timeout=20):
+        assert message == "rank 1, action 1F2: ArithmeticError: the third loss is wrong"
+
+
+def test_failure_on_threads_reaches_ranks_that_are_no_neighbours() -> None:
+    schedule, model, (inputs, targets) = schedules.zb_h1(4, 4), make_model(4), make_data(4)
+
+    class Broken(nn.Module):
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            raise KeyError("broken")
+
+    def rank_step(transport: LocalTransport) -> None:
+        module = Broken() if transport.rank == 3 else model[transport.rank]
+        with Pipeline([module], schedule, nn.functional.mse_loss, transport) as pipe:
+            pipe.step(inputs if transport.rank == 0 else None, targets if transport.rank == 3 else None)
+
+    for error in on_threads(4, rank_step):
+        assert isinstance(error, PipelineError)
+        assert "rank 3, action 3F0: KeyError: 'broken'" in str(error)
+
+
+def test_frozen_first_stage_and_gradients_elsewhere() -> None:
+    schedule, model, (inputs, targets) = schedules.zb_h1(2, 4), make_model(2), make_data(4)
+    model[0].requires_grad_(False)
+    expected = copy.deepcopy(model)
+    plain(expected, inputs, targets)
+
+    def rank_step(transport: LocalTransport) -> None:
+        with Pipeline(zbkern.convert(model[transport.rank]), schedule, nn.functional.mse_loss, transport) as pipe:
+            pipe.step(inputs if transport.rank == 0 else None, targets if transport.rank == 1 else None)
+
+    assert on_threads(2, rank_step) == [None, None]
+    assert all(p.grad is None for p in model[0].parameters())
+    torch.testing.assert_close(model[1].linear.weight.grad, expected[1].linear.weight.grad)
+
+
+def test_slices_of_w_add_up() -> None:
+    whole = schedules.zb_h1(1, 2)
+    sliced = [
+        piece
+        for action in whole.actions[0]
+        for piece in ([action._replace(part=(i, 3)) for i in range(3)] if action.kind == "W" else [action])
+    ]
+    schedule = Schedule((tuple(sliced),), (0,), 2)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))).double()
+    expected = copy.deepcopy(model)
+    inputs = torch.randn(4, WIDTH, dtype=torch.double)
+    nn.functional.mse_loss(expected(inputs), inputs).backward()
+    with Pipeline(zbkern.convert(model), schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+        pipe.step(inputs, inputs)
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def one_rank(**changes: Any) -> Pipeline:
+    arguments: dict[str, Any] = {
+        "modules": [nn.Linear(2, 2)],
+        "schedule": schedules.one_f_one_b(1, 2),
+        "loss_fn": nn.functional.mse_loss,
+        "group": LocalTransport.ring(1)[0],
+    }
+    return Pipeline(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "1f1b"}, "schedule must be a zbkern.pipeline.Schedule; got str"),
+        ({"schedule": schedules.one_f_one_b(2, 2)}, "2 stages and the group 1 ranks"),
+        ({"modules": []}, r"chunks \[0\] of this schedule and needs 1 modules, in model order; got 0"),
+        ({"fill": "lazy"}, "fill must be one of"),
+        ({"loss_fn": None}, "loss_fn must be callable"),
+        ({"max_wgrad_bytes": -1}, "max_bytes must be"),
+        ({"group": None}, "init_process_group"),
+    ],
+)
+def test_bad_construction_names_the_argument(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        one_rank(**changes)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (None, torch.ones(2, 2), "inputs must be given on this rank"),
+        (torch.ones(3, 2), torch.ones(2, 2), r"dimension 0 of inputs must be a multiple of the 2 microbatches"),
+        ([torch.ones(1, 2)], torch.ones(2, 2), "inputs is a list of 1 microbatches and the schedule has 2"),
+        (torch.tensor(1.0), torch.ones(2, 2), "inputs must hold tensors with a batch dimension"),
+    ],
+)
+def test_bad_inputs_name_the_argument(inputs: Any, targets: Any, message: str) -> None:
+    with one_rank() as pipe, pytest.raises((TypeError, ValueError), match=message):
+        pipe.step(inputs, targets)
+
+
+def test_a_pipeline_is_usable_after_an_error_in_its_arguments() -> None:
+    with one_rank() as pipe:
+        with pytest.raises(ValueError, match="targets must be given"):
+            pipe.step(torch.ones(2, 2))
+        assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
+
+
+def test_neighbouring_w_of_one_chunk_run_together() -> None:
+    actions = [Action.parse(text) for text in ("0B0", "0W0", "0W1", "2W0", "0W2:0/2", "0W2:1/2", "0F3")]
+    groups = [[str(action) for action in group] for group in _merge_neighbours(actions)]
+    assert groups == [["0B0"], ["0W0", "0W1"], ["2W0"], ["0W2:0/2"], ["0W2:1/2"], ["0F3"]]
+
+
+def test_peak_microbatches_is_the_memory_of_the_plan() -> None:
+    assert [_peak_microbatches(row) for row in schedules.zb_h1(4, 8).actions] == [4, 4, 4, 4]
+    assert [_peak_microbatches(row) for row in schedules.one_f_one_b(4, 8).actions] == [4, 3, 2, 1]
+
+
+def test_receiving_too_late_says_what_was_awaited() -> None:
+    first, second = LocalTransport.ring(2)
+    with pytest.raises(PipelineError, match=r"input of chunk 1, microbatch 2 did not come from rank 0 within 0.01 s"):
+        second.receive(0, Tag(1, "F", 1, 2), timeout=0.01)
+    first.close()
+    with pytest.raises(PipelineError, match=r"rank 0 closed its pipeline while the output gradient of chunk 0"):
+        second.receive(0, Tag(1, "B", 0, 2), timeout=10)
