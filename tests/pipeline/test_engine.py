@@ -161,7 +161,8 @@ def distributed_step(name: str, microbatches: int, fill: str) -> None:
     for chunk in mine:
         for a, b in zip(model[chunk].parameters(), expected[chunk].parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
-    assert sum(len(row) for row in timeline.events) >= sum(len(row) for row in schedule.actions)
+    for row, planned in zip(timeline.events, schedule.actions, strict=True):
+        assert [e.action for e in row if e.action.kind != "W"] == [a for a in planned if a.kind != "W"]
 
 
 @pytest.mark.dist
