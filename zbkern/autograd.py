@@ -176,15 +176,15 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         call = ctx.call
         x, weight, *z = ctx.saved_tensors
-        _, needs_x, _, *edges = ctx.needs_input_grad
+        needs = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_backward(call, linear_with_torch, (x, ctx.activation), dy, len(edges))
+            return differentiable_backward(call, linear_with_torch, (x, ctx.activation), dy, len(needs) - 3)
         if z:
             dz = torch.empty_like(z[0])
             call.launches.activation_bwd(dy, z[0], ctx.activation, dz)
             dy = dz
         dx = None
-        if needs_x:
+        if needs[1]:
             if call.launches is reference:  # a product that allocates costs 1.2 us less than one into a given tensor
                 dx = dy.mm(weight) if dy.dim() == 2 else torch.matmul(dy, weight)
             else:
@@ -193,7 +193,7 @@ class Linear(torch.autograd.Function):
             x = x.detach()
         if x.dim() != 2:
             x, dy = as_rows(x), as_rows(dy)
-        weights = weight_gradients(call, call.launches.linear_wgrad, (x, dy), edges, _linear_flops)
+        weights = weight_gradients(call, call.launches.linear_wgrad, (x, dy), needs[3:], _linear_flops)
         return None, dx, None, *weights
 
 

@@ -20,35 +20,35 @@ if TYPE_CHECKING:
 def accumulate(task: WGradTask, segments: list[Segment]) -> None:
     """Runs one launch straight into the gradients: added in place where one exists, written where none does."""
     outputs: list[Tensor | None] = []
-    fresh: list[Tensor] = []  # outputs that hold nothing yet
     unset: list[tuple[Tensor, Tensor]] = []  # (parameter, output) to be assigned once the launch has run
+    overwritten: list[Tensor] = []
     owned: list[Tensor] = []  # parameters with a main_grad
-    present = 0
     for parameter in task.parameters:
         if parameter is None or not parameter.requires_grad:  # frozen since its backward: autograd drops it, too
             outputs.append(None)
             continue
         gradient = getattr(parameter, "main_grad", None)
         if gradient is not None:
-            overwrite = getattr(parameter, "overwrite_main_grad", False)
             owned.append(parameter)
+            if getattr(parameter, "overwrite_main_grad", False):
+                overwritten.append(gradient)
         else:
             gradient = parameter.grad
-            overwrite = gradient is None or gradient.is_sparse or gradient.requires_grad
-            if overwrite:
+            if gradient is None or gradient.requires_grad or gradient.is_sparse:
                 gradient = torch.empty_like(parameter, requires_grad=False)
                 unset.append((parameter, gradient))
         outputs.append(gradient)
-        if overwrite:
-            fresh.append(gradient)
-        else:
-            present += 1
-    if present:  # one launch has one mode: start the missing gradients at zero and add to all
-        for gradient in fresh:
-            gradient.zero_()
-    task.launch(segments, outputs, present > 0)
-    for parameter, gradient in unset:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    if not unset and not overwritten:
+        task.launch(segments, outputs, True)
+    else:
+        fresh = [*overwritten, *(gradient for _, gradient in unset)]
+        add = len(fresh) < sum(output is not None for output in outputs)
+        if add:  # one launch has one mode: start those that are to be written at zero, and add to all
+            for gradient in fresh:
+                gradient.zero_()
+        task.launch(segments, outputs, add)
+        for parameter, gradient in unset:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
     for parameter in owned:
         _announce(parameter)
 

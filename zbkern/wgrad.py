@@ -225,10 +225,11 @@ class WGradQueue:
         autograd calls those once per backward, after all its contributions (DistributedDataParallel relies on it).
         """
         groups: dict[Hashable, list[WGradTask]] = {}
+        merge = bool(self.merge)
         joined: dict[tuple[Hashable, int], Hashable] = {}  # (key, parameter) -> its group, where hooks listen
         for task in selected:
             if not task.delivers:
-                groups.setdefault(task.weight if self.merge else task, []).append(task)
+                groups.setdefault(task.weight if merge else task, []).append(task)
                 continue
             shares = [(task.key, id(p)) for p in task.parameters if p is not None]
             found = list(dict.fromkeys(joined[share] for share in shares if share in joined))
@@ -242,14 +243,13 @@ class WGradQueue:
 
     def _run_groups(self, groups: Sequence[list[WGradTask]]) -> None:
         device = groups[0][0].tensors[0].device.type
+        if torch.is_autocast_enabled(device):  # W computes in the dtypes that B left
+            with torch.autocast(device, enabled=False):
+                return self._run_groups(groups)
         with torch.no_grad():
-            if not torch.is_autocast_enabled(device):
-                for tasks in groups:
-                    self._run_group(tasks)
-                return
-            with torch.autocast(device, enabled=False):  # W computes in the dtypes that B left
-                for tasks in groups:
-                    self._run_group(tasks)
+            for tasks in groups:
+                self._run_group(tasks)
+        return None
 
     def _run_group(self, tasks: list[WGradTask]) -> None:
         """Runs tasks that may run together; they leave the queue once their gradients have landed."""

@@ -1,0 +1,175 @@
+"""What splitting a backward costs: (B + W) / full backward, merged W, and the bytes held in between.
+
+Every ratio is taken within one interleaved run, against plain `backward()` of the same torch.nn model and against
+torch's own split (stage_backward_input, stage_backward_weight). One thread, random data, and no figure without a check
+that the gradients are equal.
+
+    python -m bench.split [--rounds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from bench import report
+from zbkern import testing
+
+
+def chain(width: int, layers: int = 6) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def split_row(name: str, model: nn.Module, x: Tensor, floor: int, rounds: int) -> dict:
+    """Times one model: plain, torch's split, ours split, ours in one piece. Gradients exist already, as from the second
+    microbatch on. floor: bytes of all layers' inputs and output gradients, what W cannot do without."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    x = x.requires_grad_()
+    twin = zbkern.convert(copy.deepcopy(model))
+    queue = zbkern.WGradQueue()
+    dy = torch.randn_like(model(x))
+
+    def plain() -> list[Callable]:
+        y = model(x)
+        return [lambda: y.backward(dy)]
+
+    def torch_split() -> list[Callable]:
+        y = model(x)
+        groups: list = []
+
+        def b() -> None:
+            groups.extend(stage_backward_input([y], [dy], [x], iter(model.parameters()))[1])
+
+        return [b, lambda: stage_backward_weight(iter(model.parameters()), groups)]
+
+    def ours(key: object = None) -> list[Callable]:
+        y = twin(x)
+
+        def b() -> None:
+            with queue.defer(key):
+                y.backward(dy)
+
+        return [b, queue.run]
+
+    def ours_whole() -> list[Callable]:
+        y = twin(x)
+        return [lambda: y.backward(dy)]
+
+    for candidate in (plain, ours):
+        for function in candidate():
+            function()
+    testing.assert_same_gradients(twin, model)
+    x.grad = None
+    # Two interleaved runs: torch's split walks the graph in Python and leaves the caches cold for whoever comes next.
+    timings = testing.measure({"plain": plain, "ours": ours, "whole": ours_whole}, rounds=rounds, warmup=5)
+    peers = testing.measure({"plain": plain, "torch": torch_split}, rounds=rounds, warmup=5)
+    ours()[0]()
+    held = queue.bytes
+    queue.discard()
+    return {
+        "case": name,
+        "plain_us": timings["plain"].median * 1e6,
+        "split": timings["ours"].ratio(timings["plain"]),
+        "whole": timings["whole"].ratio(timings["plain"]),
+        "torch_split": peers["torch"].ratio(peers["plain"]),
+        "held_bytes": held,
+        "held_over_floor": held / floor,
+    }
+
+
+def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> dict:
+    """W of four microbatches: as one merged launch per weight, one by one, and as four plain W (dy^T x, added)."""
+    torch.manual_seed(0)
+    model = zbkern.convert(chain(width))
+    xs = [torch.randn(tokens, width) for _ in range(microbatches)]
+    queues = {"merged": zbkern.WGradQueue(), "separate": zbkern.WGradQueue(merge=False)}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def candidate(name: str) -> Callable[[], list[Callable]]:
+        def prepare() -> list[Callable]:
+            for key, x in enumerate(xs):
+                with queues[name].defer(key):
+                    model(x).sum().backward()
+            return [queues[name].run]
+
+        return prepare
+
+    def plain() -> list[Callable]:
+        """The W of torch's backward, by hand: a product and a sum, then added to the gradient."""
+        queue = queues["separate"]
+        for key, x in enumerate(xs):
+            with queue.defer(key):
+                model(x).sum().backward()
+        work = [(task.parameters, task.tensors) for task in queue.tasks()]
+        queue.discard()
+
+        def run() -> None:
+            with torch.no_grad():
+                for (weight, bias), (x, dy) in work:
+                    weight.grad += dy.t() @ x
+                    bias.grad += dy.sum(0)
+
+        return [run]
+
+    gradients = {}
+    for name, prepare in {**{n: candidate(n) for n in queues}, "plain": plain}.items():
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        for function in prepare():
+            function()
+        gradients[name] = [parameter.grad.clone() for parameter in model.parameters()]
+    for a, b, c in zip(*gradients.values(), strict=True):
+        testing.assert_close(a, c)
+        testing.assert_close(b, c)
+    timings = testing.measure({**{n: candidate(n) for n in queues}, "plain": plain}, rounds=rounds, warmup=5)
+    return {
+        "case": f"6 x {width}, {microbatches} x {tokens} tokens",
+        "plain_us": timings["plain"].median * 1e6,
+        "merged": timings["merged"].ratio(timings["plain"]),
+        "separate": timings["separate"].ratio(timings["plain"]),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds of the large cases; small ones take 20 x")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    many = 20 * options.rounds
+    splits = [
+        split_row("six 512-wide, 256 tokens", chain(512), torch.randn(256, 512), 12 * 256 * 512 * 4, options.rounds),
+        split_row("six 64-wide, 16 tokens", chain(64), torch.randn(16, 64), 12 * 16 * 64 * 4, many),
+    ]
+    merges = [
+        merge_row(512, 8, options.rounds),
+        merge_row(512, 32, options.rounds),
+        merge_row(512, 256, options.rounds),
+        merge_row(64, 16, many),
+    ]
+    print("(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds\n")
+    header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
+    keys = ["split", "whole", "torch_split", "held_over_floor"]
+    print(report.table(header, [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in splits]))
+    print("\nW of four microbatches / four plain W (product and sum, then added to the gradient)\n")
+    header = ["case", "four plain W, us", "merged", "one by one"]
+    print(
+        report.table(
+            header,
+            [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in merges],
+        )
+    )
+    print(f"\nwrote {report.write_json('split', {'split': splits, 'merge': merges})}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
