@@ -13,7 +13,7 @@ from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.simulate import simulate  # not lazy: the function must win over the submodule of its name
 from zbkern.pipeline.timeline import Event, Timeline
 
-_HOME = {"Pipeline": "engine", "lower": "lowering", "plan": "planner", "profile": "profile"}
+_HOME = {"Pipeline": "engine", "lower": "lowering", "plan": "planner", "profile": "profiling"}
 _MODULES = ("draw", "lowering", "schedules", "trace")
 
 __all__ = [
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.engine import Pipeline as Pipeline
     from zbkern.pipeline.lowering import lower as lower
     from zbkern.pipeline.planner import plan as plan
-    from zbkern.pipeline.profile import profile as profile
+    from zbkern.pipeline.profiling import profile as profile
 
 
 def __getattr__(name: str) -> Any:

@@ -123,6 +123,7 @@ class Schedule:
     def from_csv(cls, csv: str, dialect: str = "zbkern", name: str | None = None) -> Schedule:
         """The schedule that `to_csv` wrote, validated; placement and microbatches follow from the actions.
 
+        From torch's dialect it takes the compute actions, and of a pair that torch overlaps one after the other.
         Raises ScheduleError for text that is not a valid schedule.
         """
         from zbkern.pipeline import text

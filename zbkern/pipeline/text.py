@@ -16,6 +16,8 @@ _EXCERPT_RANKS = 3  # rows shown on each side
 _TO_TORCH = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _FROM_TORCH = {letter: kind for kind, letter in _TO_TORCH.items()}
 _TORCH_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+_TORCH_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side there; here one after the other
+_TORCH_OTHER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def needs(action: Action, last_chunk: int) -> tuple[str, int, int] | None:
@@ -85,7 +87,7 @@ def from_csv(csv: str, dialect: str, name: str | None = None) -> Schedule:
     lines = csv.strip("\n").split("\n")
     header = dict(_header(line) for line in lines if line.startswith("#"))
     rows = [
-        tuple(_read(cell.strip(), dialect) for cell in line.split(",") if cell.strip())
+        tuple(action for cell in line.split(",") for action in _read(cell.strip(), dialect))
         for line in lines
         if not line.startswith("#")
     ]
@@ -117,17 +119,24 @@ def _write(action: Action, dialect: str) -> str:
     return f"{action.chunk}{_TO_TORCH[action.kind]}{action.microbatch}"
 
 
-def _read(cell: str, dialect: str) -> Action:
+def _read(cell: str, dialect: str) -> list[Action]:
+    if not cell:
+        return []
     if dialect == "zbkern":
-        return Action.parse(cell)
+        return [Action.parse(cell)]
+    pair = _TORCH_PAIR.fullmatch(cell)
+    if pair is not None:
+        return [action for part in pair[1].split(";") for action in _read(part.strip(), dialect)]
+    if _TORCH_OTHER.fullmatch(cell):
+        return []
     match = _TORCH_ACTION.fullmatch(cell)
     if match is None:
         raise ScheduleError(
-            f"from_csv: expected a compute action of torch.distributed.pipelining, such as '0F3', '0I3', '0W3' or "
-            f"'0B3'; got {cell!r}"
+            f"from_csv: expected an action of torch.distributed.pipelining, such as '0F3', '0I3', '0W3' or '0B3'; "
+            f"got {cell!r}"
         )
     chunk, letter, microbatch = match.groups()
-    return Action(_FROM_TORCH[letter], int(chunk), int(microbatch))
+    return [Action(_FROM_TORCH[letter], int(chunk), int(microbatch))]
 
 
 def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:

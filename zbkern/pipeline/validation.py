@@ -46,10 +46,11 @@ def _check_row(schedule: Schedule, rank: int) -> None:
         if not 0 <= microbatch < schedule.microbatches:
             _fail(schedule, rank, index, f"microbatches are 0 to {schedule.microbatches - 1}")
         before = done[chunk, microbatch]
+        whole_after_slice = kind == "W" and part is None and (chunk, microbatch) in slices
+        if whole_after_slice or (kind if part is None else "W") in before:
+            _fail(schedule, rank, index, "it was done before; every pass runs once")
         if part is not None:
             _check_part(schedule, rank, index, slices)
-        if kind in before and part is None:
-            _fail(schedule, rank, index, "it was done before; every pass runs once")
         if kind != "F" and "F" not in before:
             _fail(schedule, rank, index, f"its forward {Action('F', chunk, microbatch)} has not run yet")
         if kind == "W" and "B" not in before:

@@ -1,0 +1,200 @@
+"""Actions and schedules as data: text, grid, CSV in two dialects, and validation that names the cell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbkern.pipeline import Action, Schedule, ScheduleError, schedules, simulate
+
+ONE_CHUNK = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2")
+TWO_CHUNKS = (
+    "interleaved",
+    "interleaved_zero_bubble",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "one_f_one_b_v",
+    "dualpipe_v",
+)
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = (
+        "import sys, zbkern.pipeline as p; p.schedules.zb_v(4, 8).to_csv(); p.simulate(p.schedules.zb_h1(2, 4));"
+        "p.lower(p.schedules.v_min(4, 8)); assert callable(p.simulate); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(
+    kind=st.sampled_from(["F", "B", "W", "BW"]),
+    chunk=st.integers(0, 10**6),
+    microbatch=st.integers(0, 10**6),
+    part=st.none() | st.tuples(st.integers(0, 9), st.integers(10, 20)),
+)
+def test_action_text_round_trip(kind: str, chunk: int, microbatch: int, part: tuple[int, int] | None) -> None:
+    action = Action(kind, chunk, microbatch, part)
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize("text", ["", "F0", "0F", "0X1", "0F1:1/2x", "0 F1", "-1F0", "0I3"])
+def test_action_parse_refuses_other_text(text: str) -> None:
+    with pytest.raises(ScheduleError, match=r"Action\.parse: expected chunk, kind and microbatch"):
+        Action.parse(text)
+
+
+def test_grid() -> None:
+    assert schedules.zb_h1(3, 4).to_text() == (
+        "rank 0 F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3\n"
+        "rank 1 .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3\n"
+        "rank 2 .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3"
+    )
+    assert schedules.one_f_one_b(2, 2).to_text() == (
+        "rank 0 F0  F1  .   .   BW0 -   .   BW1 -\nrank 1 .   F0  BW0 -   F1  BW1 -   .   ."
+    )
+    assert schedules.zb_v(2, 1).to_text() == (
+        "rank 0 0F0 .   .   3F0 3B0 3W0 .   .   0B0 0W0\nrank 1 .   1F0 2F0 .   .   2B0 2W0 1B0 1W0 ."
+    )
+
+
+def test_grid_continues_in_blocks_of_the_width() -> None:
+    schedule = schedules.zb_h1(3, 4)
+    blocks = [block.splitlines() for block in schedule.to_text(width=30).split("\n\n")]
+    assert all(len(line) <= 30 for block in blocks for line in block)
+    joined = [" ".join(block[rank][7:].strip() for block in blocks) for rank in range(3)]
+    assert [line.split() for line in joined] == [line[7:].split() for line in schedule.to_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ONE_CHUNK + TWO_CHUNKS)
+@pytest.mark.parametrize("dialect", ["zbkern", "torch"])
+def test_csv_round_trip(name: str, dialect: str) -> None:
+    schedule = getattr(schedules, name)(3, 7)
+    again = Schedule.from_csv(schedule.to_csv(dialect=dialect), dialect=dialect, name=name)
+    assert again == schedule
+
+
+def test_csv_keeps_slices_and_name_in_our_dialect() -> None:
+    rows = [["0F0", "0B0", "0W0:1/2", "0W0:0/2"]]
+    schedule = Schedule.build([[Action.parse(cell) for cell in row] for row in rows], [0], 1, "sliced")
+    assert Schedule.from_csv(schedule.to_csv()) == schedule
+    with pytest.raises(ScheduleError, match="torch has no slices of W, and the schedule has 0W0:1/2"):
+        schedule.to_csv(dialect="torch")
+
+
+def test_torch_letters_are_not_ours() -> None:
+    assert schedules.zb_h1(1, 1).to_csv(dialect="torch") == "0F0,0I0,0W0\n"
+    assert schedules.gpipe(1, 1).to_csv(dialect="torch") == "0F0,0B0\n"
+    ours = Schedule.from_csv("0F0,,0SEND_F0,(0F1;0B0)OVERLAP_F_B,0B1\r\n", dialect="torch")
+    assert [str(action) for action in ours.actions[0]] == ["0F0", "0F1", "0BW0", "0BW1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "dialect", "message"),
+    [
+        ("0F0,0B0", "zbkern", "0W0 is missing"),
+        ("0F0,nonsense", "torch", "expected an action of torch.distributed.pipelining"),
+        ("0F0,0BW0\n0F1,0BW1", "zbkern", r"chunk 0 is on rank 0 and, in 0F1, on rank 1"),
+        ("0F0,0BW0\n2F0,2BW0", "zbkern", "chunks must be numbered from 0 without gaps"),
+        ("# microbatches: 2\n0F0,0BW0", "zbkern", "the header says 2 microbatches and the actions have 1"),
+        ("# placement: 1 0\n0F0,0BW0\n1F0,1BW0", "zbkern", "the header says placement 1 0"),
+        ("0F0,0BW0", "csv", "dialect must be one of"),
+        ("", "zbkern", "must be at least 1"),
+    ],
+)
+def test_csv_that_is_no_schedule_is_refused(text: str, dialect: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_csv(text, dialect=dialect)
+
+
+def build(*rows: str, placement: tuple[int, ...] | None = None, microbatches: int = 1) -> Schedule:
+    actions = [[Action.parse(cell) for cell in row.split()] for row in rows]
+    return Schedule.build(actions, placement or tuple(range(len(rows))), microbatches)
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "message"),
+    [
+        (["0F0 0F0 0BW0"], {}, "rank 0, action 1, 0F0: it was done before"),
+        (["0F0 0B0 0W0 0W0"], {}, "rank 0, action 3, 0W0: it was done before"),
+        (["0F0 0W0 0B0"], {}, "rank 0, action 1, 0W0: its B has not run yet"),
+        (["0BW0 0F0"], {}, "rank 0, action 0, 0BW0: its forward 0F0 has not run yet"),
+        (["0F0 0BW0 0W0"], {}, "rank 0, action 2, 0W0: its BW has computed this W"),
+        (["0F0 0B0 0BW0 0W0"], {}, "rank 0, action 2, 0BW0: this microbatch has been backward"),
+        (["0F0 0BW0 0B0"], {}, "rank 0, action 2, 0B0: this microbatch has been backward"),
+        (["0F0 0BW0"], {"microbatches": 2}, "rank 0: 0F1 is missing"),
+        (["0F0 0F1 0BW0"], {"microbatches": 2}, "rank 0: 0B1 is missing"),
+        (["0F0 0B0"], {}, "rank 0: 0W0 is missing"),
+        (["0F0 0B0 0W0:0/3 0W0:2/3"], {}, "rank 0: 0W0:1/3 is missing"),
+        (["0F0 0B0 0W0:0/2 0W0:0/2"], {}, "action 3, 0W0:0/2: it was done before; every slice runs once"),
+        (["0F0 0B0 0W0:0/2 0W0:1/3"], {}, "action 3, 0W0:1/3: earlier slices of this W are 2ths"),
+        (["0F0 0B0 0W0:2/2"], {}, "action 2, 0W0:2/2: part=.i, n. needs 0 <= i < n"),
+        (["0F0 0B0 0W0:0/2 0W0 0W0:1/2"], {}, "action 3, 0W0"),
+        (["0F0 0B0 0W0 0W0:0/2 0W0:1/2"], {}, "action 3, 0W0:0/2"),
+        (["0F0:0/2 0BW0"], {}, "action 0, 0F0:0/2: only a W can be sliced"),
+        (["0F0 0BW0 0F1"], {}, "rank 0, action 2, 0F1: microbatches are 0 to 0"),
+        (["0F0 0BW0 1F0"], {}, "rank 0, action 2, 1F0: chunks are 0 to 0"),
+        (["0F0 1F0 0BW0", "1BW0"], {}, "rank 0, action 1, 1F0: chunk 1 is placed on rank 1"),
+        (["0F0 0BW0"], {"placement": (1,)}, "placement must give every one of the 1 ranks"),
+        (["0F0 0BW0"], {"microbatches": 0}, "must be at least 1"),
+    ],
+)
+def test_validate_names_the_first_offence(rows: list[str], arguments: dict, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        build(*rows, **arguments)
+
+
+def test_an_error_marks_the_cell_in_the_grid_around_it() -> None:
+    with pytest.raises(ScheduleError) as error:
+        build("0F0 0F1 0B0 0W0 0B1 0W1", "1F0 1B0 1F1 1W1 1B1 1W0", microbatches=2)
+    assert str(error.value) == (
+        "Schedule custom: rank 1, action 3, 1W1: its B has not run yet\n"
+        "rank 0 F0   F1   .    B0   W0   .    B1   W1\n"
+        "rank 1 .    F0   B0   F1   [W1] B1   W0   ."
+    )
+
+
+def test_a_deadlock_names_those_that_wait_for_each_other() -> None:
+    with pytest.raises(ScheduleError) as error:
+        build("0F0 0F1 0BW0 0BW1", "1F0 1B0 1W0 1F1 1BW1", "2F0 2F1 2BW0 2BW1", microbatches=2)
+    message = str(error.value)
+    assert "rank 1, action 1, 1B0: deadlock" in message
+    assert "rank 1 at 1B0 waits for 2B0, rank 2" in message
+    assert "rank 2 at 2F1 waits for 1F1, rank 1" in message
+    assert "rank 0 at" not in message
+    assert "[B0]" in message
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_disturbed_schedule_is_refused_or_runs(data: st.DataObject) -> None:
+    """Whatever validate lets through can be simulated to its end; a lost, doubled or foreign action never passes."""
+    name = data.draw(st.sampled_from(ONE_CHUNK + TWO_CHUNKS))
+    schedule = getattr(schedules, name)(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5)))
+    rows = [list(row) for row in schedule.actions]
+    rank = data.draw(st.integers(0, len(rows) - 1))
+    index = data.draw(st.integers(0, len(rows[rank]) - 1))
+    change = data.draw(st.sampled_from(["swap", "lose", "double", "move"]))
+    other = data.draw(st.integers(0, len(rows[rank]) - 1))
+    if change == "swap":
+        rows[rank][index], rows[rank][other] = rows[rank][other], rows[rank][index]
+    elif change == "lose":
+        del rows[rank][index]
+    elif change == "double":
+        rows[rank].insert(other, rows[rank][index])
+    else:
+        rows[(rank + 1) % len(rows)].append(rows[rank].pop(index))
+    disturbed = Schedule(tuple(map(tuple, rows)), schedule.placement, schedule.microbatches)
+    if change in ("lose", "double") or (change == "move" and len(rows) > 1):
+        with pytest.raises(ScheduleError):
+            disturbed.validate()
+        return
+    try:
+        disturbed.validate()
+    except ScheduleError:
+        return
+    assert sum(len(row) for row in simulate(disturbed).events) == sum(map(len, rows))
