@@ -1,0 +1,238 @@
+"""Compares schedules on the machine at hand: measured costs, a few steps of each in turn, one table."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import gpt
+import torch
+import torch.distributed as dist
+from text import Text
+from trainer import PlainTrainer, Trainer, batch, device_of_this_rank, model_config, say
+
+import zbkern
+from zbkern.pipeline import Costs, Schedule, ScheduleError, profile, schedules, simulate
+
+CANDIDATES = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v")
+ROUNDS, STEPS = 3, 3
+
+
+def names() -> list[str]:
+    """The schedules that this example can be asked for."""
+    return ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
+
+
+def build(name: str, stages: int, microbatches: int) -> Schedule:
+    try:
+        return getattr(schedules, name)(stages, microbatches)
+    except ScheduleError as error:
+        raise SystemExit(f"--schedule {name}: {error}") from error
+
+
+@dataclass
+class Figures:
+    """What one contestant did: seconds per step in every round, and the rest of its last step."""
+
+    name: str
+    step: Callable[[int], Any]
+    seconds: list[float] = field(default_factory=list)
+    planned_bubble: float | None = None
+    bubble: float | None = None
+    memory: int = 0
+    held: int | None = None
+
+
+def best(arguments: argparse.Namespace, text: Text) -> Schedule:
+    """Prints and saves the table; returns the fastest schedule. Collective."""
+    stages = dist.get_world_size()
+    costs = {}
+    contestants = [Figures("one process", PlainTrainer(arguments, text).step)]
+    trainers: dict[str, Trainer] = {}
+    for name in CANDIDATES:
+        try:
+            schedule = getattr(schedules, name)(stages, arguments.microbatches)
+            gpt.chunk(gpt.Config(arguments.layers, arguments.width, arguments.heads), 0, len(schedule.placement))
+        except ValueError as error:
+            say(f"{name} is left out: {error}")
+            continue
+        if schedule.placement not in costs:
+            costs[schedule.placement] = measure_costs(arguments, text, schedule.placement)
+            say(f"measured {describe(costs[schedule.placement])}")
+        trainers[name] = Trainer(arguments, text, schedule)
+        planned = simulate(schedule, costs[schedule.placement]).bubble_rate
+        contestants.append(Figures(name, trainers[name].step, planned_bubble=planned))
+    say(f"comparing {len(contestants)} ways, {ROUNDS} rounds of {STEPS} steps each, in turn")
+    for turn in range(ROUNDS + 1):  # the first round warms up
+        for contestant in contestants:
+            seconds, memory = run_round(contestant.step, turn * STEPS)
+            if turn:
+                contestant.seconds.append(seconds)
+                contestant.memory = max(contestant.memory, memory)
+    for contestant in contestants[1:]:
+        pipe = trainers[contestant.name].pipe
+        contestant.bubble = pipe.gather_timeline().bubble_rate
+        contestant.held = worst(pipe.queue.peak_bytes)
+        pipe.close()
+    fastest = min(contestants[1:], key=lambda c: statistics.median(c.seconds))
+    if dist.get_rank() == 0:
+        report(arguments, contestants)
+    return trainers[fastest.name].schedule
+
+
+def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence[int]) -> Costs:
+    """Costs of this model cut for `placement`, by running it there. Collective."""
+    rank, device, count = dist.get_rank(), device_of_this_rank(), len(placement)
+    config = model_config(arguments)
+    mine = [index for index in range(count) if placement[index] == rank]
+    modules = [zbkern.convert(gpt.chunk(config, index, count).to(device)) for index in mine]
+    inputs, targets = batch(arguments, text, 0, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        return profile(
+            modules,
+            placement,
+            gpt.loss_fn,
+            inputs if 0 in mine else None,
+            targets if count - 1 in mine else None,
+            microbatches=arguments.microbatches,
+            device=device,
+        )
+
+
+def in_seconds(costs: Costs) -> Costs:
+    """The same costs with times in seconds instead of milliseconds."""
+    times = ("forward", "backward", "weight", "communication")
+    values = {f.name: getattr(costs, f.name) for f in fields(costs)}
+    for name in times:
+        value = values[name]
+        values[name] = value * 1e-3 if isinstance(value, float) else tuple(v * 1e-3 for v in value)
+    return Costs(**values)
+
+
+def describe(costs: Costs) -> str:
+    flat = costs.per_chunk(len(costs.forward) if isinstance(costs.forward, tuple) else 1)
+    rows = zip(flat.forward, flat.backward, flat.weight, strict=True)
+    chunks = ", ".join(f"chunk {i} F {f:.1f} B {b:.1f} W {w:.1f}" for i, (f, b, w) in enumerate(rows))
+    return f"{chunks} ms; communication {max(flat.communication, default=0.0):.2f} ms"
+
+
+def run_round(step: Callable[[int], Any], first: int) -> tuple[float, int]:
+    """Seconds per step of STEPS steps in a row, and the most memory they added on any rank, in bytes."""
+    dist.barrier()
+    memory = Memory()
+    start = time.perf_counter()
+    for index in range(first, first + STEPS):
+        step(index)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+    return (time.perf_counter() - start) / STEPS, worst(memory.peak())
+
+
+def worst(value: int) -> int:
+    """The largest value of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
+
+
+class Memory:
+    """The most memory in use since it was made, above what was in use then: of the GPU, or of this process on Linux."""
+
+    def __init__(self) -> None:
+        self.cuda = torch.cuda.is_available() and dist.get_backend() == "nccl"
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.start = torch.cuda.memory_allocated()
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak (proc(5))
+        self.start = self._status("VmRSS")
+
+    def peak(self) -> int:
+        return (torch.cuda.max_memory_allocated() if self.cuda else self._status("VmHWM")) - self.start
+
+    @staticmethod
+    def _status(name: str) -> int:
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
+
+
+def report(arguments: argparse.Namespace, contestants: Sequence[Figures]) -> None:
+    """Prints the table and writes it as table.md and table.json."""
+    tokens = arguments.rows * arguments.microbatches * arguments.context
+    seconds = {c.name: statistics.median(c.seconds) for c in contestants}
+    single, base = seconds["one process"], seconds.get("one_f_one_b", float("nan"))
+    head = (
+        "schedule",
+        "step ms",
+        "tokens/s",
+        "bubble planned",
+        "measured",
+        "peak MB",
+        "held W MB",
+        "x 1F1B",
+        "x one process",
+    )
+    rows = [head]
+    for c in sorted(contestants, key=lambda c: -seconds[c.name]):
+        rows.append(
+            (
+                c.name,
+                f"{seconds[c.name] * 1e3:.0f}",
+                f"{tokens / seconds[c.name]:.0f}",
+                "" if c.planned_bubble is None else f"{c.planned_bubble:.1%}",
+                "" if c.bubble is None else f"{c.bubble:.1%}",
+                f"{c.memory / 1e6:.0f}",
+                "" if c.held is None else f"{c.held / 1e6:.1f}",
+                f"{base / seconds[c.name]:.2f}",
+                f"{single / seconds[c.name]:.2f}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
+    machine = environment()
+    print("\n" + "\n".join(lines) + "\n" + machine_line(machine), flush=True)
+    (arguments.out / "table.md").write_text("\n".join(lines) + "\n\n" + machine_line(machine) + "\n")
+    figures = [{k: v for k, v in vars(c).items() if k != "step"} for c in contestants]
+    (arguments.out / "table.json").write_text(json.dumps({"environment": machine, "figures": figures}, indent=1) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """The machine, the versions and the commit that the figures belong to."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.processor() or platform.machine()
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "processor": processor,
+        "cores": torch.multiprocessing.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "zbkern": zbkern.__version__,
+        "commit": commit,
+    }
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    where = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
+    return f"{where}; torch {machine['torch']}, zbkern {machine['zbkern']} ({machine['commit']})"

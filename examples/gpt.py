@@ -1,0 +1,119 @@
+"""A decoder in plain torch: RMSNorm, causal attention with rotary positions, SwiGLU. `chunk` cuts it for a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model. Layer i draws its weights from seed + i, so they do not depend on who holds the layer."""
+
+    layers: int = 8
+    width: int = 256
+    heads: int = 4
+    context: int = 128
+    vocabulary: int = 256
+    tied: bool = False
+    seed: int = 0
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        half = config.width // config.heads // 2
+        angles = torch.outer(torch.arange(config.context), 10000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (part.transpose(1, 2) for part in self.qkv(x).view(batch, length, 3, self.heads, -1).unbind(2))
+        y = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        hidden = 8 * config.width // 3 // 64 * 64
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.gate = nn.Linear(config.width, hidden, bias=False)
+        self.up = nn.Linear(config.width, hidden, bias=False)
+        self.down = nn.Linear(hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Head(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.width)
+        self.vocabulary = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.vocabulary(self.norm(x))
+
+
+def layer(config: Config, index: int) -> nn.Module:
+    """Layer `index` of the model: the embedding, the blocks, the head."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed + index)
+        if index == 0:
+            embedding = nn.Embedding(config.vocabulary, config.width)
+            nn.init.normal_(embedding.weight, std=0.02)
+            return embedding
+        if index <= config.layers:
+            return Block(config)
+        return Head(config)
+
+
+def chunk(config: Config, index: int, chunks: int) -> nn.Sequential:
+    """Chunk `index` of `chunks`: an even share of the blocks; the first has the embedding, the last the head."""
+    if config.layers % chunks:
+        raise ValueError(f"chunk: {config.layers} layers do not divide into {chunks} chunks; change --layers")
+    share = config.layers // chunks
+    layers = list(range(1 + index * share, 1 + (index + 1) * share))
+    if index == 0:
+        layers.insert(0, 0)
+    if index == chunks - 1:
+        layers.append(config.layers + 1)
+    return nn.Sequential(*(layer(config, i) for i in layers))
+
+
+def tie(config: Config, chunks: dict[int, nn.Sequential], count: int) -> dict[str, Tensor]:
+    """Ties the head to the embedding: one parameter where `chunks` holds both, else equal values under one name.
+
+    Returns what `Pipeline(tied=...)` needs: the parameters whose gradients are summed over ranks.
+    """
+    if not config.tied:
+        return {}
+    first, last = chunks.get(0), chunks.get(count - 1)
+    if first is not None and last is not None:
+        last[-1].vocabulary.weight = first[0].weight
+    elif last is not None:
+        last[-1].vocabulary.weight = nn.Parameter(layer(config, 0).weight.detach())
+    shared = first[0].weight if first is not None else last[-1].vocabulary.weight if last is not None else None
+    return {} if shared is None else {"embedding": shared}
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy per byte, in nats."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,164 @@
+"""Trains a small GPT on real text through a pipeline, after comparing schedules on the machine at hand.
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py                     # measure, compare, train with the best
+    torchrun --nproc-per-node 2 examples/train_gpt.py --schedule zb_h1    # train with this one
+    torchrun --nproc-per-node 2 examples/train_gpt.py --check             # losses against a plain one-process loop
+
+Ranks use NCCL and bf16 where every one has a GPU, else gloo and fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import checkpoint
+import compare
+import torch
+import torch.distributed as dist
+from text import Text
+from trainer import PlainTrainer, Trainer, everywhere, say
+
+from zbkern.pipeline import Schedule, draw, simulate, trace
+
+
+def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
+    """Trains for --steps steps, with a log file, checkpoints, and at the end the pictures of the last step."""
+    out, rank = arguments.out, dist.get_rank()
+    trainer = Trainer(arguments, text, schedule, arguments.fill)
+    folder, start = out / "checkpoint", 0
+    if arguments.resume:
+        state = checkpoint.load(folder)
+        if state is None:
+            raise SystemExit(f"--resume: there is no checkpoint in {folder}; run without --resume first")
+        start = trainer.load_state(state)
+    say(f"\ntraining with {schedule.name}, steps {start} to {arguments.steps}; log in {out / 'train.log'}")
+    tokens = arguments.rows * arguments.microbatches * arguments.context
+    began, reported = time.perf_counter(), start
+    for step in range(start, arguments.steps):
+        loss = trainer.step(step)
+        done = step + 1
+        if done % arguments.log_every == 0 or done == arguments.steps:
+            value = everywhere(loss, schedule.placement[-1], trainer.device)
+            speed = (done - reported) * tokens / (time.perf_counter() - began)
+            began, reported = time.perf_counter(), done
+            if rank == 0:
+                line = f"step {done:6d}  loss {value:.6f}  {speed:.0f} tokens/s"
+                with open(out / "train.log", "a") as log:
+                    log.write(line + "\n")
+                progress(done, arguments.steps, line)
+        if arguments.checkpoint_every and (done % arguments.checkpoint_every == 0 or done == arguments.steps):
+            checkpoint.save(folder, done, trainer.state(done))
+    if start < arguments.steps:
+        save_pictures(arguments, trainer)
+    trainer.pipe.close()
+
+
+def save_pictures(arguments: argparse.Namespace, trainer: Trainer) -> None:
+    """The plan, simulated with the measured costs, above the last step as it was measured."""
+    measured = trainer.pipe.gather_timeline()
+    costs = compare.measure_costs(arguments, trainer.text, trainer.schedule.placement)
+    if dist.get_rank() == 0:
+        planned = simulate(trainer.schedule, compare.in_seconds(costs))
+        titles = [f"{trainer.schedule.name}, planned", f"{trainer.schedule.name}, measured"]
+        picture, events = arguments.out / "timeline.svg", arguments.out / "trace.json"
+        draw.save([planned, measured], picture, titles=titles)
+        trace.save([planned, measured], events, titles=titles)
+        say(f"planned and measured timeline: {picture}\ntrace for Perfetto (ui.perfetto.dev): {events}")
+
+
+def check(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
+    """Exits with an error unless 20 losses equal the plain loop's to a relative 1e-5."""
+    trainer = Trainer(arguments, text, schedule, arguments.fill)
+    source = schedule.placement[-1]
+    losses = [everywhere(trainer.step(step), source, trainer.device) for step in range(20)]
+    trainer.pipe.close()
+    plain = PlainTrainer(arguments, text)
+    worst = 0.0
+    for step, loss in enumerate(losses):
+        expected = plain.step(step).item()
+        difference = abs(loss - expected) / abs(expected)
+        worst = max(worst, difference)
+        if not difference <= 1e-5:
+            raise SystemExit(
+                f"--check: {schedule.name}: the loss of step {step} is {loss!r} and the plain loop's {expected!r}, "
+                f"a relative difference of {difference:.1e}; at most 1e-5 was expected"
+            )
+    say(f"{schedule.name}: 20 losses equal the plain one-process loop's, largest relative difference {worst:.1e}")
+
+
+def progress(done: int, total: int, line: str) -> None:
+    """A bar on a terminal; a line each time elsewhere."""
+    if not sys.stdout.isatty():
+        print(line, flush=True)
+        return
+    filled = 30 * done // total
+    end = "\n" if done == total else ""
+    print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {line}", end=end, flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="file or folder of text; default: the sources of Python's standard library")
+    parser.add_argument(
+        "--schedule", choices=compare.names(), help="train with this one; default: compare, take the best"
+    )
+    parser.add_argument("--fill", choices=["planned", "eager"], default="planned")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=2, help="sequences per microbatch")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--tied", action="store_true", help="tie the head to the embedding, across ranks")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for log, table, pictures, checkpoints")
+    parser.add_argument("--log-every", type=int, default=10)
+    parser.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0 for none")
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --out")
+    parser.add_argument("--check", action="store_true", help="compare 20 losses with a plain one-process loop and exit")
+    arguments = parser.parse_args()
+    for name in ("steps", "microbatches", "rows", "layers", "width", "heads", "context", "log_every"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(arguments, name)}")
+    if arguments.width % (2 * arguments.heads):
+        parser.error(f"--width must be a multiple of 2 x --heads; got {arguments.width} and {arguments.heads}")
+    return arguments
+
+
+def start_ranks() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit("start me with torchrun: torchrun --nproc-per-node 2 examples/train_gpt.py")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+
+
+def main() -> None:
+    arguments = parse()
+    start_ranks()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = Text(arguments.data, arguments.seed)
+    say(f"{len(text.bytes) / 1e6:.1f} MB of text from {text.source}, {dist.get_world_size()} ranks")
+    if arguments.check or arguments.schedule:
+        schedule = compare.build(arguments.schedule or "zb_h1", dist.get_world_size(), arguments.microbatches)
+    if arguments.check:
+        check(arguments, text, schedule)
+    elif arguments.schedule:
+        train(arguments, text, schedule)
+    else:
+        train(arguments, text, compare.best(arguments, text))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""One optimizer step of the GPT: through a pipeline (`Trainer`), and in one plain process (`PlainTrainer`)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import gpt
+import torch
+import torch.distributed as dist
+from text import Text
+from torch import Tensor, nn
+
+import zbkern
+from zbkern.pipeline import Pipeline, Schedule
+
+
+class Trainer:
+    """This rank's chunks of the model in a pipeline, with their optimizer."""
+
+    def __init__(self, arguments: argparse.Namespace, text: Text, schedule: Schedule, fill: str = "planned") -> None:
+        self.arguments, self.text, self.schedule = arguments, text, schedule
+        self.device = device_of_this_rank()
+        count = len(schedule.placement)
+        self.config = model_config(arguments)
+        mine = {index: gpt.chunk(self.config, index, count) for index in schedule.chunks_of(dist.get_rank())}
+        for module in mine.values():
+            zbkern.convert(module.to(self.device))
+        tied = gpt.tie(self.config, mine, count)
+        self.modules = list(mine.values())
+        self.first, self.last = 0 in mine, count - 1 in mine
+        self.pipe = Pipeline(self.modules, schedule, gpt.loss_fn, device=self.device, fill=fill, tied=tied)
+        self.optimizer = make_optimizer(arguments, nn.ModuleList(self.modules))
+
+    def step(self, step: int) -> Tensor | None:
+        """One optimizer step; the mean loss on the rank of the last chunk, None elsewhere."""
+        inputs, targets = batch(self.arguments, self.text, step, self.device)
+        warm_up(self.optimizer, self.arguments, step)
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
+        self.optimizer.step()
+        return loss
+
+    def state(self, step: int) -> dict[str, object]:
+        return {
+            "step": step,
+            "placement": list(self.schedule.placement),
+            "model": [module.state_dict() for module in self.modules],
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+
+    def load_state(self, state: dict) -> int:
+        if state["placement"] != list(self.schedule.placement):
+            raise SystemExit(
+                f"--resume: the checkpoint was written with placement {state['placement']} and schedule "
+                f"{self.schedule.name} has {list(self.schedule.placement)}; resume with a schedule of that placement"
+            )
+        for module, weights in zip(self.modules, state["model"], strict=True):
+            module.load_state_dict(weights)
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        return state["step"]
+
+
+class PlainTrainer:
+    """The same model in one process with torch.nn's layers and plain backward(): the reference."""
+
+    def __init__(self, arguments: argparse.Namespace, text: Text) -> None:
+        self.arguments, self.text, self.device = arguments, text, device_of_this_rank()
+        self.model = gpt.chunk(model_config(arguments), 0, 1).to(self.device)
+        gpt.tie(model_config(arguments), {0: self.model}, 1)
+        self.optimizer = make_optimizer(arguments, self.model)
+
+    def step(self, step: int) -> Tensor:
+        inputs, targets = batch(self.arguments, self.text, step, self.device)
+        warm_up(self.optimizer, self.arguments, step)
+        self.optimizer.zero_grad()
+        count, total = self.arguments.microbatches, torch.zeros((), device=self.device)
+        for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                loss = gpt.loss_fn(self.model(x), y) / count
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        return total
+
+
+def model_config(a: argparse.Namespace) -> gpt.Config:
+    return gpt.Config(a.layers, a.width, a.heads, a.context, tied=a.tied, seed=a.seed)
+
+
+def device_of_this_rank() -> torch.device:
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def make_optimizer(arguments: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def warm_up(optimizer: torch.optim.Optimizer, arguments: argparse.Namespace, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = arguments.lr * min(1.0, (step + 1) / 20)
+
+
+def batch(arguments: argparse.Namespace, text: Text, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    inputs, targets = text.batch(step, arguments.rows * arguments.microbatches, arguments.context)
+    return inputs.to(device), targets.to(device)
+
+
+def everywhere(loss: Tensor | None, source: int, device: torch.device) -> float:
+    """The loss of the rank that has it, on all ranks."""
+    value = torch.zeros((), device=device) if loss is None else loss.float()
+    dist.broadcast(value, source)
+    return value.item()
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
