@@ -1,0 +1,59 @@
+# make demo   set up, then train a GPT on two pipeline ranks        make test   set up, then run the tests
+# Everything is installed into .venv; PYTHON=/path/to/python uses an environment of yours (and its torch) instead.
+
+# On Linux on x86-64 a plain "torch" brings the CUDA packages, so the CPU build is pinned by its local version.
+TORCH ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),torch==2.13.0+cpu,torch==2.13.0)
+RANKS ?= 2
+PIP    = $(PYTHON) -m pip --disable-pip-version-check
+SCRIPTS := examples bench
+
+ifeq ($(origin PYTHON),undefined)
+PYTHON := .venv/bin/python
+READY  := .venv/ready
+else
+override PYTHON := $(shell command -v $(PYTHON))
+READY  := .cache/ready-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
+endif
+
+export OMP_NUM_THREADS ?= 1
+.PHONY: help setup demo test lint bench-pipeline bench-split bench-planner test-gpu bench-gpu kernels-report clean
+
+help: ## what can be made
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
+
+setup: $(READY) ## install the package and what its tests need
+
+.venv/bin/python:
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10) and "zbkern needs Python 3.10 or later; found " + sys.version)'
+	python3 -m venv .venv
+
+$(READY): pyproject.toml $(wildcard setup.py) | $(PYTHON)
+	@$(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)' || { \
+	echo "Could not install $(TORCH). Either let pip see an index that has torch's CPU builds (PIP_EXTRA_INDEX_URL),"; \
+	echo "or take the default build:   make $(MAKECMDGOALS) TORCH=torch==2.13.0"; \
+	echo "or use an environment with torch:   make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
+	$(PIP) install --quiet --editable '.[dev,test]'
+	@mkdir -p $(@D) && touch $@
+
+demo: $(READY) ## compare schedules on this machine, then train with the best one
+	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --out demo
+
+test: $(READY) ## all tests that need no GPU
+	$(PYTHON) -m pytest
+
+lint: $(READY) ## style and imports
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+
+bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
+	$(PYTHON) bench/pipeline.py
+
+bench-split: $(READY) ## what the split of backward into B and W costs
+	$(PYTHON) bench/split.py
+
+bench-planner: $(READY) ## planned schedules beside the published ones
+	$(PYTHON) bench/planner.py
+
+clean: ## remove what was built, installed and drawn
+	rm -rf .venv .cache build dist demo zbkern.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

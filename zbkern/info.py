@@ -1,0 +1,81 @@
+"""What this machine can run, op by op, and what to do about the rest. Needs no torch to say that torch is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import sys
+from importlib import metadata
+
+import zbkern
+
+_GET = {
+    "torch": "pip install torch (2.8 or later); without a GPU, a CPU build saves gigabytes",
+    "triton": "comes with CUDA builds of torch on Linux; kernels for the GPU need it, the torch implementation does not",
+    "ortools": "pip install ortools; only the planner's exact solver uses it",
+    "matplotlib": "pip install matplotlib; only pictures in PNG use it",
+}
+
+
+def lines() -> list[str]:
+    """The report, a line each."""
+    found = [f"zbkern {zbkern.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}", ""]
+    for package, how in _GET.items():
+        found.append(_row(package, _version(package) or f"not installed: {how}"))
+    compiler = shutil.which("nvcc")
+    found.append(_row("nvcc", compiler or "not found: nothing that is built today needs it"))
+    if importlib.util.find_spec("torch") is None:
+        return [*found, "", "Schedules, simulation and planning work now; layers and pipelines need torch."]
+    return [*found, "", *_devices(), "", *_ops()]
+
+
+def main() -> int:
+    """Prints the report."""
+    print("\n".join(lines()))
+    return 0
+
+
+def _devices() -> list[str]:
+    import torch
+    import torch.distributed as dist
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
+    return [
+        _row("devices", f"CPU with {torch.get_num_threads()} threads" + "".join(f", {gpu}" for gpu in gpus)),
+        _row("GPU", "visible" if gpus else "none is visible: ops run through torch on the CPU"),
+        _row(
+            "pipelines", f"over {' and '.join(backends)}" if backends else "none: this torch has no torch.distributed"
+        ),
+    ]
+
+
+def _ops() -> list[str]:
+    import torch
+
+    from zbkern.kernels import dispatch, spec
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for op in dict.fromkeys(name.rsplit("_", 1)[0] for name in spec.LAUNCHES if name.endswith("_wgrad")):
+        reasons = {impl: dispatch.why_not(op, impl, device) for impl in spec.IMPLEMENTATIONS}
+        chosen = next((impl for impl, reason in reasons.items() if reason is None), "nothing")
+        passed = [f"{impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
+        rows.append(_row(op, f"on {device} runs {chosen}" + "".join(f"\n{'':16}not {line}" for line in passed)))
+    return rows
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<15} {value}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
