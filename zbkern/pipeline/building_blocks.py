@@ -24,12 +24,11 @@ def split_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[
     W takes the next free slot, first of chunk 1, then of chunk 0.
     """
     times = _repeat(block, microbatches)
-    warm, steady = _phases(times)
     whole = _with_weights(times)
-    whole = _reorder(whole, _Placed(whole, [1] * 5), range(warm, steady))
+    whole = _reorder(whole, _Placed(whole, [1] * 5), *_steady_state(times))
     times = [row[:_W] for row in _squeeze(whole)]
-    _, steady = _phases(times)
-    times = _reorder(times, _Filled(times), range(steady))
+    _, end = _steady_state(times)
+    times = _reorder(times, _Filled(times), (0, 0), end)
     times = [row[:_W] for row in _squeeze(_with_weights(times))]
     return [list(_row_order(row)) for row in times]
 
@@ -37,7 +36,7 @@ def split_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[
 def fused_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[tuple[str, int, int]]]:
     """The same for a block in which B and W are one pass BW of two slots."""
     times = _repeat(block, microbatches)
-    times = _reorder(times, _Placed(times, [1, 1, 2, 2]), range(0))
+    times = _reorder(times, _Placed(times, [1, 1, 2, 2]), (0, 0), (0, 0))
     return [
         [(("F", "F", "BW", "BW")[each], (0, 1, 1, 0)[each], microbatch) for _, each, microbatch in _passes(row)]
         for row in times
@@ -58,12 +57,12 @@ def _all_passes(times: Times) -> list[tuple[int, int, int, int]]:
     return sorted((slot, rank, each, index) for rank, row in enumerate(times) for slot, each, index in _passes(row))
 
 
-def _phases(times: Times) -> tuple[int, int]:
-    """The slots at which warm-up ends (rank 0 has its first B0) and at which the last forward enters the pipeline.
+def _steady_state(times: Times) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(slot, rank) from where rank 0 has its first B0 to after where the last forward enters the pipeline.
 
-    With few microbatches that comes first: there is no steady state, and everything may move.
+    With few microbatches the second comes first: there is no steady state, and everything may move.
     """
-    return times[0][_B0][0], times[0][_F0][-1] + 1
+    return (times[0][_B0][0], 0), (times[0][_F0][-1], 1)
 
 
 def _with_weights(times: Times) -> Times:
@@ -103,16 +102,17 @@ def _row_order(row: list[list[int]]) -> Iterator[tuple[str, int, int]]:
             yield "W", chunk, microbatch
 
 
-def _reorder(times: Times, memory: _Placed | _Filled, fixed: range) -> Times:
+def _reorder(times: Times, memory: _Placed | _Filled, start: tuple[int, int], stop: tuple[int, int]) -> Times:
     """Moves each pass, in order of time, to the earliest slot that its inputs, the rank and the memory allow.
 
-    Passes whose slot is in `fixed` stay. `memory` knows which slots of a rank are free and what the rank would hold.
+    Those from `start` to before `stop`, by (slot, rank), stay. `memory` knows which slots of a rank are free and what
+    the rank would hold.
     """
     times = [[list(slots) for slots in row] for row in times]
     lengths = memory.lengths
     backwards: list[list[int]] = [[] for _ in times]  # slots of the B placed so far, in order
     for slot, rank, each, index in _all_passes(times):
-        if slot not in fixed:
+        if not start <= (slot, rank) < stop:
             row = times[rank]
             first = 0
             if each in (_F0, _B1) and rank > 0:

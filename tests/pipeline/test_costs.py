@@ -1,0 +1,67 @@
+"""Costs: one number or one per chunk, checked, written out, and carried by JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zbkern.pipeline import Costs
+
+
+def test_numbers_stand_for_every_chunk() -> None:
+    flat = Costs(forward=2, backward=[1, 2, 3], weight=1, communication=0.5, split_overhead=0.25).per_chunk(3)
+    assert flat.forward == (2.0, 2.0, 2.0)
+    assert flat.backward == (1.0, 2.0, 3.0)
+    assert flat.fused == (1.75, 2.75, 3.75)
+    assert flat.communication == (0.5, 0.5)
+    assert flat.held == (0.5, 0.5, 0.5)
+
+
+def test_one_chunk_has_no_edges() -> None:
+    assert Costs(communication=3).per_chunk(1).communication == ()
+    assert Costs(communication=[]).per_chunk(1).communication == ()
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    costs = Costs(forward=[1, 2], communication=[0.25], held=0.1, merge_saving=0.01)
+    assert Costs.from_json(costs.to_json()) == costs
+    assert Costs.load(costs.save(tmp_path / "costs.json")) == costs
+    assert Costs.from_json('{"forward": 3}') == Costs(forward=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"forward": -1}, ValueError, "forward must be finite and at least 0; got -1"),
+        ({"weight": float("nan")}, ValueError, "weight must be finite"),
+        ({"weight": [1, float("inf")]}, ValueError, r"weight\[1\] must be finite"),
+        ({"backward": "1"}, TypeError, "backward must be a number or one number per chunk; got str"),
+        ({"backward": None}, TypeError, "backward must be a number or one number per chunk; got NoneType"),
+        ({"held": [True]}, TypeError, r"held\[0\] must be a number"),
+    ],
+)
+def test_what_is_no_cost_is_refused(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Costs(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (Costs(forward=[1, 2, 3]), "forward has 3 entries and the schedule 4 chunks; give one number, or 4"),
+        (Costs(communication=[1, 2, 3, 4]), "communication has 4 entries and the schedule 3 edges between chunks"),
+        (Costs(split_overhead=3), "split_overhead of chunk 0 exceeds its backward"),
+        (Costs(merge_saving=[0, 0, 2, 0]), "merge_saving of chunk 2 must be at most its weight, 1; got 2"),
+        (Costs(activation=1, held=[1, 1.5, 0, 0]), "held of chunk 1 must be at most its activation, 1"),
+    ],
+)
+def test_costs_that_do_not_fit_the_schedule_are_refused(costs: Costs, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        costs.per_chunk(4)
+
+
+@pytest.mark.parametrize(("text", "message"), [("[1]", "expected an object"), ('{"fwd": 1}', "unknown fields")])
+def test_json_that_is_no_costs_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Costs.from_json(text)

@@ -1,0 +1,270 @@
+"""Generators: valid for any size, equal to the closed forms and to the published memory, and to torch's own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, schedules, simulate
+
+GENERATORS: dict[str, Callable[..., Schedule]] = {
+    name: getattr(schedules, name)
+    for name in (
+        "gpipe",
+        "one_f_one_b",
+        "zb_h1",
+        "zb_h2",
+        "interleaved",
+        "interleaved_zero_bubble",
+        "zb_v",
+        "v_half",
+        "v_min",
+        "one_f_one_b_v",
+        "dualpipe_v",
+    )
+}
+TWO_CHUNKS = Costs(forward=0.5, backward=0.5, weight=0.5, activation=0.5, held=0.5)
+
+passes = st.integers(1, 20)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_valid_for_any_size(name: str) -> None:
+    """Every generator validates what it builds; here for all small sizes, more microbatches than stages and fewer."""
+    for stages in range(1, 8):
+        for microbatches in (*range(1, 10), 13, 16, 17):
+            schedule = GENERATORS[name](stages, microbatches)
+            assert (schedule.stages, schedule.microbatches, schedule.name) == (stages, microbatches, name)
+            passes_per_chunk = 3 * microbatches - sum(
+                action.kind == "BW" and action.chunk == 0 for row in schedule.actions for action in row
+            )
+            assert sum(action.chunk == 0 for row in schedule.actions for action in row) == passes_per_chunk
+
+
+@pytest.mark.parametrize("name", ["interleaved", "interleaved_zero_bubble"])
+def test_interleaved_is_valid_for_any_number_of_chunks_and_microbatches(name: str) -> None:
+    for stages in range(1, 7):
+        for chunks in range(1, 5):
+            for microbatches in range(1, 4 * stages):
+                schedule = GENERATORS[name](stages, microbatches, chunks=chunks)
+                assert schedule.chunks == chunks
+                assert schedule.placement == tuple(chunk % stages for chunk in range(stages * chunks))
+
+
+@pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min", "one_f_one_b_v", "dualpipe_v"])
+def test_v_placement(name: str) -> None:
+    schedule = GENERATORS[name](3, 4)
+    assert schedule.placement == (0, 1, 2, 2, 1, 0)
+    assert schedule.chunks_of(1) == [1, 4]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_sizes_are_checked(name: str) -> None:
+    with pytest.raises(ScheduleError, match=f"{name}: stages must be at least 1; got 0"):
+        GENERATORS[name](0, 4)
+    with pytest.raises(ScheduleError, match=f"{name}: microbatches must be at least 1; got -1"):
+        GENERATORS[name](2, -1)
+    with pytest.raises(TypeError, match=f"{name}: microbatches must be an int; got float 4.0"):
+        GENERATORS[name](2, 4.0)
+    with pytest.raises(TypeError, match=f"{name}: stages must be an int; got bool"):
+        GENERATORS[name](True, 4)
+
+
+def test_chunks_are_checked() -> None:
+    with pytest.raises(ScheduleError, match="interleaved: chunks must be at least 1; got 0"):
+        schedules.interleaved(2, 4, chunks=0)
+
+
+def bubble(schedule: Schedule, costs: Costs) -> float:
+    """Idle time of the rank that sets the cost, beyond its own work; all chunks cost the same."""
+    flat = costs.per_chunk(1)
+    work = schedule.chunks * schedule.microbatches * (flat.forward[0] + flat.backward[0] + flat.weight[0])
+    return simulate(schedule, costs).cost - work
+
+
+@settings(max_examples=60, deadline=None)
+@given(f=passes, b=passes, w=passes, stages=st.integers(1, 6), microbatches=st.integers(1, 14))
+def test_closed_forms_with_fused_backward(f: int, b: int, w: int, stages: int, microbatches: int) -> None:
+    costs = Costs(f, b, w)
+    expected = (stages - 1) * (f + b + w)
+    assert bubble(schedules.gpipe(stages, microbatches), costs) == expected
+    assert bubble(schedules.one_f_one_b(stages, microbatches), costs) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(f=passes, b=passes, w=passes, stages=st.integers(1, 5), groups=st.integers(1, 3), chunks=st.integers(1, 4))
+def test_closed_form_of_interleaved(f: int, b: int, w: int, stages: int, groups: int, chunks: int) -> None:
+    """(p-1)(F+B+W)/v, where a chunk takes (F+B+W)/v."""
+    schedule = schedules.interleaved(stages, groups * stages, chunks=chunks)
+    assert bubble(schedule, Costs(f, b, w)) == (stages - 1) * (f + b + w)
+
+
+@settings(max_examples=100, deadline=None)
+@given(w=passes, more=st.integers(0, 9), f=passes, stages=st.integers(1, 6), more_microbatches=st.integers(0, 8))
+def test_closed_forms_of_zero_bubble(w: int, more: int, f: int, stages: int, more_microbatches: int) -> None:
+    """The paper's, which presume that W is no longer than F and B."""
+    f, b = w + f, w + more
+    h1 = schedules.zb_h1(stages, stages + more_microbatches)
+    assert bubble(h1, Costs(f, b, w)) == (stages - 1) * (f + b - w)
+    h2 = schedules.zb_h2(stages, 2 * stages + more_microbatches)
+    assert bubble(h2, Costs(f, b, w)) == (stages - 1) * (f + b - 2 * w)
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_unit_cost_rate_of_zb_h1_is_exact(stages: int) -> None:
+    for microbatches in range(stages, 4 * stages):
+        rate = simulate(schedules.zb_h1(stages, microbatches)).bubble_rate
+        assert rate == pytest.approx((stages - 1) / (3 * microbatches + stages - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize("stages", range(1, 8))
+def test_zb_v_has_no_bubble_at_unit_costs(stages: int) -> None:
+    for microbatches in range(2 * stages, 4 * stages):
+        timeline = simulate(schedules.zb_v(stages, microbatches), TWO_CHUNKS)
+        assert timeline.cost == pytest.approx(3 * microbatches)
+        assert max(timeline.peak_memory) <= stages
+
+
+@pytest.mark.parametrize("stages", range(1, 8))
+def test_published_memory(stages: int) -> None:
+    """In whole-rank activations, where W holds all that B did (the paper's count for the V schedules)."""
+    microbatches = 4 * stages
+    one = Costs(activation=1, held=0)
+
+    def peak(name: str, costs: Costs) -> float:
+        return max(simulate(GENERATORS[name](stages, microbatches), costs).peak_memory)
+
+    assert peak("gpipe", one) == microbatches
+    assert peak("one_f_one_b", one) == stages
+    assert peak("zb_h1", Costs(activation=1, held=1)) == stages
+    assert peak("zb_h2", Costs(activation=1, held=1)) == 2 * stages - 1
+    assert peak("zb_v", TWO_CHUNKS) <= stages
+    assert peak("one_f_one_b_v", TWO_CHUNKS) <= 2 * stages / 3 + 2
+    assert peak("dualpipe_v", TWO_CHUNKS) <= stages + 1
+    for chunks in (1, 2, 3):
+        schedule = schedules.interleaved(stages, microbatches, chunks=chunks)
+        timeline = simulate(schedule, Costs(activation=1 / chunks, held=0))
+        assert max(timeline.peak_memory) == pytest.approx((1 + (stages - 1) / (stages * chunks)) * stages)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 12, 30])
+@pytest.mark.parametrize("stages", range(1, 10))
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
+def test_building_blocks_stay_within_their_lifespans(name: str, stages: int, microbatches: int) -> None:
+    """Peak <= sum over the rank's chunks of ceil(lifespan / 6) chunk activations: F to W of the block (2405.15362)."""
+    p = stages
+    if name == "v_min":
+        g = 2 if p % 3 == 0 else 0
+        block = [(i, 2 * p - i - 1, 2 * p + g + i, 4 * p + g - i - 1) for i in range(p)]
+    else:
+        g = 3 if p % 2 == 0 else 0
+        block = [(2 * i, 3 * p - i - 2, 3 * p + g + 2 * i - 1, 6 * p + g - i - 2) for i in range(p)]
+    bound = 0
+    for row in block:
+        taken = {slot % 6 for slot in row}
+        weights = []
+        for start in (row[2], row[3]):  # the next free slot of the repeated block, each of the two once
+            weights.append(next(s for s in range(start + 1, start + 13) if s % 6 not in taken))
+            taken.add(weights[-1] % 6)
+        lives = [weights[0] + 1 - row[1], weights[1] + 1 - row[0]]
+        bound = max(bound, sum(-(-life // 6) for life in lives))
+    timeline = simulate(GENERATORS[name](stages, microbatches), Costs(activation=1, held=1))
+    assert max(timeline.peak_memory) <= bound
+
+
+# ---- against the tables of torch.distributed.pipelining
+
+
+@pytest.fixture(scope="module")
+def torch_schedules() -> Any:
+    return pytest.importorskip("torch.distributed.pipelining.schedules")
+
+
+def stages_for_torch(stages: int, chunks: int) -> list[SimpleNamespace]:
+    """What torch's schedules ask of a stage before they run."""
+    torch = pytest.importorskip("torch")
+    return [
+        SimpleNamespace(
+            group_size=stages,
+            group_rank=0,
+            num_stages=stages * chunks,
+            stage_index=index,
+            is_last=False,
+            submod=torch.nn.Identity(),
+            has_backward=True,
+        )
+        for index in range(chunks)
+    ]
+
+
+def table(torch_schedule: Any) -> list[list[Action]]:
+    """Its compute actions in our letters; of an overlapped pair one after the other."""
+    kinds = {"F": "F", "I": "B", "W": "W", "B": "BW"}
+    rows = []
+    for rank in sorted(torch_schedule.pipeline_order):
+        cells = [cell for cell in torch_schedule.pipeline_order[rank] if cell is not None]
+        flat = [part for cell in cells for part in (cell.sub_actions or (cell,))]
+        rows.append([Action(kinds[c.computation_type.value], c.stage_index, c.microbatch_index) for c in flat])
+    return rows
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "torch_name", "chunks"),
+    [
+        ("interleaved", "ScheduleInterleaved1F1B", 1),
+        ("interleaved", "ScheduleInterleaved1F1B", 2),
+        ("interleaved", "ScheduleInterleaved1F1B", 3),
+        ("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", 1),
+        ("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", 2),
+        ("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", 3),
+        ("zb_v", "ScheduleZBVZeroBubble", 2),
+        ("dualpipe_v", "ScheduleDualPipeV", 2),
+    ],
+)
+def test_same_actions_as_torch(torch_schedules: Any, name: str, torch_name: str, chunks: int, stages: int) -> None:
+    compared = 0
+    for microbatches in range(1, 4 * stages + 1):
+        try:
+            theirs = getattr(torch_schedules, torch_name)(stages_for_torch(stages, chunks), microbatches)
+        except ValueError:  # torch refuses some sizes that we build
+            continue
+        keywords = {"chunks": chunks} if name.startswith("interleaved") else {}
+        ours = GENERATORS[name](stages, microbatches, **keywords)
+        assert [list(row) for row in ours.actions] == table(theirs), f"m={microbatches}"
+        compared += 1
+    assert compared >= stages + 1
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("name", "torch_name"), [("gpipe", "ScheduleGPipe"), ("one_f_one_b", "Schedule1F1B")])
+def test_same_kinds_in_the_same_order_as_torch(torch_schedules: Any, name: str, torch_name: str, stages: int) -> None:
+    """torch gives these tables for drawing only, and numbers some forwards wrongly there: only kinds are compared."""
+    theirs = object.__new__(getattr(torch_schedules, torch_name))
+    theirs._num_stages, theirs._n_microbatches = stages, 2 * stages
+    kinds = {"F": "F", "B": "BW"}
+    ours = GENERATORS[name](stages, 2 * stages)
+    for rank, row in theirs._get_pipeline_order().items():
+        compute = [kinds[cell.computation_type.value] for cell in row if cell is not None and cell.is_compute_op]
+        assert [action.kind for action in ours.actions[rank]] == compute
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_torch_loads_our_csv_and_gives_it_back(torch_schedules: Any, name: str, tmp_path: Path) -> None:
+    """Through torch's loader, its checks, its insertion of communication and its writer."""
+    ours = GENERATORS[name](3, 6)
+    path = tmp_path / "ours.csv"
+    path.write_text(ours.to_csv(dialect="torch"))
+    theirs = torch_schedules._PipelineScheduleRuntime(stages_for_torch(3, ours.chunks), 6)
+    theirs._load_csv(str(path))
+    assert theirs.stage_index_to_group_rank == dict(enumerate(ours.placement))
+    theirs._dump_csv(str(tmp_path / "compute.csv"), format="compute_only")
+    assert Schedule.from_csv((tmp_path / "compute.csv").read_text(), dialect="torch", name=name) == ours
+    theirs._dump_csv(str(tmp_path / "comms.csv"), format="compute_comms")
+    assert Schedule.from_csv((tmp_path / "comms.csv").read_text(), dialect="torch", name=name) == ours
