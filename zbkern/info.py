@@ -12,9 +12,9 @@ import zbkern
 
 _GET = {
     "torch": "pip install torch (2.8 or later); without a GPU, a CPU build saves gigabytes",
-    "triton": "comes with CUDA builds of torch on Linux; kernels for the GPU need it, the torch implementation does not",
+    "triton": "comes with CUDA builds of torch on Linux; only kernels for the GPU need it",
     "ortools": "pip install ortools; only the planner's exact solver uses it",
-    "matplotlib": "pip install matplotlib; only pictures in PNG use it",
+    "cairosvg": "pip install 'zbkern[draw]'; only pictures in PNG use it",
 }
 
 
@@ -57,13 +57,13 @@ def _ops() -> list[str]:
     from zbkern.kernels import dispatch, spec
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = []
-    for op in dict.fromkeys(name.rsplit("_", 1)[0] for name in spec.LAUNCHES if name.endswith("_wgrad")):
+    groups: dict[str, list[str]] = {}  # ops of which the same is to be said
+    for op in spec.OPS:
         reasons = {impl: dispatch.why_not(op, impl, device) for impl in spec.IMPLEMENTATIONS}
         chosen = next((impl for impl, reason in reasons.items() if reason is None), "nothing")
-        passed = [f"{impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
-        rows.append(_row(op, f"on {device} runs {chosen}" + "".join(f"\n{'':16}not {line}" for line in passed)))
-    return rows
+        passed = [f"  not {impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
+        groups.setdefault("\n".join([f"run through {chosen} on {device}", *passed]), []).append(op)
+    return [f"{', '.join(ops)}\n  {text}" for text, ops in groups.items()]
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zbkern.pipeline import Timeline, schedules, simulate, trace
+
+
+def test_a_trace_has_every_event_of_every_timeline(tmp_path: Path) -> None:
+    planned = simulate(schedules.zb_h1(2, 3))
+    measured = Timeline(planned.schedule, planned.events, unit="s")
+    data = json.loads(trace.save([planned, measured], tmp_path / "t.json", ["plan", "run"]).read_text())
+    names = [e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["plan", "run"]
+    for process, timeline, scale in ((0, planned, 1e3), (1, measured, 1e6)):
+        found = [e for e in data["traceEvents"] if e["ph"] == "X" and e["pid"] == process]
+        events = [event for row in timeline.events for event in row]
+        assert [(e["tid"], e["name"]) for e in found] == [(e.rank, str(e.action)) for e in events]
+        assert [(e["ts"], e["dur"]) for e in found] == [
+            pytest.approx((e.start * scale, (e.end - e.start) * scale)) for e in events
+        ]
+
+
+def test_titles_are_counted() -> None:
+    with pytest.raises(ValueError, match="titles must be one for each of 1"):
+        trace.events([simulate(schedules.gpipe(1, 1))], ["a", "b"])
