@@ -17,8 +17,9 @@ NEEDS_TORCH = ("clock", "engine", "profiling", "optimizer", "stage", "transport"
 MAY_IMPORT = {
     "conversion": {"nn", "functional"},
     "nn": {"functional"},
-    "functional": {"autograd", "kernels.dispatch", "kernels.spec"},
-    "autograd": {"wgrad", "landing", "kernels.reference"},
+    "functional": {"functions", "autograd", "kernels.dispatch", "kernels.spec"},
+    "functions": {"functions", "autograd", "wgrad", "kernels.spec", "kernels.reference", "kernels.reference_attention"},
+    "autograd": {"wgrad", "landing"},
     "wgrad": {"landing"},
     "landing": set(),
     "kernels": {"kernels"},

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "convert": "zbkern.conversion",
+    "left_alone": "zbkern.conversion",
     "restore": "zbkern.conversion",
     "WGradQueue": "zbkern.wgrad",
     "WGradTask": "zbkern.wgrad",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from zbkern import testing as testing
     from zbkern import wgrad as wgrad
     from zbkern.conversion import convert as convert
+    from zbkern.conversion import left_alone as left_alone
     from zbkern.conversion import restore as restore
     from zbkern.wgrad import WGradQueue as WGradQueue
     from zbkern.wgrad import WGradTask as WGradTask

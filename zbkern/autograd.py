@@ -1,7 +1,8 @@
-"""Autograd functions: forward saves; backward runs the input gradient now and hands the weight gradient on as a W.
+"""What all autograd functions share: how weight gradients travel from a backward to their parameters.
 
-Every function is applied through `apply`, takes a `Call` first and the graph's edges to the weights last, and gives its
-weight gradients to `weight_gradients`: the one place that decides whether they wait, are returned, or go through hooks.
+A function (functions/) is applied through `apply`, takes a `Call` first and the graph's edges to the weights last, and
+gives its weight gradients to `weight_gradients`: the one place that decides whether they wait, are returned, or go
+through hooks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from zbkern import landing, wgrad
-from zbkern.kernels import reference
 
 Owners = tuple["Tensor | None", ...]
 
@@ -51,7 +51,7 @@ def apply(function: type[torch.autograd.Function], call: Call, x: Tensor, *argum
     can be deferred there are no edges, at most an anchor that keeps the output in the graph.
     """
     if not torch.is_grad_enabled():
-        return function.apply(call, x, *arguments)
+        return function.apply(call, x.detach(), *arguments)
     deferred, exists = wgrad.activity()
     if exists:
         _choose_route(call, deferred)
@@ -97,30 +97,34 @@ def weight_gradients(
     launch: wgrad.Launch,
     tensors: wgrad.Segment,
     edges: Sequence[bool],
-    arithmetic: Callable[[wgrad.Segment], int],
+    arithmetic: int | Callable[[wgrad.Segment], int] = 0,
+    part: slice | None = None,
 ) -> Sequence[Tensor | None]:
-    """The gradients of the edges: those of `call.owners`, or None where a queue (or the route) has taken them over.
+    """The gradients of `call.owners`, or None where a queue (or the route) has taken them over.
 
     tensors: what the launch reads, detached. edges: the part of ctx.needs_input_grad that belongs to the edges.
-    arithmetic: counts the flops of the launch.
+    arithmetic: the flops of the launch, or what counts them. part: which owners the launch is for; None for all.
+    What comes back belongs at the edges' places; where the graph has no edges it is None, which autograd ignores.
     """
-    owners = call.wanted
+    owners = call.wanted if part is None else call.wanted[part]
     scope = wgrad.current()
     if call.route is Route.DETACHED:
-        task = wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name, call.listened)
-        if scope is None:
-            wgrad.run_in_backward(task)
-        else:
-            scope[0].add(task, scope[1])
-        return (None,) * len(edges)
-    owners = tuple([p if need else None for p, need in zip(owners, edges, strict=True)])
+        if part is None or any(p is not None for p in owners):
+            task = wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name, call.listened)
+            if scope is None:
+                wgrad.run_in_backward(task)
+            else:
+                scope[0].add(task, scope[1])
+        return (None,) * len(owners)
+    needed = edges if part is None else edges[part]
+    owners = tuple([p if need else None for p, need in zip(owners, needed, strict=True)])
     wanted = [p for p in owners if p is not None]
     if not wanted:
         return owners
     # Hooks that came after the forward run in this backward, so their gradient must be there now.
     if scope is not None and call.route is Route.ATTACHED and all(p.is_leaf and not has_hooks(p) for p in wanted):
         scope[0].add(wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name), scope[1])
-        return (None,) * len(edges)
+        return (None,) * len(owners)
     gradients = [None if p is None else torch.empty_like(p, requires_grad=False) for p in owners]
     launch([tensors], gradients, False)
     return gradients
@@ -131,12 +135,10 @@ def differentiable_backward(
     forward: Callable[..., Any],
     inputs: Sequence[Any],
     dy: Tensor | Sequence[Tensor],
-    edges: int,
 ) -> tuple[Any, ...]:
     """What backward returns under create_graph=True: gradients with a graph of their own.
 
     Recomputes the op with torch's operations, forward(*owners, *inputs); inputs: the arguments of `apply` after call.
-    edges: how many the graph has.
     """
     arguments = [*call.owners, *inputs]
     needed = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
@@ -147,67 +149,5 @@ def differentiable_backward(
     if call.route is Route.DETACHED:
         arrived = [(p, g) for p, g in zip(call.owners, weights, strict=True) if p is not None and g is not None]
         landing.hand_over(arrived, create_graph=True)
-        weights = [None] * edges
+        weights = [None] * len(call.owners)
     return (None, *others, *weights)
-
-
-class Linear(torch.autograd.Function):
-    """y = activation(x weight^T + bias), x [..., K]. B: dz and dx. W: dweight, dbias."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, activation: str | None, *edges: Tensor | None) -> Tensor:
-        weight, bias = call.owners
-        if weight.dtype != x.dtype:  # autocast
-            weight = weight.to(x.dtype)
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)
-        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        z = y if activation is None else torch.empty_like(y)
-        call.launches.linear_fwd(as_rows(x), weight, bias, as_rows(z))
-        if activation is None:
-            ctx.save_for_backward(x, weight)
-        else:
-            call.launches.activation_fwd(z, activation, y)
-            ctx.save_for_backward(x, weight, z)
-        ctx.call, ctx.activation = call, activation
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        call = ctx.call
-        x, weight, *z = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_backward(call, linear_with_torch, (x, ctx.activation), dy, len(needs) - 3)
-        if z:
-            dz = torch.empty_like(z[0])
-            call.launches.activation_bwd(dy, z[0], ctx.activation, dz)
-            dy = dz
-        dx = None
-        if needs[1]:
-            if call.launches is reference:  # a product that allocates costs 1.2 us less than one into a given tensor
-                dx = dy.mm(weight) if dy.dim() == 2 else torch.matmul(dy, weight)
-            else:
-                dx = x.new_empty(x.shape)
-                call.launches.linear_dgrad(as_rows(dy), weight, as_rows(dx))
-            x = x.detach()
-        if x.dim() != 2:
-            x, dy = as_rows(x), as_rows(dy)
-        weights = weight_gradients(call, call.launches.linear_wgrad, (x, dy), needs[3:], _linear_flops)
-        return None, dx, None, *weights
-
-
-def _linear_flops(tensors: wgrad.Segment) -> int:
-    x, dy = tensors
-    return 2 * x.numel() * dy.shape[1]
-
-
-def as_rows(tensor: Tensor) -> Tensor:
-    """[..., N] as [M, N]."""
-    return tensor if tensor.dim() == 2 else tensor.unsqueeze(0).flatten(0, -2)
-
-
-def linear_with_torch(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | None) -> Tensor:
-    """The same op in torch's own operations, differentiable any number of times."""
-    y = torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    return y if activation is None else reference.activation_function(activation)(y)

@@ -1,15 +1,24 @@
 """Public ops: they check their arguments, pick an implementation, and call autograd.
 
 Every op here behaves as its torch twin. Inside `WGradQueue.defer`, its backward computes input gradients only and the
-weight gradients wait in the queue.
+weight gradients wait in the queue. `impl` is "auto", "cuda", "triton" or "torch": a named implementation that cannot
+run raises UnavailableError. `name` is what errors and the queue call the layer.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zbkern import autograd
+from zbkern.functions import attention as attention_functions
+from zbkern.functions import embedding as embedding_functions
+from zbkern.functions import linear as linear_functions
+from zbkern.functions import loss as loss_functions
+from zbkern.functions import norm as norm_functions
 from zbkern.kernels import dispatch, spec
 
 
@@ -20,53 +29,337 @@ def linear(
     activation: str | None = None,
     impl: str = "auto",
     *,
+    transposed: bool = False,
     name: str = "",
 ) -> Tensor:
     """activation(x weight^T + bias) with separate B and W.
 
-    x: [..., K]; weight: [N, K]; bias: [N] or None; returns [..., N], all of one dtype and device (under autocast, x
-    and the product take autocast's dtype and the gradients stay the weight's). activation: None, "gelu", "gelu_tanh",
-    "relu" or "silu". impl: "auto", "cuda", "triton" or "torch". name: what errors call this layer.
+    x: [..., K]; weight: [N, K], or [K, N] when transposed; bias: [N] or None; returns [..., N], all of one dtype and
+    device (under autocast, x and the product take autocast's dtype and the gradients stay the weight's). activation:
+    None, "gelu", "gelu_tanh", "relu" or "silu".
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
-    if not _fits_linear(x, weight, bias) or activation is not None:
-        _check_linear(x, weight, bias, activation)
+    if activation is not None or not _fits_linear(x, weight, bias, transposed):
+        _check_linear("linear", x, weight, bias, transposed)
+        _check_activation("linear", activation)
+    if not _plain(x, weight):
+        return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)
+    x = _autocast("linear", x, weight)
+    call = autograd.Call((weight, bias), dispatch.resolve("linear", impl, x.device.type), name)
+    return autograd.apply(linear_functions.Linear, call, x, activation, transposed)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    impl: str = "auto",
+    *,
+    name: str = "",
+) -> Tensor:
+    """(activation(x gate^T) * (x up^T)) down^T as one op: SwiGLU with "silu", GeGLU with "gelu" or "gelu_tanh".
+
+    x: [..., K]; gate, up: [H, K]; down: [N, H]; biases [H], [H], [N] or None; returns [..., N]. Source: Shazeer, GLU
+    Variants Improve Transformer (arXiv 2002.05202). Raises as `linear` does.
+    """
+    _check_linear("gated_mlp", x, gate, gate_bias, names=("gate", "gate_bias"))
+    _check_linear("gated_mlp", x, up, up_bias, names=("up", "up_bias"))
+    if up.shape != gate.shape:
+        raise ValueError(f"gated_mlp: up must have gate's shape {list(gate.shape)}; got {list(up.shape)}")
+    if down.dim() != 2 or down.shape[1] != gate.shape[0]:
+        raise ValueError(f"gated_mlp: down must be [N, H] with H={gate.shape[0]} like gate; got {list(down.shape)}")
+    if down_bias is not None and down_bias.shape != down.shape[:1]:
+        raise ValueError(f"gated_mlp: down_bias must be [N] with N={down.shape[0]}; got {list(down_bias.shape)}")
+    if activation is None:
+        raise ValueError(f"gated_mlp: activation must be one of {spec.ACTIVATIONS}; got None")
+    _check_activation("gated_mlp", activation)
+    owners = (gate, up, down, gate_bias, up_bias, down_bias)
+    if not _plain(x, gate):
+        return linear_functions.gated_mlp_with_torch(*owners, x, activation)
+    x = _autocast("gated_mlp", x, gate)
+    call = autograd.Call(owners, dispatch.resolve("gated_mlp", impl, x.device.type), name)
+    return autograd.apply(linear_functions.GatedMLP, call, x, activation)
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, impl: str = "auto", *, name: str = "") -> Tensor:
+    """`gated_mlp` with silu and no biases: (silu(x gate^T) * (x up^T)) down^T."""
+    return gated_mlp(x, gate, up, down, impl=impl, name=name)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    counts: Sequence[int] | Tensor,
+    bias: Tensor | None = None,
+    impl: str = "auto",
+    *,
+    name: str = "",
+) -> Tensor:
+    """A linear per group of rows, for mixture-of-experts: the first counts[0] rows use weight[0], and so on.
+
+    x: [M, K], rows sorted by group; weight: [E, N, K]; counts: E numbers of rows, possibly 0, M in all; bias: [E, N]
+    or None; returns [M, N]. Raises as `linear` does.
+    """
+    if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1]:
+        raise ValueError(
+            f"grouped_linear: x must be [M, K] and weight [E, N, K]; got {list(x.shape)} and {list(weight.shape)}"
+        )
+    counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
+    if counts.shape != weight.shape[:1] or bool((counts < 0).any()) or int(counts.sum()) != x.shape[0]:
+        raise ValueError(
+            f"grouped_linear: counts must be {weight.shape[0]} numbers >= 0 that add up to {x.shape[0]} rows; "
+            f"got {counts.tolist()}"
+        )
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise ValueError(f"grouped_linear: bias must be [E, N] = {list(weight.shape[:2])}; got {list(bias.shape)}")
+    if not _plain(x, weight):
+        return linear_functions.grouped_linear_with_torch(weight, bias, x, counts)
+    x = _autocast("grouped_linear", x, weight)
+    call = autograd.Call((weight, bias), dispatch.resolve("grouped_linear", impl, x.device.type), name)
+    return autograd.apply(linear_functions.GroupedLinear, call, x, counts)
+
+
+def embedding(
+    indices: Tensor, weight: Tensor, padding_idx: int | None = None, impl: str = "auto", *, name: str = ""
+) -> Tensor:
+    """weight[indices]; its whole backward is W.
+
+    indices: integers of any shape, in 0..V-1; weight: [V, K]; returns [*indices.shape, K]. padding_idx: a row that gets
+    no gradient (may be negative, from the end). Raises TypeError or ValueError for arguments that do not fit.
+    """
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        raise TypeError(f"embedding: indices must be integers; got {indices.dtype}")
+    if weight.dim() != 2:
+        raise ValueError(f"embedding: weight must be [V, K]; got {list(weight.shape)}")
+    if padding_idx is not None:
+        if not -weight.shape[0] <= padding_idx < weight.shape[0]:
+            raise ValueError(f"embedding: padding_idx must be within the {weight.shape[0]} rows; got {padding_idx}")
+        padding_idx %= weight.shape[0]
+    if not _plain(indices, weight):
+        return embedding_functions.embedding_with_torch(weight, indices, padding_idx)
+    call = autograd.Call((weight,), dispatch.resolve("embedding", impl, weight.device.type), name)
+    return autograd.apply(embedding_functions.Embedding, call, indices, padding_idx)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float | None = None, impl: str = "auto", *, name: str = ""
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    x: [..., K]; weight: [K] or None; eps: None for the smallest step of x's dtype, as in torch. Row pass in B; what
+    waits for W is partial sums of dweight, not x. Source: Zhang and Sennrich (arXiv 1910.07467).
+    """
+    _check_norm("rms_norm", x, weight, None)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    if not _plain(x, x if weight is None else weight):
+        return norm_functions.rms_norm_with_torch(weight, x, eps)
+    x = _norm_autocast(x)
+    call = autograd.Call((weight,), dispatch.resolve("rms_norm", impl, x.device.type), name)
+    return autograd.apply(norm_functions.RMSNorm, call, x, eps)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    impl: str = "auto",
+    *,
+    name: str = "",
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
+
+    x: [..., K]; weight, bias: [K] or None. Row pass in B; what waits for W is partial sums of dweight and dbias.
+    """
+    _check_norm("layer_norm", x, weight, bias)
+    if weight is None and bias is not None:
+        raise ValueError("layer_norm: bias without weight is not supported; pass weight, too")
+    if not _plain(x, x if weight is None else weight):
+        return norm_functions.layer_norm_with_torch(weight, bias, x, eps)
+    x = _norm_autocast(x)
+    call = autograd.Call((weight, bias), dispatch.resolve("layer_norm", impl, x.device.type), name)
+    return autograd.apply(norm_functions.LayerNorm, call, x, eps)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    sequences: Sequence[int] | None = None,
+    key_sequences: Sequence[int] | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """softmax(scale q k^T + mask) v. It has no weights: its whole backward is B.
+
+    q: [batch, queries, heads, D]; k, v: [batch, keys, key_heads, D], where heads is a multiple of key_heads
+    (grouped-query attention); returns q's shape. With `sequences`, tokens of sequences of different lengths follow each
+    other without a batch dimension: q [T, heads, D], sequences [0, end of the first, ..., T] (key_sequences where the
+    keys' differ). causal: a query sees keys up to its own place, both ends lined up. window: with causal, how many keys
+    it sees, its own included. scale: 1/sqrt(D) when None.
+    """
+    batched = sequences is None
+    wanted = 4 if batched else 3
+    for argument, value in (("q", q), ("k", k), ("v", v)):
+        if value.dim() != wanted:
+            shape = "[batch, tokens, heads, D]" if batched else "[tokens, heads, D] with sequences"
+            raise ValueError(f"attention: {argument} must be {shape}; got {list(value.shape)}")
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            "attention: k and v must have one shape, q's D, and a number of heads that divides q's; "
+            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"attention: window must be at least 1 and needs causal=True; got {window}, causal={causal}")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    q, k, v = (_autocast("attention", t, t) for t in (q, k, v))
+    if batched:
+        ends = tuple(range(0, (q.shape[0] + 1) * q.shape[1], q.shape[1])) if q.shape[1] else (0,) * (q.shape[0] + 1)
+        key_ends = tuple(range(0, (k.shape[0] + 1) * k.shape[1], k.shape[1])) if k.shape[1] else ends
+    else:
+        ends = _check_ends("sequences", sequences, q.shape[0])
+        key_ends = ends if key_sequences is None else _check_ends("key_sequences", key_sequences, k.shape[0])
+        if len(ends) != len(key_ends) or key_ends[-1] != k.shape[0]:
+            raise ValueError(f"attention: keys must have as many sequences as queries, to the end; got {key_ends}")
+    options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends)
+    launches = dispatch.resolve("attention", impl, q.device.type)
+    return attention_functions.attention(launches, q, k, v, options)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk: int = 1024,
+    impl: str = "auto",
+    *,
+    name: str = "",
+) -> Tensor:
+    """cross_entropy(x weight^T + bias, target) without ever holding all logits.
+
+    x: [..., K]; weight: [V, K]; bias: [V] or None; target: [...] integers in 0..V-1 or ignore_index. reduction:
+    "mean" over the targets that count, "sum", or "none" for [...]. z_loss: factor of the squared log-sum-exp, added to
+    every row's loss (PaLM, arXiv 2204.02311). chunk: rows whose logits exist at one time. The loss is float32 (float64
+    for float64 x). W computes the logits a second time.
+    """
+    _check_linear("linear_cross_entropy", x, weight, bias)
+    if target.shape != x.shape[:-1] or target.is_floating_point():
+        raise ValueError(
+            f"linear_cross_entropy: target must be integers of shape {list(x.shape[:-1])} like x; "
+            f"got {target.dtype} {list(target.shape)}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'linear_cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}')
+    if not 0 <= label_smoothing <= 1 or chunk < 1:
+        raise ValueError(
+            "linear_cross_entropy: label_smoothing must be within 0..1 and chunk at least 1; "
+            f"got {label_smoothing} and {chunk}"
+        )
+    options = spec.CrossEntropyOptions(ignore_index, float(label_smoothing), float(z_loss), chunk)
+    rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    if not _plain(x, weight):
+        loss = loss_functions.linear_cross_entropy_with_torch(weight, bias, rows, targets, options)
+    else:
+        rows = _autocast("linear_cross_entropy", rows, weight)
+        launches = dispatch.resolve("linear_cross_entropy", impl, x.device.type)
+        call = autograd.Call((weight, bias), launches, name)
+        loss = autograd.apply(loss_functions.LinearCrossEntropy, call, rows, targets, options)
+    if reduction == "none":
+        return loss.view(target.shape)
+    return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
+
+
+def _plain(x: Tensor, weight: Tensor) -> bool:
+    """False for tensor subclasses and under function transforms: these need operations that torch can see through."""
+    return type(x) in _TENSORS and type(weight) in _TENSORS and torch._C._functorch.peek_interpreter_stack() is None
+
+
+_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+def _autocast(op: str, x: Tensor, weight: Tensor) -> Tensor:
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(device))
-    elif x.dtype != weight.dtype:
-        raise TypeError(f"linear: x is {x.dtype} and weight is {weight.dtype}; convert one, or use torch.autocast")
-    launches = dispatch.resolve("linear", impl, device)
-    call = autograd.Call((weight, bias), launches, name)
-    return autograd.apply(autograd.Linear, call, x, activation)
+        return x.to(torch.get_autocast_dtype(device))
+    if x.dtype != weight.dtype:
+        raise TypeError(f"{op}: x is {x.dtype} and weight is {weight.dtype}; convert one, or use torch.autocast")
+    return x
 
 
-def _fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _norm_autocast(x: Tensor) -> Tensor:
+    """On CUDA, autocast runs norms in float32; on the CPU it leaves them alone."""
+    return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64 else x
+
+
+def _fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
     """True when nothing is wrong; the checks that find out what is wrong take ten times as long."""
     return (
         isinstance(x, Tensor)
         and isinstance(weight, Tensor)
         and weight.dim() == 2
         and x.dim() > 0
-        and x.shape[-1] == weight.shape[1]
+        and x.shape[-1] == weight.shape[not transposed]
         and x.device == weight.device
-        and (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1] and bias.device == x.device))
+        and (
+            bias is None or (isinstance(bias, Tensor) and bias.numel() == weight.shape[transposed] and bias.dim() == 1)
+        )
     )
 
 
-def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
-    for argument, value in (("x", x), ("weight", weight)):
+def _check_linear(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool = False,
+    names: tuple[str, str] = ("weight", "bias"),
+) -> None:
+    layout = "[K, N]" if transposed else "[N, K]"
+    for argument, value in (("x", x), (names[0], weight)):
         if not isinstance(value, Tensor):
-            raise TypeError(f"linear: {argument} must be a torch.Tensor; got {type(value).__name__}")
-    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            raise TypeError(f"{op}: {argument} must be a torch.Tensor; got {type(value).__name__}")
+    if x.dim() == 0 or weight.dim() != 2 or weight.shape[not transposed] != x.shape[-1]:
         wanted = f" with K={x.shape[-1]} like x" if x.dim() else " and x [..., K]"
-        raise ValueError(f"linear: weight must be [N, K]{wanted}; got {list(weight.shape)}, x {list(x.shape)}")
+        raise ValueError(f"{op}: {names[0]} must be {layout}{wanted}; got {list(weight.shape)}, x {list(x.shape)}")
     if bias is not None and not isinstance(bias, Tensor):
-        raise TypeError(f"linear: bias must be a torch.Tensor or None; got {type(bias).__name__}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear: bias must be [N] with N={weight.shape[0]} like weight; got {list(bias.shape)}")
-    if activation is not None and activation not in spec.ACTIVATIONS:
-        raise ValueError(f"linear: activation must be None or one of {spec.ACTIVATIONS}; got {activation!r}")
-    for argument, value in (("weight", weight), ("bias", bias)):
+        raise TypeError(f"{op}: {names[1]} must be a torch.Tensor or None; got {type(bias).__name__}")
+    if bias is not None and list(bias.shape) != [weight.shape[transposed]]:
+        raise ValueError(
+            f"{op}: {names[1]} must be [N] with N={weight.shape[transposed]} like {names[0]}; got {list(bias.shape)}"
+        )
+    for argument, value in zip(names, (weight, bias), strict=True):
         if value is not None and value.device != x.device:
-            raise ValueError(f"linear: {argument} is on {value.device} and x on {x.device}; move one with .to(device)")
+            raise ValueError(f"{op}: {argument} is on {value.device} and x on {x.device}; move one with .to(device)")
+
+
+def _check_activation(op: str, activation: str | None) -> None:
+    if activation is not None and activation not in spec.ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be None or one of {spec.ACTIVATIONS}; got {activation!r}")
+
+
+def _check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(f"{op}: x must be [..., K] of a floating dtype; got {x.dtype} {list(x.shape)}")
+    for argument, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.shape != x.shape[-1:]:
+            raise ValueError(f"{op}: {argument} must be [K] with K={x.shape[-1]} like x; got {list(value.shape)}")
+
+
+def _check_ends(argument: str, ends: Sequence[int] | None, tokens: int) -> tuple[int, ...]:
+    assert ends is not None
+    found = tuple(int(end) for end in ends)
+    if len(found) < 1 or found[0] != 0 or list(found) != sorted(found) or found[-1] != tokens:
+        raise ValueError(f"attention: {argument} must rise from 0 to the {tokens} tokens; got {list(found)}")
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,3 +17,184 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.linear(input, self.weight, self.bias, name=self.zbkern_name)
+
+
+class Embedding(torch.nn.Embedding):
+    """torch.nn.Embedding whose whole backward can be deferred: input [...] integers, output [..., embedding_dim].
+
+    max_norm, scale_grad_by_freq and sparse are torch's alone: with one of them set this is torch's module.
+    """
+
+    zbkern_name = ""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
+            return super().forward(input)
+        return functional.embedding(input, self.weight, self.padding_idx, name=self.zbkern_name)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch.nn.LayerNorm over the last dimension; the end of its weights' gradients can be deferred."""
+
+    zbkern_name = ""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if len(self.normalized_shape) != 1:
+            return super().forward(input)
+        return functional.layer_norm(input, self.weight, self.bias, self.eps, name=self.zbkern_name)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch.nn.RMSNorm over the last dimension; the end of its weight's gradient can be deferred."""
+
+    zbkern_name = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.normalized_shape) != 1:
+            return super().forward(x)
+        return functional.rms_norm(x, self.weight, self.eps, name=self.zbkern_name)
+
+
+class TransposedLinear(torch.nn.Module):
+    """Behaviour of the Conv1D of the transformers library: a linear whose weight is stored [in, out]. See `convert`."""
+
+    zbkern_name = ""
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias, transposed=True, name=self.zbkern_name)
+
+
+class MLP(torch.nn.Module):
+    """The gated MLP as one op: down(activation(gate(x)) * up(x)); input and output [..., features].
+
+    activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU), "relu". bias: whether the three products have one.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        activation: str = "silu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate = torch.nn.Linear(features, hidden, bias, device, dtype)
+        self.up = torch.nn.Linear(features, hidden, bias, device, dtype)
+        self.down = torch.nn.Linear(hidden, features, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = self.gate, self.up, self.down
+        return functional.gated_mlp(
+            x, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias, self.activation
+        )
+
+
+class Attention(torch.nn.Module):
+    """Self-attention with its projections: one product for q, k and v, the core, the output projection.
+
+    features: of input and output [batch, tokens, features]; heads; key_heads: fewer for grouped-query attention, heads
+    when None; head_size: features / heads when None; causal, window: as in functional.attention. With
+    `sequences`, forward takes [tokens, features] of sequences one after the other.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        key_heads: int | None = None,
+        head_size: int | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if head_size is None and features % heads:
+            raise ValueError(f"Attention: heads must divide features when head_size is None; got {heads}, {features}")
+        self.heads = heads
+        self.key_heads = heads if key_heads is None else key_heads
+        self.head_size = features // heads if head_size is None else head_size
+        self.causal = causal
+        self.window = window
+        self.qkv = Linear(features, (heads + 2 * self.key_heads) * self.head_size, bias, device, dtype)
+        self.output = Linear(heads * self.head_size, features, bias, device, dtype)
+
+    def forward(self, x: Tensor, sequences: Sequence[int] | None = None) -> Tensor:
+        together = self.qkv(x).unflatten(-1, (-1, self.head_size))
+        q, k, v = together.split([self.heads, self.key_heads, self.key_heads], dim=-2)
+        y = functional.attention(q, k, v, self.causal, self.window, sequences=sequences)
+        return self.output(y.flatten(-2))
+
+
+class GroupedLinear(torch.nn.Module):
+    """A linear per group of rows: input [M, in_features] sorted by group, counts of each, output [M, out_features]."""
+
+    zbkern_name = ""
+
+    def __init__(
+        self,
+        groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(groups, out_features, in_features, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(groups, out_features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Every group as torch.nn.Linear starts."""
+        bound = self.weight.shape[2] ** -0.5 if self.weight.shape[2] else 0
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+        return functional.grouped_linear(x, self.weight, counts, self.bias, name=self.zbkern_name)
+
+
+class LinearCrossEntropy(torch.nn.Linear):
+    """A head and its loss: input [..., in_features], target [...]; the loss of functional.linear_cross_entropy."""
+
+    zbkern_name = ""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.reduction = reduction
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        return functional.linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            self.bias,
+            self.ignore_index,
+            self.label_smoothing,
+            self.z_loss,
+            self.reduction,
+            name=self.zbkern_name,
+        )

@@ -26,7 +26,7 @@ def why_not(op: str, impl: str, device: str) -> str | None:
     if impl not in _MODULES:
         return f"this version of zbkern has no {impl} kernels; use impl='torch' or impl='auto'"
     module = importlib.import_module(_MODULES[impl])
-    missing = [name for name in spec.LAUNCHES if name.startswith(f"{op}_") and not hasattr(module, name)]
+    missing = [name for name in spec.OPS[op] if not hasattr(module, name)]
     return f"{impl} lacks {', '.join(missing)}" if missing else None
 
 

@@ -9,6 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zbkern.kernels.reference_attention import attention_dgrad as attention_dgrad
+from zbkern.kernels.reference_attention import attention_fwd as attention_fwd
+from zbkern.kernels.reference_loss import cross_entropy_fwd as cross_entropy_fwd
+from zbkern.kernels.reference_loss import cross_entropy_wgrad as cross_entropy_wgrad
+from zbkern.kernels.reference_norm import layer_norm_dgrad as layer_norm_dgrad
+from zbkern.kernels.reference_norm import layer_norm_fwd as layer_norm_fwd
+from zbkern.kernels.reference_norm import norm_partials as norm_partials
+from zbkern.kernels.reference_norm import norm_wgrad as norm_wgrad
+from zbkern.kernels.reference_norm import rms_norm_dgrad as rms_norm_dgrad
+from zbkern.kernels.reference_norm import rms_norm_fwd as rms_norm_fwd
+
 _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
@@ -37,9 +48,9 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> Non
         torch.addmm(bias, x, weight.t(), out=y)
 
 
-def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
-    """dx = dy weight."""
-    torch.mm(dy, weight, out=dx)
+def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, accumulate: bool = False) -> None:
+    """dx (+)= dy weight."""
+    add_product(dx, dy, weight, accumulate)
 
 
 def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -62,6 +73,76 @@ def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
 def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor) -> None:
     """dz = dy activation'(z)."""
     dz.copy_(_BACKWARD[activation](dy, z))
+
+
+def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor) -> None:
+    """h = activation(gate) * up."""
+    torch.mul(_FORWARD[activation](gate), up, out=h)
+
+
+def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor) -> None:
+    """dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up once more."""
+    value = _FORWARD[activation](gate)
+    torch.mul(value, up, out=h)
+    torch.mul(dh, value, out=dup)
+    dgate.copy_(_BACKWARD[activation](dh * up, gate))
+
+
+def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, y: Tensor) -> None:
+    """Rows of group e: y = x weight[e]^T + bias[e]."""
+    sizes = counts.tolist()
+    for group, (rows, out) in enumerate(zip(x.split(sizes), y.split(sizes), strict=True)):
+        if rows.shape[0]:
+            linear_fwd(rows, weight[group], None if bias is None else bias[group], out)
+
+
+def grouped_linear_dgrad(dy: Tensor, weight: Tensor, counts: Tensor, dx: Tensor) -> None:
+    """Rows of group e: dx = dy weight[e]."""
+    sizes = counts.tolist()
+    for group, (rows, out) in enumerate(zip(dy.split(sizes), dx.split(sizes), strict=True)):
+        if rows.shape[0]:
+            linear_dgrad(rows, weight[group], out)
+
+
+def grouped_linear_wgrad(
+    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
+) -> None:
+    """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments."""
+    parts = [(x.split(counts.tolist()), dy.split(counts.tolist())) for x, dy, counts in segments]
+    some = next(output for output in outputs if output is not None)
+    for group in range(some.shape[0]):
+        mine = [(xs[group], dys[group]) for xs, dys in parts if xs[group].shape[0]]
+        targets = [None if output is None else output[group] for output in outputs]
+        if mine:
+            linear_wgrad(mine, targets, accumulate)
+        elif not accumulate:
+            for target in targets:
+                if target is not None:
+                    target.zero_()
+
+
+def embedding_fwd(indices: Tensor, weight: Tensor, y: Tensor) -> None:
+    """y[i] = weight[indices[i]]."""
+    torch.index_select(weight, 0, indices, out=y)
+
+
+def embedding_wgrad(
+    segments: Sequence[tuple[Tensor, ...]],
+    outputs: Sequence[Tensor | None],
+    accumulate: bool,
+    padding_idx: int | None = None,
+) -> None:
+    """dweight[v] (+)= sum of dy[i] over all i with indices[i] = v; nothing for v = padding_idx."""
+    (dweight,) = outputs
+    if dweight is None:
+        return
+    if not accumulate:
+        dweight.zero_()
+    for indices, dy in segments:
+        if padding_idx is not None:
+            kept = (indices != padding_idx).unsqueeze(1)
+            dy = dy * kept
+        dweight.index_add_(0, indices, dy.to(dweight.dtype))
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:

@@ -2,32 +2,103 @@
 
 Notation
     M   rows: all leading dimensions of an activation flattened (batch, sequence)
-    K   input features          N   output features
+    K   input features          N   output features         H   hidden features of an MLP
+    E   groups (experts)        V   vocabulary              P   partial sums an implementation chooses to keep
     x [M, K]    weight [N, K]    bias [N]    y, dy [M, N]    dx [M, K]    dweight [N, K]    dbias [N]
     z [M, N]    the value before an activation, dz its gradient
+    S   the statistics' dtype: float32, or float64 where x is float64
+    T   tokens of all sequences of a batch one after the other; B sequences; D head size; Hq query, Hk key/value heads
 
 Rules
-    - A launch is named `{op}_{fwd,dgrad,wgrad}`, writes into the outputs it is given and returns None.
+    - A launch is named `{op}_{fwd,dgrad,bwd,wgrad}`, writes into the outputs it is given and returns None.
     - It runs on the current stream, never synchronises, and a wgrad never allocates more than its implementation says.
     - A wgrad is `launch(segments, outputs, accumulate)`: it sums over all segments (one per microbatch, of any length)
       and writes (accumulate=False) or adds (accumulate=True) to every output that is not None. This is the launch
-      that `WGradTask` holds, so tasks of one weight merge by joining their segments.
+      that `WGradTask` holds, so tasks of one weight merge by joining their segments. Options come last, by keyword.
     - Outputs may have a wider dtype than the inputs: a bf16 product accumulates into an fp32 gradient.
     - Zero rows are legal: outputs are written as the sum over nothing.
+    - Matrices may be transposed views (a weight that is stored [K, N]); the last two strides decide.
 
 Launches
     linear_fwd(x, weight, bias | None, y)                      y = x weight^T + bias
-    linear_dgrad(dy, weight, dx)                               dx = dy weight
+    linear_dgrad(dy, weight, dx, accumulate=False)             dx (+)= dy weight
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
+
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)
+
+    gated_fwd(gate, up, activation, h)                         h = activation(gate) * up,  all [M, H]
+    gated_bwd(dh, gate, up, activation, dgate, dup, h)         both gradients, and h once more
+
+    grouped_linear_fwd(x, weight [E, N, K], bias [E, N] | None, counts, y)   counts [E] int64 on the CPU: rows per group
+    grouped_linear_dgrad(dy, weight, counts, dx)
+    grouped_linear_wgrad([(x, dy, counts), ...], (dweight, dbias), accumulate)
+
+    embedding_fwd(indices [M], weight [V, K], y [M, K])
+    embedding_wgrad([(indices, dy), ...], (dweight,), accumulate, padding_idx=None)
+
+    norm_partials(M, K, device) -> P                           how many partial sums the two below leave
+    rms_norm_fwd(x, weight | None, eps, y, rstd [M] S)         y = x rstd weight
+    rms_norm_dgrad(dy, x, weight | None, rstd, dx, partials [1, P, K] S | None)
+    layer_norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S, rstd [M] S)
+    layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None)
+    norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
+
+    attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, D], options, y [T, Hq, D], lse [Hq, T] S)
+    attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)  y = softmax(scale q k^T + mask) v per sequence and head
+
+    cross_entropy_fwd(x, weight [V, K], bias | None, target [M], options, loss [M] S, lse [M] S, dx | None)
+                                                               dx is the gradient of every row's own loss
+    cross_entropy_wgrad([(x, target, lse, dloss [M]), ...], (dweight, dbias), accumulate, weight, bias | None, options)
 """
 
 from __future__ import annotations
 
-LAUNCHES = ("linear_fwd", "linear_dgrad", "linear_wgrad", "activation_fwd", "activation_bwd")
+from dataclasses import dataclass
+
+OPS = {
+    "linear": ("linear_fwd", "linear_dgrad", "linear_wgrad", "activation_fwd", "activation_bwd"),
+    "gated_mlp": ("linear_fwd", "linear_dgrad", "linear_wgrad", "gated_fwd", "gated_bwd"),
+    "grouped_linear": ("grouped_linear_fwd", "grouped_linear_dgrad", "grouped_linear_wgrad"),
+    "embedding": ("embedding_fwd", "embedding_wgrad"),
+    "rms_norm": ("norm_partials", "rms_norm_fwd", "rms_norm_dgrad", "norm_wgrad"),
+    "layer_norm": ("norm_partials", "layer_norm_fwd", "layer_norm_dgrad", "norm_wgrad"),
+    "attention": ("attention_fwd", "attention_dgrad"),
+    "linear_cross_entropy": ("cross_entropy_fwd", "cross_entropy_wgrad"),
+}
+"""The launches an implementation must have to run an op."""
+
+LAUNCHES = tuple(dict.fromkeys(launch for launches in OPS.values() for launch in launches))
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
 IMPLEMENTATIONS = ("cuda", "triton", "torch")
 """In the order in which impl="auto" prefers them."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """scale: of the scores. causal: query i sees keys up to i + (keys - queries), the ends of both lined up.
+
+    window: with causal, how many keys a query sees, its own included; None for all. queries, keys: where each sequence
+    begins, and the end of the last: B + 1 numbers from 0 to T (T').
+    """
+
+    scale: float
+    causal: bool
+    window: int | None
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CrossEntropyOptions:
+    """ignore_index: targets whose rows count nothing. label_smoothing: weight of the uniform distribution.
+
+    z_loss: factor of the squared log-sum-exp. chunk: rows whose logits exist at one time.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    chunk: int = 1024

@@ -1,0 +1,204 @@
+"""Products with weights: linear, the gated MLP as one function, and a linear per group of rows."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbkern import wgrad
+from zbkern.autograd import Call, differentiable_backward, weight_gradients
+from zbkern.kernels import reference
+
+
+class Linear(torch.autograd.Function):
+    """y = activation(x weight^T + bias), x [..., K]. B: dz and dx. W: dweight, dbias.
+
+    transposed: the weight is stored [K, N], as in the Conv1D of the transformers library.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, x: Tensor, activation: str | None, transposed: bool, *edges: Tensor | None
+    ) -> Tensor:
+        weight, bias = call.owners
+        if weight.dtype != x.dtype:  # autocast
+            weight = weight.to(x.dtype)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        if transposed:
+            weight = weight.t()
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        z = y if activation is None else torch.empty_like(y)
+        call.launches.linear_fwd(as_rows(x), weight, bias, as_rows(z))
+        if activation is None:
+            ctx.save_for_backward(x, weight)
+        else:
+            call.launches.activation_fwd(z, activation, y)
+            ctx.save_for_backward(x, weight, z)
+        ctx.call, ctx.activation, ctx.transposed = call, activation, transposed
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call = ctx.call
+        x, weight, *z = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_backward(call, linear_with_torch, (x, ctx.activation, ctx.transposed), dy)
+        if z:
+            dz = torch.empty_like(z[0])
+            call.launches.activation_bwd(dy, z[0], ctx.activation, dz)
+            dy = dz
+        dx = None
+        if needs[1]:
+            dx = input_gradient(call.launches, dy, weight)
+            x = x.detach()
+        if x.dim() != 2:
+            x, dy = as_rows(x), as_rows(dy)
+        launch = transposed_wgrad(call.launches) if ctx.transposed else call.launches.linear_wgrad
+        weights = weight_gradients(call, launch, (x, dy), needs[4:], linear_flops)
+        return None, dx, None, None, *weights
+
+
+class GatedMLP(torch.autograd.Function):
+    """y = h down^T, h = activation(x gate^T) * (x up^T), x [..., K]. B: dgate, dup, dx. W: three products.
+
+    h is computed again in B instead of being kept from F: it costs one pass over the two halves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, activation: str, *edges: Tensor | None) -> Tensor:
+        launches = call.launches
+        gate, up, down, *biases = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.owners)
+        rows = as_rows(x)
+        a, b, h = (rows.new_empty(rows.shape[0], gate.shape[0]) for _ in range(3))
+        launches.linear_fwd(rows, gate, biases[0], a)
+        launches.linear_fwd(rows, up, biases[1], b)
+        launches.gated_fwd(a, b, activation, h)
+        y = x.new_empty((*x.shape[:-1], down.shape[0]))
+        launches.linear_fwd(h, down, biases[2], as_rows(y))
+        ctx.save_for_backward(x, gate, up, down, a, b)
+        ctx.call, ctx.activation = call, activation
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call, launches, needs = ctx.call, ctx.call.launches, ctx.needs_input_grad
+        x, gate, up, down, a, b = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_backward(call, gated_mlp_with_torch, (x, ctx.activation), dy)
+        dy = as_rows(dy)
+        dh, da, db, h = (torch.empty_like(a) for _ in range(4))
+        launches.linear_dgrad(dy, down, dh)
+        launches.gated_bwd(dh, a, b, ctx.activation, da, db, h)
+        dx = None
+        if needs[1]:
+            dx = x.new_empty(x.shape)
+            launches.linear_dgrad(da, gate, as_rows(dx))
+            launches.linear_dgrad(db, up, as_rows(dx), accumulate=True)
+        rows, edges, launch = as_rows(x.detach()), needs[3:], launches.linear_wgrad
+        # owners: gate, up, down, then their biases; each task takes a weight with its bias
+        dgate, dgate_bias = weight_gradients(call, launch, (rows, da), edges, linear_flops, slice(0, None, 3))
+        dup, dup_bias = weight_gradients(call, launch, (rows, db), edges, linear_flops, slice(1, None, 3))
+        ddown, ddown_bias = weight_gradients(call, launch, (h, dy), edges, linear_flops, slice(2, None, 3))
+        return None, dx, None, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias
+
+
+class GroupedLinear(torch.autograd.Function):
+    """y[i] = x[i] weight[group of i]^T + bias[group of i], rows sorted by group. B: dx. W: dweight, dbias."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, counts: Tensor, *edges: Tensor | None) -> Tensor:
+        weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.owners)
+        y = x.new_empty(x.shape[0], weight.shape[1])
+        call.launches.grouped_linear_fwd(x, weight, bias, counts, y)
+        ctx.save_for_backward(x, weight, counts)
+        ctx.call = call
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call, launches, needs = ctx.call, ctx.call.launches, ctx.needs_input_grad
+        x, weight, counts = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_backward(call, grouped_linear_with_torch, (x, counts), dy)
+        dx = None
+        if needs[1]:
+            dx = torch.empty_like(x, requires_grad=False)
+            launches.grouped_linear_dgrad(dy, weight, counts, dx)
+        weights = weight_gradients(
+            call, launches.grouped_linear_wgrad, (x.detach(), dy, counts), needs[3:], linear_flops
+        )
+        return None, dx, None, *weights
+
+
+def input_gradient(launches: ModuleType, dy: Tensor, weight: Tensor) -> Tensor:
+    """dx = dy weight, dy [..., N]."""
+    if launches is reference:  # a product that allocates takes 1.2 us less than one into a given tensor
+        return dy.mm(weight) if dy.dim() == 2 else torch.matmul(dy, weight)
+    dx = dy.new_empty((*dy.shape[:-1], weight.shape[1]))
+    launches.linear_dgrad(as_rows(dy), weight, as_rows(dx))
+    return dx
+
+
+@functools.cache
+def transposed_wgrad(launches: ModuleType) -> wgrad.Launch:
+    """linear_wgrad for a weight stored [K, N]: dweight = sum x^T dy, the same product with its factors exchanged."""
+
+    def launch(segments: Any, outputs: Any, accumulate: bool) -> None:
+        dweight, dbias = outputs
+        if dweight is not None:
+            launches.linear_wgrad([(dy, x) for x, dy in segments], (dweight, None), accumulate)
+        if dbias is not None:
+            launches.linear_wgrad(segments, (None, dbias), accumulate)
+
+    return launch
+
+
+def linear_flops(tensors: wgrad.Segment) -> int:
+    """Arithmetic of dy^T x."""
+    x, dy = tensors[0], tensors[1]
+    return 2 * x.numel() * dy.shape[1]
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """[..., N] as [M, N]."""
+    return tensor if tensor.dim() == 2 else tensor.unsqueeze(0).flatten(0, -2)
+
+
+def linear_with_torch(
+    weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | None, transposed: bool = False
+) -> Tensor:
+    """Linear in torch's own operations, differentiable any number of times."""
+    weight = weight.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    y = torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
+    return y if activation is None else reference.activation_function(activation)(y)
+
+
+def gated_mlp_with_torch(
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    x: Tensor,
+    activation: str,
+) -> Tensor:
+    """GatedMLP in torch's own operations."""
+    h = linear_with_torch(gate, gate_bias, x, activation) * linear_with_torch(up, up_bias, x, None)
+    return linear_with_torch(down, down_bias, h, None)
+
+
+def grouped_linear_with_torch(weight: Tensor, bias: Tensor | None, x: Tensor, counts: Tensor) -> Tensor:
+    """GroupedLinear in torch's own operations."""
+    parts = [
+        linear_with_torch(weight[group], None if bias is None else bias[group], rows, None)
+        for group, rows in enumerate(x.split(counts.tolist()))
+    ]
+    return torch.cat(parts)

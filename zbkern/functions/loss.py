@@ -1,0 +1,100 @@
+"""The head and its cross-entropy as one function, chunk by chunk, so that the logits are never whole in memory.
+
+F computes each chunk's logits once and leaves the loss, log-sum-exp and the gradient of the input; B only scales that
+gradient; W computes the logits again. Four products in all where three would do with all logits kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbkern.autograd import Call, differentiable_backward, weight_gradients
+from zbkern.functions.linear import linear_with_torch
+from zbkern.kernels.spec import CrossEntropyOptions
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """loss[i] = cross_entropy(x[i] weight^T + bias, target[i]), one value per row; B: dx. W: dweight, dbias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, x: Tensor, target: Tensor, options: CrossEntropyOptions, *edges: Tensor | None
+    ) -> Tensor:
+        weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.owners)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        loss, lse = (x.new_empty(x.shape[0], dtype=wide) for _ in range(2))
+        dx = x.new_empty(x.shape) if x.requires_grad else None
+        call.launches.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx)
+        ctx.save_for_backward(x, weight, bias, target, lse, dx)
+        ctx.call, ctx.options = call, options
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
+        call, options, needs = ctx.call, ctx.options, ctx.needs_input_grad
+        x, weight, bias, target, lse, dx = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_backward(call, linear_cross_entropy_with_torch, (x, target, options), dloss)
+        if dx is not None:
+            dx = dx * dloss.unsqueeze(1).to(dx.dtype)
+        launch = HeadW(call, weight.detach(), None if bias is None else bias.detach(), options)
+        segment = (x.detach(), target, lse, dloss.contiguous())
+        flops = 4 * x.shape[0] * weight.numel()
+        return None, dx, None, None, *weight_gradients(call, launch, segment, needs[4:], flops)
+
+
+class HeadW:
+    """cross_entropy_wgrad with what all microbatches share: equal for the same weights, so that their W merge.
+
+    The weights are read in W, so they must still be those of F; they are no part of the segment because they live on
+    anyway.
+    """
+
+    def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, options: CrossEntropyOptions) -> None:
+        self.launches, self.owner, self.weight, self.bias, self.options = (
+            call.launches,
+            call.owners[0],
+            weight,
+            bias,
+            options,
+        )
+        self.version = call.owners[0]._version
+
+    def __call__(self, segments: Any, outputs: Any, accumulate: bool) -> None:
+        if self.owner._version != self.version:
+            raise RuntimeError(
+                "linear_cross_entropy: its weight changed between B and W, and W computes the logits again; run the "
+                "queue before the optimizer step"
+            )
+        self.launches.cross_entropy_wgrad(segments, outputs, accumulate, self.weight, self.bias, self.options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeadW) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[Any, ...]:
+        return id(self.owner), self.version, self.weight.dtype, self.launches.__name__, self.options
+
+
+def linear_cross_entropy_with_torch(
+    weight: Tensor, bias: Tensor | None, x: Tensor, target: Tensor, options: CrossEntropyOptions
+) -> Tensor:
+    """LinearCrossEntropy in torch's own operations, all logits at once."""
+    logits = linear_with_torch(weight, bias, x, None)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = torch.nn.functional.cross_entropy(
+        logits,
+        target,
+        ignore_index=options.ignore_index,
+        label_smoothing=options.label_smoothing,
+        reduction="none",
+    )
+    if options.z_loss:
+        square = options.z_loss * logits.logsumexp(1).square()
+        loss = loss + torch.where(target == options.ignore_index, 0, square)
+    return loss

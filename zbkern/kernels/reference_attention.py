@@ -1,0 +1,88 @@
+"""The attention core in plain torch, one sequence at a time with all its scores in memory. Contract: spec.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from zbkern.kernels.spec import AttentionOptions
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
+    """y = softmax(scale q k^T + mask) v; lse = log of the softmax's denominator. A query that sees no key gives 0."""
+    for queries, keys in _sequences(options):
+        scores = _scores(q[queries], k[keys], options, lse.dtype)
+        found = torch.logsumexp(scores, -1)
+        lse[:, queries] = found.flatten(0, 1)
+        weights = _weights(scores, found)
+        out = weights @ _by_group(v[keys], 1).to(lse.dtype)
+        y[queries] = _as_tokens(out).to(y.dtype)
+
+
+def attention_dgrad(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """dv = p^T dy; ds = p (dy v^T - sum(dy y)); dq = scale ds k; dk = scale ds^T q."""
+    groups = q.shape[1] // k.shape[1]
+    for gradient in (dq, dk, dv):
+        gradient.zero_()
+    for queries, keys in _sequences(options):
+        scores = _scores(q[queries], k[keys], options, lse.dtype)
+        p = _weights(scores, lse[:, queries].view(scores.shape[:-1]))
+        above = _by_group(dy[queries], groups).to(lse.dtype)
+        values, wide_keys = _by_group(v[keys], 1).to(lse.dtype), _by_group(k[keys], 1).to(lse.dtype)
+        delta = (above * _by_group(y[queries], groups).to(lse.dtype)).sum(-1, keepdim=True)
+        ds = p * (above @ values.mT - delta) * options.scale
+        dq[queries] = _as_tokens(ds @ wide_keys).to(dq.dtype)
+        dk[keys] = (ds.mT @ _by_group(q[queries], groups).to(lse.dtype)).sum(1).transpose(0, 1).to(dk.dtype)
+        dv[keys] = (p.mT @ above).sum(1).transpose(0, 1).to(dv.dtype)
+
+
+def attention_mask(queries: int, keys: int, options: AttentionOptions, device: torch.device) -> Tensor | None:
+    """[queries, keys], True where the query sees the key; None when it sees all."""
+    if not options.causal:
+        return None
+    last = torch.arange(queries, device=device).unsqueeze(1) + (keys - queries)
+    key = torch.arange(keys, device=device)
+    seen = key <= last
+    return seen if options.window is None else seen & (key > last - options.window)
+
+
+def _sequences(options: AttentionOptions) -> Iterator[tuple[slice, slice]]:
+    for (q0, q1), (k0, k1) in zip(pairwise(options.queries), pairwise(options.keys), strict=True):
+        if q1 > q0:
+            yield slice(q0, q1), slice(k0, k1)
+
+
+def _by_group(tokens: Tensor, groups: int) -> Tensor:
+    """[S, H, D] as [H / groups, groups, S, D]: the query heads that share a key head, together."""
+    return tokens.transpose(0, 1).unflatten(0, (-1, groups))
+
+
+def _as_tokens(heads: Tensor) -> Tensor:
+    """[H / groups, groups, S, D] as [S, H, D]."""
+    return heads.flatten(0, 1).transpose(0, 1)
+
+
+def _scores(q: Tensor, k: Tensor, options: AttentionOptions, dtype: torch.dtype) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    scores = (_by_group(q, groups).to(dtype) @ _by_group(k, 1).to(dtype).mT) * options.scale
+    mask = attention_mask(q.shape[0], k.shape[0], options, q.device)
+    return scores if mask is None else scores.masked_fill_(~mask, float("-inf"))
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), and 0 for a query that sees nothing (lse is -inf there)."""
+    return torch.where(torch.isinf(lse), 0, lse).unsqueeze(-1).neg().add(scores).exp()
