@@ -233,7 +233,9 @@ class Ticks:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     name = draw(st.sampled_from(ANY))
-    schedule = getattr(schedules, name)(draw(st.integers(1, 4)), draw(st.integers(1, 6)))
+    schedule = _with_slices(
+        getattr(schedules, name)(draw(st.integers(1, 4)), draw(st.integers(1, 6))), draw(st.sampled_from([None, 1, 2]))
+    )
     chunks = len(schedule.placement)
 
     def per_chunk(low: int, high: int, step: int = 1, count: int = chunks) -> list[int]:
@@ -250,6 +252,23 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
         split_overhead=per_chunk(0, 1),
         merge_saving=per_chunk(0, 1),
     )
+
+
+def _with_slices(schedule: Schedule, every: int | None) -> Schedule:
+    """The schedule with the W of every so many microbatches in two slices, one after the other."""
+    rows = [
+        [
+            part
+            for action in row
+            for part in (
+                [action._replace(part=(index, 2)) for index in range(2)]
+                if every and action.kind == "W" and action.microbatch % every == 0
+                else [action]
+            )
+        ]
+        for row in schedule.actions
+    ]
+    return Schedule.build(rows, schedule.placement, schedule.microbatches, schedule.name)
 
 
 def assert_equal(timeline: Timeline, ticks: Ticks) -> None:
