@@ -1,0 +1,485 @@
+"""The situations in which split gradients get lost elsewhere: each against an untouched copy of the same model."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zbkern
+from zbkern import testing
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tied(nn.Module):
+    """Embedding, blocks, a head that is the embedding's weight, and one block used twice with another between."""
+
+    def __init__(self, vocabulary: int = 11, width: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.first = Block(width)
+        self.second = Block(width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = self.first(self.embedding(indices))
+        x = self.second(x * self.scale)
+        return self.head(self.first(x))
+
+
+def pair(make: Callable[[], nn.Module] = Tied) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = make().double()
+    return model, zbkern.convert(copy.deepcopy(model))
+
+
+def microbatches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(11, (2, 5), generator=generator) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def both(model: nn.Module, twin: nn.Module, queue: zbkern.WGradQueue, count: int = 3) -> None:
+    """Microbatches through both; the twin's W wait."""
+    for key, x in enumerate(microbatches(count)):
+        loss_of(model, x).backward()
+        loss = loss_of(twin, x)
+        with queue.defer(key):
+            loss.backward()
+
+
+@pytest.mark.parametrize("merge", [True, False, "exact"])
+def test_tied_and_reused_weights_in_any_order(merge: bool | str) -> None:
+    model, twin = pair()
+    assert twin.head.weight is twin.embedding.weight
+    queue = zbkern.WGradQueue(merge=merge)
+    both(model, twin, queue, 4)
+    keys = queue.keys()
+    random.Random(3).shuffle(keys)
+    for key in keys:
+        queue.run(key)
+    testing.assert_same_gradients(twin, model)
+
+
+def test_w_of_one_microbatch_between_b_of_others() -> None:
+    model, twin = pair()
+    queue = zbkern.WGradQueue()
+    for key, x in enumerate(microbatches(5)):
+        loss_of(model, x).backward()
+        with queue.defer(key):
+            loss_of(twin, x).backward()
+        if key % 2:
+            queue.run(key - 1)
+        queue.run_one()
+    queue.run()
+    testing.assert_same_gradients(twin, model)
+
+
+def test_float32_is_equal_to_rounding() -> None:
+    model, twin = (m.float() for m in pair())
+    queue = zbkern.WGradQueue()
+    both(model, twin, queue)
+    queue.run()
+    testing.assert_same_gradients(twin, model)
+
+
+@pytest.mark.parametrize(
+    "frozen", [["first"], ["embedding"], ["second"], ["first.up", "second.norm"], ["first.up.bias"]]
+)
+def test_frozen_layers(frozen: list[str]) -> None:
+    model, twin = pair()
+    for each in (model, twin):
+        for name, parameter in each.named_parameters():
+            if any(name.startswith(prefix) for prefix in frozen):
+                parameter.requires_grad_(False)
+    queue = zbkern.WGradQueue()
+    both(model, twin, queue)
+    queue.run()
+    testing.assert_same_gradients(twin, model)
+
+
+def test_frozen_early_stage_leaves_nothing_to_do() -> None:
+    _, twin = pair(Block)
+    twin.requires_grad_(False)
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    queue = zbkern.WGradQueue()
+    for _ in range(2):
+        with queue.defer():
+            twin(x).sum().backward()
+    assert queue.pending() == 0
+    assert x.grad is not None
+    assert not twin(x.detach()).requires_grad
+
+
+def test_requires_grad_changes_between_steps() -> None:
+    model, twin = pair()
+    queue = zbkern.WGradQueue()
+    for step in range(4):
+        for each in (model, twin):
+            each.first.requires_grad_(step % 2 == 0)
+            each.second.up.weight.requires_grad_(step % 3 != 0)
+        both(model, twin, queue)
+        queue.run()
+        testing.assert_same_gradients(twin, model)
+
+
+def test_frozen_between_b_and_w_drops_the_gradient_as_autograd_does() -> None:
+    _, twin = pair(Block)
+    queue = zbkern.WGradQueue()
+    for _ in range(2):
+        with queue.defer():
+            twin(torch.randn(3, 6, dtype=torch.float64)).sum().backward()
+    twin.up.requires_grad_(False)
+    queue.run()
+    assert twin.up.weight.grad is None
+    assert twin.down.weight.grad is not None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_recomputes_once_and_in_b(reentrant: bool) -> None:
+    model, twin = pair(lambda: nn.Sequential(Block(), Block()))
+    runs: list[str] = []
+    phase = ["F"]
+    twin[0].register_forward_pre_hook(lambda *_: runs.append(phase[0]))
+    queue = zbkern.WGradQueue()
+    for key in range(3):
+        x = torch.randn(3, 6, dtype=torch.float64)
+        first, second = (x.clone().requires_grad_() for _ in range(2))
+        model(first).square().sum().backward()
+        phase[0] = "F"
+        y = checkpoint(twin[0], second, use_reentrant=reentrant)
+        loss = twin[1](y).square().sum()
+        phase[0] = "B"
+        with queue.defer(key):
+            loss.backward()
+        testing.assert_close(second.grad, first.grad)
+    phase[0] = "W"
+    held = queue.bytes
+    queue.run()
+    assert runs == ["F", "B"] * 3
+    assert held < 3 * 8 * 3 * 6 * 40  # inputs and output gradients, nothing recomputed
+    testing.assert_same_gradients(twin, model)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_autocast(deferred: bool) -> None:
+    model, twin = (m.float() for m in pair())
+    queue = zbkern.WGradQueue()
+    for key, x in enumerate(microbatches(3)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected, loss = loss_of(model, x), loss_of(twin, x)
+        expected.backward()
+        if deferred:
+            with queue.defer(key):
+                loss.backward()
+        else:
+            loss.backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # W must not care
+        queue.run()
+    assert all(p.grad.dtype == torch.float32 for p in twin.parameters())
+    testing.assert_same_gradients(twin, model, tolerance=3e-2)
+
+
+def test_grad_scaler() -> None:
+    model, twin = (m.float() for m in pair())
+    steps = []
+    for each in (model, twin):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        queue = zbkern.WGradQueue()
+        for x in microbatches(3):
+            with queue.defer():
+                scaler.scale(loss_of(each, x)).backward()
+        queue.run()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append(scaler.get_scale())
+    assert steps[0] == steps[1]
+    testing.assert_same_gradients(twin, model)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        testing.assert_close(b, a)
+
+
+def test_grad_none_present_and_requiring_grad() -> None:
+    for start in ("none", "present", "requires grad", "shared"):
+        model, twin = pair(Block)
+        for each in (model, twin):
+            for parameter in each.parameters():
+                if start != "none":
+                    parameter.grad = torch.ones_like(parameter)
+                if start == "requires grad":
+                    parameter.grad.requires_grad_()
+        kept = twin.up.weight.grad
+        queue = zbkern.WGradQueue()
+        x = torch.randn(3, 6, dtype=torch.float64)
+        for _ in range(2):
+            model(x).sum().backward()
+            with queue.defer():
+                twin(x).sum().backward()
+        queue.run()
+        testing.assert_same_gradients(twin, model)
+        if start == "present":
+            assert twin.up.weight.grad is kept  # added in place, as autograd does
+
+
+def test_main_grad_in_fp32_under_bf16_weights() -> None:
+    torch.manual_seed(0)
+    layer = zbkern.nn.Linear(16, 8).bfloat16()
+    wide = nn.Linear(16, 8).double()
+    wide.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+    queue = zbkern.WGradQueue()
+    for key in range(8):
+        x = torch.randn(32, 16).bfloat16()
+        wide(x.double()).sum().backward()
+        with queue.defer(key):
+            layer(x).sum().backward()
+    queue.run()
+    for parameter, other in zip(layer.parameters(), wide.parameters(), strict=True):
+        assert parameter.grad is None
+        assert parameter.grad_added_to_main_grad is True
+        testing.assert_close(parameter.main_grad, other.grad, tolerance=1e-5)  # far below bf16's 4e-3
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_main_grad_protocol(hooked: bool) -> None:
+    layer = zbkern.nn.Linear(4, 3)
+    twin = copy.deepcopy(layer)
+    ready: list[Tensor] = []
+    layer.weight.main_grad = torch.full((3, 4), 5.0)
+    layer.weight.overwrite_main_grad = True
+    layer.weight.grad_added_to_main_grad = False
+    layer.bias.main_grad = torch.full((3,), 5.0)
+    if hooked:
+        layer.weight.register_post_accumulate_grad_hook(lambda p: ready.append(p.grad))
+    queue = zbkern.WGradQueue()
+    x = torch.randn(2, 4)
+    with queue.defer():
+        layer(x).sum().backward()
+    twin(x).sum().backward()
+    assert layer.weight.main_grad[0, 0] == 5
+    assert not ready
+    queue.run()
+    testing.assert_close(layer.weight.main_grad, twin.weight.grad)
+    testing.assert_close(layer.bias.main_grad, 5 + twin.bias.grad)
+    assert layer.weight.grad_added_to_main_grad is True
+    assert not hasattr(layer.bias, "grad_added_to_main_grad")
+    if hooked:  # told once that it is ready; what it sees adds nothing
+        assert len(ready) == 1
+        assert not ready[0].any()
+
+
+def test_main_grad_is_found_when_w_runs_not_before() -> None:
+    layer = zbkern.nn.Linear(4, 3, bias=False)
+    queue = zbkern.WGradQueue()
+    for key in range(2):
+        with queue.defer(key):
+            layer(torch.ones(2, 4)).sum().backward()
+    queue.run(0)
+    layer.weight.main_grad = torch.zeros(3, 4)
+    queue.run(1)
+    assert torch.equal(layer.weight.main_grad, layer.weight.grad)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "post"])
+@pytest.mark.parametrize("when", ["before forward", "after forward", "after b"])
+@pytest.mark.parametrize("deferred", [True, False])
+def test_hooks_see_each_backwards_gradient_once_when_it_is_there(kind: str, when: str, deferred: bool) -> None:
+    """A weight used twice per forward, three backwards: the calls a hook gets are those of plain torch."""
+
+    def steps(model: nn.Module, queue: zbkern.WGradQueue | None) -> list[Tensor]:
+        seen: list[Tensor] = []
+        weight = model.first.up.weight
+
+        def register() -> None:
+            if kind == "tensor":
+                weight.register_hook(lambda g: seen.append(g.clone()))
+            else:
+                weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+        if when == "before forward":
+            register()
+        for key, x in enumerate(microbatches(3)):
+            loss = loss_of(model, x)
+            if when == "after forward" and key == 0:
+                register()
+            if queue is None:
+                loss.backward()
+                continue
+            with queue.defer(key):
+                loss.backward()
+            if when == "before forward":
+                assert len(seen) == key, "the hook ran in B"
+            queue.run(key)
+            assert len(seen) == key + 1
+        return seen
+
+    if when == "after b":
+        if not deferred:
+            pytest.skip("there is no time between B and W when nothing is deferred")
+        _, twin = pair()
+        seen: list[Tensor] = []
+        queue = zbkern.WGradQueue()
+        with queue.defer():
+            loss_of(twin, microbatches(1)[0]).backward()
+        twin.first.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        queue.run()
+        assert len(seen) == 1
+        return
+    model, twin = pair()
+    expected = steps(model, None)
+    alive = zbkern.WGradQueue()  # a queue that exists must not change anything for those that do not defer
+    got = steps(twin, alive if deferred else None)
+    assert len(got) == len(expected) == 3
+    for a, b in zip(got, expected, strict=True):
+        testing.assert_close(a, b)
+    testing.assert_same_gradients(twin, model)
+
+
+def test_tensor_hook_that_replaces_the_gradient() -> None:
+    model, twin = pair()
+    for each in (model, twin):
+        each.first.up.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    queue = zbkern.WGradQueue()
+    both(model, twin, queue)
+    queue.run()
+    testing.assert_same_gradients(twin, model)
+
+
+def test_optimizer_in_backward() -> None:
+    model, twin = pair(Block)
+
+    def attach(each: nn.Module) -> None:
+        for parameter in each.parameters():
+            optimizer = torch.optim.AdamW([parameter], lr=1e-2)
+
+            def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+    attach(model)
+    attach(twin)
+    queue = zbkern.WGradQueue()
+    for _ in range(3):
+        x = torch.randn(3, 6, dtype=torch.float64)
+        model(x).square().sum().backward()
+        with queue.defer():
+            twin(x).square().sum().backward()
+        queue.run()
+    for a, b in zip(twin.parameters(), model.parameters(), strict=True):
+        assert a.grad is None
+        testing.assert_close(a, b)
+
+
+def test_no_grad_eval_and_inference_mode() -> None:
+    model, twin = pair()
+    twin.eval()
+    (x,) = microbatches(1)
+    queue = zbkern.WGradQueue()
+    with queue.defer(), torch.no_grad():
+        testing.assert_close(twin(x), model(x))
+    with torch.inference_mode():
+        testing.assert_close(twin(x), model(x))
+    assert queue.pending() == 0
+
+
+def test_a_queue_that_exists_changes_nothing_for_those_that_do_not_defer() -> None:
+    model, twin = pair()
+    queue = zbkern.WGradQueue()
+    both(model, twin, queue, 1)
+    queue.run()
+    for x in microbatches(2):
+        loss_of(model, x).backward()
+        loss_of(twin, x).backward()
+    assert queue.pending() == 0
+    testing.assert_same_gradients(twin, model)
+
+
+def test_create_graph_with_a_queue_in_use() -> None:
+    model, twin = pair()
+    queue = zbkern.WGradQueue()
+    both(model, twin, queue, 1)
+    queue.run()
+    (x,) = microbatches(1)
+    for each in (model, twin):
+        each.zero_grad()
+        loss_of(each, x).backward(create_graph=True)
+        sum(p.grad.square().sum() for p in each.parameters()).backward()
+    testing.assert_same_gradients(twin, model)
+
+
+def test_retain_graph_and_two_backwards() -> None:
+    model, twin = pair()
+    queue = zbkern.WGradQueue()
+    for _ in range(2):
+        for each in (model, twin):
+            loss = loss_of(each, microbatches(1)[0])
+            for _ in range(2):
+                if each is twin:
+                    with queue.defer():
+                        loss.backward(retain_graph=True)
+                else:
+                    loss.backward(retain_graph=True)
+    queue.run()
+    testing.assert_same_gradients(twin, model)
+
+
+def test_parametrized_weights_are_not_leaves_and_still_right() -> None:
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4).double())
+    twin = copy.deepcopy(model)
+    calls = []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(1)
+        return zbkern.functional.linear(x, twin.weight, twin.bias)
+
+    queue = zbkern.WGradQueue()
+    for _ in range(3):
+        x = torch.randn(3, 5, dtype=torch.float64)
+        model(x).square().sum().backward()
+        with queue.defer():
+            forward(x).square().sum().backward()
+    queue.run()
+    for a, b in zip(twin.parameters(), model.parameters(), strict=True):
+        testing.assert_close(a.grad, b.grad)
+
+
+def test_a_weight_modified_between_forward_and_backward_is_torchs_error() -> None:
+    layer = zbkern.nn.Linear(4, 3)
+    queue = zbkern.WGradQueue()
+    for _ in range(2):
+        y = layer(torch.randn(2, 4, requires_grad=True)).sum()
+        with torch.no_grad():
+            layer.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"), queue.defer():
+            y.backward()
+        with queue.defer():
+            layer(torch.randn(2, 4)).sum().backward()
+    queue.discard()
