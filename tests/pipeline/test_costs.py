@@ -53,7 +53,6 @@ def test_what_is_no_cost_is_refused(arguments: dict, error: type[Exception], mes
         (Costs(communication=[1, 2, 3, 4]), "communication has 4 entries and the schedule 3 edges between chunks"),
         (Costs(split_overhead=3), "split_overhead of chunk 0 exceeds its backward"),
         (Costs(merge_saving=[0, 0, 2, 0]), "merge_saving of chunk 2 must be at most its weight, 1; got 2"),
-        (Costs(activation=1, held=[1, 1.5, 0, 0]), "held of chunk 1 must be at most its activation, 1"),
     ],
 )
 def test_costs_that_do_not_fit_the_schedule_are_refused(costs: Costs, message: str) -> None:

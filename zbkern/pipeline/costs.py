@@ -30,11 +30,12 @@ class Costs:
     """Times and memory of one microbatch in one chunk: a number, or one per chunk in model order.
 
     forward, backward, weight: time of F, B and W, in any one unit (B is the input gradient alone). communication:
-    latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
-    and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
-    held: what is left of it between B and W. A fused BW takes backward + weight - split_overhead. merge_saving is what
-    a W gains when it directly follows another W of the same chunk. The unit of memory is free; `memory_limit` and
-    `peak_memory` use the same one. Raises TypeError or ValueError for anything but finite numbers >= 0.
+    latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks
+    i and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until
+    B; held: what it holds between B and W, inputs and output gradients. A fused BW takes backward + weight -
+    split_overhead. merge_saving is what a W gains when it directly follows another W of the same chunk. The unit of
+    memory is free; `memory_limit` and `peak_memory` use the same one. Raises TypeError or ValueError for anything but
+    finite numbers >= 0.
     """
 
     forward: PerChunk = 1.0
@@ -53,8 +54,8 @@ class Costs:
     def per_chunk(self, chunks: int) -> ChunkCosts:
         """Every cost as a tuple with one number for each of `chunks` chunks in model order, and `fused` worked out.
 
-        Raises ValueError when a field has another number of entries, when an overhead or saving exceeds what it is
-        taken from, or when more is held after B than before it.
+        Raises ValueError when a field has another number of entries, or when an overhead or saving exceeds what it is
+        taken from.
         """
         flat = {
             field.name: _spread(field.name, getattr(self, field.name), chunks - (field.name == "communication"))
@@ -73,11 +74,6 @@ class Costs:
                 raise ValueError(
                     f"Costs: merge_saving of chunk {chunk} must be at most its weight, {flat['weight'][chunk]:g}; "
                     f"got {flat['merge_saving'][chunk]:g}"
-                )
-            if flat["held"][chunk] > flat["activation"][chunk]:
-                raise ValueError(
-                    f"Costs: held of chunk {chunk} must be at most its activation, {flat['activation'][chunk]:g} "
-                    f"(it is the part of it that stays until W); got {flat['held'][chunk]:g}"
                 )
         return ChunkCosts(fused=fused, **flat)
 

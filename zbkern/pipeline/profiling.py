@@ -41,6 +41,7 @@ def profile(
     parameters = [p for module in modules for p in module.parameters()]
     gradients = [p.grad for p in parameters]
     with torch.random.fork_rng(), Pipeline(modules, schedule, loss_fn, group, device) as pipe:
+        pipe.queue.merge = False  # schedules seldom have two W of a chunk in a row
         timelines = []
         for _ in range(1 + repeats):
             for parameter in parameters:

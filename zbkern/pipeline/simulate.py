@@ -204,13 +204,13 @@ class _Memory:
         activation, held = self._costs.activation[chunk], self._costs.held[chunk]
         if kind == "F":
             self.now += activation
-            self.peak = max(self.peak, self.now)
         elif kind == "B":
-            self.now += held - activation
+            self.now += held - activation  # may be more: W needs output gradients, which came after F
         elif kind == "BW":
             self.now -= activation
         else:
             self.now -= held if part is None else held / part[1]
+        self.peak = max(self.peak, self.now)
 
 
 def _need(action: Action) -> tuple[str, int, int]:
