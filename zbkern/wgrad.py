@@ -82,7 +82,8 @@ class WGradQueue:
     max_bytes: pinned bytes above which the oldest W run at once instead of waiting; None for no limit.
     merge: True runs the pending tasks of one weight as one launch (equal to separate launches up to rounding);
     "exact" runs them one after the other in the order of their backwards, bit for bit as separate launches; False
-    never groups. Every method may be called from any thread; a scope of `defer` belongs to the thread that opened it.
+    never groups. listeners: called with the tasks of each launch once their gradients have landed. Every method may be
+    called from any thread; a scope of `defer` belongs to the thread that opened it.
 
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
@@ -101,6 +102,7 @@ class WGradQueue:
         self.max_bytes = max_bytes
         self.merge = merge
         self.peak_bytes = 0
+        self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
         self._pinned: dict[int, int] = {}  # storage -> how many task tensors live in it
         self._bytes = 0
         self._lock = threading.RLock()
@@ -280,6 +282,9 @@ class WGradQueue:
         else:
             for task in tasks:
                 self._run_group([task])
+            return
+        for listener in self.listeners:
+            listener(tasks)
 
     def _run_early(self) -> None:
         """Runs the oldest W until the limit holds. Where hooks listen, the gradient is computed but kept.

@@ -1,0 +1,221 @@
+"""Deferred W under DistributedDataParallel and FSDP2, on two gloo ranks, against one process with the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zbkern
+from zbkern import testing
+from zbkern.data_parallel import ShardedReduction
+
+pytestmark = pytest.mark.dist
+
+
+class Net(nn.Module):
+    """Plain parameters, converted layers, and one layer used twice."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Reused(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x).sin())
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return (Reused if kind == "reused" else Net)().double()
+
+
+def data(steps: int, microbatches: int) -> Tensor:
+    return torch.randn(steps, microbatches, 2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def train_alone(model: nn.Module, steps: int, microbatches: int) -> list[dict[str, Tensor]]:
+    """Mean over both ranks' data, gradients of every step, plain SGD."""
+    gradients = []
+    for step in data(steps, microbatches):
+        model.zero_grad()
+        for batch in step:
+            (sum(model(part).square().mean() for part in batch) / 2).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    return gradients
+
+
+def ddp_steps(kind: str, mode: str, options: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    model = make(kind)
+    expected = train_alone(copy.deepcopy(model), 3, 2)
+    ddp = nn.parallel.DistributedDataParallel(zbkern.convert(model), bucket_cap_mb=0.0005, **options)
+    queue = zbkern.WGradQueue()
+    for step, gradients in zip(data(3, 2), expected, strict=True):
+        ddp.zero_grad()
+        if mode == "one key":  # both microbatches in one forward: one backward, one reduction
+            loss = ddp(torch.stack([batch[rank] for batch in step])).square().mean() * 2
+            with queue.defer():
+                loss.backward()
+            deferred = queue.run()
+        elif mode == "no_sync":  # the first accumulates locally; its W lands before the second's forward
+            with ddp.no_sync(), queue.defer("local"):
+                ddp(step[0][rank]).square().mean().backward()
+            deferred = queue.run("local")
+            loss = ddp(step[1][rank]).square().mean()
+            with queue.defer("reduced"):
+                loss.backward()
+            deferred += queue.run()
+        else:  # nobody defers, though a queue exists
+            with ddp.no_sync():
+                ddp(step[0][rank]).square().mean().backward()
+            ddp(step[1][rank]).square().mean().backward()
+            deferred = 0
+        assert (deferred > 0) == (mode != "not deferred" and not options)
+        for name, p in model.named_parameters():
+            testing.assert_close(p.grad, gradients[name], name)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+
+
+@pytest.mark.parametrize("mode", ["one key", "no_sync", "not deferred"])
+@pytest.mark.parametrize("kind", ["plain", "reused"])
+def test_ddp(two_ranks: Any, kind: str, mode: str) -> None:
+    two_ranks.run(ddp_steps, kind, mode, {})
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
+def test_ddp_that_reads_the_graph_is_right_but_not_deferred(two_ranks: Any, options: dict[str, Any]) -> None:
+    two_ranks.run(ddp_steps, "plain", "one key", options)
+
+
+def ddp_order() -> list[str]:
+    """The order of bucket reductions and W launches of one step."""
+    model = make("plain")
+    ddp = nn.parallel.DistributedDataParallel(zbkern.convert(model), bucket_cap_mb=0.0005)
+    events: list[str] = []
+
+    def hook(state, bucket):  # unannotated: DDP wants the types themselves, not their names
+        events.append("reduce")
+        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda f: f.value()[0])
+
+    ddp.register_comm_hook(None, hook)
+    queue = zbkern.WGradQueue()
+    queue.listeners.append(lambda tasks: events.append("W"))
+    for _ in range(2):  # DDP rebuilds its buckets after the first
+        events.clear()
+        loss = ddp(data(1, 1)[0, 0, 0]).square().mean()
+        with queue.defer():
+            loss.backward()
+        events.append("B ends")
+        queue.run()
+    return events
+
+
+def test_ddp_reduces_buckets_while_other_w_still_run(two_ranks: Any) -> None:
+    events, _ = two_ranks.run(ddp_order)
+    assert events.index("reduce") < len(events) - 1 - events[::-1].index("W")
+    assert events.index("B ends") < events.index("W")
+    assert events.count("reduce") > 2
+
+
+def fsdp_steps(kind: str, order: str, reshard: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    rank = dist.get_rank()
+    model = make(kind)
+    expected = train_alone(copy.deepcopy(model), 3, 2)
+    zbkern.convert(model)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    queue = zbkern.WGradQueue()
+    reduction = ShardedReduction(model, queue)
+    for step, gradients in zip(data(3, 2), expected, strict=True):
+        model.zero_grad()
+        for key, batch in enumerate(step):
+            loss = model(batch[rank]).square().mean()
+            with queue.defer(key):
+                loss.backward()
+            if order == "at once":
+                queue.run(key)
+        if order == "reversed":
+            queue.run(1)
+            queue.run(0)
+        queue.run()
+        reduction.finish()
+        for name, p in model.named_parameters():
+            testing.assert_close(p.grad.full_tensor(), gradients[name], name)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    queue.listeners.clear()
+
+
+@pytest.mark.parametrize("order", ["at once", "merged", "reversed"])
+@pytest.mark.parametrize(("kind", "reshard"), [("plain", True), ("plain", False), ("reused", False)])
+def test_fsdp2(two_ranks: Any, kind: str, order: str, reshard: bool) -> None:
+    two_ranks.run(fsdp_steps, kind, order, reshard)
+
+
+def fsdp_order() -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = zbkern.convert(make("plain"))
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    queue = zbkern.WGradQueue()
+    events: list[str] = []
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    real = groups.foreach_reduce
+    ShardedReduction(model, queue)
+    queue.listeners.insert(0, lambda tasks: events.append("W"))
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        events.append("reduce")
+        return real(*arguments, **options)
+
+    groups.foreach_reduce = recorded
+    try:
+        loss = model(data(1, 1)[0, 0, 0]).square().mean()
+        with queue.defer():
+            loss.backward()
+        events.append("B ends")
+        queue.run()
+    finally:
+        groups.foreach_reduce = real
+    return events
+
+
+def test_fsdp2_reduces_groups_while_other_w_still_run(two_ranks: Any) -> None:
+    events, _ = two_ranks.run(fsdp_order)
+    after = events[events.index("B ends") :]
+    assert "reduce" in after
+    assert after.index("reduce") < len(after) - 1 - after[::-1].index("W")
+
+
+def test_sharded_reduction_wants_a_sharded_model() -> None:
+    with pytest.raises(TypeError, match="must have been through fully_shard; got Linear"):
+        ShardedReduction(nn.Linear(2, 2), zbkern.WGradQueue())

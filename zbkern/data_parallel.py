@@ -1,0 +1,71 @@
+"""FSDP2 and deferred W: reduce-scatter a group's gradients when its last W has landed, while other W still run.
+
+`fully_shard` reduces in its own post-backward, which comes with B; the gradients that wait in a queue are not there
+yet. Here the same post-backward runs once more for every group that W completes. DistributedDataParallel needs nothing
+of this: its reducer listens to the accumulation of gradients, which W goes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbkern.wgrad import WGradQueue, WGradTask
+
+
+class ShardedReduction:
+    """Reduces the gradients of a `fully_shard`-ed model as the W of `queue` completes its groups.
+
+    >>> reduction = ShardedReduction(model, queue)      # doctest: +SKIP
+    >>> with queue.defer():
+    ...     loss.backward()
+    >>> queue.run()                                     # reduce-scatters start while other W run
+    >>> reduction.finish()                              # now the sharded parameters have their gradients
+
+    model: the root that `fully_shard` was applied to. Raises TypeError when it is not such a model.
+    """
+
+    def __init__(self, model: torch.nn.Module, queue: WGradQueue) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if not isinstance(model, FSDPModule):
+            raise TypeError(
+                f"ShardedReduction: model must have been through fully_shard; got {type(model).__name__}. "
+                "DistributedDataParallel needs no ShardedReduction"
+            )
+        self._root = fully_shard.state(model)
+        self._queue = queue
+        queue.listeners.append(self._landed)
+
+    def finish(self) -> None:
+        """Reduces what is left and waits for it. Call it after the W of a step, before the optimizer's step."""
+        self._root._root_post_backward_final_callback()
+
+    def detach(self) -> None:
+        """Stops listening to the queue."""
+        self._queue.listeners.remove(self._landed)
+
+    def _landed(self, tasks: Sequence[WGradTask]) -> None:
+        landed = {id(p) for task in tasks for p in task.parameters if p is not None}
+        waiting = {id(p) for task in self._queue.tasks() for p in task.parameters if p is not None}
+        for group in self._groups():
+            mine = {id(parameter) for parameter in _unsharded(group)}
+            if mine & landed and not mine & waiting:
+                group.post_backward()
+
+    def _groups(self) -> list[Any]:
+        """FSDP's parameter groups; torch before 2.12 keeps one per state under another name."""
+        found = []
+        for state in self._root._state_ctx.all_states:
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                groups = [state._fsdp_param_group]
+            found += [group for group in groups if group is not None]
+        return found
+
+
+def _unsharded(group: Any) -> list[Tensor]:
+    return [parameter._unsharded_param for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
