@@ -178,6 +178,12 @@ def test_building_blocks_stay_within_their_lifespans(name: str, stages: int, mic
     assert max(timeline.peak_memory) <= bound
 
 
+def test_gaps_of_a_building_block_run_the_weights_of_the_late_chunk_first() -> None:
+    """The end of the order that the paper's public scheduler gives."""
+    cells = [str(action) for action in schedules.v_half(2, 12).actions[1]]
+    assert " ".join(cells[-16:]) == "1F10 2F10 2B9 1B9 2W9 1F11 1W9 2F11 2B10 1B10 2B11 1B11 2W10 2W11 1W10 1W11"
+
+
 # ---- against the tables of torch.distributed.pipelining
 
 

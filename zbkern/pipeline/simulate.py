@@ -39,7 +39,7 @@ def simulate(
     variate of mean 1 and this deviation, at least 0; the sample depends on `seed` and not on the order or the fill, so
     that both can be compared on it.
 
-    Memory: F adds the chunk's activation when it starts; B leaves `held` of it when it ends, and BW nothing; W releases
+    Memory: F adds the chunk's activation when it starts; B leaves `held` when it ends, and BW nothing; W releases
     `held` when it ends, a slice of n its n-th part. A W that directly follows a W of its chunk gains `merge_saving`
     (whole W only; never with fill="eager", which runs them one by one).
 
