@@ -20,10 +20,13 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 """Allowed error of a result, as a fraction of the largest value it is compared with. A few hundred roundings."""
 
 
-def assert_close(got: Tensor, expected: Tensor, name: str = "value", tolerance: float | None = None) -> None:
+def assert_close(
+    got: Tensor, expected: Tensor, name: str = "value", tolerance: float | None = None, scale: float = 0.0
+) -> None:
     """Raises AssertionError unless max|got - expected| <= tolerance * max|expected|; the dtype of `got` decides it.
 
-    A bound against the largest value, not each single one: sums of many products may cancel anywhere.
+    A bound against the largest value, not each single one: sums of many products may cancel anywhere. scale: a size
+    that counts as the largest value where all are smaller.
     """
     if got.shape != expected.shape:
         raise AssertionError(f"{name}: shape {list(got.shape)}, expected {list(expected.shape)}")
@@ -33,7 +36,7 @@ def assert_close(got: Tensor, expected: Tensor, name: str = "value", tolerance: 
         tolerance = TOLERANCE[got.dtype]
     wide = torch.promote_types(torch.promote_types(got.dtype, expected.dtype), torch.float64)
     difference = (got.detach().to(wide) - expected.detach().to(wide)).abs().max().item()
-    largest = expected.detach().abs().max().item()
+    largest = max(expected.detach().abs().max().item(), scale)
     if not difference <= tolerance * max(largest, 1e-30):  # also false for nan
         raise AssertionError(
             f"{name}: differs by {difference:.3e} where the largest value is {largest:.3e} "
@@ -44,17 +47,23 @@ def assert_close(got: Tensor, expected: Tensor, name: str = "value", tolerance: 
 def assert_same_gradients(
     got: torch.nn.Module, expected: torch.nn.Module, tolerance: float | None = None, attribute: str = "grad"
 ) -> None:
-    """Holds the gradient of every parameter of one model against that of the same-named one of another."""
+    """Holds the gradient of every parameter of one model against that of the same-named one of another.
+
+    Errors count against the largest value of that gradient, or a thousandth of the largest in the model: some gradients
+    (the bias of an attention's keys) are zero but for rounding. attribute: where `got` keeps its gradients.
+    """
     others = dict(expected.named_parameters(remove_duplicate=False))
     mine = dict(got.named_parameters(remove_duplicate=False))
     if mine.keys() != others.keys():
         raise AssertionError(f"the models have different parameters: {sorted(mine.keys() ^ others.keys())}")
+    sizes = [p.grad.abs().max().item() for p in others.values() if p.grad is not None and p.grad.numel()]
+    scale = 1e-3 * max(sizes, default=0.0)
     for name, parameter in mine.items():
         gradient, wanted = getattr(parameter, attribute), others[name].grad
         if (gradient is None) != (wanted is None):
             raise AssertionError(f"{name}: gradient is {_presence(gradient)}, expected {_presence(wanted)}")
         if gradient is not None and wanted is not None:
-            assert_close(gradient, wanted, f"gradient of {name}", tolerance)
+            assert_close(gradient, wanted, f"gradient of {name}", tolerance, scale)
 
 
 def _presence(gradient: Tensor | None) -> str:

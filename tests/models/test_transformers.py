@@ -1,0 +1,142 @@
+"""Models of the transformers library, small and with random weights: deferred gradients equal the untouched model's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from zbkern import testing
+
+transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[models]")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+TEXT = {**SMALL, "intermediate_size": 48, "max_position_embeddings": 32}
+
+
+def text(rows: int, length: int, seed: int, vocabulary: int = 61) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(3, vocabulary, (rows, length), generator=generator)
+    return {"input_ids": indices, "labels": indices}
+
+
+def llama(T: Any) -> nn.Module:
+    return T.LlamaForCausalLM(T.LlamaConfig(**TEXT, num_key_value_heads=2, tie_word_embeddings=True))
+
+
+def gpt2(T: Any) -> nn.Module:
+    config = T.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return T.GPT2LMHeadModel(config)
+
+
+def bert(T: Any) -> nn.Module:
+    return T.BertForMaskedLM(T.BertConfig(**TEXT, hidden_dropout_prob=0, attention_probs_dropout_prob=0))
+
+
+def t5(T: Any) -> nn.Module:
+    config = T.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=61, dropout_rate=0, decoder_start_token_id=0
+    )
+    return T.T5ForConditionalGeneration(config)
+
+
+def vit(T: Any) -> nn.Module:
+    config = T.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=4,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+        num_labels=5,
+    )
+    return T.ViTForImageClassification(config)
+
+
+def mixtral(T: Any) -> nn.Module:
+    config = T.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    model = T.MixtralForCausalLM(config)
+    model.set_experts_implementation("eager")  # the library's grouped product takes no float64
+    return model
+
+
+def qwen(T: Any) -> nn.Module:
+    return T.Qwen2ForCausalLM(T.Qwen2Config(**TEXT, num_key_value_heads=2, tie_word_embeddings=True))
+
+
+def mamba(T: Any) -> nn.Module:
+    config = T.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4)
+    return T.MambaForCausalLM(config)
+
+
+def images(rows: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixel_values": torch.randn(rows, 3, 16, 16, dtype=torch.float64, generator=generator),
+        "labels": torch.randint(5, (rows,), generator=generator),
+    }
+
+
+MODELS: list[Callable[[Any], nn.Module]] = [llama, gpt2, bert, t5, vit, mixtral, qwen, mamba]
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_gradients_state_and_restore(make: Callable[[Any], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make(transformers).double()
+    twin = copy.deepcopy(model)
+    state = {name: value.clone() for name, value in twin.state_dict().items()}
+    kinds = [type(module) for module in twin.modules()]
+    parameters = [id(p) for p in twin.parameters()]  # ties show as one parameter less
+    assert zbkern.convert(twin) is twin
+    assert [id(p) for p in twin.parameters()] == parameters
+    assert any(type(module).__module__.startswith("zbkern") for module in twin.modules())
+    assert list(twin.state_dict()) == list(state)
+    assert all(torch.equal(value, state[name]) for name, value in twin.state_dict().items())
+
+    queue = zbkern.WGradQueue()
+    for key in range(3):
+        batch = images(2, key) if make is vit else text(2, 6 + key, key)
+        expected = model(**batch).loss
+        loss = twin(**batch).loss
+        testing.assert_close(loss, expected, "loss", 1e-6)
+        expected.backward()
+        with queue.defer(key):
+            loss.backward()
+    assert queue.pending() >= 3 * 8
+    for key in reversed(queue.keys()):
+        queue.run(key)
+    testing.assert_same_gradients(twin, model, tolerance=1e-6 if make in HALF_WAY_IN_FLOAT32 else 1e-10)
+
+    zbkern.restore(twin)
+    assert [type(module) for module in twin.modules()] == kinds
+    assert not any("zbkern_name" in module.__dict__ for module in twin.modules())
+
+
+HALF_WAY_IN_FLOAT32 = (llama, mixtral, qwen, mamba, t5)  # their norms, rotations or scans compute in float32 themselves
+
+
+def test_left_alone_says_what_and_why() -> None:
+    model = zbkern.convert(llama(transformers))
+    reasons = zbkern.left_alone(model)
+    assert "LlamaRMSNorm has no zbkern twin" in reasons["model.norm"]
+    assert all("proj" not in name for name in reasons)
+    assert zbkern.left_alone(zbkern.convert(gpt2(transformers))) == {}
+
+
+def test_conv1d_stays_what_the_library_recognises() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    model = zbkern.convert(gpt2(transformers))
+    layers = [module for module in model.modules() if isinstance(module, Conv1D)]
+    assert len(layers) == 8
+    assert all(isinstance(layer, zbkern.nn.TransposedLinear) for layer in layers)
