@@ -403,6 +403,9 @@ def test_a_schedule_that_cannot_run_is_refused() -> None:
     lost = Schedule(((Action("F", 0, 0), Action("BW", 0, 0)), (Action("F", 1, 0),)), (0, 1), 1, "lost")
     with pytest.raises(ScheduleError, match="rank 1: 1B0 is missing"):
         simulate(lost)
+    early = Schedule((tuple(map(Action.parse, ("0F0", "0W0", "0B0"))),), (0,), 1, "early")
+    with pytest.raises(ScheduleError, match="0W0: its B has not run yet"):
+        simulate(early)
     forward, backward = Action("F", 0, 0), Action("BW", 0, 0)
     rows = ((forward, backward, forward._replace(microbatch=1), backward._replace(microbatch=1)),)
     other = tuple(action._replace(chunk=1) for action in (rows[0][0], rows[0][2], rows[0][1], rows[0][3]))

@@ -93,11 +93,14 @@ class Schedule:
 
         Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all slices of one count), on
         the chunk's rank; and the ranks, each in its order, can run to the end. Raises ScheduleError naming the first
-        action that offends, with the part of the grid around it and the action marked.
+        action that offends, with the part of the grid around it and the action marked. A schedule never changes, so
+        that a second call costs nothing. With communication inserted by `lower` it cannot deadlock either.
         """
         from zbkern.pipeline import validation
 
-        validation.validate(self)
+        if "_valid" not in self.__dict__:
+            validation.validate(self)
+            object.__setattr__(self, "_valid", True)
 
     def to_text(self, width: int | None = None) -> str:
         """A grid for a terminal: a row per rank, a column per unit of time when every pass takes one (BW two).

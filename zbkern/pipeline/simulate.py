@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.actions import Action, Schedule
 from zbkern.pipeline.costs import ChunkCosts, Costs
 from zbkern.pipeline.timeline import Event, Timeline
 
@@ -43,7 +43,7 @@ def simulate(
     `held` when it ends, a slice of n its n-th part. A W that directly follows a W of its chunk gains `merge_saving`
     (whole W only; never with fill="eager", which runs them one by one).
 
-    Raises ScheduleError when the schedule cannot run to its end, ValueError for other arguments.
+    Raises ScheduleError when the schedule is not valid, ValueError for other arguments.
     """
     if fill not in FILLS:
         raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
@@ -53,6 +53,7 @@ def simulate(
         raise ValueError(
             'simulate: slices and memory_limit belong to fill="eager"; with "planned" the schedule decides'
         )
+    schedule.validate()
     flat = (costs or Costs()).per_chunk(len(schedule.placement))
     run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed), link_occupancy)
     if fill == "eager":
@@ -107,9 +108,6 @@ class _Run:
                     self._fill(rank, action, arrival.time)
                 self._execute(rank, action, arrival)
                 position[rank] += 1
-        if any(done < len(row) for done, row in zip(position, self._rows, strict=True)):
-            self._schedule.validate()  # says what is wrong, and where
-            raise ScheduleError("simulate: the schedule cannot run to its end")
         if self._eager is not None:
             for rank, pending in enumerate(self._eager):
                 while pending.queue:
