@@ -174,6 +174,7 @@ class Memory:
 
 def report(arguments: argparse.Namespace, contestants: Sequence[Figures]) -> None:
     """Prints the table and writes it as table.md and table.json."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
     tokens = arguments.rows * arguments.microbatches * arguments.context
     seconds = {c.name: statistics.median(c.seconds) for c in contestants}
     single, base = seconds["one process"], seconds.get("one_f_one_b", float("nan"))

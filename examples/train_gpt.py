@@ -28,6 +28,7 @@ from zbkern.pipeline import Schedule, draw, simulate, trace
 def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
     """Trains for --steps steps, with a log file, checkpoints, and at the end the pictures of the last step."""
     out, rank = arguments.out, dist.get_rank()
+    out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(arguments, text, schedule, arguments.fill)
     folder, start = out / "checkpoint", 0
     if arguments.resume:
@@ -146,7 +147,6 @@ def start_ranks() -> None:
 def main() -> None:
     arguments = parse()
     start_ranks()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     text = Text(arguments.data, arguments.seed)
     say(f"{len(text.bytes) / 1e6:.1f} MB of text from {text.source}, {dist.get_world_size()} ranks")
     if arguments.check or arguments.schedule:
