@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -146,6 +147,19 @@ def build(*rows: str, placement: tuple[int, ...] | None = None, microbatches: in
 def test_validate_names_the_first_offence(rows: list[str], arguments: dict, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         build(*rows, **arguments)
+
+
+def test_types_are_checked() -> None:
+    with pytest.raises(TypeError, match=r'rank 0, action 0 must be an Action, such as Action\("F"'):
+        Schedule.build([[("F", 0, 0)]], [0], 1)
+    with pytest.raises(TypeError, match="chunk and microbatch must be int"):
+        Schedule.build([[Action("F", "0", 0)]], [0], 1)
+    with pytest.raises(TypeError, match="microbatches must be int; got float"):
+        Schedule.build([[Action("F", 0, 0)]], [0], 1.0)
+    with pytest.raises(TypeError, match="expected the text itself"):
+        Schedule.from_csv(Path("schedule.csv"))
+    with pytest.raises(TypeError, match="width must be a number of characters or None; got str"):
+        schedules.gpipe(1, 1).to_text(width="wide")
 
 
 def test_an_error_marks_the_cell_in_the_grid_around_it() -> None:

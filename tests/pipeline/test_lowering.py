@@ -122,6 +122,10 @@ def test_the_check_finds_what_is_lost() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="channel must be one of"):
         check_rendezvous(lower(schedules.gpipe(1, 1)), "wire")
+    with pytest.raises(TypeError, match=r"expected what lower\(\) returns; got Schedule"):
+        check_rendezvous(schedules.gpipe(1, 1))
+    with pytest.raises(TypeError, match=r"must be a zbkern\.pipeline\.Schedule; got str"):
+        lower("zb_h1")
     broken = Schedule(((Action("F", 0, 0),),), (0,), 1)
     with pytest.raises(ScheduleError, match="0B0 is missing"):
         lower(broken)

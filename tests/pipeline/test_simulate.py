@@ -399,6 +399,16 @@ def test_arguments_are_checked(keywords: dict, message: str) -> None:
         simulate(schedules.zb_h1(2, 2), **keywords)
 
 
+def test_types_are_checked() -> None:
+    schedule = schedules.zb_h1(2, 2)
+    with pytest.raises(TypeError, match=r"schedule must be a zbkern\.pipeline\.Schedule; got str"):
+        simulate("zb_h1")
+    with pytest.raises(TypeError, match=r"costs must be a zbkern\.pipeline\.Costs; got dict"):
+        simulate(schedule, {})
+    with pytest.raises(TypeError, match="slices must be an int; got float"):
+        simulate(schedule, fill="eager", slices=1.5)
+
+
 def test_a_schedule_that_cannot_run_is_refused() -> None:
     lost = Schedule(((Action("F", 0, 0), Action("BW", 0, 0)), (Action("F", 1, 0),)), (0, 1), 1, "lost")
     with pytest.raises(ScheduleError, match="rank 1: 1B0 is missing"):

@@ -94,6 +94,8 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     which they are ready to be sent, simulated with `costs` (passes of unit length when not given). Raises ScheduleError
     when the schedule is not valid.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"lower: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
     schedule.validate()
     ready = {}
     for timeline in (simulate(schedule), simulate(schedule, costs)):
@@ -131,6 +133,8 @@ def check_rendezvous(lowered: Lowered, channel: str = "rank") -> None:
     channel: what shares a queue: "link" (one link in one direction), "direction" (all links to higher ranks, all to
     lower ranks), or "rank" (everything); the last is the hardest.
     """
+    if not isinstance(lowered, Lowered):
+        raise TypeError(f"check_rendezvous: expected what lower() returns; got {type(lowered).__name__}")
     if channel not in CHANNELS:
         raise ValueError(f"check_rendezvous: channel must be one of {sorted(CHANNELS)}; got {channel!r}")
     run = _Rendezvous(lowered, CHANNELS[channel])

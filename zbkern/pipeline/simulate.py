@@ -43,8 +43,14 @@ def simulate(
     `held` when it ends, a slice of n its n-th part. A W that directly follows a W of its chunk gains `merge_saving`
     (whole W only; never with fill="eager", which runs them one by one).
 
-    Raises ScheduleError when the schedule is not valid, ValueError for other arguments.
+    Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"simulate: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"simulate: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
+    if not isinstance(slices, int):
+        raise TypeError(f"simulate: slices must be an int; got {type(slices).__name__} {slices!r}")
     if fill not in FILLS:
         raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
     if slices < 1 or jitter < 0:

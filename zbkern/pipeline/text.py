@@ -32,6 +32,8 @@ def needs(action: Action, last_chunk: int) -> tuple[str, int, int] | None:
 
 def grid(schedule: Schedule, width: int | None = None) -> str:
     """See `Schedule.to_text`."""
+    if width is not None and not isinstance(width, int):
+        raise TypeError(f"to_text: width must be a number of characters or None; got {type(width).__name__} {width!r}")
     cells = _cells(schedule, _slots(schedule))
     column = 1 + max((len(cell) for row in cells for cell in row), default=1)
     margin = len(f"rank {schedule.stages - 1} ")
@@ -83,6 +85,10 @@ def to_csv(schedule: Schedule, dialect: str) -> str:
 
 def from_csv(csv: str, dialect: str, name: str | None = None) -> Schedule:
     """See `Schedule.from_csv`."""
+    if not isinstance(csv, str):
+        raise TypeError(
+            f"from_csv: expected the text itself, as Path(file).read_text() gives it; got {type(csv).__name__} {csv!r}"
+        )
     _check_dialect("from_csv", dialect)
     lines = csv.strip("\n").split("\n")
     header = dict(_header(line) for line in lines if line.startswith("#"))

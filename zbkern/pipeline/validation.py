@@ -19,6 +19,9 @@ def validate(schedule: Schedule) -> None:
 
 def _check_frame(schedule: Schedule) -> None:
     ranks = schedule.stages
+    for what, value in (("microbatches", schedule.microbatches), *(("placement", rank) for rank in schedule.placement)):
+        if not isinstance(value, int):
+            raise TypeError(f"Schedule {schedule.name}: {what} must be int; got {type(value).__name__} {value!r}")
     if ranks < 1 or schedule.microbatches < 1:
         raise ScheduleError(
             f"Schedule {schedule.name}: stages and microbatches must be at least 1; got {ranks} and "
@@ -36,7 +39,16 @@ def _check_row(schedule: Schedule, rank: int) -> None:
     done: dict[tuple[int, int], list[str]] = defaultdict(list)
     slices: dict[tuple[int, int], tuple[int, set[int]]] = {}
     for index, action in enumerate(schedule.actions[rank]):
+        if not isinstance(action, Action):
+            raise TypeError(
+                f"Schedule {schedule.name}: rank {rank}, action {index} must be an Action, such as "
+                f'Action("F", chunk=0, microbatch=3); got {type(action).__name__} {action!r}'
+            )
         kind, chunk, microbatch, part = action
+        if not (isinstance(chunk, int) and isinstance(microbatch, int)):
+            raise TypeError(
+                f"Schedule {schedule.name}: rank {rank}, action {index}: chunk and microbatch must be int; got {action!r}"
+            )
         if kind not in KINDS:
             _fail(schedule, rank, index, f"its kind must be one of {KINDS}")
         if not 0 <= chunk < len(schedule.placement):
