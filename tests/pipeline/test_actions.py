@@ -152,7 +152,7 @@ def test_validate_names_the_first_offence(rows: list[str], arguments: dict, mess
 def test_types_are_checked() -> None:
     with pytest.raises(TypeError, match=r'rank 0, action 0 must be an Action, such as Action\("F"'):
         Schedule.build([[("F", 0, 0)]], [0], 1)
-    with pytest.raises(TypeError, match="chunk and microbatch must be int"):
+    with pytest.raises(TypeError, match="chunk, microbatch must be int"):
         Schedule.build([[Action("F", "0", 0)]], [0], 1)
     with pytest.raises(TypeError, match="microbatches must be int; got float"):
         Schedule.build([[Action("F", 0, 0)]], [0], 1.0)

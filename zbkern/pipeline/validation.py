@@ -47,7 +47,7 @@ def _check_row(schedule: Schedule, rank: int) -> None:
         kind, chunk, microbatch, part = action
         if not (isinstance(chunk, int) and isinstance(microbatch, int)):
             raise TypeError(
-                f"Schedule {schedule.name}: rank {rank}, action {index}: chunk and microbatch must be int; got {action!r}"
+                f"Schedule {schedule.name}: rank {rank}, action {index}: chunk, microbatch must be int; got {action!r}"
             )
         if kind not in KINDS:
             _fail(schedule, rank, index, f"its kind must be one of {KINDS}")
