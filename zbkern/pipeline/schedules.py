@@ -55,7 +55,10 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """ZB-H1 with several chunks per rank, as torch's ScheduleInterleavedZeroBubble: W runs `rank` backwards late."""
+    """ZB-H1 with several chunks per rank, as torch's ScheduleInterleavedZeroBubble: W runs `rank` backwards late.
+
+    Memory p; bubble (p-1)(F+B-W)/chunks when m is a multiple of p.
+    """
     _check("interleaved_zero_bubble", stages, microbatches, chunks)
     rows = _interleaved(stages, microbatches, chunks, per_hop=1, weight_delay=lambda rank: rank)
     return Schedule.build(rows, _loop_placement(stages, chunks), microbatches, "interleaved_zero_bubble")
@@ -73,15 +76,15 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, cut in half): a forward beside a fused backward in the steady state.
 
-    Each such pair stands as F then BW; an engine may overlap them. Memory about p+1. With fewer than 2p microbatches
-    it is the schedule for 2p without the ones that are not there.
+    Each such pair stands as F then BW; an engine may overlap them. Memory p + 1/2; bubble (p-1)/2 if they are not
+    overlapped. With fewer than 2p microbatches it is the schedule for 2p without the ones that are not there.
     """
     _check("dualpipe_v", stages, microbatches)
     return _v("dualpipe_v", stages, microbatches, max(microbatches, 2 * stages), _fill_dualpipe_v)
 
 
 def v_half(stages: int, microbatches: int) -> Schedule:
-    """V-Half (arXiv 2405.15362): half of 1F1B's memory, about p/2 + 1, for about as many bubbles as 1F1B.
+    """V-Half (arXiv 2405.15362): half of 1F1B's memory, about p/2 + 1, and half of its bubbles, about 1.5p.
 
     Made for F = B = W; with other costs it loses some time in every microbatch.
     """
@@ -95,7 +98,7 @@ def v_half(stages: int, microbatches: int) -> Schedule:
 
 
 def v_min(stages: int, microbatches: int) -> Schedule:
-    """V-Min (arXiv 2405.15362): the least memory of the V blocks, about p/3 + 1, for more bubbles than V-Half.
+    """V-Min (arXiv 2405.15362): a third of 1F1B's memory, about p/3 + 1, and two thirds of its bubbles, about 2p.
 
     Made for F = B = W; with other costs it loses some time in every microbatch.
     """
@@ -109,7 +112,7 @@ def v_min(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b_v(stages: int, microbatches: int) -> Schedule:
-    """1F1B-V (arXiv 2405.15362): fused backward, two chunks per rank in a V. Memory about 2p/3."""
+    """1F1B-V (arXiv 2405.15362): fused backward, two chunks per rank in a V. Memory about 2p/3, bubble about 2.5p."""
     _check("one_f_one_b_v", stages, microbatches)
     block = [[rank, 2 * stages - rank - 1, 0, 0] for rank in range(stages)]
     slot = 2 * stages + (3 if stages % 3 == 0 else 0)
