@@ -483,3 +483,42 @@ def test_a_weight_modified_between_forward_and_backward_is_torchs_error() -> Non
         with queue.defer():
             layer(torch.randn(2, 4)).sum().backward()
     queue.discard()
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_autograd_grad_towards_inputs_accumulates_nothing(deferred: bool) -> None:
+    model, twin = pair(Block)
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    queue = zbkern.WGradQueue()
+    for _ in range(3):
+        loss = twin(x).square().sum()
+        if deferred:
+            with queue.defer():
+                (got,) = torch.autograd.grad(loss, x)
+        else:
+            (got,) = torch.autograd.grad(loss, x)
+        testing.assert_close(got, torch.autograd.grad(model(x).square().sum(), x)[0])
+        assert queue.pending() == 0
+        assert all(p.grad is None for p in twin.parameters())
+        with queue.defer():  # from now on the queue is in use
+            twin(x.detach()).sum().backward()
+        queue.discard()
+
+
+def test_autograd_grad_towards_weights() -> None:
+    """Right before any W was deferred; afterwards, while the queue lives, torch says that the weight is not there."""
+    layer = zbkern.nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    (expected,) = torch.autograd.grad(F.linear(x, layer.weight, layer.bias).square().sum(), layer.weight)
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        (got,) = torch.autograd.grad(layer(x).square().sum(), layer.weight)
+    testing.assert_close(got, expected)
+    assert queue.pending() == 0
+    with queue.defer():
+        layer(x).sum().backward()
+    queue.run()
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(layer(x).square().sum(), layer.weight)
+    del queue
+    testing.assert_close(torch.autograd.grad(layer(x).square().sum(), layer.weight)[0], expected)

@@ -48,18 +48,21 @@ def apply(function: type[torch.autograd.Function], call: Call, x: Tensor, *argum
 
     Autograd visits a parameter's accumulation in B even when the function returns no gradient for it. That is too
     early for hooks and for DistributedDataParallel's reducer, and a fifth of a small layer's backward. So while W
-    can be deferred there are no edges, at most an anchor that keeps the output in the graph.
+    can be deferred the only edge goes to one anchor that all layers share. The anchor keeps outputs in the graph where
+    nothing else requires a gradient, and whether a backward visits it tells backward() from autograd.grad(y, x).
     """
     if not torch.is_grad_enabled():
         return function.apply(call, x.detach(), *arguments)
     deferred, exists = wgrad.activity()
     if exists:
         _choose_route(call, deferred)
-    if call.route is not Route.DETACHED:
-        return function.apply(call, x, *arguments, *call.owners)
-    if not x.requires_grad:
-        return function.apply(call, x, *arguments, torch.empty(0, requires_grad=True))
-    return function.apply(call, x, *arguments)
+    if call.route is Route.DETACHED:
+        return function.apply(call, x, *arguments, _anchor)
+    return function.apply(call, x, *arguments, *call.owners)
+
+
+_anchor = torch.empty(0, requires_grad=True)
+_anchor_node = torch.autograd.graph.get_gradient_edge(_anchor).node
 
 
 def _choose_route(call: Call, deferred: bool) -> None:
@@ -109,7 +112,7 @@ def weight_gradients(
     owners = call.wanted if part is None else call.wanted[part]
     scope = wgrad.current()
     if call.route is Route.DETACHED:
-        if part is None or any(p is not None for p in owners):
+        if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in owners)):
             task = wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name, call.listened)
             if scope is None:
                 wgrad.run_in_backward(task)
@@ -121,13 +124,24 @@ def weight_gradients(
     wanted = [p for p in owners if p is not None]
     if not wanted:
         return owners
-    # Hooks that came after the forward run in this backward, so their gradient must be there now.
-    if scope is not None and call.route is Route.ATTACHED and all(p.is_leaf and not has_hooks(p) for p in wanted):
+    # Hooks that came after the forward run in this backward, so their gradient must be there now; autograd.grad returns
+    # what it was asked for and accumulates nothing.
+    if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in wanted):
         scope[0].add(wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name), scope[1])
         return (None,) * len(owners)
     gradients = [None if p is None else torch.empty_like(p, requires_grad=False) for p in owners]
     launch([tensors], gradients, False)
     return gradients
+
+
+def _may_wait(parameter: Tensor) -> bool:
+    """True when this backward accumulates into the parameter and no hook expects the gradient there at once."""
+    if not parameter.is_leaf or has_hooks(parameter):
+        return False
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # autograd.grad asks for this very gradient
+        return False
 
 
 def differentiable_backward(

@@ -85,6 +85,9 @@ class WGradQueue:
     never groups. listeners: called with the tasks of each launch once their gradients have landed. Every method may be
     called from any thread; a scope of `defer` belongs to the thread that opened it.
 
+    Once a queue has had tasks, graphs that are built while it lives have no edges to the weights of zbkern layers:
+    backward() gives what it always gives, but torch.autograd.grad towards those weights says that they are not used.
+
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
     ...     loss.backward()               # B only: input gradients

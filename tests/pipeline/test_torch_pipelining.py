@@ -1,0 +1,145 @@
+"""Stock schedules of torch.distributed.pipelining with our stage; and what fails or is silently wrong without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbkern
+from zbkern import testing
+
+pytestmark = pytest.mark.dist
+
+WIDTH = 6
+MICROBATCHES = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class EndsInView(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(x.shape)
+
+
+class Reuses(nn.Module):
+    """One weight twice with a trainable operation between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.scale(self.linear(x)).sin())
+
+
+def make(kind: str, stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    block: Callable[[], nn.Module] = {"view": EndsInView, "reuse": Reuses}.get(kind, Block)
+    modules = [block() for _ in range(stages)]
+    if kind == "frozen":
+        modules[0].requires_grad_(False)
+    return modules
+
+
+def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(y, target)
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(2 * MICROBATCHES, WIDTH, generator=generator) for _ in range(2))
+
+
+def plain(modules: list[nn.Module], step: int) -> None:
+    x, target = data(step)
+    for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+        y = part
+        for module in modules:
+            y = module(y)
+        (loss_fn(y, wanted) / MICROBATCHES).backward()
+
+
+def run_schedule(name: str, kind: str, stock: bool, data_parallel: bool = False, steps: int = 2) -> int:
+    """Holds this rank's gradients of several steps against a plain loop; returns how many W were deferred."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    from zbkern.pipeline.torch_pipelining import PipelineStage as OurStage
+
+    rank = dist.get_rank()
+    per_rank = 1 if name == "one stage" else 2
+    stages = 2 * per_rank
+    places = {"one stage": [[0], [1]], "ScheduleInterleavedZeroBubble": [[0, 2], [1, 3]]}.get(name, [[0, 3], [1, 2]])
+    modules = make(kind, stages)
+    expected = copy.deepcopy(modules)
+    device = torch.device("cpu")
+    queue = zbkern.WGradQueue()
+    ran: list[int] = []
+    queue.listeners.append(lambda tasks: ran.append(len(tasks)))
+    mine = []
+    groups = [dist.new_group([r]) for r in range(2)]
+    for index in places[rank]:
+        module = modules[index] if stock else zbkern.convert(modules[index])
+        if data_parallel:
+            module = nn.parallel.DistributedDataParallel(module, process_group=groups[rank])
+        stage = PipelineStage if stock else OurStage
+        options = {} if stock else {"queue": queue}
+        mine.append(stage(module, index, stages, device, **options))
+    if name == "one stage":
+        schedule = schedules.ScheduleInterleavedZeroBubble(mine, MICROBATCHES, loss_fn=loss_fn)
+    else:
+        schedule = getattr(schedules, name)(mine, MICROBATCHES, loss_fn=loss_fn)
+    for step in range(steps):
+        x, target = data(step)
+        arguments = (x,) if 0 in places[rank] else ()
+        options = {"target": target} if stages - 1 in places[rank] else {}
+        schedule.step(*arguments, **options)
+        assert queue.pending() == 0
+        assert queue.bytes == 0
+        plain(expected, step)
+        for index in places[rank]:
+            testing.assert_same_gradients(modules[index], expected[index])
+        for module in [*modules, *expected]:
+            module.zero_grad()
+    return len(ran)
+
+
+SCHEDULES = ["one stage", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stock_schedules_with_our_stage(two_ranks: Any, name: str) -> None:
+    deferred = two_ranks.run(run_schedule, name, "block", False)
+    assert sum(deferred) > 0
+
+
+@pytest.mark.parametrize("kind", ["frozen", "view", "reuse"])
+def test_what_stock_gets_wrong(two_ranks: Any, kind: str) -> None:
+    two_ranks.run(run_schedule, "ScheduleZBVZeroBubble", kind, False)
+
+
+def test_data_parallel_stages(two_ranks: Any) -> None:
+    two_ranks.run(run_schedule, "ScheduleZBVZeroBubble", "block", False, True)
+
+
+def test_a_dw_builder_is_refused() -> None:
+    from zbkern.pipeline.torch_pipelining import PipelineStage
+
+    with pytest.raises(TypeError, match="dw_builder is taken by the queue"):
+        PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), dw_builder=lambda: None)

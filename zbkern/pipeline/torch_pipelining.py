@@ -1,0 +1,80 @@
+"""A stage for torch.distributed.pipelining whose W is our queue, for every stock schedule that splits the backward.
+
+torch's own split walks the autograd graph; this stage runs one backward in which zbkern layers leave their W behind.
+It uses the stage's public arguments and methods only (`dw_builder`, `backward_one_chunk`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.nn.parallel import DistributedDataParallel
+
+from zbkern.wgrad import WGradQueue
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """torch's PipelineStage, with the same arguments, for a submodule that went through `zbkern.convert`.
+
+    What is not a zbkern layer keeps its whole backward in B. queue: where the W wait, a new WGradQueue when None; its
+    keys are (stage_index, microbatch). Raises TypeError for a dw_builder: that is what this class is.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *arguments: Any,
+        group: dist.ProcessGroup | None = None,
+        queue: WGradQueue | None = None,
+        **options: Any,
+    ) -> None:
+        if "dw_builder" in options:
+            raise TypeError("PipelineStage: dw_builder is taken by the queue; use torch's PipelineStage with your own")
+        self.queue = WGradQueue() if queue is None else queue
+        self._runner: Callable[[], object] = _nothing
+        super().__init__(
+            submodule,
+            stage_index,
+            num_stages,
+            device,
+            *arguments,
+            group=group,
+            dw_builder=lambda: self._runner,
+            **options,
+        )
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """B of one microbatch, or B and W in one when full_backward."""
+        if full_backward or not self.has_backward:
+            self._runner = _nothing
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            return
+        key = (self.stage_index, bwd_chunk_id)
+        reduces = isinstance(self.submod, DistributedDataParallel)
+        self._runner = lambda: self.queue.run(self._waiting() if reduces and last_backward else key)
+        with self.queue.defer(key):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if reduces and not last_backward:
+            # The reducer is armed by the last B and must hear of every parameter once: only the last W tells it, after
+            # all others of this stage have landed.
+            for task in self.queue.tasks():
+                if task.key == key:
+                    task.listened = False
+
+    def _waiting(self) -> list[Any]:
+        keys = self.queue.keys()
+        return [key for key in keys if key[0] == self.stage_index]
+
+
+def _nothing() -> None:
+    """The W of a backward that was not split."""
