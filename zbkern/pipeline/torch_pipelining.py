@@ -1,11 +1,12 @@
 """A stage for torch.distributed.pipelining whose W is our queue, for every stock schedule that splits the backward.
 
 torch's own split walks the autograd graph; this stage runs one backward in which zbkern layers leave their W behind.
-It uses the stage's public arguments and methods only (`dw_builder`, `backward_one_chunk`).
+It uses the stage's public arguments and methods only (`dw_builder`, `backward_one_chunk`, `backward_weight_one_chunk`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.nn.parallel import DistributedDataParallel
 
+from zbkern import landing
 from zbkern.wgrad import WGradQueue
 
 
@@ -55,21 +57,30 @@ class PipelineStage(pipelining.PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """B of one microbatch, or B and W in one when full_backward."""
+        reduces = isinstance(self.submod, DistributedDataParallel)
         if full_backward or not self.has_backward:
             self._runner = _nothing
+            if reduces and last_backward:  # this backward reduces: what waits must have landed before
+                self.queue.run(self._waiting())
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
         key = (self.stage_index, bwd_chunk_id)
-        reduces = isinstance(self.submod, DistributedDataParallel)
-        self._runner = lambda: self.queue.run(self._waiting() if reduces and last_backward else key)
+        self._runner = functools.partial(self.queue.run, key)
         with self.queue.defer(key):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if reduces and not last_backward:
-            # The reducer is armed by the last B and must hear of every parameter once: only the last W tells it, after
-            # all others of this stage have landed.
-            for task in self.queue.tasks():
+        if reduces:
+            for task in self.queue.tasks():  # the reducer hears of every parameter once, after the last W
                 if task.key == key:
                     task.listened = False
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """W of one microbatch; after the last, DistributedDataParallel's reduction of all gradients."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if last_backward and self.has_backward and isinstance(self.submod, DistributedDataParallel):
+            self.queue.run(self._waiting())
+            parameters = [p for p in self.submod.parameters() if p.requires_grad]
+            self.submod.reducer.prepare_for_backward([])
+            landing.hand_over([(p, torch.zeros_like(p, requires_grad=False)) for p in parameters])
 
     def _waiting(self) -> list[Any]:
         keys = self.queue.keys()
