@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbkern
@@ -26,13 +27,28 @@ def chain(width: int, layers: int = 6) -> nn.Module:
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
 
-def split_row(name: str, model: nn.Module, x: Tensor, floor: int, rounds: int) -> dict:
+class TorchMLP(zbkern.nn.MLP):
+    """The same parameters in torch's operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def attention_block(width: int, heads: int) -> nn.Module:
+    """torch's linears around the same attention core: `convert` makes ours of it."""
+    return zbkern.restore(zbkern.nn.Attention(width, heads, causal=True))
+
+
+def split_row(name: str, model: nn.Module, x: Tensor, floor: int, rounds: int, twin: nn.Module | None = None) -> dict:
     """Times one model: plain, torch's split, ours split, ours in one piece. Gradients exist already, as from the second
     microbatch on. floor: bytes of all layers' inputs and output gradients, what W cannot do without."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     x = x.requires_grad_()
-    twin = zbkern.convert(copy.deepcopy(model))
+    if twin is None:
+        twin = copy.deepcopy(model)
+    twin.load_state_dict(model.state_dict())
+    zbkern.convert(twin)
     queue = zbkern.WGradQueue()
     dy = torch.randn_like(model(x))
 
@@ -148,6 +164,21 @@ def main(arguments: list[str] | None = None) -> int:
     splits = [
         split_row("six 512-wide, 256 tokens", chain(512), torch.randn(256, 512), 12 * 256 * 512 * 4, options.rounds),
         split_row("six 64-wide, 16 tokens", chain(64), torch.randn(16, 64), 12 * 16 * 64 * 4, many),
+        split_row(
+            "gated MLP 256/768, 256 tokens",
+            TorchMLP(256, 768),
+            torch.randn(256, 256),
+            256 * (2 * 256 + 3 * 768) * 4,
+            4 * options.rounds,
+            zbkern.nn.MLP(256, 768),
+        ),
+        split_row(
+            "attention 256, 2 x 128 tokens",
+            attention_block(256, 4),
+            torch.randn(2, 128, 256),
+            256 * (256 + 3 * 256 + 2 * 256) * 4,
+            4 * options.rounds,
+        ),
     ]
     merges = [
         merge_row(512, 8, options.rounds),

@@ -1,0 +1,144 @@
+"""The plain-torch launches themselves: outputs that are given, accumulate, merging, wide outputs, no rows, dispatch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from zbkern import testing
+from zbkern.kernels import dispatch, reference, spec
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+
+def wgrad_cases() -> dict:
+    """name -> (launch, one segment of so many rows, shapes of the outputs)."""
+    torch.manual_seed(0)
+    weight, options = rand(9, 5), spec.CrossEntropyOptions(label_smoothing=0.1, z_loss=0.1, chunk=3)
+
+    def head(rows: int) -> tuple[Tensor, ...]:
+        x, target = rand(rows, 5), torch.randint(9, (rows,))
+        loss, lse = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.float64)
+        reference.cross_entropy_fwd(x, weight, None, target, options, loss, lse, None)
+        return x, target, lse, rand(rows)
+
+    def grouped(rows: int) -> tuple[Tensor, ...]:
+        return rand(rows, 5), rand(rows, 4), torch.tensor([rows // 2, 0, rows - rows // 2])
+
+    return {
+        "linear": (reference.linear_wgrad, lambda m: (rand(m, 5), rand(m, 4)), [(4, 5), (4,)]),
+        "grouped_linear": (reference.grouped_linear_wgrad, grouped, [(3, 4, 5), (3, 4)]),
+        "embedding": (reference.embedding_wgrad, lambda m: (torch.randint(7, (m,)), rand(m, 4)), [(7, 4)]),
+        "norm": (reference.norm_wgrad, lambda m: (rand(2, m, 5),), [(5,), (5,)]),
+        "head": (
+            lambda s, o, a: reference.cross_entropy_wgrad(s, o, a, weight, None, options),
+            head,
+            [(9, 5), (9,)],
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", wgrad_cases())
+@pytest.mark.parametrize("lengths", [[3], [3, 5, 2], [4, 0, 1], [0], [300, 40]])
+def test_wgrad_sums_segments_writes_or_adds(name: str, lengths: list[int]) -> None:
+    launch, segment, shapes = wgrad_cases()[name]
+    segments = [segment(rows) for rows in lengths]
+    separate = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    for one in segments:
+        launch([one], separate, True)
+    written = [torch.full(shape, float("nan"), dtype=torch.float64) for shape in shapes]
+    launch(segments, written, False)
+    added = [torch.ones(shape, dtype=torch.float64) for shape in shapes]
+    launch(segments, added, True)
+    for a, b, c in zip(separate, written, added, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(c, a + 1, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", wgrad_cases())
+def test_wgrad_leaves_out_what_is_none(name: str) -> None:
+    launch, segment, shapes = wgrad_cases()[name]
+    one = segment(4)
+    full = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    launch([one], full, False)
+    for index, shape in enumerate(shapes):
+        outputs: list[Tensor | None] = [None] * len(shapes)
+        outputs[index] = torch.zeros(shape, dtype=torch.float64)
+        launch([one], outputs, False)
+        torch.testing.assert_close(outputs[index], full[index], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_a_half_product_accumulates_in_the_outputs_dtype(low: torch.dtype, accumulate: bool) -> None:
+    torch.manual_seed(0)
+    segments = [(rand(64, 16, dtype=low), rand(64, 8, dtype=low)) for _ in range(4)]
+    outputs = [torch.ones(8, 16), torch.ones(8)]
+    reference.linear_wgrad(segments, outputs, accumulate)
+    expected = sum(dy.double().t() @ x.double() for x, dy in segments) + accumulate
+    testing.assert_close(outputs[0], expected, tolerance=1e-6)
+    testing.assert_close(outputs[1], sum(dy.double().sum(0) for _, dy in segments) + accumulate, tolerance=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), itertools.product([1, 8, 257], [1, 64], [1, 48]))
+def test_linear_launches(rows: int, inputs: int, outputs: int) -> None:
+    x, weight, bias, dy = rand(rows, inputs), rand(outputs, inputs), rand(outputs), rand(rows, outputs)
+    y, dx = torch.empty(rows, outputs, dtype=torch.float64), torch.ones(rows, inputs, dtype=torch.float64)
+    reference.linear_fwd(x, weight, bias, y)
+    testing.assert_close(y, x @ weight.t() + bias)
+    reference.linear_dgrad(dy, weight, dx, accumulate=True)
+    testing.assert_close(dx, dy @ weight + 1)
+    reference.linear_dgrad(dy, weight, dx)
+    testing.assert_close(dx, dy @ weight)
+    transposed = weight.t().contiguous().t()
+    reference.linear_fwd(x, transposed, None, y)
+    testing.assert_close(y, x @ weight.t())
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 2)])
+def test_attention_launches(heads: tuple[int, int], causal: bool, window: int | None) -> None:
+    """Against autograd through the same mathematics in one piece; queries and keys of different lengths."""
+    torch.manual_seed(0)
+    ends, key_ends = (0, 3, 3, 7), (0, 4, 6, 10)
+    options = spec.AttentionOptions(0.4, causal, window, ends, key_ends)
+    q = rand(7, heads[0], 5).requires_grad_()
+    k, v = (rand(10, heads[1], 5).requires_grad_() for _ in range(2))
+    allowed = torch.zeros(7, 10, dtype=torch.bool)
+    for (a, b), (c, d) in zip(itertools.pairwise(ends), itertools.pairwise(key_ends), strict=True):
+        for i, j in itertools.product(range(b - a), range(d - c)):
+            last = i + (d - c) - (b - a)
+            allowed[a + i, c + j] = not causal or (j <= last and (window is None or j > last - window))
+    wide_k, wide_v = (t.repeat_interleave(heads[0] // heads[1], 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, wide_k) * 0.4
+    expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, float("-inf")).softmax(-1), wide_v)
+    dy = rand(7, heads[0], 5)
+    gradients = torch.autograd.grad(expected, (q, k, v), dy)
+    y, lse = torch.empty_like(q), torch.empty(heads[0], 7, dtype=torch.float64)
+    with torch.no_grad():
+        reference.attention_fwd(q, k, v, options, y, lse)
+        out = [torch.full_like(t, float("nan")) for t in (q, k, v)]
+        reference.attention_dgrad(dy, q, k, v, y, lse, options, *out)
+    testing.assert_close(y, expected)
+    testing.assert_close(lse, scores.masked_fill(~allowed, float("-inf")).logsumexp(-1))
+    for got, wanted in zip(out, gradients, strict=True):
+        testing.assert_close(got, wanted)
+
+
+def test_the_reference_has_every_launch() -> None:
+    assert [name for name in spec.LAUNCHES if not hasattr(reference, name)] == []
+
+
+@pytest.mark.parametrize("op", spec.OPS)
+def test_resolution(op: str) -> None:
+    assert dispatch.resolve(op, "torch", "cpu") is reference
+    assert dispatch.resolve(op, "auto", "cpu") is reference
+    with pytest.raises(dispatch.UnavailableError, match=rf"{op}: impl='cuda' cannot run on cpu: "):
+        dispatch.resolve(op, "cuda", "cpu")
+    with pytest.raises(dispatch.UnavailableError, match="choose from cuda, triton, torch"):
+        dispatch.resolve(op, "fastest", "cpu")

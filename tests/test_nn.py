@@ -1,0 +1,132 @@
+"""Modules against their torch twins: same constructor, same state, same numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zbkern
+from zbkern import testing
+
+TWINS = [
+    (zbkern.nn.Linear, nn.Linear, (5, 3), {}),
+    (zbkern.nn.Linear, nn.Linear, (5, 3), {"bias": False}),
+    (zbkern.nn.Embedding, nn.Embedding, (9, 5), {"padding_idx": 2}),
+    (zbkern.nn.Embedding, nn.Embedding, (9, 5), {"scale_grad_by_freq": True}),
+    (zbkern.nn.LayerNorm, nn.LayerNorm, (5,), {"eps": 1e-3}),
+    (zbkern.nn.LayerNorm, nn.LayerNorm, ((4, 5),), {}),
+    (zbkern.nn.LayerNorm, nn.LayerNorm, (5,), {"elementwise_affine": False}),
+    (zbkern.nn.RMSNorm, nn.RMSNorm, (5,), {}),
+    (zbkern.nn.RMSNorm, nn.RMSNorm, ((4, 5),), {"eps": 1e-2}),
+]
+
+
+@pytest.mark.parametrize(("ours", "torchs", "arguments", "options"), TWINS)
+def test_twins(ours: type, torchs: type, arguments: tuple, options: dict) -> None:
+    torch.manual_seed(0)
+    module = ours(*arguments, **options, dtype=torch.float64)
+    other = torchs(*arguments, **options, dtype=torch.float64)
+    assert list(module.state_dict()) == list(other.state_dict())
+    other.load_state_dict(module.state_dict())
+    embeds = isinstance(other, nn.Embedding)
+    x = torch.randint(9, (4, 4)) if embeds else torch.randn(3, 4, 5, dtype=torch.float64)
+    testing.assert_close(module(x), other(x))
+    if not list(module.parameters()):
+        return
+    queue = zbkern.WGradQueue()
+    for _ in range(2):
+        with queue.defer():
+            module(x).square().sum().backward()
+        other(x).square().sum().backward()
+    queue.run()
+    testing.assert_same_gradients(module, other)
+    again = pickle.loads(pickle.dumps(module))
+    testing.assert_close(again(x), other(x))
+
+
+def check(module: nn.Module, forward, *inputs: torch.Tensor) -> None:
+    """Two deferred backwards of module(*inputs) against those of forward(copy, *inputs)."""
+    other = copy.deepcopy(module)
+    queue = zbkern.WGradQueue()
+    for _ in range(2):
+        y, expected = module(*inputs), forward(other, *inputs)
+        testing.assert_close(y, expected)
+        with queue.defer():
+            y.square().sum().backward()
+        expected.square().sum().backward()
+    assert queue.run() > 0
+    testing.assert_same_gradients(module, other)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_mlp(bias: bool) -> None:
+    module = zbkern.nn.MLP(5, 7, "gelu", bias, dtype=torch.float64)
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    check(
+        module,
+        lambda m, x: F.linear(
+            F.gelu(F.linear(x, m.gate.weight, m.gate.bias)) * F.linear(x, m.up.weight, m.up.bias),
+            m.down.weight,
+            m.down.bias,
+        ),
+        x,
+    )
+
+
+@pytest.mark.parametrize("key_heads", [None, 2, 1])
+def test_attention(key_heads: int | None) -> None:
+    module = zbkern.nn.Attention(8, 4, key_heads, causal=True, bias=True, dtype=torch.float64)
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = F.linear(x, m.qkv.weight, m.qkv.bias).split([8, m.key_heads * 2, m.key_heads * 2], -1)
+        q, k, v = (t.unflatten(-1, (-1, 2)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return F.linear(y.transpose(1, 2).flatten(-2), m.output.weight, m.output.bias)
+
+    check(module, forward, x)
+
+
+def test_attention_with_sequences_is_attention_of_each() -> None:
+    module = zbkern.nn.Attention(8, 4, 2, causal=True, window=2, dtype=torch.float64)
+    x = torch.randn(7, 8, dtype=torch.float64)
+    parts = torch.cat([module(x[None, :3])[0], module(x[None, 3:])[0]])
+    testing.assert_close(module(x, sequences=[0, 3, 7]), parts)
+
+
+def test_attention_refuses_heads_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="Attention: heads must divide features"):
+        zbkern.nn.Attention(8, 3)
+
+
+def test_grouped_linear() -> None:
+    module = zbkern.nn.GroupedLinear(3, 5, 4, dtype=torch.float64)
+    x = torch.randn(6, 5, dtype=torch.float64)
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.linear(r, m.weight[e], m.bias[e]) for e, r in enumerate(x.split([2, 0, 4]))])
+
+    other = copy.deepcopy(module)
+    queue = zbkern.WGradQueue()
+    for _ in range(2):
+        with queue.defer():
+            module(x, [2, 0, 4]).square().sum().backward()
+        forward(other, x).square().sum().backward()
+    queue.run()
+    testing.assert_same_gradients(module, other)
+
+
+def test_linear_cross_entropy() -> None:
+    module = zbkern.nn.LinearCrossEntropy(5, 9, bias=True, dtype=torch.float64, label_smoothing=0.1)
+    x, target = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[1, -100, 2], [8, 0, 0]])
+    check(
+        module,
+        lambda m, x, t: F.cross_entropy(F.linear(x, m.weight, m.bias).flatten(0, 1), t.flatten(), label_smoothing=0.1),
+        x,
+        target,
+    )
