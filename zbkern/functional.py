@@ -229,6 +229,8 @@ def attention(
         if len(ends) != len(key_ends) or key_ends[-1] != k.shape[0]:
             raise ValueError(f"attention: keys must have as many sequences as queries, to the end; got {key_ends}")
     options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends)
+    if not _plain(q, k):
+        return attention_functions.attention_with_torch(q, k, v, options)
     launches = dispatch.resolve("attention", impl, q.device.type)
     return attention_functions.attention(launches, q, k, v, options)
 
@@ -282,8 +284,14 @@ def linear_cross_entropy(
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
-    """False for tensor subclasses and under function transforms: these need operations that torch can see through."""
-    return type(x) in _TENSORS and type(weight) in _TENSORS and torch._C._functorch.peek_interpreter_stack() is None
+    """False for tensor subclasses, under function transforms and inside torch.compile: these need operations that torch
+    can see through. There the whole backward is one piece, and its W does not wait."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in _TENSORS
+        and type(weight) in _TENSORS
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 _TENSORS = (Tensor, torch.nn.Parameter)

@@ -205,7 +205,7 @@ class WGradQueue:
         return f"WGradQueue(pending={len(self)}, bytes={self.bytes}, peak_bytes={self.peak_bytes})"
 
     def __del__(self) -> None:
-        if not hasattr(self, "_used"):  # the constructor refused its arguments
+        if not hasattr(self, "_used") or _count is None:  # the constructor refused its arguments; interpreter exit
             return
         _count(-1, -int(self._used))
         if self._tasks:

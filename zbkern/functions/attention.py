@@ -39,14 +39,15 @@ class Attention(torch.autograd.Function):
 def attention(launches: ModuleType, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """Batched q [batch, tokens, heads, D] or packed q [T, heads, D]; options describe the packed form of either."""
     if launches is reference:  # torch's own attention does not hold all scores, and can be differentiated twice
-        return _with_torch(q, k, v, options)
+        return attention_with_torch(q, k, v, options)
     if q.dim() == 4:
         packed = Attention.apply(launches, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
         return packed.view(q.shape)
     return Attention.apply(launches, q, k, v, options)
 
 
-def _with_torch(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+def attention_with_torch(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    """The core in torch's own operations."""
     if q.dim() == 4:
         return _one_shape(q, k, v, options)
     sequences = zip(
