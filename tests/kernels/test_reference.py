@@ -85,7 +85,7 @@ def test_a_half_product_accumulates_in_the_outputs_dtype(low: torch.dtype, accum
     testing.assert_close(outputs[1], sum(dy.double().sum(0) for _, dy in segments) + accumulate, tolerance=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), itertools.product([1, 8, 257], [1, 64], [1, 48]))
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [*itertools.product([1, 8, 257], [1, 64], [1, 48])])
 def test_linear_launches(rows: int, inputs: int, outputs: int) -> None:
     x, weight, bias, dy = rand(rows, inputs), rand(outputs, inputs), rand(outputs), rand(rows, outputs)
     y, dx = torch.empty(rows, outputs, dtype=torch.float64), torch.ones(rows, inputs, dtype=torch.float64)
