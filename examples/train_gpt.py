@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoint
@@ -63,7 +64,7 @@ def save_pictures(arguments: argparse.Namespace, trainer: Trainer) -> None:
     measured = trainer.pipe.gather_timeline()
     costs = compare.measure_costs(arguments, trainer.text, trainer.schedule.placement)
     if dist.get_rank() == 0:
-        planned = simulate(trainer.schedule, compare.in_seconds(costs))
+        planned = replace(simulate(trainer.schedule, compare.in_seconds(costs)), unit="s", peak_memory=())
         titles = [f"{trainer.schedule.name}, planned", f"{trainer.schedule.name}, measured"]
         picture, events = arguments.out / "timeline.svg", arguments.out / "trace.json"
         draw.save([planned, measured], picture, titles=titles)
