@@ -86,7 +86,8 @@ class WGradQueue:
     called from any thread; a scope of `defer` belongs to the thread that opened it.
 
     Once a queue has had tasks, graphs that are built while it lives have no edges to the weights of zbkern layers:
-    backward() gives what it always gives, but torch.autograd.grad towards those weights says that they are not used.
+    backward() gives what it always gives, but torch.autograd.grad towards those weights raises, and
+    backward(inputs=[weight]) does not reach them (docs/gradients.md).
 
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
