@@ -5,7 +5,6 @@
 TORCH ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),torch==2.13.0+cpu,torch==2.13.0)
 RANKS ?= 2
 PIP    = $(PYTHON) -m pip --disable-pip-version-check
-SCRIPTS := examples bench
 
 ifeq ($(origin PYTHON),undefined)
 PYTHON := .venv/bin/python
@@ -16,7 +15,7 @@ READY  := .cache/ready-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
 endif
 
 export OMP_NUM_THREADS ?= 1
-.PHONY: help setup demo test lint bench-pipeline bench-split bench-planner test-gpu bench-gpu kernels-report clean
+.PHONY: help setup demo test lint bench-pipeline bench-split clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -46,13 +45,10 @@ lint: $(READY) ## style and imports
 	$(PYTHON) -m ruff format --check
 
 bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
-	$(PYTHON) bench/pipeline.py
+	$(PYTHON) -m bench.pipeline
 
 bench-split: $(READY) ## what the split of backward into B and W costs
-	$(PYTHON) bench/split.py
-
-bench-planner: $(READY) ## planned schedules beside the published ones
-	$(PYTHON) bench/planner.py
+	$(PYTHON) -m bench.split
 
 clean: ## remove what was built, installed and drawn
 	rm -rf .venv .cache build dist demo zbkern.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -4,7 +4,7 @@ Eight blocks of LayerNorm + MLP 768/3072, microbatches of 256 tokens, one thread
 with no barrier between them, as in training. "Perfect" is half the time that one process needs for everything with
 plain torch while the other core does the same. Every contestant's gradients are compared with plain backward() first.
 
-    python bench/pipeline.py [--microbatches 4 8] [--rounds 3] [--only zb_h2 ...]
+    python -m bench.pipeline [--microbatches 4 8] [--rounds 3] [--only zb_h2 ...]
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import environment, table, write_json
 from torch import Tensor, nn
 
 import zbkern
+from bench.report import environment, table, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
 
 RANKS, BLOCKS, WIDTH, TOKENS, STEPS = 2, 8, 768, 256, 5

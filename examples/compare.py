@@ -30,7 +30,19 @@ ROUNDS, STEPS = 3, 3
 
 def names() -> list[str]:
     """The schedules that this example can be asked for."""
-    return ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
+    return [
+        "gpipe",
+        "one_f_one_b",
+        "interleaved",
+        "interleaved_zero_bubble",
+        "zb_h1",
+        "zb_h2",
+        "zb_v",
+        "v_half",
+        "v_min",
+        "one_f_one_b_v",
+        "dualpipe_v",
+    ]
 
 
 def build(name: str, stages: int, microbatches: int) -> Schedule:

@@ -35,12 +35,17 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"zbkern.{name}")
-    else:
-        raise AttributeError(f"module 'zbkern' has no attribute {name!r}")
+    try:
+        if name in _HOME:
+            value = getattr(importlib.import_module(_HOME[name]), name)
+        elif name in _MODULES:
+            value = importlib.import_module(f"zbkern.{name}")
+        else:
+            raise AttributeError(f"module 'zbkern' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"zbkern.{name} needs torch 2.8 or later: pip install torch") from error
     globals()[name] = value
     return value
 

@@ -11,7 +11,19 @@ import torch
 from zbkern.pipeline import ScheduleError, schedules
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCHEDULES = ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "zb_v", "v_half", "v_min", "dualpipe_v"]
+SCHEDULES = [
+    "gpipe",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved",
+    "interleaved_zero_bubble",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "one_f_one_b_v",
+    "dualpipe_v",
+]
 
 pytestmark = pytest.mark.dist
 

@@ -15,7 +15,19 @@ from zbkern.pipeline.engine import _merge_neighbours, _peak_microbatches
 from zbkern.pipeline.transport import LocalTransport, PipelineError, Tag
 
 WIDTH = 6
-SCHEDULES = ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "zb_v", "v_half", "v_min", "dualpipe_v"]
+SCHEDULES = [
+    "gpipe",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved",
+    "interleaved_zero_bubble",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "one_f_one_b_v",
+    "dualpipe_v",
+]
 
 
 class Block(nn.Module):
