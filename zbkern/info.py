@@ -13,7 +13,6 @@ import zbkern
 _GET = {
     "torch": "pip install torch (2.8 or later); without a GPU, a CPU build saves gigabytes",
     "triton": "comes with CUDA builds of torch on Linux; only kernels for the GPU need it",
-    "ortools": "pip install ortools; only the planner's exact solver uses it",
     "cairosvg": "pip install 'zbkern[draw]'; only pictures in PNG use it",
 }
 
@@ -26,7 +25,7 @@ def lines() -> list[str]:
     compiler = shutil.which("nvcc")
     found.append(_row("nvcc", compiler or "not found: nothing that is built today needs it"))
     if importlib.util.find_spec("torch") is None:
-        return [*found, "", "Schedules, simulation and planning work now; layers and pipelines need torch."]
+        return [*found, "", "Schedules, their simulation and their pictures work now; layers and pipelines need torch."]
     return [*found, "", *_devices(), "", *_ops()]
 
 

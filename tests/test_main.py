@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import zbkern
+from zbkern import __main__, info
+from zbkern.kernels import spec
+
+
+def test_info_names_every_op_and_what_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"zbkern {zbkern.__version__}" in text
+    assert all(op in text for op in spec.OPS)
+    assert "run through torch on" in text
+
+
+def test_info_without_torch_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec, version = importlib.util.find_spec, info._version
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else find_spec(name, *a))
+    monkeypatch.setattr(info, "_version", lambda package: None if package == "torch" else version(package))
+    lines = info.lines()
+    assert any(line.startswith("torch") and "pip install torch" in line for line in lines)
+    assert lines[-1].endswith("layers and pipelines need torch.")
+
+
+def test_a_layer_without_torch_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(zbkern.importlib, "import_module", missing)
+    with pytest.raises(ImportError, match=r"zbkern.wgrad needs torch 2.8 or later: pip install torch"):
+        zbkern.__getattr__("wgrad")
+
+
+def test_an_unknown_command_is_refused() -> None:
+    process = subprocess.run([sys.executable, "-m", "zbkern", "fly"], capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert "invalid choice: 'fly'" in process.stderr
