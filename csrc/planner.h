@@ -1,0 +1,66 @@
+// The planner's search core: plain C++17 over flat arrays; no torch and no Python in here.
+//
+// It does what zbkern/pipeline/planner/{lists,search}.py do, faster, and to the last bit: that code is the
+// specification, and the tests compare the two. Times and memory are integers, so that no result depends on the order
+// of additions or on the compiler.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace zbkern {
+
+using Time = std::int64_t;  // also memory: both are scaled to integers by the caller
+
+enum Kind { kForward = 0, kBackward = 1, kWeight = 2 };
+
+// A pass is one number: (kind * chunks + chunk) * microbatches + microbatch.
+using Row = std::vector<int>;
+using Rows = std::vector<Row>;
+
+struct Problem {
+  int ranks = 0, chunks = 0, microbatches = 0;
+  std::vector<int> placement;                           // [chunks] rank of each
+  std::vector<Time> forward, backward, weight, fused;   // [chunks] durations
+  std::vector<Time> communication;                      // [chunks - 1] between neighbours; 0 on one rank
+  std::vector<Time> activation, held, merge_saving;     // [chunks]
+  std::vector<Time> limit;                              // [ranks]
+  bool makespan = false;                                // minimise makespan instead of cost
+  int passes() const { return 3 * chunks * microbatches; }
+};
+
+// How the list scheduler decides; see lists.py, `Rule`.
+struct Rule {
+  int priority, patience, slope;
+  bool late_forward, late_backward, fuse;
+};
+
+// An order of every rank, and which microbatches have a fused backward: fused[chunk * microbatches + microbatch].
+// The W of a fused backward stays in its row as a pass of no length.
+struct Orders {
+  Rows rows;
+  std::vector<char> fused;
+  Time cost = 0;
+};
+
+// Empty rows when the rule comes to a dead end.
+Orders list_schedule(const Problem& problem, const Rule& rule);
+
+struct AnnealOptions {
+  std::uint64_t seed = 0;
+  std::vector<Time> temperatures;  // one after the other, in units of `ranks` times the time unit
+  std::int64_t moves = 0;          // tried at each temperature
+  Time target = 0;                 // stop at this cost
+  bool may_fuse = false;
+  double seconds = 0;              // stop after this long (checked now and then)
+};
+
+struct AnnealResult {
+  Orders best;
+  bool finished = true;  // false when the clock stopped it
+};
+
+// Throws std::invalid_argument when the orders to start from cannot run.
+AnnealResult anneal(const Problem& problem, const Orders& start, const AnnealOptions& options);
+
+}  // namespace zbkern

@@ -1,0 +1,422 @@
+// Simulated annealing over the order of every rank. Specification: planner/search.py, which runs the whole schedule
+// for every move. This runs only what starts after the first pass that moved, and stops as soon as the move is lost.
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <tuple>
+
+#include "planner.h"
+
+namespace zbkern {
+namespace {
+
+constexpr Time kForever = INT64_MAX / 4;
+constexpr Time kSpread = 3;  // weight of the mean span beside the largest
+
+class Random {  // SplitMix64
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  std::uint64_t next() {
+    std::uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+  }
+  int below(int count) { return static_cast<int>(((next() >> 32) * static_cast<std::uint64_t>(count)) >> 32); }
+  bool percent(int chance) { return below(100) < chance; }
+  // About exponential with mean 1/ln 2, in 65536ths: minus the logarithm of a uniform number, linear between powers.
+  Time exponential() {
+    const std::uint64_t bits = next() | 1;
+    int zeros = 0;
+    while (!(bits >> (63 - zeros) & 1)) zeros++;
+    const std::uint64_t fraction = zeros < 47 ? (bits >> (47 - zeros)) & 0xFFFF : 0;
+    return (static_cast<Time>(zeros) << 16) + 65536 - static_cast<Time>(fraction);
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+struct Shift {
+  int rank, from, to;
+};
+
+class Annealer {
+ public:
+  Annealer(const Problem& problem, const Orders& start) : p_(problem), n_(problem.chunks), m_(problem.microbatches) {
+    const int passes = p_.passes();
+    fused_ = start.fused;
+    needs_.assign(passes, -1);
+    lag_.assign(passes, 0);
+    length_.resize(passes);
+    memory_of_.resize(passes);
+    least_after_.assign(passes, 0);
+    for (int c = 0; c < n_; c++)
+      for (int j = 0; j < m_; j++) {
+        if (c > 0) {
+          needs_[id(kForward, c, j)] = id(kForward, c - 1, j);
+          lag_[id(kForward, c, j)] = p_.communication[c - 1];
+        }
+        if (c < n_ - 1) {
+          needs_[id(kBackward, c, j)] = id(kBackward, c + 1, j);
+          lag_[id(kBackward, c, j)] = p_.communication[c];
+        }
+        length_[id(kForward, c, j)] = p_.forward[c];
+        memory_of_[id(kForward, c, j)] = p_.activation[c];
+        set_backward(c, j);
+      }
+    bound_from_below();
+    rows_ = start.rows;
+    const int ranks = p_.ranks;
+    starts_.resize(ranks), trial_starts_.resize(ranks), memory_.resize(ranks), rest_.resize(ranks), span_.assign(ranks, 0);
+    trial_span_ = span_;
+    first_.assign(ranks, 0), reached_.assign(ranks, 0), waits_for_.assign(ranks, -1), clock_.assign(ranks, 0);
+    ends_.assign(passes, 0), trial_ends_.assign(passes, 0), stamp_.assign(passes, 0), position_.assign(passes, -1);
+    for (int rank = 0; rank < ranks; rank++) {
+      const std::size_t size = rows_[rank].size();
+      starts_[rank].assign(size, 0), trial_starts_[rank].assign(size, 0), memory_[rank].assign(size, 0);
+      rest_[rank].assign(size + 1, 0), lengths_.emplace_back(size, 0);
+      refresh(rank, 0, static_cast<int>(size) - 1);
+    }
+    if (!run(0, kForever)) throw std::invalid_argument("anneal: the orders to start from cannot run");
+    commit();
+  }
+
+  AnnealResult anneal(const AnnealOptions& options);
+
+ private:
+  int id(int kind, int c, int j) const { return (kind * n_ + c) * m_ + j; }
+  int kind_of(int pass) const { return pass / (n_ * m_); }
+  int chunk_of(int pass) const { return pass / m_ % n_; }
+  int rank_of(int pass) const { return p_.placement[chunk_of(pass)]; }
+
+  void set_backward(int c, int j) {
+    const bool fuse = fused_[c * m_ + j];
+    length_[id(kBackward, c, j)] = fuse ? p_.fused[c] : p_.backward[c];
+    length_[id(kWeight, c, j)] = fuse ? 0 : p_.weight[c];
+    memory_of_[id(kBackward, c, j)] = (fuse ? 0 : p_.held[c]) - p_.activation[c];
+    memory_of_[id(kWeight, c, j)] = fuse ? 0 : -p_.held[c];
+  }
+
+  void bound_from_below();
+  void refresh(int rank, int low, int high);
+  bool run(Time from, Time threshold);
+  void commit();
+  int reach(int rank, int from, int to) const;
+  bool must_precede(int before, int after) const;
+  void shift(int rank, int from, int to);
+  void toggle(int c, int j);
+  void critical_path();
+  bool propose(Random& random, const AnnealOptions& options);
+  void undo();
+  Time energy(const std::vector<Time>& span) const {
+    Time largest = 0, sum = 0;
+    for (Time each : span) largest = std::max(largest, each), sum += each;
+    return p_.ranks * largest + kSpread * sum;
+  }
+
+  const Problem& p_;
+  const int n_, m_;
+  std::vector<char> fused_;
+  std::vector<int> needs_;                                    // [pass] the pass whose output it waits for, or -1
+  std::vector<Time> lag_, length_, memory_of_, least_after_;  // [pass]
+  bool fixed_starts_ = true;                                  // no order can delay a rank's first pass
+  std::vector<Time> offset_;                                  // [rank] start of its first pass, if so
+  Time least_sum_ = 0;                                        // of all spans
+  Rows rows_;
+  std::vector<std::vector<Time>> starts_, trial_starts_, memory_, rest_, lengths_;  // [rank][position]
+  std::vector<Time> ends_, trial_ends_, span_, trial_span_, clock_;
+  std::vector<int> stamp_, position_, first_, reached_, waits_for_, runnable_;
+  int epoch_ = 0;
+  std::vector<std::pair<int, int>> critical_;
+  std::vector<Shift> done_;
+  int toggled_ = -1;
+  Time from_ = 0;
+};
+
+// What every pass has at least after it, minus the start of the rank that waits: lets a lost move stop early.
+void Annealer::bound_from_below() {
+  offset_.assign(p_.ranks, 0);
+  if (!p_.makespan) {
+    int seen = 0;
+    Time at = 0;
+    for (int c = 0; c < n_ && seen < p_.ranks; c++) {
+      if (p_.placement[c] != seen) {
+        fixed_starts_ = false;
+        return;
+      }
+      offset_[seen++] = at;
+      at += p_.forward[c] + (c + 1 < n_ ? p_.communication[c] : 0);
+    }
+  }
+  std::vector<Time> least_backward(n_), least_weight(n_);
+  for (int c = 0; c < n_; c++) {
+    least_weight[c] = p_.weight[c] - p_.merge_saving[c];
+    least_backward[c] = std::min(p_.backward[c], p_.fused[c]);
+    if (p_.fused[c] < p_.backward[c] + p_.weight[c]) least_weight[c] = 0;
+  }
+  for (int j = m_ - 1; j >= 0; j--) {
+    for (int c = 0; c < n_; c++) {
+      Time& after = least_after_[id(kBackward, c, j)];
+      after = (m_ - 1 - j) * (least_backward[c] + least_weight[c]) + least_weight[c] - offset_[p_.placement[c]];
+      if (c > 0) after = std::max(after, p_.communication[c - 1] + least_backward[c - 1] + least_after_[id(kBackward, c - 1, j)]);
+    }
+    for (int c = n_ - 1; c >= 0; c--) {
+      Time& after = least_after_[id(kForward, c, j)];
+      after = c == n_ - 1 ? least_backward[c] + least_after_[id(kBackward, c, j)]
+                          : p_.communication[c] + p_.forward[c + 1] + least_after_[id(kForward, c + 1, j)];
+      if (j + 1 < m_) after = std::max(after, p_.forward[c] + least_after_[id(kForward, c, j + 1)]);
+    }
+  }
+  for (int c = 0; c < n_; c++) {
+    const Time saved = least_backward[c] + least_weight[c];
+    least_sum_ += m_ * (p_.forward[c] + std::min(saved, p_.fused[c]));
+  }
+}
+
+// Brings lengths, memory, remaining work and positions of a row up to date after a change at low..high.
+void Annealer::refresh(int rank, int low, int high) {
+  const Row& row = rows_[rank];
+  Time memory = low ? memory_[rank][low - 1] : 0;
+  for (int k = low; k <= high; k++) {
+    memory += memory_of_[row[k]];
+    memory_[rank][k] = memory;
+    position_[row[k]] = k;
+  }
+  const int last = std::min(high + 1, static_cast<int>(row.size()) - 1);
+  for (int k = last; k >= low; k--) {
+    Time length = length_[row[k]];
+    if (k > 0 && length > 0 && kind_of(row[k]) == kWeight && row[k] / m_ == row[k - 1] / m_ && length_[row[k - 1]] > 0)
+      length -= p_.merge_saving[chunk_of(row[k])];
+    lengths_[rank][k] = length;
+  }
+  for (int k = last; k >= 0; k--) {
+    const Time rest = rest_[rank][k + 1] + lengths_[rank][k];
+    if (k < low && rest_[rank][k] == rest) break;
+    rest_[rank][k] = rest;
+  }
+}
+
+// Runs every pass that started at `from` or later. False when it does not finish, or some span would exceed threshold.
+bool Annealer::run(Time from, Time threshold) {
+  epoch_++;
+  runnable_.clear();
+  int remaining = 0;
+  for (int rank = 0; rank < p_.ranks; rank++) {
+    const auto& starts = starts_[rank];
+    const int k = static_cast<int>(std::lower_bound(starts.begin(), starts.end(), from) - starts.begin());
+    first_[rank] = reached_[rank] = k;
+    clock_[rank] = k ? ends_[rows_[rank][k - 1]] : 0;
+    waits_for_[rank] = -1;
+    trial_span_[rank] = span_[rank];
+    remaining += static_cast<int>(starts.size()) - k;
+    if (k < static_cast<int>(starts.size())) runnable_.push_back(rank);
+  }
+  while (!runnable_.empty()) {
+    const int rank = runnable_.back();
+    runnable_.pop_back();
+    const Row& row = rows_[rank];
+    const int size = static_cast<int>(row.size());
+    int k = reached_[rank];
+    Time now = clock_[rank];
+    const Time latest = fixed_starts_ ? threshold + offset_[rank] : kForever;
+    for (; k < size; k++) {
+      const int pass = row[k], input = needs_[pass];
+      if (input >= 0) {
+        Time at;
+        if (stamp_[input] == epoch_) at = trial_ends_[input];
+        else if (position_[input] < first_[rank_of(input)]) at = ends_[input];
+        else {
+          waits_for_[rank] = input;
+          break;
+        }
+        now = std::max(now, at + lag_[pass]);
+      }
+      if (now + rest_[rank][k] > latest) return false;
+      trial_starts_[rank][k] = now;
+      now += lengths_[rank][k];
+      if (fixed_starts_ && now + least_after_[pass] > threshold) return false;
+      trial_ends_[pass] = now;
+      stamp_[pass] = epoch_;
+      const int kind = kind_of(pass), consumer = chunk_of(pass) + (kind == kForward ? 1 : -1);
+      if (kind == kWeight || consumer < 0 || consumer >= n_) continue;
+      const int peer = p_.placement[consumer];
+      if (waits_for_[peer] == pass) {
+        waits_for_[peer] = -1;
+        runnable_.push_back(peer);
+      }
+    }
+    remaining -= k - reached_[rank];
+    reached_[rank] = k;
+    clock_[rank] = now;
+    if (k == size) {
+      const Time start = p_.makespan ? 0 : first_[rank] == 0 ? trial_starts_[rank][0] : starts_[rank][0];
+      trial_span_[rank] = now - start;
+    }
+  }
+  return remaining == 0;
+}
+
+void Annealer::commit() {
+  for (int rank = 0; rank < p_.ranks; rank++)
+    for (std::size_t k = first_[rank]; k < rows_[rank].size(); k++) {
+      starts_[rank][k] = trial_starts_[rank][k];
+      ends_[rows_[rank][k]] = trial_ends_[rows_[rank][k]];
+    }
+  span_ = trial_span_;
+  critical_.clear();
+}
+
+bool Annealer::must_precede(int before, int after) const {
+  if (before / m_ == after / m_ || needs_[after] == before) return true;  // microbatches pass in order
+  const int kind = kind_of(before);
+  return kind != kWeight && kind_of(after) == kind + 1 && after - before == n_ * m_;
+}
+
+// The farthest position towards `to` that the pass at `from` can move to: order and memory of its own rank allow it.
+int Annealer::reach(int rank, int from, int to) const {
+  const Row& row = rows_[rank];
+  const auto& memory = memory_[rank];
+  const int pass = row[from];
+  const Time change = memory_of_[pass], limit = p_.limit[rank];
+  int k = from;
+  while (k > to) {
+    if (must_precede(row[k - 1], pass)) break;
+    if (change > 0 && std::max(memory[k - 1], k > 1 ? memory[k - 2] : 0) + change > limit) break;
+    k--;
+  }
+  while (k < to) {
+    if (must_precede(pass, row[k + 1])) break;
+    if (change < 0 && memory[k + 1] - change > limit) break;
+    k++;
+  }
+  return k;
+}
+
+void Annealer::shift(int rank, int from, int to) {
+  Row& row = rows_[rank];
+  if (to < from) std::rotate(row.begin() + to, row.begin() + from, row.begin() + from + 1);
+  else std::rotate(row.begin() + from, row.begin() + from + 1, row.begin() + to + 1);
+  refresh(rank, std::min(from, to), std::max(from, to));
+}
+
+void Annealer::toggle(int c, int j) {
+  fused_[c * m_ + j] = !fused_[c * m_ + j];
+  set_backward(c, j);
+  refresh(p_.placement[c], position_[id(kBackward, c, j)], position_[id(kWeight, c, j)]);
+}
+
+// The passes, as (rank, position), that decide when the rank with the largest span ends.
+void Annealer::critical_path() {
+  int rank = static_cast<int>(std::max_element(span_.begin(), span_.end()) - span_.begin());
+  for (int k = static_cast<int>(rows_[rank].size()) - 1; k >= 0;) {
+    critical_.emplace_back(rank, k);
+    const int pass = rows_[rank][k];
+    if (k > 0 && ends_[rows_[rank][k - 1]] == starts_[rank][k]) {
+      k--;
+      continue;
+    }
+    const int input = needs_[pass];
+    if (input < 0) break;
+    rank = rank_of(input);
+    k = position_[input];
+  }
+}
+
+// Applies a random move; false when there was nothing to move.
+bool Annealer::propose(Random& random, const AnnealOptions& options) {
+  done_.clear();
+  toggled_ = -1;
+  from_ = kForever;
+  if (options.may_fuse && random.percent(10)) {
+    const int c = random.below(n_), j = random.below(m_), rank = p_.placement[c];
+    const int low = position_[id(kBackward, c, j)], high = position_[id(kWeight, c, j)];
+    toggle(c, j);
+    toggled_ = c * m_ + j;
+    from_ = starts_[rank][low];
+    for (int k = low; k <= high; k++)
+      if (memory_[rank][k] > p_.limit[rank]) {
+        undo();
+        return false;
+      }
+    return true;
+  }
+  const bool critical = random.percent(50);
+  int rank, k;
+  if (critical) {
+    if (critical_.empty()) critical_path();
+    std::tie(rank, k) = critical_[random.below(static_cast<int>(critical_.size()))];
+  } else {
+    rank = random.below(p_.ranks);
+    k = random.below(static_cast<int>(rows_[rank].size()));
+  }
+  int distance = 1;
+  while (distance < 8 && random.percent(60)) distance++;
+  const int pass = rows_[rank][k], kind = kind_of(pass);
+  bool later;  // on the critical path W makes room by moving later, and the others gain by moving earlier
+  if (critical) later = random.percent(kind == kWeight ? 70 : 15);
+  else later = random.percent(50);
+  // Alone, or as a wave: the same pass of this microbatch in the neighbouring chunks, or of the next microbatches here.
+  int count = 1, chunk_step = 0, microbatch_step = 0;
+  if (random.percent(20)) {
+    count = 2;
+    while (count < m_ && random.percent(80)) count++;
+    const int direction = random.below(3);
+    if (direction == 0) chunk_step = 1;
+    else if (direction == 1) chunk_step = -1;
+    else microbatch_step = later ? -1 : 1;
+  }
+  int c = chunk_of(pass), j = pass % m_;
+  for (int i = 0; i < count && c >= 0 && c < n_ && j >= 0 && j < m_; i++, c += chunk_step, j += microbatch_step) {
+    const int home = p_.placement[c], at = position_[id(kind, c, j)], last = static_cast<int>(rows_[home].size()) - 1;
+    const int to = reach(home, at, later ? std::min(at + distance, last) : std::max(at - distance, 0));
+    if (to == at) continue;
+    from_ = std::min(from_, starts_[home][std::min(at, to)]);
+    shift(home, at, to);
+    done_.push_back({home, at, to});
+  }
+  return !done_.empty();
+}
+
+void Annealer::undo() {
+  if (toggled_ >= 0) toggle(toggled_ / m_, toggled_ % m_);
+  for (auto each = done_.rbegin(); each != done_.rend(); ++each) shift(each->rank, each->to, each->from);
+}
+
+AnnealResult Annealer::anneal(const AnnealOptions& options) {
+  Random random(options.seed);
+  AnnealResult result;
+  const auto largest = [](const std::vector<Time>& span) { return *std::max_element(span.begin(), span.end()); };
+  result.best = {rows_, fused_, largest(span_)};
+  const auto begin = std::chrono::steady_clock::now();
+  std::int64_t count = 0;
+  Time now = energy(span_);
+  for (Time temperature : options.temperatures)
+    for (std::int64_t move = 0; move < options.moves; move++) {
+      if (result.best.cost <= options.target) return result;
+      if (++count % 256 == 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > options.seconds) {
+        result.finished = false;
+        return result;
+      }
+      if (!propose(random, options)) continue;
+      const Time threshold = now + (temperature >> 16) * random.exponential();
+      // The largest span of a move that could be accepted, all others being as small as their work allows.
+      const bool kept = run(from_, (threshold - kSpread * least_sum_) / p_.ranks) && energy(trial_span_) <= threshold;
+      if (!kept) {
+        undo();
+        continue;
+      }
+      commit();
+      now = energy(span_);
+      if (largest(span_) < result.best.cost) result.best = {rows_, fused_, largest(span_)};
+    }
+  return result;
+}
+
+}  // namespace
+
+AnnealResult anneal(const Problem& problem, const Orders& start, const AnnealOptions& options) {
+  return Annealer(problem, start).anneal(options);
+}
+
+}  // namespace zbkern

@@ -1,0 +1,51 @@
+// Python's view of the planner core: zbkern._planner. Lists in, lists out; the search runs without the GIL.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "planner.h"
+
+namespace py = pybind11;
+using namespace zbkern;
+
+namespace {
+
+Problem problem_from(const py::object& source) {
+  Problem p;
+  p.ranks = source.attr("ranks").cast<int>();
+  p.chunks = source.attr("chunks").cast<int>();
+  p.microbatches = source.attr("microbatches").cast<int>();
+  p.placement = source.attr("placement").cast<std::vector<int>>();
+  const auto times = [&](const char* name) { return source.attr(name).cast<std::vector<Time>>(); };
+  p.forward = times("forward"), p.backward = times("backward"), p.weight = times("weight"), p.fused = times("fused");
+  p.communication = times("communication"), p.activation = times("activation"), p.held = times("held");
+  p.merge_saving = times("merge_saving"), p.limit = times("limit");
+  p.makespan = source.attr("makespan").cast<bool>();
+  return p;
+}
+
+py::tuple tuple_from(const Orders& orders) {
+  return py::make_tuple(orders.cost, orders.rows, std::vector<int>(orders.fused.begin(), orders.fused.end()));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_planner, module) {
+  module.doc() = "The search core of zbkern.pipeline.planner, compiled. Its Python twin is the specification.";
+  module.def("list_schedule", [](const py::object& source, int priority, int patience, int slope, bool late_forward,
+                                 bool late_backward, bool fuse) {
+    const Problem problem = problem_from(source);
+    return tuple_from(list_schedule(problem, {priority, patience, slope, late_forward, late_backward, fuse}));
+  });
+  module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, std::uint64_t seed,
+                          const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool may_fuse,
+                          double seconds) {
+    const Problem problem = problem_from(source);
+    const Orders start{rows, std::vector<char>(fused.begin(), fused.end()), 0};
+    AnnealResult result;
+    {
+      py::gil_scoped_release release;
+      result = anneal(problem, start, {seed, temperatures, moves, target, may_fuse, seconds});
+    }
+    return py::make_tuple(tuple_from(result.best), result.finished);
+  });
+}

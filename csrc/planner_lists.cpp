@@ -1,0 +1,151 @@
+// The list scheduler: every rank decides what to run next by one rule. Specification: planner/lists.py.
+#include <algorithm>
+
+#include "planner.h"
+
+namespace zbkern {
+namespace {
+
+constexpr Time kNever = INT64_MAX / 4;
+
+// How many microbatches each chunk may hold between F and B: more, the further the chunk is from the last.
+std::vector<int> forward_caps(const Problem& p, int slope) {
+  std::vector<int> caps(p.chunks, p.microbatches);
+  if (slope == 0) return caps;
+  for (int rank = 0; rank < p.ranks; rank++) {
+    Time once = 0, weighted = 0;
+    for (int c = 0; c < p.chunks; c++)
+      if (p.placement[c] == rank) {
+        once += p.activation[c];
+        weighted += p.activation[c] * (p.chunks - 1 - c);
+      }
+    if (weighted == 0) continue;
+    const Time spare = std::max<Time>(0, p.limit[rank] - once);
+    for (int c = 0; c < p.chunks; c++) {
+      const Time cap = 1 + slope * spare * (p.chunks - 1 - c) / (100 * weighted);
+      caps[c] = static_cast<int>(std::min<Time>(caps[c], cap));
+    }
+  }
+  return caps;
+}
+
+struct RankState {
+  Time clock = 0, memory = 0, held = 0, start = -1;
+  bool idle = false, last_was_forward = false;
+  std::vector<int> chunks, pending;  // pending: the chunk of every B, in order; W take them from `next_weight` on
+  std::size_t next_weight = 0;
+};
+
+}  // namespace
+
+Orders list_schedule(const Problem& p, const Rule& rule) {
+  const int n = p.chunks, m = p.microbatches;
+  const std::vector<int> caps = forward_caps(p, rule.slope);
+  std::vector<RankState> ranks(p.ranks);
+  for (int c = 0; c < n; c++) ranks[p.placement[c]].chunks.push_back(c);
+  std::vector<Time> forward_at(static_cast<std::size_t>(n) * m, kNever), backward_at(forward_at);
+  std::fill(forward_at.begin(), forward_at.begin() + m, 0);
+  std::fill(backward_at.end() - m, backward_at.end(), 0);
+  std::vector<int> forwards(n, 0), backwards(n, 0), weights(n, 0);
+  Orders result;
+  result.rows.resize(p.ranks);
+  result.fused.assign(static_cast<std::size_t>(n) * m, rule.fuse);
+
+  for (int left = p.passes(); left > 0;) {
+    int rank = -1;
+    for (int r = 0; r < p.ranks; r++)
+      if (!ranks[r].idle && (rank < 0 || ranks[r].clock < ranks[rank].clock)) rank = r;
+    if (rank < 0) return Orders{};
+    RankState& state = ranks[rank];
+    const Time now = state.clock;
+
+    int forward = -1, backward = -1;
+    Time next = kNever;
+    int oldest = m;  // the first microbatch that has a forward left here: there must always be room to finish it
+    for (int c : state.chunks) oldest = std::min(oldest, forwards[c]);
+    for (int c : state.chunks) {
+      if (backwards[c] < forwards[c]) {
+        const Time at = backward_at[static_cast<std::size_t>(c) * m + backwards[c]];
+        if (at > now) next = std::min(next, at);
+        else if (backward < 0 || rule.late_backward) backward = c;
+      }
+      if (forwards[c] < m && forwards[c] - backwards[c] < caps[c]) {
+        const Time at = forward_at[static_cast<std::size_t>(c) * m + forwards[c]];
+        if (at >= kNever) continue;
+        Time need = p.activation[c];
+        for (int other : state.chunks)
+          if (other != c && forwards[other] <= oldest) need += p.activation[other];
+        if (state.memory - state.held + need > p.limit[rank]) continue;
+        if (at > now) next = std::min(next, at);
+        else if (forward < 0 || rule.late_forward) forward = c;
+      }
+    }
+    int kind = -1, chunk = -1;
+    const bool pending = state.next_weight < state.pending.size();
+    if (forward >= 0 && backward >= 0) {
+      const bool first = rule.priority == 1 || (rule.priority == 2 && !state.last_was_forward);
+      kind = first ? kForward : kBackward;
+    } else if (forward >= 0) {
+      kind = kForward;
+    } else if (backward >= 0) {
+      kind = kBackward;
+    }
+    if (kind == kForward && state.memory + p.activation[forward] > p.limit[rank]) kind = kWeight;
+    if (kind < 0) {
+      if (pending && (next >= kNever || 4 * (next - now) >= rule.patience * p.weight[state.pending[state.next_weight]])) {
+        kind = kWeight;
+      } else {
+        if (next < kNever) state.clock = next;
+        else state.idle = true;
+        continue;
+      }
+    }
+
+    int microbatch;
+    Time length;
+    if (kind == kForward) {
+      chunk = forward;
+      microbatch = forwards[chunk]++;
+      length = p.forward[chunk];
+      state.memory += p.activation[chunk];
+    } else if (kind == kBackward) {
+      chunk = backward;
+      microbatch = backwards[chunk]++;
+      length = rule.fuse ? p.fused[chunk] : p.backward[chunk];
+      state.memory -= p.activation[chunk];
+      if (!rule.fuse) {
+        state.memory += p.held[chunk];
+        state.held += p.held[chunk];
+        state.pending.push_back(chunk);
+      }
+    } else {
+      chunk = state.pending[state.next_weight++];
+      microbatch = weights[chunk]++;
+      length = p.weight[chunk];
+      state.memory -= p.held[chunk];
+      state.held -= p.held[chunk];
+    }
+    if (state.start < 0) state.start = now;
+    state.clock = now + length;
+    left--;
+    result.rows[rank].push_back((kind * n + chunk) * m + microbatch);
+    if (kind != kWeight) state.last_was_forward = kind == kForward;
+    if (kind == kBackward && rule.fuse) {
+      result.rows[rank].push_back((kWeight * n + chunk) * m + microbatch);
+      left--;
+    }
+    result.cost = std::max(result.cost, state.clock - (p.makespan ? 0 : state.start));
+    const int consumer = kind == kForward ? chunk + 1 : kind == kBackward ? chunk - 1 : -1;
+    if (consumer < 0 || consumer >= n) continue;
+    auto& arrivals = kind == kForward ? forward_at : backward_at;
+    arrivals[static_cast<std::size_t>(consumer) * m + microbatch] = state.clock + p.communication[std::min(chunk, consumer)];
+    RankState& peer = ranks[p.placement[consumer]];
+    if (peer.idle) {
+      peer.idle = false;
+      peer.clock = std::max(peer.clock, now);
+    }
+  }
+  return result;
+}
+
+}  // namespace zbkern

@@ -1,0 +1,7 @@
+"""The planner: a schedule for given costs under a memory limit, with a lower bound beside it."""
+
+from __future__ import annotations
+
+from zbkern.pipeline.planner.plan import Plan, plan
+
+__all__ = ["Plan", "plan"]

@@ -1,0 +1,143 @@
+"""Lower bounds on the cost of any schedule of a problem.
+
+Per rank, cost = work + idle. Some idle time is certain: before the gradient of the first microbatch is back, a rank can
+only run what its memory has room for (head), and after its last forward only what memory held then (tail). This is the
+first-stage bound of one chunk per rank, for every rank and for any number of chunks. Beside it: the longest chain of
+passes that must follow each other. Integers as in `Problem`; microbatches cost the same, so that their order is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbkern.pipeline.planner.problem import Problem
+
+
+def cost_bound(problem: Problem) -> int:
+    """No schedule of `problem` costs less (its makespan, when that is minimised)."""
+    if problem.may_fuse or problem.saves:
+        # The room for work in head and tail is not known then; work and chains are.
+        return max([_chain(problem), *(problem.work(rank) for rank in range(problem.ranks))])
+    ranks = range(problem.ranks)
+    return max([_chain(problem), *(_rank_bound(problem, rank) for rank in ranks)])
+
+
+def _arrivals(problem: Problem) -> list[int]:
+    """The earliest start of each chunk's first forward."""
+    at = [0]
+    for chunk in range(problem.chunks - 1):
+        at.append(at[-1] + problem.forward[chunk] + problem.communication[chunk])
+    return at
+
+
+def _returns(problem: Problem) -> list[int]:
+    """For each chunk, the least time from the end of its forward to the start of its backward."""
+    back = [0] * problem.chunks
+    for chunk in reversed(range(problem.chunks - 1)):
+        there = problem.communication[chunk] + problem.forward[chunk + 1]
+        back[chunk] = there + back[chunk + 1] + _backward(problem, chunk + 1) + problem.communication[chunk]
+    return back
+
+
+def _backward(problem: Problem, chunk: int) -> int:
+    return min(problem.backward[chunk], problem.fused[chunk])
+
+
+def _chain(problem: Problem) -> int:
+    """All F of a chunk, or all B, or all of both in the last, between the way there and the way back to chunk 0."""
+    arrivals, returns, microbatches = _arrivals(problem), _returns(problem), problem.microbatches
+    last = problem.chunks - 1
+    weight = 0 if problem.may_fuse else problem.weight[0] - problem.merge_saving[0]
+    down = [0] * problem.chunks  # from the end of the chunk's backward to the end of chunk 0's
+    for chunk in range(1, problem.chunks):
+        down[chunk] = problem.communication[chunk - 1] + _backward(problem, chunk - 1) + down[chunk - 1]
+    longest = arrivals[last] + microbatches * (problem.forward[last] + _backward(problem, last)) + down[last]
+    for chunk in range(problem.chunks):
+        there_and_back = returns[chunk] + _backward(problem, chunk) + down[chunk]
+        longest = max(longest, arrivals[chunk] + microbatches * problem.forward[chunk] + there_and_back)
+        there = arrivals[chunk] + problem.forward[chunk] + returns[chunk]
+        longest = max(longest, there + microbatches * _backward(problem, chunk) + down[chunk])
+    return longest + weight
+
+
+def _rank_bound(problem: Problem, rank: int) -> int:
+    home, arrivals, returns = problem.chunks_of(rank), _arrivals(problem), _returns(problem)
+    first, limit, microbatches = home[0], problem.limit[rank], problem.microbatches
+    head = 0
+    for place, chunk in enumerate(home):
+        # From this rank's first F on until B of `chunk` can start, chunks up to it run F only, which stay in memory;
+        # the later ones can run everything, for microbatches that this chunk has forwarded.
+        latest = arrivals[chunk] - arrivals[first] + problem.forward[chunk] + returns[chunk]
+        kinds = []
+        memory = work = 0
+        for index, other in enumerate(home):
+            work += problem.forward[other]
+            if index <= place:
+                memory += problem.activation[other]
+            else:
+                work += problem.backward[other] + problem.weight[other]
+            if index <= place or index == len(home) - 1:
+                kinds.append((memory, work))
+        head = max(head, latest - _most_work(kinds, limit, microbatches))
+    tail = max(0, returns[first] + problem.backward[first] + problem.weight[first] - _tail_work(problem, home, limit))
+    # Head ends before tail begins, unless all forwards of the first chunk fit the memory at once.
+    apart = microbatches * problem.activation[first] > limit
+    late = arrivals[first] if problem.makespan else 0
+    return problem.work(rank) + (head + tail if apart else max(head, tail)) + late
+
+
+def _tail_work(problem: Problem, home: Sequence[int], limit: int) -> int:
+    """The most work that can be left for the time from the end of the first chunk's last F to the end of all.
+
+    A microbatch is somewhere between its F in the first chunk and its last W, holds memory, and has work left. Only the
+    most work per memory matters; the last microbatch itself holds the first chunk's activation and has all left.
+    """
+    first = home[0]
+    whole = sum(problem.forward[c] + problem.backward[c] + problem.weight[c] for c in home) - problem.forward[first]
+    states = [(problem.activation[first], whole)]
+    memory, left = problem.activation[first], whole
+    for chunk in home[1:]:  # forwarded so far
+        memory, left = memory + problem.activation[chunk], left - problem.forward[chunk]
+        states.append((memory, left))
+    # Backward down to some chunk, each W of what is behind done or not: the W by themselves are states of their own.
+    for place in range(len(home)):
+        ahead = home[: len(home) - 1 - place]
+        states.append(
+            (sum(problem.activation[c] for c in ahead), sum(problem.backward[c] + problem.weight[c] for c in ahead))
+        )
+    states += [(problem.held[chunk], problem.weight[chunk]) for chunk in home]
+    states = [(memory, left) for memory, left in states if left > 0]
+    return whole + _most_work(states, limit - problem.activation[first], problem.microbatches - 1)
+
+
+def _most_work(kinds: Sequence[tuple[int, int]], limit: int, microbatches: int) -> int:
+    """The most work from any number of the kinds (memory, work), at most `microbatches` of each, in the memory."""
+    if limit < 0:
+        return 0
+    free = sum(work * microbatches for memory, work in kinds if memory == 0)
+    kinds = [kind for kind in kinds if min(kind) > 0]
+    kinds = [
+        (memory, work)
+        for index, (memory, work) in enumerate(kinds)
+        if not any(
+            (less <= memory and more >= work and (less, more) != (memory, work))
+            or ((less, more) == (memory, work) and other < index)
+            for other, (less, more) in enumerate(kinds)
+        )
+    ]
+    kinds.sort(key=lambda kind: kind[0] / kind[1])
+
+    def best(index: int, room: int, steps: int) -> int:
+        if index == len(kinds):
+            return 0
+        memory, work = kinds[index]
+        most = min(room // memory, microbatches)
+        if index == len(kinds) - 1:
+            return most * work
+        if steps * (most + 1) > 20_000:  # too many to try: the room filled with the best kind, whole or not
+            return room * work // memory + 1
+        return max(
+            count * work + best(index + 1, room - count * memory, steps * (most + 1)) for count in range(most + 1)
+        )
+
+    return free + best(0, limit, 1)

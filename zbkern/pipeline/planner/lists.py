@@ -1,0 +1,199 @@
+"""The constructive search: a list scheduler, run with many rules, keeps what is best.
+
+Every rank decides what to run next from what has arrived: a forward, a backward, or a W, by one rule for all. This is
+the greedy search of arXiv 2401.10241, section 3.1 (fill the warm-up with forwards, then one F and one B, W in gaps and
+when memory is full, a few yes/no choices all tried), for any number of chunks, with two choices more: how long a gap
+must be for a W, and how many forwards each chunk may be ahead of its backwards. Unlike there, ranks decide in the order
+of time, each knowing only what has been sent to it by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem, Rows
+
+try:
+    from zbkern import _planner as compiled
+except ImportError:  # no compiler when this was installed
+    compiled = None
+
+_NEVER = 2**61
+
+
+class Rule(NamedTuple):
+    """How a rank decides.
+
+    priority: with a forward and a backward ready, run 0 the backward, 1 the forward, 2 the one that was not run last.
+    patience: a W may start when the next input is at least this many quarters of its length away, or not yet sent.
+    slope: how fast the number of forwards a chunk may be ahead falls towards the last chunk, in percent of what fits
+    the memory; 0 for no such cap. late_forward, late_backward: of several chunks ready, run the last.
+    fuse: all backwards are fused.
+    """
+
+    priority: int
+    patience: int
+    slope: int
+    late_forward: bool
+    late_backward: bool
+    fuse: bool
+
+
+def rules(problem: Problem) -> Iterator[Rule]:
+    """All rules that are tried."""
+    several = (True, False) if problem.chunks > problem.ranks else (True,)
+    fuse = (False, True) if problem.may_fuse else (False,)
+    slopes = (0, 50, 70, 80, 90, 100, 120, 150)
+    for each in product(range(3), range(5), slopes, several, several, fuse):
+        yield Rule(*each)
+
+
+def list_schedule(problem: Problem, rule: Rule) -> Orders | None:
+    """The orders that `rule` comes to; None when it comes to a dead end."""
+    if compiled is not None:
+        orders = Orders(*compiled.list_schedule(problem, *rule))
+        return orders if orders.rows else None
+    return _Lists(problem, rule).run()
+
+
+class _Lists:
+    """One run of the list scheduler. csrc/planner_lists.cpp is its compiled twin."""
+
+    def __init__(self, problem: Problem, rule: Rule) -> None:
+        ranks, chunks, microbatches = problem.ranks, problem.chunks, problem.microbatches
+        self.problem, self.rule = problem, rule
+        self.caps = _forward_caps(problem, rule.slope)
+        self.chunks = [problem.chunks_of(rank) for rank in range(ranks)]
+        self.forward_at = [[_NEVER] * microbatches for _ in range(chunks)]
+        self.backward_at = [[_NEVER] * microbatches for _ in range(chunks)]
+        self.forward_at[0] = [0] * microbatches
+        self.backward_at[-1] = [0] * microbatches
+        self.done = [[0] * chunks for _ in range(3)]  # [kind][chunk]
+        self.clock, self.memory, self.held = [0] * ranks, [0] * ranks, [0] * ranks
+        self.start: list[int | None] = [None] * ranks
+        self.idle, self.last_was_forward = [False] * ranks, [False] * ranks
+        self.pending: list[list[int]] = [[] for _ in range(ranks)]  # the chunks of its B whose W has not run
+        self.rows: Rows = [[] for _ in range(ranks)]
+        self.cost = 0
+
+    def run(self) -> Orders | None:
+        left = self.problem.passes
+        while left:
+            rank = min(
+                (rank for rank, idle in enumerate(self.idle) if not idle), key=self.clock.__getitem__, default=None
+            )
+            if rank is None:
+                return None
+            left -= self._step(rank)
+        return Orders(self.cost, self.rows, [int(self.rule.fuse)] * (self.problem.chunks * self.problem.microbatches))
+
+    def _ready(self, rank: int) -> tuple[int | None, int | None, int]:
+        """The chunk whose forward may run now, the one whose backward may, and when the next input arrives."""
+        problem, now = self.problem, self.clock[rank]
+        forwards, backwards = self.done[FORWARD], self.done[BACKWARD]
+        forward = backward = None
+        coming = _NEVER
+        # The first microbatch with a forward left here must always find room, or the pipeline locks up.
+        oldest = min(forwards[chunk] for chunk in self.chunks[rank])
+        for chunk in self.chunks[rank]:
+            if backwards[chunk] < forwards[chunk]:
+                at = self.backward_at[chunk][backwards[chunk]]
+                if at > now:
+                    coming = min(coming, at)
+                elif backward is None or self.rule.late_backward:
+                    backward = chunk
+            if forwards[chunk] < problem.microbatches and forwards[chunk] - backwards[chunk] < self.caps[chunk]:
+                at = self.forward_at[chunk][forwards[chunk]]
+                need = problem.activation[chunk] + sum(
+                    problem.activation[other]
+                    for other in self.chunks[rank]
+                    if other != chunk and forwards[other] <= oldest
+                )
+                if at >= _NEVER or self.memory[rank] - self.held[rank] + need > problem.limit[rank]:
+                    continue
+                if at > now:
+                    coming = min(coming, at)
+                elif forward is None or self.rule.late_forward:
+                    forward = chunk
+        return forward, backward, coming
+
+    def _step(self, rank: int) -> int:
+        """One decision of `rank`; how many passes it ran."""
+        problem, now = self.problem, self.clock[rank]
+        forward, backward, coming = self._ready(rank)
+        forward_first = self.rule.priority == 1 or (self.rule.priority == 2 and not self.last_was_forward[rank])
+        if forward is not None and (backward is None or forward_first):
+            full = self.memory[rank] + problem.activation[forward] > problem.limit[rank]
+            kind = WEIGHT if full else FORWARD
+        elif backward is not None:
+            kind = BACKWARD
+        elif self.pending[rank] and (
+            coming >= _NEVER or 4 * (coming - now) >= self.rule.patience * problem.weight[self.pending[rank][0]]
+        ):
+            kind = WEIGHT
+        else:
+            if coming < _NEVER:
+                self.clock[rank] = coming
+            else:
+                self.idle[rank] = True
+            return 0
+        chunk = {FORWARD: forward, BACKWARD: backward}.get(kind)
+        return self._execute(rank, kind, self.pending[rank].pop(0) if chunk is None else chunk)
+
+    def _execute(self, rank: int, kind: int, chunk: int) -> int:
+        problem, fuse, now = self.problem, self.rule.fuse, self.clock[rank]
+        microbatch = self.done[kind][chunk]
+        self.done[kind][chunk] += 1
+        self.rows[rank].append((kind * problem.chunks + chunk) * problem.microbatches + microbatch)
+        ran = 1
+        if kind == FORWARD:
+            length = problem.forward[chunk]
+            self.memory[rank] += problem.activation[chunk]
+        elif kind == BACKWARD:
+            length = problem.fused[chunk] if fuse else problem.backward[chunk]
+            self.memory[rank] -= problem.activation[chunk]
+            if fuse:
+                self.rows[rank].append((WEIGHT * problem.chunks + chunk) * problem.microbatches + microbatch)
+                ran = 2
+            else:
+                self.memory[rank] += problem.held[chunk]
+                self.held[rank] += problem.held[chunk]
+                self.pending[rank].append(chunk)
+        else:
+            length = problem.weight[chunk]
+            self.memory[rank] -= problem.held[chunk]
+            self.held[rank] -= problem.held[chunk]
+        if self.start[rank] is None:
+            self.start[rank] = now
+        self.clock[rank] = end = now + length
+        if kind != WEIGHT:
+            self.last_was_forward[rank] = kind == FORWARD
+        self.cost = max(self.cost, end - (0 if problem.makespan else self.start[rank]))
+        consumer = chunk + 1 if kind == FORWARD else chunk - 1
+        if kind != WEIGHT and 0 <= consumer < problem.chunks:
+            arrivals = self.forward_at if kind == FORWARD else self.backward_at
+            arrivals[consumer][microbatch] = end + problem.communication[min(chunk, consumer)]
+            peer = problem.placement[consumer]
+            if self.idle[peer]:
+                self.idle[peer] = False
+                self.clock[peer] = max(self.clock[peer], now)
+        return ran
+
+
+def _forward_caps(problem: Problem, slope: int) -> list[int]:
+    """How many forwards each chunk may be ahead of its backwards: more, the further it is from the last chunk."""
+    caps = [problem.microbatches] * problem.chunks
+    if slope == 0:
+        return caps
+    for rank in range(problem.ranks):
+        home = problem.chunks_of(rank)
+        weighted = sum(problem.activation[chunk] * (problem.chunks - 1 - chunk) for chunk in home)
+        if weighted == 0:
+            continue
+        spare = max(0, problem.limit[rank] - sum(problem.activation[chunk] for chunk in home))
+        for chunk in range(problem.chunks):
+            cap = 1 + slope * spare * (problem.chunks - 1 - chunk) // (100 * weighted)
+            caps[chunk] = min(caps[chunk], cap)
+    return caps

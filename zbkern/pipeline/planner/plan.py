@@ -1,0 +1,174 @@
+"""plan: the best schedule found for given costs under a memory limit, and how far from the best possible it can be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.planner import bounds, exact, portfolio
+from zbkern.pipeline.planner.problem import Orders, Problem, schedule_of
+from zbkern.pipeline.simulate import simulate
+from zbkern.pipeline.timeline import Timeline
+
+PLACEMENTS = ("linear", "loop", "v", "zigzag")
+OBJECTIVES = ("cost", "makespan")
+
+_ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, its timeline without jitter, and a lower bound on the bubble rate of any schedule of its work.
+
+    lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of
+    ranks times makespan that is idle. optimal: it is proven that no schedule is better. mean_cost: with jitter, the
+    mean of the objective over the samples; otherwise the objective itself.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: float
+    optimal: bool
+    mean_cost: float
+
+    @property
+    def bubble_rate(self) -> float:
+        return self.timeline.bubble_rate
+
+
+def plan(
+    costs: Costs,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    placement: str | Sequence[int] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    time_limit: float = 10.0,
+    *,
+    objective: str = "cost",
+    jitter: float = 0.0,
+    samples: int = 16,
+    seed: int = 0,
+    exact_solver: bool = False,
+) -> Plan:
+    """The best schedule found in about `time_limit` seconds on one core.
+
+    costs: of every chunk; see `Costs`. stages: ranks. chunks: per rank. placement: "linear" (neighbouring chunks on one
+    rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up), "zigzag" (the V repeated), or the rank of every chunk;
+    by default linear, v or zigzag for one, two and more chunks. memory_limit: of one rank's `peak_memory`, in the unit
+    of `costs.activation`, one number or one per rank; None for none. objective: what to minimise, "cost" or "makespan"
+    (see `Timeline`). jitter, samples: of the best plans, the one whose mean over `samples` simulations in which every
+    pass takes its cost times a normal variate of this deviation is least. exact_solver: spend half of the time on
+    OR-tools' CP-SAT, started from the best plan (the package `ortools`; small problems only).
+
+    The search spends `time_limit` in moves of nominal speed, so that the plan depends on the seed and not on the
+    machine, as long as that is no slower than nominal; 0 seconds give the constructive answer alone. Every published
+    schedule that fits takes part, so that none of them is better. Sources: arXiv 2401.10241, 2405.15362.
+
+    Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
+    other arguments.
+    """
+    begin = time.monotonic()
+    _check(stages, microbatches, chunks, objective, jitter, samples, time_limit)
+    name, homes = _placement(placement, stages, chunks)
+    flat = costs.per_chunk(len(homes))
+    unlimited = microbatches * sum(flat.activation)
+    limits = _limits(memory_limit, stages, unlimited)
+    _check_room(flat.activation, homes, limits)
+    problem = Problem.build(
+        flat, homes, microbatches, [min(each, unlimited) for each in limits], objective == "makespan"
+    )
+    bound = bounds.cost_bound(problem)
+    search_time = time_limit / 2 if exact_solver else time_limit
+    found = portfolio.search(problem, costs, bound, search_time, seed, keep=8 if jitter else 1)
+    if exact_solver and found[0].cost > bound:
+        remaining = time_limit - (time.monotonic() - begin)
+        better, proven = exact.solve(problem, found[0], remaining, seed)
+        found, bound = [better, *found], max(bound, proven)
+    chosen, mean = _steadiest(found, problem, costs, objective, jitter, samples, seed)
+    schedule = schedule_of(chosen, problem, f"plan-{name}")
+    timeline = simulate(schedule, costs)
+    reached = timeline.cost if objective == "cost" else timeline.makespan
+    least = min(bound / problem.time_scale, reached)
+    optimal = reached - least <= _ROUNDING * reached
+    available = stages * least
+    lower = max(0.0, 1.0 - sum(timeline.busy) / available) if available > 0 else 0.0
+    return Plan(schedule, timeline, lower, optimal, reached if mean is None else mean)
+
+
+def _steadiest(
+    found: Sequence[Orders], problem: Problem, costs: Costs, objective: str, jitter: float, samples: int, seed: int
+) -> tuple[Orders, float | None]:
+    """Of the orders found, the ones with the least mean over sampled costs."""
+    if not jitter:
+        return found[0], None
+    means = []
+    for orders in found:
+        schedule = schedule_of(orders, problem, "candidate")
+        runs = [simulate(schedule, costs, jitter=jitter, seed=seed + sample) for sample in range(samples)]
+        means.append(sum(run.cost if objective == "cost" else run.makespan for run in runs) / samples)
+    best = min(range(len(found)), key=means.__getitem__)
+    return found[best], means[best]
+
+
+def _check(
+    stages: int, microbatches: int, chunks: int, objective: str, jitter: float, samples: int, time_limit: float
+) -> None:
+    counts = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "samples": samples}
+    for what, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"plan: {what} must be an int; got {type(count).__name__} {count!r}")
+        if count < 1:
+            raise ValueError(f"plan: {what} must be at least 1; got {count}")
+    if objective not in OBJECTIVES:
+        raise ValueError(f"plan: objective must be one of {OBJECTIVES}; got {objective!r}")
+    if not jitter >= 0 or not time_limit >= 0:
+        raise ValueError(f"plan: jitter and time_limit must be at least 0; got {jitter} and {time_limit}")
+
+
+def _placement(given: str | Sequence[int] | None, stages: int, chunks: int) -> tuple[str, tuple[int, ...]]:
+    """Name, and the rank of every chunk."""
+    down = range(stages)
+    if given is None:
+        given = "linear" if chunks == 1 else "v" if chunks == 2 else "zigzag"
+    if not isinstance(given, str):
+        homes = tuple(given)
+        if len(homes) != stages * chunks or any(homes.count(rank) != chunks for rank in down):
+            raise ValueError(
+                f"plan: placement must name every rank below {stages} {chunks} times, once per chunk; got {homes}"
+            )
+        return "custom", homes
+    if given not in PLACEMENTS:
+        raise ValueError(f"plan: placement must be one of {PLACEMENTS} or the rank of every chunk; got {given!r}")
+    if given == "v" and chunks != 2:
+        raise ValueError(f'plan: placement "v" needs chunks=2 (or "zigzag" for more); got {chunks}')
+    if given == "linear":
+        return given, tuple(rank for rank in down for _ in range(chunks))
+    if given == "loop":
+        return given, tuple(rank for _ in range(chunks) for rank in down)
+    return given, tuple(rank for turn in range(chunks) for rank in (reversed(down) if turn % 2 else down))
+
+
+def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float) -> list[float]:
+    if given is None:
+        return [unlimited] * stages
+    limits = [float(given)] * stages if not isinstance(given, Sequence) else [float(each) for each in given]
+    if len(limits) != stages:
+        raise ValueError(f"plan: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
+    if any(not limit >= 0 for limit in limits):
+        raise ValueError(f"plan: memory_limit must be at least 0; got {given}")
+    return limits
+
+
+def _check_room(activation: Sequence[float], homes: Sequence[int], limits: Sequence[float]) -> None:
+    """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run."""
+    needs = [sum(activation[chunk] for chunk, home in enumerate(homes) if home == rank) for rank in range(len(limits))]
+    for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
+        if need > limit * (1 + _ROUNDING):
+            raise ScheduleError(
+                f"plan: no schedule fits memory_limit={limit:g} on rank {rank}: one microbatch in all chunks of a rank "
+                f"holds {need:g}; the smallest limit that any schedule fits is {max(needs):g}"
+            )

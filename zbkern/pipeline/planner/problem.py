@@ -1,0 +1,174 @@
+"""What the search works on: a planning problem in integers, and orders as lists of numbers.
+
+Times and memory are scaled to integers, so that sums do not depend on their order and the compiled search and its
+Python twin agree to the last bit. A pass is one number, (kind * chunks + chunk) * microbatches + microbatch, and the
+microbatches of a chunk pass in order: they cost the same, so that no other order is better.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.costs import ChunkCosts
+
+FORWARD, BACKWARD, WEIGHT = range(3)
+Rows = list[list[int]]
+
+_TIME_SCALE = 2.0**46  # of all work done one pass after the other
+_MEMORY_SCALE = 2.0**40  # of the largest limit
+_SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A planning problem: one entry per chunk, per edge (`communication`, 0 within a rank) or per rank (`limit`).
+
+    One unit of time here is 1 / time_scale of the costs', and one of memory 1 / memory_scale.
+    """
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    placement: tuple[int, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weight: tuple[int, ...]
+    fused: tuple[int, ...]
+    communication: tuple[int, ...]
+    activation: tuple[int, ...]
+    held: tuple[int, ...]
+    merge_saving: tuple[int, ...]
+    limit: tuple[int, ...]
+    makespan: bool
+    time_scale: float
+    memory_scale: float
+
+    @classmethod
+    def build(
+        cls, costs: ChunkCosts, placement: Sequence[int], microbatches: int, limit: Sequence[float], makespan: bool
+    ) -> Problem:
+        """limit: one number per rank, in the unit of `costs.activation`."""
+        serial = microbatches * (
+            sum(costs.forward) + sum(costs.backward) + sum(costs.weight) + 2 * sum(costs.communication)
+        )
+        time_scale = _TIME_SCALE / serial if serial > 1e-200 else 1.0
+        largest = max(*limit, *costs.activation)
+        memory_scale = _MEMORY_SCALE / largest if largest > 1e-200 else 1.0
+
+        def times(values: Sequence[float]) -> tuple[int, ...]:
+            return tuple(round(value * time_scale) for value in values)
+
+        def memory(values: Sequence[float]) -> tuple[int, ...]:
+            return tuple(round(value * memory_scale) for value in values)
+
+        edges = zip(costs.communication, placement, placement[1:], strict=False)
+        return cls(
+            ranks=max(placement) + 1,
+            chunks=len(placement),
+            microbatches=microbatches,
+            placement=tuple(placement),
+            forward=times(costs.forward),
+            backward=times(costs.backward),
+            weight=times(costs.weight),
+            fused=times(costs.fused),
+            communication=times([0.0 if here == there else latency for latency, here, there in edges]),
+            activation=memory(costs.activation),
+            held=memory(costs.held),
+            merge_saving=times(costs.merge_saving),
+            limit=memory([value * (1 + _SLACK) for value in limit]),
+            makespan=makespan,
+            time_scale=time_scale,
+            memory_scale=memory_scale,
+        )
+
+    @property
+    def passes(self) -> int:
+        return 3 * self.chunks * self.microbatches
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether some fused backward is faster than its two halves."""
+        parts = zip(self.fused, self.backward, self.weight, strict=True)
+        return any(fused < backward + weight for fused, backward, weight in parts)
+
+    @property
+    def saves(self) -> bool:
+        return any(self.merge_saving)
+
+    def chunks_of(self, rank: int) -> list[int]:
+        return [chunk for chunk, home in enumerate(self.placement) if home == rank]
+
+    def work(self, rank: int) -> int:
+        """The least time `rank` can spend in passes."""
+        total = 0
+        for chunk in self.chunks_of(rank):
+            saved = self.merge_saving[chunk] * (self.microbatches - 1)
+            backward = self.microbatches * (self.backward[chunk] + self.weight[chunk]) - saved
+            total += self.microbatches * self.forward[chunk]
+            total += min(backward, self.microbatches * self.fused[chunk])
+        return total
+
+    def with_limit(self, limit: Sequence[int]) -> Problem:
+        return replace(self, limit=tuple(limit))
+
+    def with_microbatches(self, microbatches: int) -> Problem:
+        return replace(self, microbatches=microbatches)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """An order of every rank, its cost, and which backwards are fused: fused[chunk * microbatches + microbatch].
+
+    The W of a fused backward stays in its row, as a pass of no length and no memory.
+    """
+
+    cost: int
+    rows: Rows
+    fused: list[int]
+
+
+def orders_of(schedule: Schedule) -> Orders:
+    """A schedule as orders; its cost is not worked out. Slices of W and other orders of microbatches are lost."""
+    chunks, microbatches = len(schedule.placement), schedule.microbatches
+    fused = [0] * (chunks * microbatches)
+    rows: Rows = []
+    for actions in schedule.actions:
+        count: Counter[tuple[int, int]] = Counter()
+        row: list[int] = []
+        for kind, chunk, microbatch, _ in actions:
+            kinds = {"F": [FORWARD], "B": [BACKWARD], "W": [WEIGHT], "BW": [BACKWARD, WEIGHT]}[kind]
+            if kind == "BW":
+                fused[chunk * microbatches + microbatch] = 1
+            for each in kinds:
+                row.append((each * chunks + chunk) * microbatches + count[each, chunk])
+                count[each, chunk] += 1
+        rows.append(row)
+    return Orders(0, rows, fused)
+
+
+def schedule_of(orders: Orders, problem: Problem, name: str) -> Schedule:
+    """Orders as a schedule, validated. W that follow each other are grouped by chunk, which is free."""
+    chunks, microbatches = problem.chunks, problem.microbatches
+    rows = []
+    for row in orders.rows:
+        actions: list[Action] = []
+        weights: list[Action] = []
+        for number in row:
+            kind, chunk, microbatch = (
+                number // (chunks * microbatches),
+                number // microbatches % chunks,
+                number % microbatches,
+            )
+            fused = orders.fused[chunk * microbatches + microbatch]
+            if kind == WEIGHT:
+                if not fused:
+                    weights.append(Action("W", chunk, microbatch))
+                continue
+            actions += sorted(weights, key=lambda action: action.chunk)
+            weights.clear()
+            actions.append(Action("F" if kind == FORWARD else "BW" if fused else "B", chunk, microbatch))
+        rows.append(actions + sorted(weights, key=lambda action: action.chunk))
+    return Schedule.build(rows, problem.placement, microbatches, name)
