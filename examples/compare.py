@@ -28,23 +28,6 @@ CANDIDATES = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v")
 ROUNDS, STEPS = 3, 3
 
 
-def names() -> list[str]:
-    """The schedules that this example can be asked for."""
-    return [
-        "gpipe",
-        "one_f_one_b",
-        "interleaved",
-        "interleaved_zero_bubble",
-        "zb_h1",
-        "zb_h2",
-        "zb_v",
-        "v_half",
-        "v_min",
-        "one_f_one_b_v",
-        "dualpipe_v",
-    ]
-
-
 def build(name: str, stages: int, microbatches: int) -> Schedule:
     try:
         return getattr(schedules, name)(stages, microbatches)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from text import Text
 from trainer import PlainTrainer, Trainer, everywhere, say
 
-from zbkern.pipeline import Schedule, draw, simulate, trace
+from zbkern.pipeline import Schedule, draw, schedules, simulate, trace
 
 
 def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
@@ -106,7 +106,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="file or folder of text; default: the sources of Python's standard library")
     parser.add_argument(
-        "--schedule", choices=compare.names(), help="train with this one; default: compare, take the best"
+        "--schedule", choices=schedules.NAMES, help="train with this one; default: compare, take the best"
     )
     parser.add_argument("--fill", choices=["planned", "eager"], default="planned")
     parser.add_argument("--steps", type=int, default=150)

@@ -11,19 +11,6 @@ import torch
 from zbkern.pipeline import ScheduleError, schedules
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCHEDULES = [
-    "gpipe",
-    "one_f_one_b",
-    "zb_h1",
-    "zb_h2",
-    "interleaved",
-    "interleaved_zero_bubble",
-    "zb_v",
-    "v_half",
-    "v_min",
-    "one_f_one_b_v",
-    "dualpipe_v",
-]
 
 pytestmark = pytest.mark.dist
 
@@ -76,8 +63,8 @@ def check_losses(names: list[str], microbatches: int, tied: bool, fill: str, out
     ("microbatches", "tied", "fill"), [(4, False, "planned"), (5, True, "planned"), (4, True, "eager")]
 )
 def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, microbatches: int, tied: bool, fill: str) -> None:
-    for done in two_ranks.run(check_losses, SCHEDULES, microbatches, tied, fill, tmp_path):
-        assert len(done) >= len(SCHEDULES) - 2, f"only {done} were checked"
+    for done in two_ranks.run(check_losses, schedules.NAMES, microbatches, tied, fill, tmp_path):
+        assert len(done) >= len(schedules.NAMES) - 2, f"only {done} were checked"
 
 
 def check_finds_a_difference(out: Path) -> str:

@@ -15,19 +15,6 @@ from zbkern.pipeline.engine import _merge_neighbours, _peak_microbatches
 from zbkern.pipeline.transport import LocalTransport, PipelineError, Tag
 
 WIDTH = 6
-SCHEDULES = [
-    "gpipe",
-    "one_f_one_b",
-    "zb_h1",
-    "zb_h2",
-    "interleaved",
-    "interleaved_zero_bubble",
-    "zb_v",
-    "v_half",
-    "v_min",
-    "one_f_one_b_v",
-    "dualpipe_v",
-]
 
 
 class Block(nn.Module):
@@ -149,7 +136,7 @@ def check_against_plain(name: str, stages: int, microbatches: int, fill: str) ->
 
 @pytest.mark.parametrize("fill", ["planned", "eager"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (3, 7), (4, 8)])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules.NAMES)
 def test_gradients_equal_plain_backward(name: str, stages: int, microbatches: int, fill: str) -> None:
     check_against_plain(name, stages, microbatches, fill)
 

@@ -9,19 +9,7 @@ from hypothesis import strategies as st
 from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, lower, schedules
 from zbkern.pipeline.lowering import CHANNELS, Lowered, Receive, Send, check_rendezvous, input_of, output_of
 
-NAMES = (
-    "gpipe",
-    "one_f_one_b",
-    "zb_h1",
-    "zb_h2",
-    "interleaved",
-    "interleaved_zero_bubble",
-    "zb_v",
-    "v_half",
-    "v_min",
-    "one_f_one_b_v",
-    "dualpipe_v",
-)
+NAMES = schedules.NAMES
 
 
 def receive_when_needed(schedule: Schedule) -> Lowered:

@@ -13,22 +13,7 @@ from hypothesis import strategies as st
 
 from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, schedules, simulate
 
-GENERATORS: dict[str, Callable[..., Schedule]] = {
-    name: getattr(schedules, name)
-    for name in (
-        "gpipe",
-        "one_f_one_b",
-        "zb_h1",
-        "zb_h2",
-        "interleaved",
-        "interleaved_zero_bubble",
-        "zb_v",
-        "v_half",
-        "v_min",
-        "one_f_one_b_v",
-        "dualpipe_v",
-    )
-}
+GENERATORS: dict[str, Callable[..., Schedule]] = {name: getattr(schedules, name) for name in schedules.NAMES}
 TWO_CHUNKS = Costs(forward=0.5, backward=0.5, weight=0.5, activation=0.5, held=0.5)
 
 passes = st.integers(1, 20)

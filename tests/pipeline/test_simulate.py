@@ -15,16 +15,7 @@ from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, Timeline, sc
 
 PUBLISHED = json.loads((Path(__file__).parent.parent / "data" / "zb_profiles.json").read_text())
 ONE_CHUNK = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2")
-ANY = (
-    *ONE_CHUNK,
-    "interleaved",
-    "interleaved_zero_bubble",
-    "zb_v",
-    "v_half",
-    "v_min",
-    "one_f_one_b_v",
-    "dualpipe_v",
-)
+ANY = schedules.NAMES
 
 # ---- published figures (arXiv 2401.10241, arXiv 2405.15362), to the four digits in which they are given
 

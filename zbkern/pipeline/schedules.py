@@ -14,6 +14,21 @@ from itertools import pairwise
 from zbkern.pipeline import building_blocks
 from zbkern.pipeline.actions import Action, Schedule, ScheduleError
 
+NAMES = (
+    "gpipe",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved",
+    "interleaved_zero_bubble",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "one_f_one_b_v",
+    "dualpipe_v",
+)
+"""Every generator of this module that takes (stages, microbatches)."""
+
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards (arXiv 1811.06965). Memory m; bubble (p-1)(F+B+W)."""
