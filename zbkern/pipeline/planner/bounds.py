@@ -19,7 +19,10 @@ def cost_bound(problem: Problem) -> int:
         # The room for work in head and tail is not known then; work and chains are.
         return max([_chain(problem), *(problem.work(rank) for rank in range(problem.ranks))])
     ranks = range(problem.ranks)
-    return max([_chain(problem), *(_rank_bound(problem, rank) for rank in ranks)])
+    bound = max([_chain(problem), *(_rank_bound(problem, rank) for rank in ranks)])
+    if problem.placement == tuple(ranks) and not problem.makespan:
+        bound = _joined_heads(problem, bound)
+    return bound
 
 
 def _arrivals(problem: Problem) -> list[int]:
@@ -84,6 +87,40 @@ def _rank_bound(problem: Problem, rank: int) -> int:
     apart = microbatches * problem.activation[first] > limit
     late = arrivals[first] if problem.makespan else 0
     return problem.work(rank) + (head + tail if apart else max(head, tail)) + late
+
+
+def _joined_heads(problem: Problem, bound: int) -> int:
+    """A larger bound, one chunk per rank: the heads of all ranks at once.
+
+    Before its first B a rank runs a whole number of F. If they do not fill the time until that B can start, the rank is
+    idle, or runs one F more and so delays the first B of every rank before it. The least cost for which some choice
+    leaves no rank more idle than that cost allows is found by halving; the least delay is always the best choice.
+    """
+    returns, limit, microbatches = _returns(problem), problem.limit, problem.microbatches
+
+    def possible(cost: int) -> bool:
+        delay = 0
+        for rank in reversed(range(problem.ranks)):
+            tail = returns[rank] + problem.backward[rank] + problem.weight[rank]
+            tail = max(0, tail - _tail_work(problem, [rank], limit[rank]))
+            room = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
+            idle = cost - problem.work(rank) - (tail if room < microbatches else 0)
+            until = problem.forward[rank] + returns[rank] + delay
+            length, room = problem.forward[rank], min(room, microbatches)
+            fit = min(room, until // length) if length else room
+            if until - fit * length > idle:
+                if fit == room:
+                    return False
+                delay += (fit + 1) * length - until
+        return True
+
+    low, high = bound, bound + max(returns) + max(problem.forward)
+    if possible(low):
+        return low
+    while low + 1 < high:  # low is not possible; high is, or is as far as this looks
+        middle = (low + high) // 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return high if possible(high) else low
 
 
 def _tail_work(problem: Problem, home: Sequence[int], limit: int) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.costs import Costs
-from zbkern.pipeline.planner import bounds, exact, portfolio
+from zbkern.pipeline.planner import bounds, portfolio
 from zbkern.pipeline.planner.problem import Orders, Problem, schedule_of
 from zbkern.pipeline.simulate import simulate
 from zbkern.pipeline.timeline import Timeline
@@ -52,7 +51,6 @@ def plan(
     jitter: float = 0.0,
     samples: int = 16,
     seed: int = 0,
-    exact_solver: bool = False,
 ) -> Plan:
     """The best schedule found in about `time_limit` seconds on one core.
 
@@ -61,8 +59,7 @@ def plan(
     by default linear, v or zigzag for one, two and more chunks. memory_limit: of one rank's `peak_memory`, in the unit
     of `costs.activation`, one number or one per rank; None for none. objective: what to minimise, "cost" or "makespan"
     (see `Timeline`). jitter, samples: of the best plans, the one whose mean over `samples` simulations in which every
-    pass takes its cost times a normal variate of this deviation is least. exact_solver: spend half of the time on
-    OR-tools' CP-SAT, started from the best plan (the package `ortools`; small problems only).
+    pass takes its cost times a normal variate of this deviation is least.
 
     The search spends `time_limit` in moves of nominal speed, so that the plan depends on the seed and not on the
     machine, as long as that is no slower than nominal; 0 seconds give the constructive answer alone. Every published
@@ -71,7 +68,6 @@ def plan(
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
     """
-    begin = time.monotonic()
     _check(stages, microbatches, chunks, objective, jitter, samples, time_limit)
     name, homes = _placement(placement, stages, chunks)
     flat = costs.per_chunk(len(homes))
@@ -82,12 +78,7 @@ def plan(
         flat, homes, microbatches, [min(each, unlimited) for each in limits], objective == "makespan"
     )
     bound = bounds.cost_bound(problem)
-    search_time = time_limit / 2 if exact_solver else time_limit
-    found = portfolio.search(problem, costs, bound, search_time, seed, keep=8 if jitter else 1)
-    if exact_solver and found[0].cost > bound:
-        remaining = time_limit - (time.monotonic() - begin)
-        better, proven = exact.solve(problem, found[0], remaining, seed)
-        found, bound = [better, *found], max(bound, proven)
+    found = portfolio.search(problem, costs, bound, time_limit, seed, keep=8 if jitter else 1)
     chosen, mean = _steadiest(found, problem, costs, objective, jitter, samples, seed)
     schedule = schedule_of(chosen, problem, f"plan-{name}")
     timeline = simulate(schedule, costs)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule, ScheduleError
-from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, rules
 from zbkern.pipeline.planner.problem import Orders, Problem, orders_of
 from zbkern.pipeline.planner.search import anneal, grown
 
-# Passes run per second of `time_limit`. A 2.5 GHz core does about twice as many; the rest is for a busy machine.
-_SPEED = 60e6 if compiled is not None else 0.3e6
+# Passes run per second of `time_limit`. A 2.5 GHz core does about half as many again, so that a busy one keeps up.
+_SPEED = 120e6 if compiled is not None else 0.3e6
 _SHARE = 0.25  # of all passes, that a move has to run again in the compiled search
 # Each round of annealing starts this hot, in parts of the mean length of a pass, and ends at 1/20 of that or less.
 _HEATS = (0.5, 0.25, 1.0, 0.5, 0.15, 2.0, 0.5, 0.3)
@@ -22,7 +21,7 @@ _STEPS = 60  # temperatures per round
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
 
 
-def search(problem: Problem, costs: Costs, bound: int, seconds: float, seed: int, keep: int) -> list[Orders]:
+def search(problem: Problem, bound: int, seconds: float, seed: int, keep: int) -> list[Orders]:
     """Up to `keep` orders, the best first; every published schedule that fits is no better than the first."""
     begin = time.monotonic()
     pool = _Pool(keep)
@@ -44,6 +43,10 @@ def search(problem: Problem, costs: Costs, bound: int, seconds: float, seed: int
         for orders in best.orders:
             for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
                 pool.add(_costed(problem, each))
+        budget /= 2
+    narrow = _narrowed(problem)
+    if narrow is not None:
+        _anneal(narrow, pool, bound, budget / 2, seed, lambda: begin + 0.8 * seconds)
         budget /= 2
     _anneal(problem, pool, bound, budget, seed, lambda: begin + seconds)
     return pool.orders
@@ -96,7 +99,7 @@ def construct(problem: Problem) -> list[Orders]:
 def _levels(problem: Problem) -> list[tuple[int, ...]]:
     """The limit itself, then smaller ones: eighths of what 1F1B holds, the same for any limit."""
     needs = [sum(problem.activation[chunk] for chunk in problem.chunks_of(rank)) for rank in range(problem.ranks)]
-    unit = max(needs) * problem.ranks
+    unit = _unit(problem)
     levels = [problem.limit]
     eighths = 8 * min(problem.limit) // unit if unit else 0
     for eighth in range(min(eighths, 24), 0, -1):
@@ -105,6 +108,18 @@ def _levels(problem: Problem) -> list[tuple[int, ...]]:
         if level != levels[-1] and all(need <= limit for need, limit in zip(needs, level, strict=True)):
             levels.append(level)
     return levels
+
+
+def _narrowed(problem: Problem) -> Problem | None:
+    """With more memory than 9/4 of what 1F1B holds, the problem with that much: fewer orders, and hardly a worse one."""
+    levels = [level for level in _levels(problem) if 4 * min(level) >= 9 * _unit(problem)]
+    return problem.with_limit(levels[-1]) if len(levels) > 1 else None
+
+
+def _unit(problem: Problem) -> int:
+    """What 1F1B holds: as many microbatches as ranks, in all chunks of a rank."""
+    needs = [sum(problem.activation[chunk] for chunk in problem.chunks_of(rank)) for rank in range(problem.ranks)]
+    return max(needs) * problem.ranks
 
 
 def published(problem: Problem) -> Iterator[Orders]:
