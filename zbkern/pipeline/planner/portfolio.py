@@ -111,7 +111,7 @@ def _levels(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def _narrowed(problem: Problem) -> Problem | None:
-    """With more memory than 9/4 of what 1F1B holds, the problem with that much: fewer orders, and hardly a worse one."""
+    """With more memory than 9/4 of what 1F1B holds, the problem with that much: fewer orders, hardly a worse one."""
     levels = [level for level in _levels(problem) if 4 * min(level) >= 9 * _unit(problem)]
     return problem.with_limit(levels[-1]) if len(levels) > 1 else None
 
