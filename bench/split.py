@@ -65,11 +65,12 @@ def split_row(name: str, model: nn.Module, x: Tensor, floor: int, rounds: int, t
 
         return [b, lambda: stage_backward_weight(iter(model.parameters()), groups)]
 
-    def ours(key: object = None) -> list[Callable]:
-        y = twin(x)
+    def ours() -> list[Callable]:
+        with queue.defer():
+            y = twin(x)
 
         def b() -> None:
-            with queue.defer(key):
+            with queue.defer():
                 y.backward(dy)
 
         return [b, queue.run]

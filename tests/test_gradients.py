@@ -4,69 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
+from tests.tied import Block, both, loss_of, microbatches, pair
 from zbkern import testing
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Tied(nn.Module):
-    """Embedding, blocks, a head that is the embedding's weight, and one block used twice with another between."""
-
-    def __init__(self, vocabulary: int = 11, width: int = 6) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.first = Block(width)
-        self.second = Block(width)
-        self.scale = nn.Parameter(torch.ones(width))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, indices: Tensor) -> Tensor:
-        x = self.first(self.embedding(indices))
-        x = self.second(x * self.scale)
-        return self.head(self.first(x))
-
-
-def pair(make: Callable[[], nn.Module] = Tied) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model = make().double()
-    return model, zbkern.convert(copy.deepcopy(model))
-
-
-def microbatches(count: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(11, (2, 5), generator=generator) for _ in range(count)]
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def both(model: nn.Module, twin: nn.Module, queue: zbkern.WGradQueue, count: int = 3) -> None:
-    """Microbatches through both; the twin's W wait."""
-    for key, x in enumerate(microbatches(count)):
-        loss_of(model, x).backward()
-        loss = loss_of(twin, x)
-        with queue.defer(key):
-            loss.backward()
 
 
 @pytest.mark.parametrize("merge", [True, False, "exact"])
@@ -419,106 +365,3 @@ def test_a_queue_that_exists_changes_nothing_for_those_that_do_not_defer() -> No
         loss_of(twin, x).backward()
     assert queue.pending() == 0
     testing.assert_same_gradients(twin, model)
-
-
-def test_create_graph_with_a_queue_in_use() -> None:
-    model, twin = pair()
-    queue = zbkern.WGradQueue()
-    both(model, twin, queue, 1)
-    queue.run()
-    (x,) = microbatches(1)
-    for each in (model, twin):
-        each.zero_grad()
-        loss_of(each, x).backward(create_graph=True)
-        sum(p.grad.square().sum() for p in each.parameters()).backward()
-    testing.assert_same_gradients(twin, model)
-
-
-def test_retain_graph_and_two_backwards() -> None:
-    model, twin = pair()
-    queue = zbkern.WGradQueue()
-    for _ in range(2):
-        for each in (model, twin):
-            loss = loss_of(each, microbatches(1)[0])
-            for _ in range(2):
-                if each is twin:
-                    with queue.defer():
-                        loss.backward(retain_graph=True)
-                else:
-                    loss.backward(retain_graph=True)
-    queue.run()
-    testing.assert_same_gradients(twin, model)
-
-
-def test_parametrized_weights_are_not_leaves_and_still_right() -> None:
-    torch.manual_seed(0)
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4).double())
-    twin = copy.deepcopy(model)
-    calls = []
-
-    def forward(x: Tensor) -> Tensor:
-        calls.append(1)
-        return zbkern.functional.linear(x, twin.weight, twin.bias)
-
-    queue = zbkern.WGradQueue()
-    for _ in range(3):
-        x = torch.randn(3, 5, dtype=torch.float64)
-        model(x).square().sum().backward()
-        with queue.defer():
-            forward(x).square().sum().backward()
-    queue.run()
-    for a, b in zip(twin.parameters(), model.parameters(), strict=True):
-        testing.assert_close(a.grad, b.grad)
-
-
-def test_a_weight_modified_between_forward_and_backward_is_torchs_error() -> None:
-    layer = zbkern.nn.Linear(4, 3)
-    queue = zbkern.WGradQueue()
-    for _ in range(2):
-        y = layer(torch.randn(2, 4, requires_grad=True)).sum()
-        with torch.no_grad():
-            layer.weight.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"), queue.defer():
-            y.backward()
-        with queue.defer():
-            layer(torch.randn(2, 4)).sum().backward()
-    queue.discard()
-
-
-@pytest.mark.parametrize("deferred", [True, False])
-def test_autograd_grad_towards_inputs_accumulates_nothing(deferred: bool) -> None:
-    model, twin = pair(Block)
-    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    queue = zbkern.WGradQueue()
-    for _ in range(3):
-        loss = twin(x).square().sum()
-        if deferred:
-            with queue.defer():
-                (got,) = torch.autograd.grad(loss, x)
-        else:
-            (got,) = torch.autograd.grad(loss, x)
-        testing.assert_close(got, torch.autograd.grad(model(x).square().sum(), x)[0])
-        assert queue.pending() == 0
-        assert all(p.grad is None for p in twin.parameters())
-        with queue.defer():  # from now on the queue is in use
-            twin(x.detach()).sum().backward()
-        queue.discard()
-
-
-def test_autograd_grad_towards_weights() -> None:
-    """Right before any W was deferred; afterwards, while the queue lives, torch says that the weight is not there."""
-    layer = zbkern.nn.Linear(4, 3)
-    x = torch.randn(2, 4)
-    (expected,) = torch.autograd.grad(F.linear(x, layer.weight, layer.bias).square().sum(), layer.weight)
-    queue = zbkern.WGradQueue()
-    with queue.defer():
-        (got,) = torch.autograd.grad(layer(x).square().sum(), layer.weight)
-    testing.assert_close(got, expected)
-    assert queue.pending() == 0
-    with queue.defer():
-        layer(x).sum().backward()
-    queue.run()
-    with pytest.raises(RuntimeError, match="not have been used in the graph"):
-        torch.autograd.grad(layer(x).square().sum(), layer.weight)
-    del queue
-    testing.assert_close(torch.autograd.grad(layer(x).square().sum(), layer.weight)[0], expected)

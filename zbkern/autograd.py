@@ -47,15 +47,15 @@ def apply(function: type[torch.autograd.Function], call: Call, x: Tensor, *argum
     """`function.apply(call, x, *arguments, *edges)`, where the edges tie the output to the weights in the graph.
 
     Autograd visits a parameter's accumulation in B even when the function returns no gradient for it. That is too
-    early for hooks and for DistributedDataParallel's reducer, and a fifth of a small layer's backward. So while W
-    can be deferred the only edge goes to one anchor that all layers share. The anchor keeps outputs in the graph where
-    nothing else requires a gradient, and whether a backward visits it tells backward() from autograd.grad(y, x).
+    early for hooks and for DistributedDataParallel's reducer, and a fifth of a small layer's backward. So in a forward
+    within `WGradQueue.defer`, and where hooks listen, the only edge goes to one anchor that all layers share. The
+    anchor keeps outputs in the graph where nothing else requires a gradient, and whether a backward visits it tells
+    backward() from autograd.grad(y, x).
     """
     if not torch.is_grad_enabled():
         return function.apply(call, x.detach(), *arguments)
-    deferred, exists = wgrad.activity()
-    if exists:
-        _choose_route(call, deferred)
+    if wgrad.possible:
+        _choose_route(call)
     if call.route is Route.DETACHED:
         return function.apply(call, x, *arguments, _anchor)
     return function.apply(call, x, *arguments, *call.owners)
@@ -65,8 +65,9 @@ _anchor = torch.empty(0, requires_grad=True)
 _anchor_node = torch.autograd.graph.get_gradient_edge(_anchor).node
 
 
-def _choose_route(call: Call, deferred: bool) -> None:
-    """Detaches when some W was deferred already (deferred), or when something listens to the accumulation."""
+def _choose_route(call: Call) -> None:
+    """Detaches in a forward that asks for it, and when something listens to the accumulation."""
+    detach = wgrad.current() is not None
     wanted = call.owners
     for index, parameter in enumerate(wanted):
         if parameter is None:
@@ -76,7 +77,7 @@ def _choose_route(call: Call, deferred: bool) -> None:
         elif not parameter.is_leaf:
             return
         elif has_hooks(parameter) or getattr(parameter, "main_grad", None) is not None:
-            deferred = True
+            detach = True
     module = sys.modules.get("torch.nn.parallel.distributed")
     ddp = None if module is None else module.DistributedDataParallel._active_ddp_module
     if ddp is not None:
@@ -84,8 +85,8 @@ def _choose_route(call: Call, deferred: bool) -> None:
         if ddp.find_unused_parameters or ddp.static_graph:  # both read the graph from the outputs to the parameters
             call.route = Route.IMMEDIATE
             return
-        deferred = True
-    if deferred and any(p is not None for p in wanted):
+        detach = True
+    if detach and any(p is not None for p in wanted):
         call.route = Route.DETACHED
         call.wanted = wanted
 
@@ -154,9 +155,10 @@ def differentiable_backward(
 
     Recomputes the op with torch's operations, forward(*owners, *inputs); inputs: the arguments of `apply` after call.
     """
-    arguments = [*call.owners, *inputs]
-    needed = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
     with torch.enable_grad():
+        # Views: what comes before x in the graph may depend on the same weights, and that is not this op's share.
+        arguments = [v.view_as(v) if isinstance(v, Tensor) else v for v in (*call.owners, *inputs)]
+        needed = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
         found = iter(torch.autograd.grad(forward(*arguments), needed, dy, create_graph=True, allow_unused=True))
     gradients = [next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in arguments]
     weights, others = gradients[: len(call.owners)], gradients[len(call.owners) :]

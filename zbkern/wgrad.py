@@ -85,10 +85,6 @@ class WGradQueue:
     never groups. listeners: called with the tasks of each launch once their gradients have landed. Every method may be
     called from any thread; a scope of `defer` belongs to the thread that opened it.
 
-    Once a queue has had tasks, graphs that are built while it lives have no edges to the weights of zbkern layers:
-    backward() gives what it always gives, but torch.autograd.grad towards those weights raises, and
-    backward(inputs=[weight]) does not reach them (docs/gradients.md).
-
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
     ...     loss.backward()               # B only: input gradients
@@ -110,13 +106,15 @@ class WGradQueue:
         self._pinned: dict[int, int] = {}  # storage -> how many task tensors live in it
         self._bytes = 0
         self._lock = threading.RLock()
-        self._used = False
-        _count(1, 0)
+        _count(1)
 
     def defer(self, key: Hashable = None) -> _Scope:
         """Inside, every `backward()` of this thread runs B only; its W wait here under `key`.
 
-        Autograd runs on the calling thread meanwhile (also for CUDA), so scopes of several threads do not mix.
+        Autograd runs on the calling thread meanwhile (also for CUDA), so scopes of several threads do not mix. The
+        forward may be inside, too: its graph then has no edges to the weights of zbkern layers, which makes B of small
+        layers a fifth faster; backward() gives what it always gives, but torch.autograd.grad towards those weights
+        raises, and backward(inputs=[weight]) does not reach them (docs/gradients.md).
         """
         return _Scope(self, key)
 
@@ -134,9 +132,6 @@ class WGradQueue:
                 else:
                     pinned[address] = 1
                     self._bytes += storage.nbytes()
-            if not self._used:
-                self._used = True
-                _count(0, 1)
             if self.max_bytes is not None and self._bytes > self.max_bytes:
                 self._run_early()
             if self._bytes > self.peak_bytes:
@@ -206,9 +201,9 @@ class WGradQueue:
         return f"WGradQueue(pending={len(self)}, bytes={self.bytes}, peak_bytes={self.peak_bytes})"
 
     def __del__(self) -> None:
-        if not hasattr(self, "_used") or _count is None:  # the constructor refused its arguments; interpreter exit
+        if not hasattr(self, "_lock") or _count is None:  # the constructor refused its arguments; interpreter exit
             return
-        _count(-1, -int(self._used))
+        _count(-1)
         if self._tasks:
             warnings.warn(
                 f"a WGradQueue was deleted with {len(self._tasks)} W still pending (first: {next(iter(self._tasks))}): "
@@ -353,26 +348,22 @@ class _Scopes(threading.local):
 
 _scopes = _Scopes()
 _endings: weakref.WeakValueDictionary[int, WGradQueue] = weakref.WeakValueDictionary()  # by running backward
-_alive = _used = 0
+possible = False  # some queue exists, so W may be deferred
+_alive = 0
 _counting = threading.Lock()
 
 
-def _count(alive: int, used: int) -> None:
-    global _alive, _used
+def _count(change: int) -> None:
+    global _alive, possible
     with _counting:
-        _alive += alive
-        _used += used
+        _alive += change
+        possible = _alive > 0
 
 
 def current() -> tuple[WGradQueue, Hashable] | None:
     """The queue and key of the innermost `defer` scope of this thread, or None."""
     stack = _scopes.stack
     return stack[-1] if stack else None
-
-
-def activity() -> tuple[bool, bool]:
-    """(some queue has had a task, some queue exists), of the queues that are alive."""
-    return _used > 0, _alive > 0
 
 
 def run_in_backward(task: WGradTask) -> None:

@@ -36,9 +36,10 @@ class Stage:
 
     def forward(self, microbatch: int, inputs: Any, target: Any = None) -> Any:
         """F: the output to send on, detached; on the last chunk this microbatch's share of the mean loss."""
-        outputs = self._call(inputs)
-        if self.loss_fn is not None:
-            outputs = self.loss_fn(outputs, target) / self.microbatches
+        with self.queue.defer((self.chunk, microbatch)):  # layers then know that their W will wait
+            outputs = self._call(inputs)
+            if self.loss_fn is not None:
+                outputs = self.loss_fn(outputs, target) / self.microbatches
         if torch.is_grad_enabled():
             self._saved[microbatch] = (inputs, outputs)
         return pytree.tree_map_only(Tensor, _detach, outputs)
