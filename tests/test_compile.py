@@ -1,8 +1,9 @@
-"""torch.compile, torch.export and fake tensors see converted models as torch's own operations, without graph breaks."""
+"""torch.compile traces converted models without graph breaks and their W still waits; torch.export and fake tensors."""
 
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -39,6 +40,11 @@ def indices(seed: int) -> Tensor:
     return torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(seed))
 
 
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU"
+)
+
+
 @pytest.mark.parametrize("deferred", [True, False])
 def test_compiled_gradients_are_equal_without_a_graph_break(deferred: bool) -> None:
     model, twin = pair()
@@ -53,8 +59,143 @@ def test_compiled_gradients_are_equal_without_a_graph_break(deferred: bool) -> N
                 loss.backward()
         else:
             loss.backward()
-    queue.run()
+    weights = {id(p) for task in queue.tasks() for p in task.parameters if p is not None}
+    names = {name for name, p in twin.named_parameters() if id(p) in weights}
+    norms = {name for name, _ in twin.named_parameters() if name.startswith(("norm", "scale"))}
+    assert names == ({name for name, _ in twin.named_parameters()} - norms if deferred else set())
+    for key in reversed(queue.keys()):
+        queue.run(key)
     testing.assert_same_gradients(twin, model)
+
+
+@needs_compiler
+def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor reuses memory after the last use that it knows of; it must know of W's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(32, 32), nn.GELU())])
+    twin = zbkern.convert(copy.deepcopy(model))
+    torch._dynamo.reset()
+    compiled = torch.compile(twin, fullgraph=True)
+    queue = zbkern.WGradQueue()
+    copies = []
+    original = zbkern.WGradQueue.add
+
+    def add(self: zbkern.WGradQueue, task: zbkern.WGradTask, key: object = None) -> None:
+        copies.append((task.tensors, [tensor.clone() for tensor in task.tensors]))
+        original(self, task, key)
+
+    monkeypatch.setattr(zbkern.WGradQueue, "add", add)
+    x = torch.randn(16, 32)
+    with queue.defer():
+        compiled(x).square().sum().backward()
+    assert len(copies) == 6
+    for held, before in copies:
+        for a, b in zip(held, before, strict=True):
+            assert torch.equal(a, b)
+    addresses = {tensor.untyped_storage().data_ptr() for held, _ in copies for tensor in held}
+    queue.run()
+    model(x).square().sum().backward()
+    testing.assert_same_gradients(twin, model)
+    assert len(addresses) == 12
+    assert x.untyped_storage().data_ptr() in addresses  # held where they are, not copied
+
+
+def test_one_product_used_twice_is_two_w() -> None:
+    """Equal calls are joined into one by the compiler, unless it knows that each does something."""
+    layer = zbkern.nn.Linear(4, 4)
+    torch._dynamo.reset()
+    queue = zbkern.WGradQueue()
+    x = torch.randn(3, 4)
+    loss = torch.compile(lambda x: (layer(x) + layer(x)).sum(), backend="aot_eager", fullgraph=True)(x)
+    with queue.defer():
+        loss.backward()
+    assert queue.pending() == 2
+    queue.run()
+    testing.assert_close(layer.weight.grad, 2 * torch.ones(3, 4).t() @ x)
+
+
+def test_a_queue_that_comes_later_makes_the_compiler_look_again() -> None:
+    layer = zbkern.nn.Linear(4, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 4)
+    (expected,) = torch.autograd.grad(compiled(x).sum(), layer.weight)
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        compiled(x).sum().backward()
+    assert layer.weight.grad is None
+    queue.run()
+    testing.assert_close(layer.weight.grad, expected)
+    del queue
+    testing.assert_close(torch.autograd.grad(compiled(x).sum(), layer.weight)[0], expected)
+
+
+def test_compiled_copies_of_a_model_get_their_own_gradients() -> None:
+    torch._dynamo.reset()
+    queue = zbkern.WGradQueue()
+    layers = [zbkern.nn.Linear(4, 4) for _ in range(2)]
+    layers.append(copy.deepcopy(layers[0]))
+    xs = [torch.randn(3, 4) for _ in layers]
+    for layer, x in zip(layers, xs, strict=True):
+        layer.compile(backend="aot_eager", fullgraph=True)
+        with queue.defer():
+            layer(x).sum().backward()
+    queue.run()
+    for layer, x in zip(layers, xs, strict=True):
+        testing.assert_close(layer.weight.grad, torch.ones(3, 4).t() @ x)
+
+
+def test_compiled_autograd_grad_towards_inputs_accumulates_nothing() -> None:
+    layer = zbkern.nn.Linear(4, 4)
+    torch._dynamo.reset()
+    queue = zbkern.WGradQueue()
+    x = torch.randn(3, 4, requires_grad=True)
+    loss = torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum()
+    with queue.defer():
+        (dx,) = torch.autograd.grad(loss, x)
+    testing.assert_close(dx, torch.ones(3, 4) @ layer.weight)
+    assert queue.pending() == 0
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_compiled_parameters_are_an_error_not_a_call_without_a_gradient(kind: str) -> None:
+    layer = zbkern.nn.Linear(4, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    seen: list[object] = []
+    handle = getattr(layer.weight, kind)(seen.append)
+    queue = zbkern.WGradQueue()
+    loss = compiled(torch.randn(3, 4)).sum()
+    with queue.defer(), pytest.raises(RuntimeError, match=r"weight \[4, 4\] has hooks"):
+        loss.backward()
+    assert not seen
+    handle.remove()
+    with queue.defer():
+        compiled(torch.randn(3, 4)).sum().backward()
+    assert queue.run() == 1
+
+
+def test_compiled_main_grad() -> None:
+    layer = zbkern.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    layer.weight.main_grad = torch.ones(4, 4)
+    torch._dynamo.reset()
+    queue = zbkern.WGradQueue()
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    with queue.defer():
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    queue.run()
+    testing.assert_close(layer.weight.main_grad, 1 + torch.ones(3, 4).t() @ x.float())
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["linear", "transposed", "embedding"])
+def test_the_operator_passes_torchs_check(kind: str) -> None:
+    weight = nn.Parameter(torch.randn(5, 4))
+    x = torch.randint(5, (3,)) if kind == "embedding" else torch.randn(3, 5 if kind == "transposed" else 4)
+    dy = torch.randn(3, 5 if kind == "linear" else 4)
+    bias = None if kind == "embedding" else nn.Parameter(torch.randn(dy.shape[1]))
+    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, x, dy, weight, bias, True))
 
 
 def test_a_compiled_block_inside_an_eager_model_that_defers() -> None:

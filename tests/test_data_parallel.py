@@ -67,11 +67,15 @@ def ddp_steps(kind: str, mode: str, options: dict[str, Any]) -> None:
     rank = dist.get_rank()
     model = make(kind)
     expected = train_alone(copy.deepcopy(model), 3, 2)
-    ddp = nn.parallel.DistributedDataParallel(zbkern.convert(model), bucket_cap_mb=0.0005, **options)
+    zbkern.convert(model)
+    if mode == "compiled":
+        model.compile(backend="aot_eager")
+    bucket = 1 if mode == "compiled" else 0.0005  # the compiler refuses buckets below the first one's 1 MiB
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket, **options)
     queue = zbkern.WGradQueue()
     for step, gradients in zip(data(3, 2), expected, strict=True):
         ddp.zero_grad()
-        if mode == "one key":  # both microbatches in one forward: one backward, one reduction
+        if mode in ("one key", "compiled"):  # both microbatches in one forward: one backward, one reduction
             loss = ddp(torch.stack([batch[rank] for batch in step])).square().mean() * 2
             with queue.defer():
                 loss.backward()
@@ -89,7 +93,7 @@ def ddp_steps(kind: str, mode: str, options: dict[str, Any]) -> None:
                 ddp(step[0][rank]).square().mean().backward()
             ddp(step[1][rank]).square().mean().backward()
             deferred = 0
-        assert (deferred > 0) == (mode != "not deferred" and not options)
+        assert (deferred > 0) == (mode in ("one key", "no_sync") and not options)
         for name, p in model.named_parameters():
             testing.assert_close(p.grad, gradients[name], name)
         with torch.no_grad():
@@ -97,7 +101,7 @@ def ddp_steps(kind: str, mode: str, options: dict[str, Any]) -> None:
                 p -= 0.1 * p.grad
 
 
-@pytest.mark.parametrize("mode", ["one key", "no_sync", "not deferred"])
+@pytest.mark.parametrize("mode", ["one key", "no_sync", "not deferred", "compiled"])
 @pytest.mark.parametrize("kind", ["plain", "reused"])
 def test_ddp(two_ranks: Any, kind: str, mode: str) -> None:
     two_ranks.run(ddp_steps, kind, mode, {})

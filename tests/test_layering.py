@@ -17,7 +17,8 @@ NEEDS_TORCH = ("clock", "engine", "profiling", "optimizer", "stage", "transport"
 MAY_IMPORT = {
     "conversion": {"nn", "functional"},
     "nn": {"functional"},
-    "functional": {"functions", "autograd", "kernels.dispatch", "kernels.spec"},
+    "functional": {"compiled", "functions", "autograd", "kernels.dispatch", "kernels.spec"},
+    "compiled": {"functions", "autograd", "wgrad", "kernels.dispatch", "kernels.reference"},
     "functions": {"functions", "autograd", "wgrad", "kernels.spec", "kernels.reference", "kernels.reference_attention"},
     "autograd": {"wgrad", "landing"},
     "wgrad": {"landing"},

@@ -139,8 +139,13 @@ def _may_wait(parameter: Tensor) -> bool:
     """True when this backward accumulates into the parameter and no hook expects the gradient there at once."""
     if not parameter.is_leaf or has_hooks(parameter):
         return False
+    return will_run(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
+def will_run(node: Any) -> bool:
+    """True when the backward that runs on this thread executes this node: accumulates into a leaf, say."""
     try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad asks for this very gradient
         return False
 

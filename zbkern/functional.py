@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zbkern import autograd
+from zbkern import autograd, compiled
 from zbkern.functions import attention as attention_functions
 from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
@@ -42,6 +42,8 @@ def linear(
     if activation is not None or not _fits_linear(x, weight, bias, transposed):
         _check_linear("linear", x, weight, bias, transposed)
         _check_activation("linear", activation)
+    if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
+        return compiled.linear(_autocast("linear", x, weight), weight, bias, activation, transposed)
     if not _plain(x, weight):
         return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)
     x = _autocast("linear", x, weight)
@@ -79,6 +81,8 @@ def gated_mlp(
         raise ValueError(f"gated_mlp: activation must be one of {spec.ACTIVATIONS}; got None")
     _check_activation("gated_mlp", activation)
     owners = (gate, up, down, gate_bias, up_bias, down_bias)
+    if torch.compiler.is_compiling() and compiled.can_defer(x, *owners):
+        return compiled.gated_mlp(_autocast("gated_mlp", x, gate), owners, activation)
     if not _plain(x, gate):
         return linear_functions.gated_mlp_with_torch(*owners, x, activation)
     x = _autocast("gated_mlp", x, gate)
@@ -140,6 +144,8 @@ def embedding(
         if not -weight.shape[0] <= padding_idx < weight.shape[0]:
             raise ValueError(f"embedding: padding_idx must be within the {weight.shape[0]} rows; got {padding_idx}")
         padding_idx %= weight.shape[0]
+    if torch.compiler.is_compiling() and compiled.can_defer(indices, weight):
+        return compiled.embedding(indices, weight, padding_idx)
     if not _plain(indices, weight):
         return embedding_functions.embedding_with_torch(weight, indices, padding_idx)
     call = autograd.Call((weight,), dispatch.resolve("embedding", impl, weight.device.type), name)

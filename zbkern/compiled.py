@@ -1,0 +1,190 @@
+"""Layers inside torch.compile: the same deferral, from within a traced graph and without breaking it.
+
+The compiler sees torch's own operations on detached weights, so it traces and fuses F and B as it likes; behind each
+product stands a `_Tap`, an identity whose backward calls one opaque operator, `zbkern::weight_gradient`. At run time
+that operator makes the `WGradTask`. What the graph cannot name, the parameters themselves, it finds as the edges of the
+autograd node that runs the compiled backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zbkern import autograd, wgrad
+from zbkern.functions import embedding as embedding_functions
+from zbkern.functions import linear as linear_functions
+from zbkern.kernels import dispatch, reference
+
+
+def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
+    """Inside torch.compile: True while some queue exists, for weights whose gradients nobody expects in B."""
+    if not (wgrad.possible and _AVAILABLE and torch.is_grad_enabled()) or torch.compiler.is_exporting():
+        return False
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (x, *weights) if tensor is not None):
+        return False
+    if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        return False
+    wanted = [w for w in weights if w is not None and w.requires_grad]
+    return bool(wanted) and all(w.is_leaf for w in wanted)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, transposed: bool) -> Tensor:
+    """functional.linear: the product, its tap, then the activation."""
+    detached = weight.detach().to(x.dtype)
+    y = F.linear(x, detached.t() if transposed else detached, None if bias is None else bias.detach().to(x.dtype))
+    y = _Tap.apply(y, "transposed" if transposed else "linear", x.detach(), weight, bias)
+    return y if activation is None else reference.activation_function(activation)(y)
+
+
+def gated_mlp(x: Tensor, owners: Sequence[Any], activation: str) -> Tensor:
+    """functional.gated_mlp; owners: gate, up and down, then their biases."""
+    gate, up, down, *biases = owners
+    h = linear(x, gate, biases[0], activation, False) * linear(x, up, biases[1], None, False)
+    return linear(h, down, biases[2], None, False)
+
+
+def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    """functional.embedding; rows of padding_idx get no gradient, so their dy becomes zero before W takes it."""
+    y = F.embedding(indices, weight.detach(), padding_idx)
+    y = _Tap.apply(y, "embedding", indices, weight, None)
+    if padding_idx is None:
+        return y
+    padding = (indices == padding_idx).unsqueeze(-1)
+    return torch.where(padding, y.detach(), y)
+
+
+class _Tap(torch.autograd.Function):
+    """y, whose gradient is also W's: x is the other factor, weight and bias (or None) what W is for."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.kind = kind
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight, bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        torch.ops.zbkern.weight_gradient(
+            ctx.kind, x, dy, weight if needs[3] else None, bias if needs[4] else None, True
+        )
+        return dy, None, None, None, None
+
+
+@torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, copy: bool) -> None:
+    """Hands W over: kind "linear", "transposed" or "embedding"; x [..., K] or indices [...]; dy [..., N].
+
+    weight, bias: what W is for, None where it takes no gradient. copy: the caller may write into x and dy as soon as
+    this returns, so that what waits must be a copy.
+    """
+    owners = (_owner(weight), _owner(bias))
+    if owners == (None, None):
+        return
+    scope = wgrad.current()
+    if copy and scope is not None:
+        x, dy = x.clone(), dy.clone()
+    dy = linear_functions.as_rows(dy)
+    if kind == "embedding":
+        launch = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
+        task = wgrad.WGradTask(launch, (x.reshape(-1), dy), owners[:1], dy.numel(), "compiled embedding")
+    else:
+        launches = dispatch.resolve("linear", "auto", dy.device.type)
+        launch = launches.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad(launches)
+        segment = (linear_functions.as_rows(x), dy)
+        task = wgrad.WGradTask(launch, segment, owners, linear_functions.linear_flops, "compiled linear")
+    if scope is None:
+        wgrad.run_in_backward(task)
+    else:
+        scope[0].add(task, scope[1])
+
+
+@weight_gradient.register_fake
+def _(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, copy: bool) -> None:
+    _register_lowering()
+
+
+_AVAILABLE = hasattr(
+    weight_gradient, "register_effect"
+)  # without it the compiler would drop, or join, what has no result
+if _AVAILABLE:
+    from torch._library.effects import EffectType
+
+    weight_gradient.register_effect(EffectType.ORDERED)
+
+
+@functools.cache
+def _register_lowering() -> None:
+    """Tells Inductor, once it is there, to leave x and dy alone after the call; copies are needed no more then."""
+    if "torch._inductor" not in sys.modules:
+        return
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+
+    operator = torch.ops.zbkern.weight_gradient.default
+
+    @register_lowering(operator, type_promotion_kind=None)
+    def lower(kind: str, x: Any, dy: Any, weight: Any, bias: Any, copy: bool) -> None:
+        ir.FallbackKernel.create(operator, kind, x, dy, weight, bias, False)
+        V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in V.graph.operations[-1].inputs)
+
+
+def _owner(weight: Tensor | None) -> Tensor | None:
+    """The parameter that a tensor of the compiled graph is, or None where this backward accumulates nothing into it."""
+    if weight is None:
+        return None
+    node = torch._C._current_autograd_node()
+    if node is None:  # called by hand
+        return weight if weight.is_leaf and weight.requires_grad else None
+    accumulation = _accumulations(node).get(_place(weight))
+    if accumulation is None:
+        raise RuntimeError(
+            f"a compiled backward has no edge to the weight {list(weight.shape)} of a zbkern layer: its gradient would "
+            "be lost; compile the model while no WGradQueue exists"
+        )
+    if not autograd.will_run(accumulation):
+        return None
+    if autograd.has_hooks(accumulation.variable):  # the compiler cannot see them, and autograd runs them in B
+        raise RuntimeError(
+            f"a compiled zbkern layer's weight {list(weight.shape)} has hooks, whose gradient would not be there yet; "
+            "do not compile this layer, remove the hooks, or compile while no WGradQueue exists"
+        )
+    return accumulation.variable
+
+
+class _Edges(threading.local):
+    """Where the compiled node that runs on this thread sends weight gradients, by the place of the weight in memory."""
+
+    node: Any = None
+    accumulations: Mapping[Any, Any] = MappingProxyType({})
+
+    def clear(self) -> None:
+        self.__dict__.clear()
+
+
+_edges = _Edges()
+
+
+def _accumulations(node: Any) -> Mapping[Any, Any]:
+    key = (torch._C._current_graph_task_id(), node._sequence_nr())
+    if _edges.node != key:
+        following = [edge for edge, _ in node.next_functions if hasattr(edge, "variable")]
+        _edges.accumulations = {_place(edge.variable): edge for edge in following}
+        _edges.node = key
+        torch.autograd.Variable._execution_engine.queue_callback(_edges.clear)  # parameters are not kept any longer
+    return _edges.accumulations
+
+
+def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
