@@ -15,7 +15,7 @@ READY  := .cache/ready-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
 endif
 
 export OMP_NUM_THREADS ?= 1
-.PHONY: help setup demo test lint bench-pipeline bench-split clean
+.PHONY: help setup demo test lint bench-pipeline bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -46,6 +46,9 @@ lint: $(READY) ## style and imports
 
 bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 	$(PYTHON) -m bench.pipeline
+
+kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for sm_80, sm_90 and sm_100
+	TRITON_INTERPRET=0 $(PYTHON) -m bench.kernels_report
 
 bench-split: $(READY) ## what the split of backward into B and W costs
 	$(PYTHON) -m bench.split

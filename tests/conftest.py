@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# A process either interprets Triton kernels or compiles them, from the first import of triton on. These tests interpret
+# (nothing else in them uses triton); `make test-gpu` sets it to 0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

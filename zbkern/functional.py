@@ -47,7 +47,7 @@ def linear(
     if not _plain(x, weight):
         return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)
     x = _autocast("linear", x, weight)
-    call = autograd.Call((weight, bias), dispatch.resolve("linear", impl, x.device.type), name)
+    call = autograd.Call((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.Linear, call, x, activation, transposed)
 
 
@@ -86,7 +86,7 @@ def gated_mlp(
     if not _plain(x, gate):
         return linear_functions.gated_mlp_with_torch(*owners, x, activation)
     x = _autocast("gated_mlp", x, gate)
-    call = autograd.Call(owners, dispatch.resolve("gated_mlp", impl, x.device.type), name)
+    call = autograd.Call(owners, dispatch.resolve("gated_mlp", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.GatedMLP, call, x, activation)
 
 
@@ -124,7 +124,7 @@ def grouped_linear(
     if not _plain(x, weight):
         return linear_functions.grouped_linear_with_torch(weight, bias, x, counts)
     x = _autocast("grouped_linear", x, weight)
-    call = autograd.Call((weight, bias), dispatch.resolve("grouped_linear", impl, x.device.type), name)
+    call = autograd.Call((weight, bias), dispatch.resolve("grouped_linear", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.GroupedLinear, call, x, counts)
 
 
@@ -148,7 +148,7 @@ def embedding(
         return compiled.embedding(indices, weight, padding_idx)
     if not _plain(indices, weight):
         return embedding_functions.embedding_with_torch(weight, indices, padding_idx)
-    call = autograd.Call((weight,), dispatch.resolve("embedding", impl, weight.device.type), name)
+    call = autograd.Call((weight,), dispatch.resolve("embedding", impl, weight.device, weight.dtype), name)
     return autograd.apply(embedding_functions.Embedding, call, indices, padding_idx)
 
 
@@ -165,7 +165,7 @@ def rms_norm(
     if not _plain(x, x if weight is None else weight):
         return norm_functions.rms_norm_with_torch(weight, x, eps)
     x = _norm_autocast(x)
-    call = autograd.Call((weight,), dispatch.resolve("rms_norm", impl, x.device.type), name)
+    call = autograd.Call((weight,), dispatch.resolve("rms_norm", impl, x.device, x.dtype), name)
     return autograd.apply(norm_functions.RMSNorm, call, x, eps)
 
 
@@ -188,7 +188,7 @@ def layer_norm(
     if not _plain(x, x if weight is None else weight):
         return norm_functions.layer_norm_with_torch(weight, bias, x, eps)
     x = _norm_autocast(x)
-    call = autograd.Call((weight, bias), dispatch.resolve("layer_norm", impl, x.device.type), name)
+    call = autograd.Call((weight, bias), dispatch.resolve("layer_norm", impl, x.device, x.dtype), name)
     return autograd.apply(norm_functions.LayerNorm, call, x, eps)
 
 
@@ -237,7 +237,7 @@ def attention(
     options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends)
     if not _plain(q, k):
         return attention_functions.attention_with_torch(q, k, v, options)
-    launches = dispatch.resolve("attention", impl, q.device.type)
+    launches = dispatch.resolve("attention", impl, q.device, q.dtype)
     return attention_functions.attention(launches, q, k, v, options)
 
 
@@ -281,7 +281,7 @@ def linear_cross_entropy(
         loss = loss_functions.linear_cross_entropy_with_torch(weight, bias, rows, targets, options)
     else:
         rows = _autocast("linear_cross_entropy", rows, weight)
-        launches = dispatch.resolve("linear_cross_entropy", impl, x.device.type)
+        launches = dispatch.resolve("linear_cross_entropy", impl, x.device, rows.dtype)
         call = autograd.Call((weight, bias), launches, name)
         loss = autograd.apply(loss_functions.LinearCrossEntropy, call, rows, targets, options)
     if reduction == "none":

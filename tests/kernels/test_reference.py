@@ -1,4 +1,4 @@
-"""The plain-torch launches themselves: outputs that are given, accumulate, merging, wide outputs, no rows, dispatch."""
+"""The plain-torch launches themselves: outputs that are given, accumulate, merging, wide outputs, no rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zbkern import testing
-from zbkern.kernels import dispatch, reference, spec
+from zbkern.kernels import reference, spec
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -132,13 +132,3 @@ def test_attention_launches(heads: tuple[int, int], causal: bool, window: int | 
 
 def test_the_reference_has_every_launch() -> None:
     assert [name for name in spec.LAUNCHES if not hasattr(reference, name)] == []
-
-
-@pytest.mark.parametrize("op", spec.OPS)
-def test_resolution(op: str) -> None:
-    assert dispatch.resolve(op, "torch", "cpu") is reference
-    assert dispatch.resolve(op, "auto", "cpu") is reference
-    with pytest.raises(dispatch.UnavailableError, match=rf"{op}: impl='cuda' cannot run on cpu: "):
-        dispatch.resolve(op, "cuda", "cpu")
-    with pytest.raises(dispatch.UnavailableError, match="choose from cuda, triton, torch"):
-        dispatch.resolve(op, "fastest", "cpu")

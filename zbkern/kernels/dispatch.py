@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import os
 from types import ModuleType
+
+import torch
 
 from zbkern.kernels import spec
 
-_MODULES = {"torch": "zbkern.kernels.reference"}
+_MODULES = {"triton": "zbkern.kernels.triton_launches", "torch": "zbkern.kernels.reference"}
+
+_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class UnavailableError(RuntimeError):
@@ -19,22 +25,48 @@ class UnavailableError(RuntimeError):
 
 
 @functools.cache
-def why_not(op: str, impl: str, device: str) -> str | None:
-    """Why `impl` cannot run `op` on that kind of device ("cpu", "cuda"), or None when it can."""
+def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype | None = None) -> str | None:
+    """Why `impl` cannot run `op` on that device for inputs of that dtype (None: of any), or None when it can."""
     if impl not in spec.IMPLEMENTATIONS:
         return f"there is no implementation {impl!r}; choose from {', '.join(spec.IMPLEMENTATIONS)} or 'auto'"
     if impl not in _MODULES:
         return f"this version of zbkern has no {impl} kernels; use impl='torch' or impl='auto'"
+    if impl == "triton":
+        reason = _why_not_triton(torch.device(device), dtype)
+        if reason is not None:
+            return reason
     module = importlib.import_module(_MODULES[impl])
     missing = [name for name in spec.OPS[op] if not hasattr(module, name)]
     return f"{impl} lacks {', '.join(missing)}" if missing else None
 
 
 @functools.cache
-def resolve(op: str, impl: str, device: str) -> ModuleType:
+def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype | None = None) -> ModuleType:
     """The module whose launches run `op`. Raises UnavailableError when a named implementation cannot."""
-    for candidate in spec.IMPLEMENTATIONS if impl == "auto" else (impl,):
-        reason = why_not(op, candidate, device)
+    for candidate in _candidates(device) if impl == "auto" else (impl,):
+        reason = why_not(op, candidate, device, dtype)
         if reason is None:
             return importlib.import_module(_MODULES[candidate])
     raise UnavailableError(f"{op}: impl={impl!r} cannot run on {device}: {reason}")
+
+
+def _candidates(device: torch.device | str) -> tuple[str, ...]:
+    """On a CPU Triton is an interpreter, for tests: it runs where it is named, and "auto" never takes it."""
+    return spec.IMPLEMENTATIONS if torch.device(device).type == "cuda" else ("torch",)
+
+
+def _why_not_triton(device: torch.device, dtype: torch.dtype | None) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; it comes with CUDA builds of torch on Linux"
+    if dtype is not None and dtype not in _TRITON_DTYPES:
+        return f"its kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+    if device.type in ("cpu", "cuda") and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on"):
+        return None
+    if device.type != "cuda":
+        return "its kernels need a CUDA device (TRITON_INTERPRET=1 runs them on a CPU, slowly, for tests)"
+    if torch.version.hip is not None:
+        return "its kernels are written for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"its kernels need compute capability 8.0 or later; this GPU has {capability[0]}.{capability[1]}"
+    return None

@@ -1,0 +1,39 @@
+"""Registers, spills, shared memory and instructions of every Triton kernel, compiled for GPUs that need not be here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from zbkern.kernels import aot
+
+
+def main() -> int:
+    """Prints a table, or one JSON object per line; returns 1 when a kernel has a fault."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--capability", type=int, action="append", help="80, 90, 100; all when not given")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    bad = 0
+    if not arguments.json:
+        print(f"{'kernel':<44} {'sm':>4} {'warps':>5} {'stages':>6} {'regs':>5} {'stack':>5} {'shared KB':>9}  PTX has")
+    for report in aot.reports(arguments.capability or aot.CAPABILITIES, arguments.only):
+        faults = report.faults()
+        bad += bool(faults)
+        if arguments.json:
+            print(json.dumps({**dataclasses.asdict(report), "faults": faults}), flush=True)
+            continue
+        counts = ", ".join(f"{n} {name}" for name, n in report.instructions.items() if n)
+        print(
+            f"{report.name:<44} {report.capability:>4} {report.warps:>5} {report.stages:>6} {report.registers:>5} "
+            f"{report.stack:>5} {report.shared / 1024:>9.1f}  {counts}{''.join(f'  FAULT: {f}' for f in faults)}",
+            flush=True,
+        )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Who runs what: named implementations run or say why not, and "auto" takes the first that can."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zbkern.kernels import dispatch, reference, spec
+
+TRITON = importlib.util.find_spec("triton") is not None
+
+
+@pytest.fixture
+def fresh():
+    """The answers are remembered; these tests change what they depend on."""
+    dispatch.why_not.cache_clear()
+    dispatch.resolve.cache_clear()
+    yield
+    dispatch.why_not.cache_clear()
+    dispatch.resolve.cache_clear()
+
+
+@pytest.mark.parametrize("op", spec.OPS)
+def test_resolution(op: str) -> None:
+    for device in ("cpu", torch.device("cpu")):
+        assert dispatch.resolve(op, "torch", device) is reference
+        assert dispatch.resolve(op, "auto", device, torch.bfloat16) is reference
+    with pytest.raises(dispatch.UnavailableError, match=rf"{op}: impl='cuda' cannot run on cpu: "):
+        dispatch.resolve(op, "cuda", "cpu")
+    with pytest.raises(dispatch.UnavailableError, match="choose from cuda, triton, torch"):
+        dispatch.resolve(op, "fastest", "cpu")
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(device: str, dtype: torch.dtype = torch.bfloat16) -> str | None:
+        dispatch.why_not.cache_clear()
+        return dispatch.why_not("linear", "triton", device, dtype)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "need a CUDA device" in reason("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability 8.0 or later; this GPU has 7.5" in reason("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert reason("cuda") is None or "lacks" in reason("cuda")
+    assert "not float64" in reason("cuda", torch.float64)
+    assert dispatch.resolve("linear", "auto", "cuda", torch.float64) is reference
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in reason("cuda")
+    assert dispatch.resolve("linear", "auto", "cuda", torch.float16) is reference
+
+
+def test_auto_on_a_cpu_never_imports_triton() -> None:
+    code = "import sys, torch\nfrom zbkern.kernels import dispatch\n"
+    code += "dispatch.resolve('linear', 'auto', torch.device('cpu'), torch.float32)\n"
+    code += "assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

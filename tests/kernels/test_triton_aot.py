@@ -1,0 +1,54 @@
+"""Every production variant of the Triton kernels, compiled for three GPUs that need not be here.
+
+In a process of its own: this one interprets Triton kernels, and a process does one or the other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zbkern.kernels import aot
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict]:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "bench.kernels_report", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("capability", aot.CAPABILITIES)
+def test_no_kernel_has_a_fault(reports: list[dict], capability: int) -> None:
+    """No spills, shared memory within the chip's limit, wgmma and bulk tensor copies where they are promised."""
+    mine = [report for report in reports if report["capability"] == capability]
+    assert len(mine) > 0
+    faults = {report["name"]: report["faults"] for report in mine if report["faults"]}
+    assert not faults
+    assert all(0 < report["registers"] <= 255 for report in mine)
+
+
+def test_every_module_lists_variants(reports: list[dict]) -> None:
+    """A kernel that nobody compiles here is a kernel that nobody checks."""
+    kernels = Path(aot.__file__).parent.glob("triton_*.py")
+    modules = {path.stem for path in kernels if "@triton.jit" in path.read_text()} - {"triton_common"}
+    assert {report["module"] for report in reports} == modules
+
+
+def test_faults_are_found() -> None:
+    instructions = {"wgmma": 0, "bulk copies": 0}
+    bad = aot.Report("m", "n", 90, 8, 3, 255, 8, 300 * 1024, instructions, wgmma=True, bulk=True)
+    assert len(bad.faults()) == 4
+    assert not aot.Report("m", "n", 90, 8, 3, 255, 0, 1024, {"wgmma": 1, "bulk copies": 1}, True, True).faults()

@@ -1,0 +1,148 @@
+"""Compiles the production variants of the Triton kernels for GPUs that are not here, and says what came out."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import pkgutil
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zbkern.kernels
+
+CAPABILITIES = (80, 90, 100)
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that one block may use (CUDA programming guide, technical specifications per compute capability)."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One variant compiled for one capability. stack: bytes per thread, 0 unless registers spill.
+
+    instructions: of the kinds that matter, how many are in the PTX.
+    """
+
+    module: str
+    name: str
+    capability: int
+    warps: int
+    stages: int
+    registers: int
+    stack: int
+    shared: int
+    instructions: dict[str, int]
+    wgmma: bool
+    bulk: bool
+
+    def faults(self) -> list[str]:
+        """What a production kernel must not have."""
+        found = []
+        if self.stack:
+            found.append(f"spills: {self.stack} bytes of stack per thread")
+        if self.shared > SHARED_MEMORY[self.capability]:
+            found.append(f"{self.shared} bytes of shared memory, more than {SHARED_MEMORY[self.capability]}")
+        if self.wgmma and self.capability == 90 and not self.instructions["wgmma"]:
+            found.append("multiplies matrices without wgmma")
+        if self.bulk and self.capability >= 90 and not self.instructions["bulk copies"]:
+            found.append("uses descriptors without bulk tensor copies")
+        return found
+
+
+def modules() -> list[str]:
+    """The modules that list variants."""
+    names = [f"zbkern.kernels.{m.name}" for m in pkgutil.iter_modules(zbkern.kernels.__path__)]
+    return [n for n in names if "triton_" in n and hasattr(importlib.import_module(n), "variants")]
+
+
+def reports(
+    capabilities: Sequence[int] = CAPABILITIES, only: str = "", processes: int | None = None
+) -> Iterator[Report]:
+    """Compiles every variant whose name contains `only`, several at a time; Triton's cache makes a second run quick.
+
+    processes: None for one per core.
+    """
+    jobs = [
+        (module, index, capability)
+        for module in modules()
+        for capability in capabilities
+        for index, variant in enumerate(importlib.import_module(module).variants(capability))
+        if only in variant.name
+    ]
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_compile, *zip(*jobs, strict=True)) if jobs else ()
+
+
+_INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "mma": r"\bmma\.sync",
+    "tcgen05": r"tcgen05\.mma",
+    "bulk copies": r"cp\.async\.bulk\.tensor",
+    "copies": r"cp\.async\.c[ag]\.",
+}
+
+
+def _compile(module: str, index: int, capability: int) -> Report:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as triton_compile
+
+    variant = importlib.import_module(module).variants(capability)[index]
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    compiled = triton_compile(_source(variant), target=GPUTarget("cuda", capability, 32), options=options)
+    registers, stack = _resources(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    return Report(
+        module=module.rpartition(".")[2],
+        name=variant.name,
+        capability=capability,
+        warps=variant.warps,
+        stages=variant.stages,
+        registers=registers,
+        stack=stack,
+        shared=compiled.metadata.shared,
+        instructions={name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()},
+        wgmma=variant.wgmma,
+        bulk=variant.bulk,
+    )
+
+
+def _source(variant: Any) -> Any:
+    """What `Kernel` would compile for such arguments."""
+    from triton.compiler import ASTSource
+
+    function = variant.kernel.function
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list] = {}
+    for position, (name, value) in enumerate(
+        zip(function.arg_names, (*variant.types, *variant.constants), strict=True)
+    ):
+        if position >= len(variant.types) or not isinstance(value, str):
+            signature[name] = "constexpr"
+            constants[(position,)] = value
+            continue
+        kind, _, divisor = value.partition(":")
+        signature[name] = kind
+        if divisor or kind.startswith("*"):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    return ASTSource(function, signature, constants, attributes)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) per thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])

@@ -1,0 +1,123 @@
+"""Activations and gated activations as Triton kernels: one pass over memory each, float32 inside."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, widen
+
+_BLOCK = 1024
+"""Elements per program: 8 per thread of 4 warps, which is one 16-byte access for half precision."""
+
+
+@triton.jit
+def _place(columns, blocks, BLOCK: tl.constexpr):
+    """(row, columns of this program's block, which of them exist). Blocks of one row follow each other."""
+    program = tl.program_id(0).to(tl.int64)
+    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    return program // blocks, column, column < columns
+
+
+@triton.jit
+def _activation_fwd(z, y, columns, blocks, zr, zc, yr, yc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """y = activation(z), both [M, N]. One program: one block of one row."""
+    row, column, mask = _place(columns, blocks, BLOCK)
+    value = activate(widen(tl.load(z + row * zr + column * zc, mask)), ACTIVATION)
+    tl.store(y + row * yr + column * yc, value.to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def _activation_bwd(
+    dy, z, dz, columns, blocks, dyr, dyc, zr, zc, dzr, dzc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """dz = dy activation'(z), all [M, N]. One program: one block of one row."""
+    row, column, mask = _place(columns, blocks, BLOCK)
+    gradient = widen(tl.load(dy + row * dyr + column * dyc, mask))
+    value = widen(tl.load(z + row * zr + column * zc, mask))
+    result = activation_gradient(gradient, value, ACTIVATION)
+    tl.store(dz + row * dzr + column * dzc, result.to(dz.dtype.element_ty), mask)
+
+
+@triton.jit
+def _gated_fwd(gate, up, h, columns, blocks, gr, gc, ur, uc, hr, hc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """h = activation(gate) * up, all [M, H]. One program: one block of one row."""
+    row, column, mask = _place(columns, blocks, BLOCK)
+    value = activate(widen(tl.load(gate + row * gr + column * gc, mask)), ACTIVATION)
+    value *= widen(tl.load(up + row * ur + column * uc, mask))
+    tl.store(h + row * hr + column * hc, value.to(h.dtype.element_ty), mask)
+
+
+@triton.jit
+def _gated_bwd(
+    dh, gate, up, dgate, dup, h,
+    columns, blocks, dhr, dhc, gr, gc, ur, uc, dgr, dgc, dur, duc, hr, hc,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dgate = dh up activation'(gate), dup = dh activation(gate), h = activation(gate) up, all [M, H].
+
+    One program: one block of one row.
+    """
+    row, column, mask = _place(columns, blocks, BLOCK)
+    dh_value = widen(tl.load(dh + row * dhr + column * dhc, mask))
+    gate_value = widen(tl.load(gate + row * gr + column * gc, mask))
+    up_value = widen(tl.load(up + row * ur + column * uc, mask))
+    activated = activate(gate_value, ACTIVATION)
+    dgate_value = activation_gradient(dh_value * up_value, gate_value, ACTIVATION)
+    tl.store(dgate + row * dgr + column * dgc, dgate_value.to(dgate.dtype.element_ty), mask)
+    tl.store(dup + row * dur + column * duc, (dh_value * activated).to(dup.dtype.element_ty), mask)
+    tl.store(h + row * hr + column * hc, (activated * up_value).to(h.dtype.element_ty), mask)
+
+
+_activation_fwd_kernel = Kernel(_activation_fwd)
+_activation_bwd_kernel = Kernel(_activation_bwd)
+_gated_fwd_kernel = Kernel(_gated_fwd)
+_gated_bwd_kernel = Kernel(_gated_bwd)
+
+
+def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
+    """y = activation(z)."""
+    _launch(_activation_fwd_kernel, (z, y), activation)
+
+
+def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor) -> None:
+    """dz = dy activation'(z)."""
+    _launch(_activation_bwd_kernel, (dy, z, dz), activation)
+
+
+def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor) -> None:
+    """h = activation(gate) * up."""
+    _launch(_gated_fwd_kernel, (gate, up, h), activation)
+
+
+def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor) -> None:
+    """dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up once more."""
+    _launch(_gated_bwd_kernel, (dh, gate, up, dgate, dup, h), activation)
+
+
+def _launch(kernel: Kernel, tensors: tuple[Tensor, ...], activation: str) -> None:
+    """One elementwise pass. Contiguous tensors are one long row; others go row by row, with their own strides."""
+    size = tensors[0].numel()
+    if size == 0:
+        return
+    if all(tensor.is_contiguous() for tensor in tensors):
+        rows, columns = 1, size
+        strides = (0, 1) * len(tensors)
+    else:
+        rows, columns = tensors[0].shape
+        strides = tuple(stride for tensor in tensors for stride in tensor.stride())
+    blocks = triton.cdiv(columns, _BLOCK)
+    kernel(rows * blocks, (*tensors, columns, blocks, *strides), (activation, _BLOCK), warps=4, stages=1)
+
+
+def variants(capability: int) -> list[Variant]:
+    """The variants for contiguous bf16 tensors, the same on every GPU."""
+    kernels = {
+        "activation_fwd": (_activation_fwd_kernel, 2),
+        "activation_bwd": (_activation_bwd_kernel, 3),
+        "gated_fwd": (_gated_fwd_kernel, 3),
+        "gated_bwd": (_gated_bwd_kernel, 6),
+    }
+    return [
+        Variant(f"{name} silu", kernel, ("*bf16",) * n + ("i32:16", "i32") + ("i32:16", 1) * n, ("silu", _BLOCK), 4, 1)
+        for name, (kernel, n) in kernels.items()
+    ]

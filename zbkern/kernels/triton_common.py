@@ -1,0 +1,155 @@
+"""What all Triton kernels share: launching a variant cheaply, arithmetic that the interpreter gets right, activations.
+
+A kernel is a jitted function inside a `Kernel`. Its arguments come first, its compile-time constants last; one set of
+constants, with the warps and stages, is a variant. `aot.py` compiles the same variants without a GPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Kernels run in Triton's interpreter (TRITON_INTERPRET=1 when this module was imported), on tensors of any device."""
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+class Kernel:
+    """A jitted function and its compiled variants.
+
+    Triton looks up the variant by binding every argument anew: 8 us for 18 pointers. A table whose key is what
+    Triton specialises on finds it in a third of that.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._compiled: dict[tuple, Any] = {}
+
+    def __call__(
+        self, grid: int | tuple[int, ...], arguments: Sequence[Any], constants: Sequence[Any], warps: int, stages: int
+    ) -> None:
+        """Launches on the current stream of the device of the first tensor among the arguments.
+
+        arguments, constants: in the order of the function's parameters. grid: programs, along up to three axes.
+        """
+        grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        if INTERPRETED:
+            self.function[grid](*arguments, *constants)
+            return
+        device = _device(arguments)
+        current = torch.cuda.current_device()
+        if device != current:
+            with torch.cuda.device(device):
+                self._launch(device, grid, arguments, constants, warps, stages)
+        else:
+            self._launch(device, grid, arguments, constants, warps, stages)
+
+    def _launch(
+        self,
+        device: int,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Sequence[Any],
+        warps: int,
+        stages: int,
+    ) -> None:
+        key = (device, warps, stages, *constants, *map(_specialization, arguments))
+        compiled = self._compiled.get(key)
+        if compiled is None:  # compiles, and launches
+            self._compiled[key] = self.function[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
+        else:
+            compiled[grid](*arguments, *constants)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A production variant of a kernel, as `aot.py` compiles it. Each triton_*.py lists its own in `variants`.
+
+    types: one per argument of the kernel: "*bf16" (a pointer that is a multiple of 16 bytes), "i32" or "i64", with
+    ":16" for multiples of 16, 1 for an integer that is 1 (Triton makes it a constant), "fp32",
+    "tensordesc<bf16[128, 64]>". constants: values of its constexprs. wgmma: it multiplies matrices, so its sm_90 code
+    must have wgmma. bulk: it reads through descriptors, so from sm_90 on its code must have bulk tensor copies.
+    """
+
+    name: str
+    kernel: Kernel
+    types: Sequence[str | int]
+    constants: Sequence[Any]
+    warps: int
+    stages: int
+    wgmma: bool = False
+    bulk: bool = False
+
+
+def _specialization(argument: Any) -> Any:
+    """What Triton compiles another variant for: dtype and alignment of a pointer, 1 and multiples of 16 as integers."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    return type(argument)
+
+
+def _device(arguments: Sequence[Any]) -> int:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            return argument.get_device()
+        if isinstance(argument, TensorDescriptor):
+            return argument.base.get_device()
+    raise TypeError("Kernel: none of the arguments is a tensor, so there is no device to launch on")
+
+
+@triton.jit
+def widen(value):
+    """To float32: every kernel computes in it, and the interpreter cannot compute in bfloat16 at all."""
+    return value.to(tl.float32)
+
+
+@triton.jit
+def dot(a, b, accumulator, PRECISION: tl.constexpr):
+    """accumulator + a b. In the interpreter through float32, where a product of bfloat16 would be silently wrong."""
+    if _INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
+    else:
+        return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """activation(z) in float32. Names: spec.ACTIVATIONS; "" is the identity."""
+    if ACTIVATION == "gelu":
+        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        return z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    elif ACTIVATION == "relu":
+        return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "silu":
+        return z * tl.sigmoid(z)
+    else:
+        return z
+
+
+@triton.jit
+def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
+    """dy activation'(z) in float32."""
+    if ACTIVATION == "gelu":
+        density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        return dy * (0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * density)
+    elif ACTIVATION == "gelu_tanh":
+        s = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        return dy * (s + z * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * z * z))
+    elif ACTIVATION == "relu":
+        return tl.where(z <= 0.0, 0.0, dy)  # a choice, not a product: an infinite dy must not leave nan behind
+    elif ACTIVATION == "silu":
+        s = tl.sigmoid(z)
+        return dy * (s * (1.0 + z * (1.0 - s)))
+    else:
+        return dy
