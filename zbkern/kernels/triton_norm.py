@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zbkern.kernels.triton_common import Kernel, Variant
+
 HELD = 16384
 """Features up to which a row is held in registers; longer ones are read in pieces, once per pass."""
 
@@ -20,7 +22,7 @@ HELD_BACKWARD = 8192
 """The same for dgrad, which holds dy and its sums over rows as well: 32 elements of each per thread spill."""
 
 _PIECE = 4096  # of a longer row
-_MERGED = 8  # segments that one launch of norm_wgrad sums; more take several launches
+_MERGED = 4  # segments that one launch of norm_wgrad sums; more take several launches
 
 
 class Tile(NamedTuple):
@@ -81,21 +83,14 @@ def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor 
     for start in range(0, len(segments), _MERGED):
         some = [partials for (partials,) in segments[start : start + _MERGED]]
         for index, output in enumerate(outputs):
-            if output is not None:
-                parts = tuple(partials[index] for partials in some)
-                counts = tuple(part.shape[0] for part in parts)
-                strides = tuple(part.stride(0) for part in parts)
-                _sum_partials[(triton.cdiv(features, 32),)](
-                    parts,
-                    counts,
-                    strides,
-                    output,
-                    features,
-                    output.stride(0),
-                    ACCUMULATE=accumulate,
-                    ROWS=32,
-                    COLUMNS=32,
-                )
+            if output is None:
+                continue
+            parts = [partials[index] for partials in some]
+            counts = [part.shape[0] for part in parts]
+            parts += parts[:1] * (_MERGED - len(parts))
+            counts += [0] * (_MERGED - len(counts))
+            arguments = (*parts, *counts, parts[0].stride(0), output, features, output.stride(0))
+            _sum_partials(triton.cdiv(features, 32), arguments, (accumulate, 32, 32), warps=4, stages=1)
         accumulate = True
 
 
@@ -112,15 +107,13 @@ def _forward(
     if rows == 0 or features == 0:
         rstd.fill_(float("nan"))  # the mean of nothing, as in torch
         return
-    tile = norm_tile(features)
+    tile, centered = norm_tile(features), mean is not None
     arguments = (x, _dense(weight), _dense(bias), y, mean, rstd, eps, rows, features, *x.stride(), *y.stride())
     if features > HELD:
-        _forward_pieces[(rows,)](*arguments, CENTERED=mean is not None, COLUMNS=_PIECE, num_warps=8)
+        _forward_pieces(rows, arguments, (centered, _PIECE), warps=8, stages=1)
     else:
-        grid = (triton.cdiv(rows, tile.rows),)
-        _forward_rows[grid](
-            *arguments, CENTERED=mean is not None, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps
-        )
+        blocks = triton.cdiv(rows, tile.rows)
+        _forward_rows(blocks, arguments, (centered, tile.rows, tile.columns), warps=tile.warps, stages=1)
 
 
 def _dgrad(
@@ -136,31 +129,21 @@ def _dgrad(
     arguments = (dy, x, _dense(weight), mean, rstd, dx)
     if features <= HELD_BACKWARD:
         programs = norm_partials(rows, features, x.device) if partials is None else partials.shape[1]
-        _dgrad_rows[(programs,)](
-            *arguments,
-            partials,
-            rows,
-            features,
-            *strides,
-            CENTERED=centered,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-        )
+        constants = (centered, tile.rows, tile.columns, tile.stages)
+        _dgrad_rows(programs, (*arguments, partials, rows, features, *strides), constants, warps=tile.warps, stages=1)
         return
-    _dgrad_pieces[(rows,)](*arguments, features, *strides, CENTERED=centered, COLUMNS=_PIECE, num_warps=8)
+    _dgrad_pieces(rows, (*arguments, features, *strides), (centered, _PIECE), warps=8, stages=1)
     if partials is not None:
         grid = (triton.cdiv(features, 256), partials.shape[1])
-        _sum_columns[grid](
-            dy, x, mean, rstd, partials, rows, features, *strides[:4], CENTERED=centered, ROWS=8, COLUMNS=256
-        )
+        arguments = (dy, x, mean, rstd, partials, rows, features, *strides[:4])
+        _sum_columns(grid, arguments, (centered, 8, 256), warps=4, stages=1)
 
 
 def _dense(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.contiguous()
 
 
+@Kernel
 @triton.jit
 def _forward_rows(
     x_ptr,
@@ -204,6 +187,7 @@ def _forward_rows(
     tl.store(y_ptr + row[:, None] * y_row + column[None, :] * y_column, y.to(y_ptr.dtype.element_ty), mask)
 
 
+@Kernel
 @triton.jit
 def _dgrad_rows(
     dy_ptr,
@@ -267,6 +251,7 @@ def _dgrad_rows(
             tl.store(mine + tl.num_programs(0).to(tl.int64) * features, tl.sum(total, 0), inside)
 
 
+@Kernel
 @triton.jit
 def _forward_pieces(
     x_ptr,
@@ -315,6 +300,7 @@ def _forward_pieces(
         tl.store(y_ptr + row * y_row + column * y_column, y.to(y_ptr.dtype.element_ty), inside)
 
 
+@Kernel
 @triton.jit
 def _dgrad_pieces(
     dy_ptr,
@@ -362,6 +348,7 @@ def _dgrad_pieces(
         tl.store(dx_ptr + row * dx_row + column * dx_column, dx.to(dx_ptr.dtype.element_ty), inside)
 
 
+@Kernel
 @triton.jit
 def _sum_columns(
     dy_ptr,
@@ -400,11 +387,18 @@ def _sum_columns(
         tl.store(mine + tl.num_programs(1).to(tl.int64) * features, tl.sum(total, 0), inside)
 
 
+@Kernel
 @triton.jit
 def _sum_partials(
-    parts,
-    counts,
-    strides,
+    part0,
+    part1,
+    part2,
+    part3,
+    count0,
+    count1,
+    count2,
+    count3,
+    stride,
     out_ptr,
     features,
     out_stride,
@@ -412,17 +406,44 @@ def _sum_partials(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out (+)= sum of parts[s] [counts[s], features] over rows and over s; one program: COLUMNS columns, in order."""
+    """out (+)= sums over rows of part0 [count0, features] to part3; one program: COLUMNS columns, in a fixed order."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < features
-    sums = tl.zeros([ROWS, COLUMNS], parts[0].dtype.element_ty)
-    for s in tl.static_range(len(parts)):
+    parts, counts = (part0, part1, part2, part3), (count0, count1, count2, count3)
+    sums = tl.zeros([ROWS, COLUMNS], part0.dtype.element_ty)
+    for s in tl.static_range(4):
         for start in range(0, counts[s], ROWS):
             row = start + tl.arange(0, ROWS)
             mask = (row < counts[s])[:, None] & inside[None, :]
-            sums += tl.load(parts[s] + row[:, None] * strides[s] + column[None, :], mask, other=0)
+            sums += tl.load(parts[s] + row[:, None] * stride + column[None, :], mask, other=0)
     total = tl.sum(sums, 0)
     out = out_ptr + column * out_stride
     if ACCUMULATE:
         total += tl.load(out, inside, other=0).to(total.dtype)
     tl.store(out, total.to(out_ptr.dtype.element_ty), inside)
+
+
+def variants(capability: int) -> list[Variant]:
+    """bf16 rows of usual lengths, the same on every GPU; layer is LayerNorm, which holds more than RMSNorm."""
+    found = []
+    for features, centered in ((128, False), (4096, False), (4096, True), (8192, True), (16384, True), (65536, True)):
+        name = f"{'layer' if centered else 'rms'} {features}"
+        tile, mean = norm_tile(features), "*fp32" if centered else None
+        bias, sizes, strides = "*bf16" if centered else None, ("i32", "i32:16"), ("i32:16", 1)
+        forward = ("*bf16", "*bf16", bias, "*bf16", mean, "*fp32", "fp32", *sizes, *strides * 2)
+        dgrad = ("*bf16", "*bf16", "*bf16", mean, "*fp32", "*bf16")
+        constants = (centered, tile.rows, tile.columns)
+        if features <= HELD:
+            found.append(Variant(f"forward {name}", _forward_rows, forward, constants, tile.warps, 1))
+        else:
+            found.append(Variant(f"forward {name}", _forward_pieces, forward, (centered, _PIECE), 8, 1))
+        if features <= HELD_BACKWARD:
+            types = (*dgrad, "*fp32", *sizes, *strides * 3)
+            found.append(Variant(f"dgrad {name}", _dgrad_rows, types, (*constants, tile.stages), tile.warps, 1))
+        else:
+            types = (*dgrad, "i32:16", *strides * 3)
+            found.append(Variant(f"dgrad {name}", _dgrad_pieces, types, (centered, _PIECE), 8, 1))
+            types = ("*bf16", "*bf16", mean, "*fp32", "*fp32", *sizes, *strides * 2)
+            found.append(Variant(f"sums {name}", _sum_columns, types, (centered, 8, 256), 4, 1))
+    types = ("*fp32",) * 4 + ("i32",) * 4 + ("i32:16", "*fp32", "i32:16", 1)
+    return [*found, Variant("wgrad", _sum_partials, types, (True, 32, 32), 4, 1)]

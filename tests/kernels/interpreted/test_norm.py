@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +14,9 @@ from torch import Tensor
 from zbkern import testing
 from zbkern.kernels import reference_norm, triton_norm
 
-DTYPES = (torch.float32, torch.float16)
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
