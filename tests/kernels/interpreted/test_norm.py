@@ -1,0 +1,147 @@
+"""The Triton norms in the interpreter against the reference in float64, into outputs that were full of NaN."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zbkern import testing
+from zbkern.kernels import reference_norm, triton_norm
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def strided(rows: int, columns: int, dtype: torch.dtype, layout: str) -> Tensor:
+    """[rows, columns] as rows in one piece, as part of a wider matrix, or transposed."""
+    if layout == "transposed":
+        return torch.randn(columns, rows).to(dtype).t()
+    return torch.randn(rows, columns + 3 * (layout == "part")).to(dtype)[:, :columns]
+
+
+def check(rows: int, features: int, dtype: torch.dtype, centered: bool, weighted: bool, layout: str) -> None:
+    """Forward, dgrad and wgrad of one shape."""
+    x, dy = (strided(rows, features, dtype, layout) + 0.5 for _ in range(2))
+    weight = torch.randn(features).to(dtype) if weighted else None
+    bias = torch.randn(features).to(dtype) if weighted and centered else None
+    results = []
+    for launches, wide in ((triton_norm, torch.float32), (reference_norm, torch.float64)):
+        exact = launches is reference_norm
+        own_x, own_dy, w, b = (t.double() if exact and t is not None else t for t in (x, dy, weight, bias))
+        kind = wide if exact else dtype
+        y, dx = poisoned(features, rows, dtype=kind).t(), poisoned(rows, features, dtype=kind)
+        mean, rstd = poisoned(rows, dtype=wide), poisoned(rows, dtype=wide)
+        count = launches.norm_partials(rows, features, x.device)
+        partials = poisoned(1 + centered, count, features, dtype=wide) if weighted else None
+        if centered:
+            launches.layer_norm_fwd(own_x, w, b, 1e-3, y, mean, rstd)
+            launches.layer_norm_dgrad(own_dy, own_x, w, mean, rstd, dx, partials)
+        else:
+            launches.rms_norm_fwd(own_x, w, 1e-3, y, rstd)
+            launches.rms_norm_dgrad(own_dy, own_x, w, rstd, dx, partials)
+        found = [y, dx, rstd] + ([mean] if centered else [])
+        if partials is not None:
+            outputs = [poisoned(features, dtype=wide) for _ in range(1 + centered)]
+            launches.norm_wgrad([(partials,)], outputs, False)
+            found += outputs
+        results.append(found)
+    for name, (got, wanted) in enumerate(zip(*results, strict=True)):
+        testing.assert_close(got, wanted, f"output {name} of rows={rows} features={features}", scale=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("features", [1, 63, 64, 65, 2047, 2049])
+def test_edges_of_the_tile(features: int, centered: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tile = triton_norm.norm_tile(features)
+    for rows in {1, tile.rows - 1, 3 * tile.rows + 1} - {0}:
+        check(rows, features, dtype, centered, True, "dense")
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 70),
+    st.integers(2, 300),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["dense", "part", "transposed"]),
+)
+def test_any_shape(rows: int, features: int, dtype: torch.dtype, centered: bool, weighted: bool, layout: str) -> None:
+    torch.manual_seed(rows * features)
+    check(rows, features, dtype, centered, weighted, layout)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize(("held", "rows", "features"), [(64, 3, 100), (64, 66, 65), (128, 66, 100)])
+def test_long_rows(held: int, rows: int, features: int, centered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_norm, "HELD", held)
+    monkeypatch.setattr(triton_norm, "HELD_BACKWARD", 32)
+    monkeypatch.setattr(triton_norm, "_PIECE", 32)
+    torch.manual_seed(0)
+    check(rows, features, DTYPES[rows > 3], centered, True, "part")
+    if rows == 3:
+        check(rows, features, torch.float32, centered, False, "transposed")
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_no_rows(centered: bool) -> None:
+    x, statistics = torch.empty(0, 8), torch.empty(0)
+    partials, weight = poisoned(1 + centered, triton_norm.norm_partials(0, 8, x.device), 8), torch.ones(8)
+    if centered:
+        triton_norm.layer_norm_fwd(x, weight, None, 1e-5, x.clone(), statistics, statistics)
+        triton_norm.layer_norm_dgrad(x, x, weight, statistics, statistics, x.clone(), partials)
+    else:
+        triton_norm.rms_norm_fwd(x, weight, 1e-5, x.clone(), statistics)
+        triton_norm.rms_norm_dgrad(x, x, weight, statistics, x.clone(), partials)
+    outputs = [poisoned(8) for _ in range(1 + centered)]
+    triton_norm.norm_wgrad([(partials,)], outputs, False)
+    for output in outputs:
+        assert torch.equal(output, torch.zeros(8))
+
+
+@pytest.mark.parametrize("counts", [[1], [33], [3, 0, 40], [2] * 9])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_wgrad_sums_all_segments(counts: list[int], accumulate: bool, kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    segments = [(torch.randn(2, count, 37),) for count in counts]
+    before = [torch.randn(37).to(kind) if accumulate else poisoned(37, dtype=kind) for _ in range(2)]
+    outputs = [before[0].clone(), poisoned(37, 2, dtype=kind)[:, 0].copy_(before[1])]
+    triton_norm.norm_wgrad(segments, outputs, accumulate)
+    for index, output in enumerate(outputs):
+        total = sum(partials[index].double().sum(0) for (partials,) in segments)
+        testing.assert_close(output, total + before[index].double() if accumulate else total)
+    only = [None, before[1].clone()]
+    triton_norm.norm_wgrad(segments, only, accumulate)
+    assert torch.equal(only[1], outputs[1])
+
+
+def test_float64_is_computed_in_float64() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 40, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
+    y, rstd = torch.empty_like(x), torch.empty(5, dtype=torch.float64)
+    triton_norm.rms_norm_fwd(x, weight, 1e-5, y, rstd)
+    testing.assert_close(y, torch.nn.functional.rms_norm(x, (40,), weight, 1e-5), tolerance=1e-9)
+
+
+def test_nan_and_infinity_stay_in_their_row() -> None:
+    x = torch.randn(4, 33)
+    x[1, 2], x[2, 3] = float("nan"), float("inf")
+    y, rstd = poisoned(4, 33), poisoned(4)
+    triton_norm.rms_norm_fwd(x, None, 1e-5, y, rstd)
+    assert torch.isfinite(y[[0, 3]]).all()
+    assert y[1].isnan().all()
+    assert y[2, 3].isnan()
