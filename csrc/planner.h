@@ -29,10 +29,11 @@ struct Problem {
   int passes() const { return 3 * chunks * microbatches; }
 };
 
-// How the list scheduler decides; see lists.py, `Rule`.
+// How the list scheduler decides; see lists.py, `Rule` and `forward_caps`.
 struct Rule {
-  int priority, patience, slope;
+  int priority, patience;
   bool late_forward, late_backward, fuse;
+  std::vector<int> caps;  // [chunks] how many forwards each may be ahead of its backwards
 };
 
 // An order of every rank, and which microbatches have a fused backward: fused[chunk * microbatches + microbatch].

@@ -31,10 +31,10 @@ py::tuple tuple_from(const Orders& orders) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled. Its Python twin is the specification.";
-  module.def("list_schedule", [](const py::object& source, int priority, int patience, int slope, bool late_forward,
-                                 bool late_backward, bool fuse) {
+  module.def("list_schedule", [](const py::object& source, int priority, int patience, bool late_forward,
+                                 bool late_backward, bool fuse, const std::vector<int>& caps) {
     const Problem problem = problem_from(source);
-    return tuple_from(list_schedule(problem, {priority, patience, slope, late_forward, late_backward, fuse}));
+    return tuple_from(list_schedule(problem, {priority, patience, late_forward, late_backward, fuse, caps}));
   });
   module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, std::uint64_t seed,
                           const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool may_fuse,

@@ -8,27 +8,6 @@ namespace {
 
 constexpr Time kNever = INT64_MAX / 4;
 
-// How many microbatches each chunk may hold between F and B: more, the further the chunk is from the last.
-std::vector<int> forward_caps(const Problem& p, int slope) {
-  std::vector<int> caps(p.chunks, p.microbatches);
-  if (slope == 0) return caps;
-  for (int rank = 0; rank < p.ranks; rank++) {
-    Time once = 0, weighted = 0;
-    for (int c = 0; c < p.chunks; c++)
-      if (p.placement[c] == rank) {
-        once += p.activation[c];
-        weighted += p.activation[c] * (p.chunks - 1 - c);
-      }
-    if (weighted == 0) continue;
-    const Time spare = std::max<Time>(0, p.limit[rank] - once);
-    for (int c = 0; c < p.chunks; c++) {
-      const Time cap = 1 + slope * spare * (p.chunks - 1 - c) / (100 * weighted);
-      caps[c] = static_cast<int>(std::min<Time>(caps[c], cap));
-    }
-  }
-  return caps;
-}
-
 struct RankState {
   Time clock = 0, memory = 0, held = 0, start = -1;
   bool idle = false, last_was_forward = false;
@@ -40,7 +19,6 @@ struct RankState {
 
 Orders list_schedule(const Problem& p, const Rule& rule) {
   const int n = p.chunks, m = p.microbatches;
-  const std::vector<int> caps = forward_caps(p, rule.slope);
   std::vector<RankState> ranks(p.ranks);
   for (int c = 0; c < n; c++) ranks[p.placement[c]].chunks.push_back(c);
   std::vector<Time> forward_at(static_cast<std::size_t>(n) * m, kNever), backward_at(forward_at);
@@ -69,7 +47,7 @@ Orders list_schedule(const Problem& p, const Rule& rule) {
         if (at > now) next = std::min(next, at);
         else if (backward < 0 || rule.late_backward) backward = c;
       }
-      if (forwards[c] < m && forwards[c] - backwards[c] < caps[c]) {
+      if (forwards[c] < m && forwards[c] - backwards[c] < rule.caps[c]) {
         const Time at = forward_at[static_cast<std::size_t>(c) * m + forwards[c]];
         if (at >= kNever) continue;
         Time need = p.activation[c];

@@ -9,11 +9,12 @@ of time, each knowing only what has been sent to it by then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
 from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem, Rows
+from zbkern.pipeline.planner.randomness import Random
 
 try:
     from zbkern import _planner as compiled
@@ -45,26 +46,54 @@ def rules(problem: Problem) -> Iterator[Rule]:
     """All rules that are tried."""
     several = (True, False) if problem.chunks > problem.ranks else (True,)
     fuse = (False, True) if problem.may_fuse else (False,)
-    slopes = (0, 50, 70, 80, 90, 100, 120, 150)
+    slopes = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
     for each in product(range(3), range(5), slopes, several, several, fuse):
         yield Rule(*each)
 
 
-def list_schedule(problem: Problem, rule: Rule) -> Orders | None:
-    """The orders that `rule` comes to; None when it comes to a dead end."""
+def list_schedule(problem: Problem, rule: Rule, caps: Sequence[int] | None = None) -> Orders | None:
+    """The orders that `rule` comes to; None when it comes to a dead end.
+
+    caps: how many forwards each chunk may be ahead of its backwards, instead of what the rule's slope says.
+    """
+    caps = forward_caps(problem, rule.slope) if caps is None else list(caps)
     if compiled is not None:
-        orders = Orders(*compiled.list_schedule(problem, *rule))
+        priority, patience, _, late_forward, late_backward, fuse = rule
+        orders = Orders(*compiled.list_schedule(problem, priority, patience, late_forward, late_backward, fuse, caps))
         return orders if orders.rows else None
-    return _Lists(problem, rule).run()
+    return _Lists(problem, rule, caps).run()
+
+
+def refine(problem: Problem, rule: Rule, tries: int, seed: int) -> Orders | None:
+    """The best orders that `rule` comes to with caps changed at random, some neighbouring chunks at a time."""
+    random = Random(seed)
+    caps = forward_caps(problem, rule.slope)
+    best = now = list_schedule(problem, rule, caps)
+    for _ in range(tries if best is not None else 0):
+        first = random.below(problem.chunks)
+        count = 1 + random.below(min(3, problem.chunks - first))
+        change = 1 if random.percent(50) else -1
+        changed = list(caps)
+        for chunk in range(first, first + count):
+            changed[chunk] = min(max(changed[chunk] + change, 1), problem.microbatches)
+        if changed == caps:
+            continue
+        trial = rule._replace(patience=random.below(5)) if random.percent(20) else rule
+        orders = list_schedule(problem, trial, changed)
+        if orders is not None and orders.cost <= now.cost:
+            caps, now, rule = changed, orders, trial
+            if now.cost < best.cost:
+                best = now
+    return best
 
 
 class _Lists:
     """One run of the list scheduler. csrc/planner_lists.cpp is its compiled twin."""
 
-    def __init__(self, problem: Problem, rule: Rule) -> None:
+    def __init__(self, problem: Problem, rule: Rule, caps: list[int]) -> None:
         ranks, chunks, microbatches = problem.ranks, problem.chunks, problem.microbatches
         self.problem, self.rule = problem, rule
-        self.caps = _forward_caps(problem, rule.slope)
+        self.caps = caps
         self.chunks = [problem.chunks_of(rank) for rank in range(ranks)]
         self.forward_at = [[_NEVER] * microbatches for _ in range(chunks)]
         self.backward_at = [[_NEVER] * microbatches for _ in range(chunks)]
@@ -182,7 +211,7 @@ class _Lists:
         return ran
 
 
-def _forward_caps(problem: Problem, slope: int) -> list[int]:
+def forward_caps(problem: Problem, slope: int) -> list[int]:
     """How many forwards each chunk may be ahead of its backwards: more, the further it is from the last chunk."""
     caps = [problem.microbatches] * problem.chunks
     if slope == 0:

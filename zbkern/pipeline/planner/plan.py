@@ -74,11 +74,10 @@ def plan(
     unlimited = microbatches * sum(flat.activation)
     limits = _limits(memory_limit, stages, unlimited)
     _check_room(flat.activation, homes, limits)
-    problem = Problem.build(
-        flat, homes, microbatches, [min(each, unlimited) for each in limits], objective == "makespan"
-    )
+    limits = [min(limit, unlimited) for limit in limits]
+    problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
-    found = portfolio.search(problem, costs, bound, time_limit, seed, keep=8 if jitter else 1)
+    found = portfolio.search(problem, bound, time_limit, seed, keep=8 if jitter else 1)
     chosen, mean = _steadiest(found, problem, costs, objective, jitter, samples, seed)
     schedule = schedule_of(chosen, problem, f"plan-{name}")
     timeline = simulate(schedule, costs)

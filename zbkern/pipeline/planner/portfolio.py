@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule, ScheduleError
-from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, rules
+from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, refine, rules
 from zbkern.pipeline.planner.problem import Orders, Problem, orders_of
 from zbkern.pipeline.planner.search import anneal, grown
 
@@ -18,6 +18,8 @@ _SHARE = 0.25  # of all passes, that a move has to run again in the compiled sea
 _HEATS = (0.5, 0.25, 1.0, 0.5, 0.15, 2.0, 0.5, 0.3)
 _COLD = 0.02
 _STEPS = 60  # temperatures per round
+_RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
+_REFINED = 4  # rules whose caps are refined
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
 
 
@@ -32,6 +34,8 @@ def search(problem: Problem, bound: int, seconds: float, seed: int, keep: int) -
     if compiled is None and seconds - (time.monotonic() - begin) <= 0:
         return pool.orders
     budget = seconds * _SPEED
+    for orders in _refined(problem, bound, budget / 8, seed, pool):
+        pool.add(orders)
     small = min(problem.microbatches, 3 * problem.ranks)
     if problem.microbatches >= 4 * problem.ranks // 3 and small < problem.microbatches:
         # Warm-up and cool-down are the hard part, and nearly the same for any number of microbatches: search with few.
@@ -94,6 +98,24 @@ def construct(problem: Problem) -> list[Orders]:
         if best is not None:
             found.append(best)
     return found
+
+
+def _refined(problem: Problem, bound: int, budget: float, seed: int, pool: _Pool) -> Iterator[Orders]:
+    """The best rules with their caps changed at random."""
+    tries = int(budget / (_RULE_PASSES * problem.passes * _REFINED))
+    if tries < 1:
+        return
+    ranked = []
+    for index, rule in enumerate(rules(problem)):
+        orders = list_schedule(problem, rule)
+        if orders is not None:
+            ranked.append((orders.cost, index, rule))
+    for _, index, rule in sorted(ranked)[:_REFINED]:
+        if pool.orders and pool.orders[0].cost <= bound:
+            return
+        orders = refine(problem, rule, tries, seed * len(ranked) + index)
+        if orders is not None:
+            yield orders
 
 
 def _levels(problem: Problem) -> list[tuple[int, ...]]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from zbkern.pipeline.planner.lists import compiled
 from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem
+from zbkern.pipeline.planner.randomness import Random
 
 SPREAD = 3  # weight of the mean span beside the largest
 
@@ -42,34 +43,6 @@ def anneal(
         )
         return Orders(*found), finished
     return _Annealer(problem, start).anneal(seed, scaled, moves, target, seconds)
-
-
-class Random:
-    """SplitMix64, so that every language draws the same numbers."""
-
-    def __init__(self, seed: int) -> None:
-        self._state = seed
-
-    def next(self) -> int:
-        mask = 2**64 - 1
-        self._state = (self._state + 0x9E3779B97F4A7C15) & mask
-        z = self._state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return z ^ (z >> 31)
-
-    def below(self, count: int) -> int:
-        return ((self.next() >> 32) * count) >> 32
-
-    def percent(self, chance: int) -> bool:
-        return self.below(100) < chance
-
-    def exponential(self) -> int:
-        """About exponential with mean 1/ln 2, in 65536ths: minus the logarithm of a uniform number."""
-        bits = self.next() | 1
-        zeros = 64 - bits.bit_length()
-        fraction = (bits >> (47 - zeros)) & 0xFFFF if zeros < 47 else 0
-        return (zeros << 16) + 65536 - fraction
 
 
 class _Annealer:

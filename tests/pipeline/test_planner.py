@@ -1,0 +1,241 @@
+"""Plans: valid, within the limit, no worse than anything published, and optimal when they say so."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import permutations, product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, plan, schedules, simulate
+from zbkern.pipeline.planner import lists, portfolio
+
+PROFILES = json.loads((Path(__file__).parent.parent / "data" / "zb_profiles.json").read_text())
+needs_core = pytest.mark.skipif(lists.compiled is None, reason="the compiled search core is not built")
+
+
+def one_chunk(row: dict) -> Costs:
+    return Costs(row["forward"], row["backward"], row["weight"], row["communication"], row["activation"], row["held"])
+
+
+def two_chunks(row: dict) -> Costs:
+    names = ("chunk_forward", "chunk_backward", "chunk_weight", "communication", "chunk_activation", "chunk_held")
+    return Costs(*(row[name] for name in names))
+
+
+@needs_core
+@pytest.mark.parametrize("row", PROFILES["one_chunk"][:3], ids=lambda row: f"m{row['microbatches']}")
+def test_never_worse_than_published_search(row: dict) -> None:
+    for limit, published in row["bubble_rate_by_memory_limit"].items():
+        memory = float(limit) * row["stages"] * row["activation"]
+        found = plan(one_chunk(row), row["stages"], row["microbatches"], memory_limit=memory, time_limit=2)
+        assert round(found.bubble_rate, 4) <= published, limit
+        assert max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
+        assert found.lower_bound <= found.bubble_rate
+        bound = row["lower_bound_where_reference_is_above"].get(limit, 0.0)
+        assert found.lower_bound >= bound - 6e-5  # ours joins the heads of all ranks, and is sometimes larger
+
+
+@needs_core
+@pytest.mark.parametrize(("limit", "best"), [(1.125, 0.1279), (1.25, 0.0951), (1.5, 0.0524), (1.625, 0.0433)])
+def test_reaches_the_bound_that_the_published_search_does_not(limit: float, best: float) -> None:
+    row = PROFILES["one_chunk"][0]
+    found = plan(one_chunk(row), 8, 24, memory_limit=limit * 8 * row["activation"], time_limit=6)
+    assert found.bubble_rate == pytest.approx(best, abs=5e-4)
+
+
+@needs_core
+@pytest.mark.parametrize("row", PROFILES["unit_cost"][:6], ids=lambda row: f"p{row['stages']}m{row['microbatches']}")
+def test_unit_costs(row: dict) -> None:
+    stages, microbatches = row["stages"], row["microbatches"]
+    wanted = [(1.5, 1, row["ZB at 1.5p"]), (2.0, 1, row["ZB at 2p"]), (1.0, 2, row["ZB-V at 1.0p"])]
+    for limit, chunks, published in wanted:
+        costs = Costs(activation=1 / chunks, held=0.5 / chunks)
+        found = plan(costs, stages, microbatches, chunks, memory_limit=limit * stages, time_limit=2)
+        assert round(found.bubble_rate, 4) <= published
+
+
+@needs_core
+def test_two_chunks_are_never_worse_than_the_published_schedules() -> None:
+    row = PROFILES["two_chunks"][0]
+    costs, stages, microbatches = two_chunks(row), row["stages"], row["microbatches"]
+    for make in (schedules.zb_v, schedules.v_half, schedules.v_min):
+        known = simulate(make(stages, microbatches), costs)
+        found = plan(costs, stages, microbatches, 2, memory_limit=max(known.peak_memory), time_limit=0)
+        assert found.timeline.cost <= known.cost * (1 + 1e-9)
+
+
+@needs_core
+def test_more_memory_is_never_worse() -> None:
+    row = PROFILES["one_chunk"][0]
+    rates = [
+        plan(one_chunk(row), 8, 24, memory_limit=eighths * row["activation"], time_limit=0).bubble_rate
+        for eighths in range(8, 25)
+    ]
+    assert rates == sorted(rates, reverse=True)
+
+
+@needs_core
+def test_a_first_answer_is_quick() -> None:
+    found = plan(Costs(communication=0.1), 32, 256, memory_limit=48, time_limit=0)
+    known = simulate(schedules.zb_h1(32, 256), Costs(communication=0.1))
+    assert found.timeline.cost < known.cost
+
+
+def everything(microbatches: int, rank: int) -> list[tuple[Action, ...]]:
+    """Every order that one rank of a one-chunk pipeline can have, microbatches out of order too."""
+    actions = [Action(kind, rank, microbatch) for microbatch in range(microbatches) for kind in "FBW"]
+    orders = set()
+    for places in set(permutations([action.microbatch for action in actions])):
+        kinds = {microbatch: iter("FBW") for microbatch in range(microbatches)}
+        orders.add(tuple(Action(next(kinds[each]), rank, each) for each in places))
+    return sorted(orders)
+
+
+def peak(order: tuple[Action, ...], costs: Costs) -> float:
+    change = {"F": costs.activation, "B": costs.held - costs.activation, "W": -costs.held}
+    now = most = 0.0
+    for action in order:
+        now += change[action.kind]
+        most = max(most, now)
+    return most
+
+
+def exhaustive(stages: int, microbatches: int, costs: Costs, limit: float) -> float:
+    rows = [
+        [row for row in everything(microbatches, rank) if peak(row, costs) <= limit + 1e-9] for rank in range(stages)
+    ]
+    best = float("inf")
+    for choice in product(*rows):
+        schedule = Schedule(choice, tuple(range(stages)), microbatches)
+        try:
+            best = min(best, simulate(schedule, costs).cost)
+        except ScheduleError:
+            continue
+    return best
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_optimal_is_what_enumeration_finds(case: int) -> None:
+    draw = random.Random(case)
+    costs = Costs(*(draw.randint(1, 5) for _ in range(3)), draw.choice([0, 1]), 1.0, 0.5)
+    limit = draw.choice([1.0, 1.5, 2.0])
+    found = plan(costs, 2, 2, memory_limit=limit, time_limit=0.2)
+    best = exhaustive(2, 2, costs, limit)
+    bound = found.timeline.cost * (1 - found.bubble_rate) / (1 - found.lower_bound)
+    assert bound <= best + 1e-6
+    assert found.timeline.cost >= best - 1e-6
+    if found.optimal:
+        assert found.timeline.cost == pytest.approx(best)
+
+
+def test_enumeration_meets_a_plan_that_is_proven_optimal() -> None:
+    found = plan(Costs(), 2, 2, memory_limit=2, time_limit=0.2)
+    assert found.timeline.cost == pytest.approx(exhaustive(2, 2, Costs(), 2))
+    assert found.optimal
+
+
+per_chunk = st.lists(st.floats(0, 10), min_size=6, max_size=6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([("linear", 1), ("linear", 2), ("v", 2), ("loop", 3), ("zigzag", 3)]),
+    st.integers(1, 5),
+    per_chunk,
+    per_chunk,
+    per_chunk,
+    st.floats(0, 3),
+    st.floats(1, 3),
+    st.sampled_from(["cost", "makespan"]),
+    st.booleans(),
+)
+def test_every_plan_is_valid_and_fits(
+    shape: tuple[str, int],
+    microbatches: int,
+    forward: list[float],
+    backward: list[float],
+    weight: list[float],
+    communication: float,
+    room: float,
+    objective: str,
+    overheads: bool,
+) -> None:
+    placement, chunks = shape
+    stages = 6 // chunks
+    split = [min(b, w) / 2 for b, w in zip(backward, weight, strict=True)] if overheads else 0
+    saving = [w / 4 for w in weight] if overheads else 0
+    costs = Costs(forward, backward, weight, communication, 1.0, 0.4, split, saving)
+    limit = room * chunks
+    found = plan(costs, stages, microbatches, chunks, placement, limit, 0.02, objective=objective)
+    found.schedule.validate()
+    timeline = simulate(found.schedule, costs)
+    assert timeline.cost == found.timeline.cost
+    assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+    assert 0 <= found.lower_bound <= 1
+    if objective == "cost":
+        assert found.lower_bound <= found.bubble_rate + 1e-9
+
+
+def test_a_limit_per_rank_and_a_placement_of_ones_own() -> None:
+    limits = [3.0, 2.0, 2.0]
+    found = plan(Costs(), 3, 6, 2, (0, 1, 2, 1, 2, 0), limits, 0.1)
+    assert found.schedule.placement == (0, 1, 2, 1, 2, 0)
+    peaks = found.timeline.peak_memory
+    assert all(peak <= limit + 1e-9 for peak, limit in zip(peaks, limits, strict=True))
+
+
+def test_same_seed_same_plan() -> None:
+    first, second = (plan(Costs(communication=0.3), 3, 6, memory_limit=4, time_limit=0.3, seed=5) for _ in range(2))
+    assert first.schedule == second.schedule
+
+
+def test_fuses_where_the_split_costs_more_than_it_gains() -> None:
+    found = plan(Costs(split_overhead=0.9), 2, 8, memory_limit=2, time_limit=0.1)
+    assert any(action.kind == "BW" for row in found.schedule.actions for action in row)
+    assert found.timeline.cost <= simulate(schedules.one_f_one_b(2, 8), Costs(split_overhead=0.9)).cost + 1e-9
+
+
+def test_jitter_reports_the_mean() -> None:
+    calm = plan(Costs(), 3, 6, memory_limit=4, time_limit=0.1)
+    shaken = plan(Costs(), 3, 6, memory_limit=4, time_limit=0.1, jitter=0.1)
+    runs = [simulate(shaken.schedule, Costs(), jitter=0.1, seed=seed).cost for seed in range(16)]
+    assert calm.mean_cost == calm.timeline.cost
+    assert shaken.mean_cost == pytest.approx(sum(runs) / 16)
+
+
+def test_makespan_is_what_was_asked_for() -> None:
+    cost, makespan = (
+        plan(Costs(), 4, 8, memory_limit=8, objective=each, time_limit=0.5) for each in ("cost", "makespan")
+    )
+    assert cost.timeline.cost <= makespan.timeline.cost
+    assert makespan.timeline.makespan <= cost.timeline.makespan
+
+
+def test_errors_name_what_is_wrong() -> None:
+    with pytest.raises(ScheduleError, match="smallest limit that any schedule fits is 2"):
+        plan(Costs(), 2, 4, 2, "v", memory_limit=1.5)
+    with pytest.raises(ValueError, match="placement"):
+        plan(Costs(), 2, 4, 2, "spiral")
+    with pytest.raises(ValueError, match="placement must name every rank"):
+        plan(Costs(), 2, 4, 2, (0, 0, 0, 1))
+    with pytest.raises(ValueError, match="one per rank"):
+        plan(Costs(), 2, 4, memory_limit=[1, 2, 3])
+    with pytest.raises(ValueError, match="objective"):
+        plan(Costs(), 2, 4, objective="joy")
+    with pytest.raises(ValueError, match="microbatches"):
+        plan(Costs(), 2, 0)
+    with pytest.raises(TypeError, match="stages"):
+        plan(Costs(), 2.0, 4)
+
+
+def test_smaller_limits_take_part() -> None:
+    from zbkern.pipeline.planner.problem import Problem
+
+    problem = Problem.build(Costs().per_chunk(4), range(4), 8, [6.0] * 4, False)
+    levels = [level[0] / problem.memory_scale for level in portfolio._levels(problem)]
+    assert levels == pytest.approx([6, 6, 5.5, 5, 4.5, 4, 3.5, 3, 2.5, 2, 1.5, 1])
