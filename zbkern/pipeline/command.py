@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zbkern.pipeline import comparison, report, schedules
+from zbkern.pipeline import comparison, draw, report, schedules, trace
 from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.planner import Plan, plan
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             if unknown:
                 print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
         for path in arguments.out:
-            print(f"wrote {_write(found.timeline, path)}")
+            print(f"wrote {_write(found.timeline, costs, path)}")
     except _WrongArgument as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
@@ -157,7 +157,7 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     if limit is not None and report.exceeds(peak, limit):
         raise _WrongArgument(
             "--memory",
-            f"{schedule.name} holds {report.number(peak)} on one rank, more than {report.number(limit)}; raise the "
+            f"{schedule.name} holds {draw.number(peak)} on one rank, more than {draw.number(limit)}; raise the "
             "limit, or leave --schedule out for a plan within it",
         )
     stages, objective = arguments.stages, arguments.objective
@@ -182,7 +182,7 @@ def _check_outputs(paths: Sequence[Path]) -> None:
             )
 
 
-def _write(timeline: Timeline, path: Path) -> Path:
+def _write(timeline: Timeline, costs: Costs, path: Path) -> Path:
     schedule = timeline.schedule
     try:
         if path.suffix == ".txt":
@@ -190,8 +190,10 @@ def _write(timeline: Timeline, path: Path) -> Path:
         elif path.suffix == ".csv":
             dialect = "torch" if path.name.endswith(".torch.csv") else "zbkern"
             path.write_text(schedule.to_csv(dialect), encoding="utf-8")
+        elif path.suffix == ".json":
+            trace.save([timeline], path)
         else:
-            timeline.save(path)
+            draw.save([timeline], path, costs=[costs])
     except OSError as error:
         raise _WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another place") from error
     return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbkern.pipeline.actions import Schedule
+from zbkern.pipeline.draw import number
 from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.timeline import Timeline
 
@@ -95,8 +96,3 @@ def idle(timeline: Timeline, objective: str) -> float:
 
 def exceeds(peak: float, limit: float) -> bool:
     return peak > limit * (1 + _ROUNDING)
-
-
-def number(value: float) -> str:
-    """Four significant digits."""
-    return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
