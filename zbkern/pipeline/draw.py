@@ -1,7 +1,9 @@
-"""Pictures of timelines, planned or measured: SVG, one HTML file that zooms, PNG.
+"""Pictures of timelines, planned or measured: SVG, PNG, and one HTML file that zooms.
 
 Several timelines stand one above the other on one time axis. A box is an action: its colour the kind, its shade the
-chunk of the rank, its number the microbatch; grey is idle.
+chunk of the rank, its number the microbatch. Idle time between a rank's first and last action is pink, that before and
+after it grey: a rank may start late and end early for free. Given costs, the memory that a rank holds is drawn below
+its row.
 """
 
 from __future__ import annotations
@@ -11,151 +13,200 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from zbkern.pipeline import memory
+from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.timeline import Event, Timeline
 
 COLOURS = {"F": "#3f83c9", "B": "#2e9e86", "W": "#dfa23a", "BW": "#8d74c4"}
 MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "both gradients"}
+IDLE, OUTSIDE, HELD = "#f7c5c1", "#eef0f3", "#a9b3bf"
 
-_LEFT, _RIGHT, _ROW, _TITLE, _GAP, _AXIS = 64, 16, 24, 30, 18, 30
-_STYLE = """
-text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #24292f; }
-.title { font-size: 14px; font-weight: 600; } .note, .tick { fill: #57606a; } .number { font-size: 11px; fill: #fff; }
-.idle { fill: #e9ecf0; } .action { stroke: #fff; stroke-width: 0.8; }
+_LEFT, _RIGHT, _TITLE, _ROW, _HELD_ROW, _GAP, _AXIS = 64, 16, 28, 24, 26, 20, 30
+_DARK = "#24292f"
+_STYLE = f"""
+text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }}
+.title {{ font-size: 14px; font-weight: 600; fill: {_DARK}; }} .end {{ text-anchor: end; }}
+.tick {{ text-anchor: middle; }} .number {{ font-size: 11px; fill: #fff; text-anchor: middle; }}
+.dark {{ fill: {_DARK}; }} .action {{ stroke: #fff; }} .held {{ fill: {HELD}; }}
+.track {{ fill: #f6f8fa; }} .outside {{ fill: {OUTSIDE}; }} .idle {{ fill: {IDLE}; }}
 """
 
 
-def save(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None) -> Path:
+def save(
+    timelines: Sequence[Timeline],
+    path: str | Path,
+    titles: Sequence[str] | None = None,
+    costs: Sequence[Costs] | None = None,
+) -> Path:
     """Writes the picture that the suffix names, .svg, .html or .png, and returns its path.
 
-    Raises ValueError for another suffix, ImportError for a PNG without the package cairosvg.
+    titles, costs: one per timeline; by default the schedules' names, and no memory. Raises ValueError for another
+    suffix or count, ImportError for a PNG without the package cairosvg.
     """
     path = Path(path)
     if path.suffix == ".svg":
-        path.write_text(svg(timelines, titles), encoding="utf-8")
+        path.write_text(svg(timelines, titles, costs=costs), encoding="utf-8")
     elif path.suffix == ".html":
-        path.write_text(html(timelines, titles), encoding="utf-8")
+        from zbkern.pipeline import page
+
+        path.write_text(page.html(timelines, titles, costs), encoding="utf-8")
     elif path.suffix == ".png":
         try:
             import cairosvg
         except ImportError as error:
             raise ImportError("draw.save: PNG needs the package cairosvg: pip install 'zbkern[draw]'") from error
-        cairosvg.svg2png(svg(timelines, titles).encode(), write_to=str(path), scale=2)
+        cairosvg.svg2png(svg(timelines, titles, costs=costs).encode(), write_to=str(path), scale=2)
     else:
         raise ValueError(f"draw.save: path must end in .svg, .html or .png; got {str(path)!r}")
     return path
 
 
-def svg(timelines: Sequence[Timeline], titles: Sequence[str] | None = None, width: int = 1000) -> str:
-    """The picture as SVG text, `width` pixels wide; titles: one per timeline, by default the schedules' names."""
-    if not timelines:
-        raise ValueError("draw.svg: timelines is empty; give at least one")
-    if titles is not None and len(titles) != len(timelines):
-        raise ValueError(f"draw.svg: titles must be one for each of {len(timelines)} timelines; got {len(titles)}")
-    span = max(max(timeline.makespan, timeline.cost) for timeline in timelines) or 1.0
+def svg(
+    timelines: Sequence[Timeline],
+    titles: Sequence[str] | None = None,
+    width: int = 1000,
+    costs: Sequence[Costs] | None = None,
+) -> str:
+    """The picture as SVG text, `width` pixels wide; titles and costs as in `save`."""
+    titles, tracks = checked(timelines, titles, costs)
+    span = max(timeline.makespan for timeline in timelines) or 1.0
     scale = (width - _LEFT - _RIGHT) / span
-    parts, top = [_legend(timelines, width)], 34.0
-    for index, timeline in enumerate(timelines):
-        title = titles[index] if titles else timeline.schedule.name
-        parts.append(_one(timeline, title, top, scale, width))
-        top += _TITLE + _ROW * len(timeline.events) + _GAP
+    most = max((held for rows in tracks for row in rows for _, held in row), default=0.0)
+    head, top = _legend(legend(timelines, most), width)
+    parts = [head]
+    for timeline, title, rows in zip(timelines, titles, tracks, strict=True):
+        first = min((row[0].start for row in timeline.events if row), default=0.0)
+        parts.append(
+            f'<text x="{_LEFT}" y="{top + 17:g}"><tspan class="title">{escape(title)}</tspan>'
+            f'<tspan dx="10">{escape(note(timeline))}</tspan></text>'
+        )
+        top += _TITLE
+        for rank, row in enumerate(timeline.events):
+            boxes = _row(timeline, rank, row, first, scale, width - _LEFT - _RIGHT)
+            parts.append(f'<g transform="translate({_LEFT} {top:g})">{boxes}</g>')
+            top += _ROW
+            if most:
+                held = _held(rows[rank], first, scale, (_HELD_ROW - 7) / most)
+                parts.append(
+                    f'<g transform="translate({_LEFT} {top + _HELD_ROW - 7:g})"><rect class="track" '
+                    f'y="{5 - _HELD_ROW}" width="{width - _LEFT - _RIGHT}" height="{_HELD_ROW - 5}"/>'
+                    f'<path class="held" d="{held}"/></g>'
+                )
+                top += _HELD_ROW
+        top += _GAP
     parts.append(_axis(span, scale, top - _GAP, timelines[0].unit))
     height = round(top - _GAP + _AXIS)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>' + "".join(parts) + "</svg>\n"
+        f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>\n' + "\n".join(parts) + "</svg>\n"
     )
 
 
-def html(timelines: Sequence[Timeline], titles: Sequence[str] | None = None) -> str:
-    """One page without outside parts: the wheel zooms, dragging moves, a double click resets, hovering tells."""
-    picture = svg(timelines, titles, width=1600)
-    return f'<!doctype html><meta charset="utf-8"><title>zbkern timeline</title>{picture}<script>{_SCRIPT}</script>\n'
+Track = list[tuple[float, float]]  # of one rank: (time, memory held from then on)
 
 
-def _one(timeline: Timeline, title: str, top: float, scale: float, width: int) -> str:
-    first = min((row[0].start for row in timeline.events if row), default=0.0)
-    note = f"{timeline.bubble_rate:.1%} bubble, makespan {_number(timeline.makespan)} {timeline.unit}".rstrip()
-    if timeline.peak_memory:
-        note += f", peak memory {_number(max(timeline.peak_memory))}"
-    parts = [
-        f'<text x="{_LEFT}" y="{top + 18:.0f}"><tspan class="title">{escape(title)}</tspan>'
-        f'<tspan class="note" dx="10">{escape(note)}</tspan></text>'
-    ]
-    for rank, row in enumerate(timeline.events):
-        y = top + _TITLE + rank * _ROW
-        parts.append(
-            f'<text class="note" x="{_LEFT - 8}" y="{y + _ROW - 8:.0f}" text-anchor="end">rank {rank}</text>'
-            f'<rect class="idle" x="{_LEFT}" y="{y + 1:.0f}" width="{width - _LEFT - _RIGHT}" height="{_ROW - 2}"/>'
-        )
-        chunks = timeline.schedule.chunks_of(rank)
-        parts += [_box(event, chunks.index(event.action.chunk), len(chunks), first, y, scale) for event in row]
-    return "".join(parts)
+def checked(
+    timelines: Sequence[Timeline], titles: Sequence[str] | None, costs: Sequence[Costs] | None
+) -> tuple[Sequence[str], list[list[Track]]]:
+    """Titles, and the memory of every rank, empty without costs. Raises ValueError where the counts differ."""
+    if not timelines:
+        raise ValueError("draw: timelines is empty; give at least one")
+    for what, given in (("titles", titles), ("costs", costs)):
+        if given is not None and len(given) != len(timelines):
+            raise ValueError(f"draw: {what} must be one for each of {len(timelines)} timelines; got {len(given)}")
+    tracks = []
+    for index, timeline in enumerate(timelines):
+        flat = costs[index].per_chunk(len(timeline.schedule.placement)) if costs else None
+        tracks.append([memory.steps(row, flat) if flat else [] for row in timeline.events])
+    return titles or [timeline.schedule.name for timeline in timelines], tracks
 
 
-def _box(event: Event, place: int, count: int, first: float, y: float, scale: float) -> str:
-    x, length = _LEFT + (event.start - first) * scale, (event.end - event.start) * scale
-    fill = _shade(COLOURS[event.action.kind], place / max(1, count))
-    number = str(event.action.microbatch)
-    box = (
-        f'<rect class="action" x="{x:.2f}" y="{y + 1:.0f}" width="{length:.2f}" height="{_ROW - 2}" fill="{fill}">'
-        f"<title>{event.action} on rank {event.rank}: {_number(event.start)} to {_number(event.end)}</title></rect>"
-    )
-    if length >= 7 * len(number) + 2:
-        box += f'<text class="number" x="{x + length / 2:.1f}" y="{y + 16:.0f}" text-anchor="middle">{number}</text>'
-    return box
+def note(timeline: Timeline) -> str:
+    """The figures beside a title."""
+    text = f"{timeline.bubble_rate:.1%} bubble, makespan {number(timeline.makespan)} {timeline.unit}".rstrip()
+    return text + (f", peak memory {number(max(timeline.peak_memory))}" if timeline.peak_memory else "")
 
 
-def _legend(timelines: Sequence[Timeline], width: int) -> str:
-    kinds = [kind for kind in COLOURS if any(e.action.kind == kind for t in timelines for row in t.events for e in row)]
-    entries = [(f"{kind}  {MEANING[kind]}", COLOURS[kind]) for kind in kinds] + [("idle", "#e9ecf0")]
+def legend(timelines: Sequence[Timeline], most: float) -> list[tuple[str, str]]:
+    """What there is to explain, and its colour. most: the memory held at most, 0 when none is drawn."""
+    present = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
+    entries = [(f"{kind} {MEANING[kind]}", COLOURS[kind]) for kind in COLOURS if kind in present]
     if any(timeline.schedule.chunks > 1 for timeline in timelines):
-        entries.insert(-1, ("lighter: later chunks of a rank", _shade(COLOURS["F"], 0.5)))
-    parts, x = [], float(_LEFT)
-    for text, fill in entries:
-        parts.append(f'<rect x="{x:.0f}" y="12" width="12" height="12" rx="2" fill="{fill}"/>')
-        parts.append(f'<text class="note" x="{x + 17:.0f}" y="22">{text}</text>')
-        x += 36 + 6.4 * len(text)
+        entries.append(("later chunk of a rank", shade("F", 1, 2)))
+    entries += [("idle", IDLE), ("not yet started, or done", OUTSIDE)]
+    return [*entries, (f"memory held, at most {number(most)}", HELD)] if most else entries
+
+
+def shade(kind: str, place: int, count: int) -> str:
+    """The colour of a kind for chunk `place` of a rank's `count`: later ones are lighter."""
+    channels = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * 0.75 * place / count):02x}" for c in channels)
+
+
+def is_light(colour: str) -> bool:
+    """Whether a number on it must be dark to be read: by the luminance that sRGB's weights give."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 150
+
+
+def number(value: float) -> str:
+    """Four significant digits, or the whole number where there are more."""
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+
+
+def _row(timeline: Timeline, rank: int, row: Sequence[Event], first: float, scale: float, width: float) -> str:
+    tall = f'height="{_ROW - 2}"'
+    parts = [
+        f'<text class="end" x="-8" y="{_ROW - 9}">rank {rank}</text>',
+        f'<rect class="outside" width="{width}" {tall}/>',
+    ]
+    if row:
+        left, length = (row[0].start - first) * scale, (row[-1].end - row[0].start) * scale
+        parts.append(f'<rect class="idle" x="{left:.5g}" width="{length:.5g}" {tall}/>')
+    chunks = timeline.schedule.chunks_of(rank)
+    for event in row:
+        kind, chunk, microbatch, _ = event.action
+        fill, label = shade(kind, chunks.index(chunk), len(chunks)), str(microbatch)
+        x, length = (event.start - first) * scale, (event.end - event.start) * scale
+        border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
+        parts.append(
+            f'<rect class="action" x="{x:.5g}" width="{length:.5g}" {tall} fill="{fill}"{border}>'
+            f"<title>{event.action} on rank {rank}: {number(event.start)} to {number(event.end)}</title></rect>"
+        )
+        if length >= 7 * len(label) + 2:
+            dark = " dark" if is_light(fill) else ""
+            parts.append(f'<text class="number{dark}" x="{x + length / 2:.5g}" y="{_ROW - 9}">{label}</text>')
     return "".join(parts)
+
+
+def _held(track: Track, first: float, scale: float, tall: float) -> str:
+    """The outline of the memory held over time, from the base line up and back."""
+    if not track:
+        return ""
+    begin = (track[0][0] - first) * scale
+    steps = "".join(f"H{(time - first) * scale:.5g}V{-held * tall:.4g}" for time, held in track)
+    return f"M{begin:.5g} 0{steps}V0Z"
+
+
+def _legend(entries: Sequence[tuple[str, str]], width: int) -> tuple[str, float]:
+    """The legend, in as many lines as the width asks for, and where it ends."""
+    parts, x, y = [], float(_LEFT), 12
+    for text, fill in entries:
+        length = 36 + 6.2 * len(text)
+        if x + length > width:
+            x, y = float(_LEFT), y + 20
+        parts.append(f'<rect x="{x:g}" y="{y}" width="12" height="12" rx="2" fill="{fill}"/>')
+        parts.append(f'<text x="{x + 17:g}" y="{y + 10}">{text}</text>')
+        x += length
+    return "".join(parts), y + 20.0
 
 
 def _axis(span: float, scale: float, y: float, unit: str) -> str:
     step = 10 ** math.floor(math.log10(span / 5))
     step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 10)
-    parts = []
+    parts = [f'<text class="end" x="{_LEFT - 20}" y="{y + 19:g}">{unit or "time"}</text>']
     for index in range(int(span / step + 1e-9) + 1):
         x = _LEFT + index * step * scale
-        label = f"{index * step:g}" + (f" {unit}" if unit and index == 0 else "")
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y + 2:.0f}" y2="{y + 6:.0f}" stroke="#8c959f"/>')
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 19:.0f}" text-anchor="middle">{label}</text>')
+        parts.append(f'<path d="M{x:.5g} {y + 2:g}v4" stroke="#8c959f"/>')
+        parts.append(f'<text class="tick" x="{x:.5g}" y="{y + 19:g}">{index * step:g}</text>')
     return "".join(parts)
-
-
-def _shade(colour: str, amount: float) -> str:
-    """The colour mixed with white, amount 0 to 1."""
-    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(c + (255 - c) * 0.75 * amount):02x}" for c in channels)
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
-_SCRIPT = """
-const s = document.querySelector('svg'), whole = s.getAttribute('viewBox').split(' ').map(Number);
-let v = [...whole], from = null;
-const show = () => s.setAttribute('viewBox', v.join(' '));
-s.style.width = '100%'; s.style.height = 'auto';
-s.addEventListener('wheel', e => {
-  e.preventDefault();
-  const r = s.getBoundingClientRect(), f = e.deltaY > 0 ? 1.2 : 1 / 1.2;
-  const x = v[0] + (e.clientX - r.left) / r.width * v[2], w = Math.min(whole[2], v[2] * f);
-  v = [x - (x - v[0]) * w / v[2], v[1], w, v[3]]; show();
-}, {passive: false});
-s.setAttribute('preserveAspectRatio', 'none');
-s.addEventListener('mousedown', e => { from = [e.clientX, v[0]]; e.preventDefault(); });
-addEventListener('mousemove', e => {
-  if (from) { v[0] = from[1] - (e.clientX - from[0]) / s.getBoundingClientRect().width * v[2]; show(); }
-});
-addEventListener('mouseup', () => { from = null; });
-s.addEventListener('dblclick', () => { v = [...whole]; show(); });
-"""

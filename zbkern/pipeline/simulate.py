@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from zbkern.pipeline.actions import Action, Schedule
 from zbkern.pipeline.costs import ChunkCosts, Costs
+from zbkern.pipeline.memory import Memory
 from zbkern.pipeline.timeline import Event, Timeline
 
 FILLS = ("planned", "eager")
@@ -89,7 +90,7 @@ class _Run:
         self._links: dict[tuple[int, int], float] = {}  # when a link is free again
         self._waiting: dict[tuple[str, int, int], int] = {}
         self._runnable: deque[int] = deque(range(len(self._rows)))
-        self._memory = [_Memory(costs) for _ in self._rows]
+        self._memory = [Memory(costs) for _ in self._rows]
         self._eager: list[_Pending] | None = None
         last = len(schedule.placement) - 1
         for microbatch in range(schedule.microbatches):
@@ -196,27 +197,6 @@ class _Pending:
             self.queue.append(Action("W", action.chunk, action.microbatch, part))
 
 
-class _Memory:
-    """What one rank holds: now, and at most so far."""
-
-    def __init__(self, costs: ChunkCosts) -> None:
-        self._costs = costs
-        self.now = self.peak = 0.0
-
-    def account(self, action: Action) -> None:
-        kind, chunk, _, part = action
-        activation, held = self._costs.activation[chunk], self._costs.held[chunk]
-        if kind == "F":
-            self.now += activation
-        elif kind == "B":
-            self.now += held - activation  # may be more: W needs output gradients, which came after F
-        elif kind == "BW":
-            self.now -= activation
-        else:
-            self.now -= held if part is None else held / part[1]
-        self.peak = max(self.peak, self.now)
-
-
 def _need(action: Action) -> tuple[str, int, int]:
     """The name of the input that F, B or BW waits for."""
     return ("F" if action.kind == "F" else "B", action.chunk, action.microbatch)
@@ -239,7 +219,7 @@ def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float
     if given is None:
         limits = []
         for row in schedule.actions:
-            memory = _Memory(costs)
+            memory = Memory(costs)
             for action in row:
                 memory.account(action)
             limits.append(memory.peak)

@@ -1,0 +1,228 @@
+"""`zbkern plan`: what it prints, every file it writes, read back, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from zbkern import __main__
+from zbkern.pipeline import Costs, Schedule, schedules, simulate
+
+SIZES = ["--stages", "3", "--microbatches", "5"]
+SECOND = ["--time-limit", "0"]  # the constructive answer
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*arguments: object) -> str:
+        assert __main__.main(["plan", *SIZES, *map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return command
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]):
+    def command(*arguments: object) -> str:
+        try:
+            status = __main__.main(["plan", *SIZES, *map(str, arguments)])
+        except SystemExit as stop:
+            status = stop.code
+        captured = capsys.readouterr()
+        assert status == 2
+        assert captured.out == ""
+        return captured.err
+
+    return command
+
+
+def figures(text: str) -> dict[str, str]:
+    """The lines below the grid, by their names."""
+    lines = [line.split(maxsplit=1) for line in text.split("\n") if line]
+    return {words[0]: words[1] for words in lines if words[0] in ("bubble", "cost", "makespan", "memory")}
+
+
+def test_a_named_schedule_is_printed_with_its_figures(run) -> None:
+    text = run("--schedule", "zb_h1")
+    schedule = schedules.zb_h1(3, 5)
+    timeline = simulate(schedule)
+    assert schedule.to_text() in text
+    found = figures(text)
+    assert found["bubble"].startswith(f"{timeline.bubble_rate:.2%} (any order of these chunks has at least")
+    assert float(found["cost"]) == timeline.cost
+    assert found["memory"] == "3 2.5 2 by rank (no limit)"
+
+
+def test_the_plan_is_no_worse_than_what_is_published_and_stays_in_its_memory(run) -> None:
+    text = run("--memory", "1x", *SECOND)
+    found = figures(text)
+    published = simulate(schedules.zb_h1(3, 5))
+    assert float(found["bubble"].split("%")[0]) <= round(100 * published.bubble_rate, 2)
+    memory, _, note = found["memory"].partition(" by rank ")
+    assert max(map(float, memory.split())) <= 3
+    assert note == "(limit 3, 1x)"
+
+
+def test_memory_is_relative_or_in_the_unit_of_activation(run, tmp_path: Path) -> None:
+    costs = Costs(activation=10, held=4).save(tmp_path / "costs.json")
+    relative, plain = (run("--costs", costs, "--memory", limit, *SECOND) for limit in ("0.5x", "15"))
+    assert relative == plain
+    assert "(limit 15, 0.5x)" in plain
+    two = run("--costs", costs, "--memory", "1x", "--chunks", 2, "--placement", "v", *SECOND)
+    assert "(limit 60, 1x)" in two  # three ranks with two chunks of 10
+
+
+def test_costs_change_the_plan(run, tmp_path: Path) -> None:
+    costs = Costs(forward=2, backward=4, weight=2, communication=1).save(tmp_path / "costs.json")
+    text = run("--costs", costs, "--schedule", "one_f_one_b")
+    assert float(figures(text)["cost"]) == simulate(schedules.one_f_one_b(3, 5), Costs.load(costs)).cost
+
+
+def test_makespan_can_be_the_objective(run) -> None:
+    found = figures(run("--schedule", "one_f_one_b", "--objective", "makespan"))
+    timeline = simulate(schedules.one_f_one_b(3, 5))
+    idle = 1 - sum(timeline.busy) / (3 * timeline.makespan)
+    assert found["makespan"].startswith(f"{timeline.makespan:g}, {idle:.2%} of it idle (any order of these chunks")
+    assert found["bubble"] == f"{timeline.bubble_rate:.2%}"
+
+
+def test_a_placement_can_be_spelt_out(run) -> None:
+    named, spelt = (run("--chunks", 2, "--placement", place, *SECOND) for place in ("v", "0,1,2,2,1,0"))
+    assert named.split("\n")[1:] == spelt.split("\n")[1:]
+
+
+def test_a_grid_wider_than_the_terminal_is_cut_and_says_so(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run("--schedule", "gpipe")
+    monkeypatch.setenv("COLUMNS", "40")
+    text = run("--schedule", "gpipe")
+    grid = text.split("\n\n")[1].split("\n")
+    assert max(map(len, grid[:3])) <= 40
+    assert grid[0].split()[:4] == ["rank", "0", "F0", "F1"]
+    assert ".." in grid[1].split()
+    assert "--out plan.txt" in grid[3]
+    first, last, total = (int(word) for word in grid[3].split() if word.isdigit())
+    cells = [line.split()[2:] for line in whole.split("\n\n")[1].split("\n")]
+    assert total == len(cells[0])
+    for line, row in zip(grid, cells, strict=False):
+        assert line.split()[2:] == [*row[:first], "..", *row[last + 1 :]]
+
+
+def test_compare_has_every_schedule_and_the_plan_sorted_by_bubble(run) -> None:
+    text = run("--compare", "--memory", "1x", *SECOND)
+    header, *rows = text.split("\n\n")[3].strip().split("\n")
+    assert header.split() == ["schedule", "chunks", "bubble", "makespan", "memory", "of", "1x"]
+    cells = {row.split()[0]: row.split() for row in rows}
+    assert set(cells) == {*schedules.NAMES, "plan-linear"}
+    rates = [float(row.split()[2].rstrip("%")) for row in rows]
+    assert rates == sorted(rates)
+    assert [name for name, row in cells.items() if row[-1] == "limit"] == [
+        name for name, row in cells.items() if float(row[4]) > 3
+    ]
+    whole_model = Costs(0.5, 0.5, 0.5, activation=0.5, held=0.25)  # two chunks per rank do what one did
+    for name, costs in {"zb_h2": Costs(), "v_min": whole_model}.items():
+        timeline = simulate(getattr(schedules, name)(3, 5), costs)
+        assert cells[name][2:5] == [
+            f"{timeline.bubble_rate:.2%}",
+            f"{timeline.makespan:g}",
+            f"{max(timeline.peak_memory):g}",
+        ]
+
+
+def test_compare_leaves_out_what_the_costs_say_nothing_about(run, tmp_path: Path) -> None:
+    costs = Costs(communication=[0.1, 0.2]).save(tmp_path / "costs.json")
+    text = run("--compare", "--schedule", "zb_h1", "--costs", costs)
+    assert "not known: interleaved, interleaved_zero_bubble, zb_v," in text
+    assert "one_f_one_b  " in text
+
+
+def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:
+    names = ["a.svg", "a.html", "a.json", "a.csv", "a.torch.csv", "a.txt"]
+    text = run("--schedule", "zb_v", "--out", *(tmp_path / name for name in names))
+    assert text.split("\n")[-7:-1] == [f"wrote {tmp_path / name}" for name in names]
+    schedule = schedules.zb_v(3, 5)
+    actions = sum(map(len, schedule.actions))
+    svg = ElementTree.fromstring((tmp_path / "a.svg").read_text())
+    assert sum(each.get("class") == "action" for each in svg.iter()) == actions
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    trace = json.loads((tmp_path / "a.json").read_text())
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == actions
+    assert Schedule.from_csv((tmp_path / "a.csv").read_text()) == schedule
+    assert Schedule.from_csv((tmp_path / "a.torch.csv").read_text(), dialect="torch").actions == schedule.actions
+    assert (tmp_path / "a.txt").read_text() == schedule.to_text() + "\n"
+
+
+def test_png_is_written_or_refused_before_the_search(run, fails, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    if importlib.util.find_spec("cairosvg") is None:
+        assert f"argument --out: {path} needs the package cairosvg: pip install 'zbkern[draw]'" in fails("--out", path)
+    else:
+        run("--schedule", "gpipe", "--out", path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--microbatches", "0"], "argument --microbatches: expected a whole number, at least 1; got '0'"),
+        (["--memory", "lots"], "argument --memory: expected a limit such as 1.5x"),
+        (["--memory", "0.1x"], "argument --memory: plan: no schedule fits memory_limit=0.3 on rank 0"),
+        (["--schedule", "gpipe", "--memory", "4"], "argument --memory: gpipe holds 5 on one rank, more than 4; raise"),
+        (["--schedule", "zb_h9"], "argument --schedule: invalid choice: 'zb_h9'"),
+        (["--schedule", "zb_v", "--chunks", "3"], "argument --chunks: zb_v has 2 per rank; leave --chunks out"),
+        (["--schedule", "zb_v", "--placement", "v"], "argument --placement: zb_v has its own"),
+        (["--placement", "v"], 'argument --placement: plan: placement "v" needs chunks=2'),
+        (["--placement", "0,1,1"], "argument --placement: plan: placement must name every rank below 3 1 times"),
+        (["--placement", "w"], "argument --placement: expected linear, loop, v, zigzag or a rank per chunk; got 'w'"),
+        (["--time-limit", "-1"], "argument --time-limit: expected a number of seconds"),
+        (["--objective", "speed"], "argument --objective: invalid choice: 'speed'"),
+        (["--out", "plan.gif"], "argument --out: plan.gif must end in one of .svg, .html, .png"),
+        (["--out", "nowhere/plan.svg"], "argument --out: cannot write nowhere/plan.svg: there is no folder nowhere"),
+        (["--costs", "missing.json"], "argument --costs: cannot read missing.json: No such file or directory"),
+    ],
+)
+def test_errors_name_the_argument_and_the_remedy(fails, arguments: list[str], message: str) -> None:
+    error = fails(*arguments)
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "expected an object"),
+        ('{"foward": 1}', "unknown fields ['foward']"),
+        ('{"forward": -1}', "forward must be finite and at least 0"),
+        ('{"forward": "fast"}', "forward must be a number"),
+        ('{"forward": [1, 2]}', "forward has 2 entries and the schedule 3 chunks"),
+    ],
+)
+def test_costs_that_are_none_are_refused(fails, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    error = fails("--costs", path)
+    assert f"argument --costs: {path}: " in error
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_an_error_after_the_plan(tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "plan.csv").mkdir()
+    assert __main__.main(["plan", *SIZES, "--schedule", "gpipe", "--out", str(tmp_path / "plan.csv")]) == 2
+    assert f"argument --out: cannot write {tmp_path / 'plan.csv'}: Is a directory" in capsys.readouterr().err
+
+
+def test_the_command_loads_no_torch() -> None:
+    code = (
+        "import sys; from zbkern import __main__;"
+        f"__main__.main(['plan', *{SIZES}, '--schedule', 'zb_h1']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zbkern.pipeline import Costs, draw, page, schedules, simulate
+
+
+def data(text: str) -> Any:
+    found = re.search(r"^const data = (.*);$", text, re.MULTILINE)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_page_has_every_event_and_what_each_rank_holds() -> None:
+    costs = [Costs(forward=2, activation=3), Costs(weight=0.25)]
+    timelines = [simulate(schedules.zb_v(2, 3), costs[0]), simulate(schedules.zb_h2(2, 3), costs[1])]
+    found = data(page.html(timelines, ["one", "two"], costs))["timelines"]
+    assert [each["title"] for each in found] == ["one", "two"]
+    for timeline, each in zip(timelines, found, strict=True):
+        assert [[event[:2] + event[3:] for event in row] for row in each["rows"]] == [
+            [[event.start, event.end, str(event.action), event.action.microbatch] for event in row]
+            for row in timeline.events
+        ]
+        assert [max(held for _, held in track) for track in each["held"]] == list(timeline.peak_memory)
+        for rank, row in enumerate(each["rows"]):
+            chunks = timeline.schedule.chunks_of(rank)
+            for event, (_, action, _, _) in zip(row, timeline.events[rank], strict=True):
+                colour, number = each["fills"][event[2]]
+                assert colour == draw.shade(action.kind, chunks.index(action.chunk), len(chunks))
+                assert number == ("#24292f" if draw.is_light(colour) else "#fff")
+
+
+def test_the_page_fetches_nothing_and_its_titles_are_text() -> None:
+    text = page.html([simulate(schedules.gpipe(1, 1))], ["</script><b>"])
+    assert not re.search(r"https?:|src=|href=|@import|url\(", text)
+    assert text.count("</script>") == 1
+    assert "<title>&lt;/script&gt;&lt;b&gt;</title>" in text
+    assert data(text)["timelines"][0]["title"] == "</script><b>"
+
+
+def test_measured_times_start_at_zero_and_keep_their_digits() -> None:
+    from zbkern.pipeline import Event, Timeline
+
+    planned = simulate(schedules.gpipe(1, 1))
+    events = tuple(
+        tuple(Event(e.rank, e.action, 1e6 + e.start / 3, 1e6 + e.end / 3) for e in r) for r in planned.events
+    )
+    (row,) = data(page.html([Timeline(planned.schedule, events, unit="s")]))["timelines"][0]["rows"]
+    assert [event[:2] for event in row] == [[0.0, pytest.approx(1 / 3, 1e-4)], [pytest.approx(1 / 3, 1e-4), 1.0]]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node, which checks the script, is not installed")
+def test_the_script_is_javascript(tmp_path: Path) -> None:
+    text = page.html([simulate(schedules.zb_h1(2, 3))])
+    script = re.search(r"<script>(.*)</script>", text, re.DOTALL)
+    assert script is not None
+    path = tmp_path / "page.js"
+    path.write_text(script[1])
+    subprocess.run(["node", "--check", str(path)], check=True)

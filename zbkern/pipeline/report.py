@@ -1,0 +1,98 @@
+"""What a terminal is told about a plan: its grid, cut to the width there is, its figures, and a table of many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbkern.pipeline.actions import Schedule
+from zbkern.pipeline.draw import number
+from zbkern.pipeline.planner import Plan
+from zbkern.pipeline.timeline import Timeline
+
+_ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
+
+
+def describe(plan: Plan, objective: str, limit: float | None, whole: float, width: int) -> str:
+    """Grid and figures. limit: per rank, in the unit of memory; whole: what one microbatch holds in the whole model."""
+    schedule, timeline = plan.schedule, plan.timeline
+    chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
+    title = f"{schedule.name}: {schedule.stages} ranks, {chunks} each, {schedule.microbatches} microbatches"
+    which = "these chunks" if limit is None else "these chunks in this memory"
+    if plan.optimal:
+        bound = f"optimal: no order of {which} has less"
+    else:
+        bound = f"any order of {which} has at least {plan.lower_bound:.2%}"
+    rate, span = f"{timeline.bubble_rate:.2%}", number(timeline.makespan)
+    if objective == "cost":
+        rate += f" ({bound})"
+    else:
+        span += f", {idle(timeline, objective):.2%} of it idle ({bound})"
+    capacity = "no limit"
+    if limit is not None:
+        capacity = f"limit {number(limit)}" + (f", {number(limit / whole)}x" if whole else "")
+    memory = f"{' '.join(map(number, timeline.peak_memory))} by rank ({capacity})"
+    figures = {"bubble": rate, "cost": number(timeline.cost), "makespan": span, "memory": memory}
+    return "\n\n".join([title, grid(schedule, width), "\n".join(f"{name:<9} {text}" for name, text in figures.items())])
+
+
+def grid(schedule: Schedule, width: int) -> str:
+    """The grid of `Schedule.to_text`; one wider than `width` loses its middle, and a line below says so."""
+    text = schedule.to_text()
+    if max(map(len, text.split("\n"))) <= width:
+        return text
+    lines = [line.split() for line in text.split("\n")]
+    cells = [line[2:] for line in lines]
+    total, column = len(cells[0]), 1 + max(len(cell) for row in cells for cell in row)
+    margin = len(f"rank {schedule.stages - 1} ")
+    room = max(2, (width - margin) // column - 1)  # less the column of dots
+    first, last = room - room // 2, room // 2
+    shown = []
+    for rank, row in enumerate(cells):
+        kept = [*row[:first], "..", *row[total - last :]]
+        shown.append((f"rank {rank}".ljust(margin) + "".join(cell.ljust(column) for cell in kept)).rstrip())
+    shown.append(
+        f"(columns {first} to {total - last - 1} of {total} left out: a wider terminal shows more, --out plan.txt all)"
+    )
+    return "\n".join(shown)
+
+
+def table(timelines: Sequence[Timeline], objective: str, limit: float | None, whole: float) -> str:
+    """A line per timeline, least idle first, with the memory of the rank that holds most."""
+    rows = [["schedule", "chunks", "bubble", "makespan", "memory", "of 1x", ""]]
+    for timeline in sorted(timelines, key=lambda each: (round(idle(each, objective), 9), max(each.peak_memory))):
+        peak = max(timeline.peak_memory)
+        over = "over the limit" if limit is not None and exceeds(peak, limit) else ""
+        relative = f"{peak / whole:.2f}x" if whole else ""
+        schedule = timeline.schedule
+        rows.append(
+            [
+                schedule.name,
+                str(schedule.chunks),
+                f"{timeline.bubble_rate:.2%}",
+                number(timeline.makespan),
+                number(peak),
+                relative,
+                over,
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:6], strict=True)]
+            + [row[6]]
+        ).rstrip()
+        for row in rows
+    )
+
+
+def idle(timeline: Timeline, objective: str) -> float:
+    """The share of the objective in which a rank is idle, mean over ranks."""
+    if objective == "cost":
+        return timeline.bubble_rate
+    available = len(timeline.events) * timeline.makespan
+    return 1.0 - sum(timeline.busy) / available if available else 0.0
+
+
+def exceeds(peak: float, limit: float) -> bool:
+    return peak > limit * (1 + _ROUNDING)
