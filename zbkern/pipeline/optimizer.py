@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.norms import coefficient, scale_, squares
-from zbkern.pipeline.transport import DistributedTransport, PipelineError
+from zbkern.pipeline.transport import DistributedTransport
 from zbkern.pipeline.undo import UNDO, hyperparameters, parameters
 
 
