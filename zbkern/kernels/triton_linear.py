@@ -39,6 +39,7 @@ def _finish(
     store(out, value, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTOR)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["P"])
 def _product(
     a, b, out, z, bias, P, Q, R,
@@ -93,6 +94,7 @@ def _land(
         store(out, value, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTOR)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7"])
 def _wgrad(
     a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, r0, r1, r2, r3, r4, r5, r6, r7,
@@ -173,6 +175,7 @@ def _wgrad(
             tl.store(dbias + i, columns.to(dbias.dtype.element_ty), mine)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["M"])
 def _sum_rows(
     dy, dbias, M, N, outer: tl.int64, inner: tl.int64, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -188,11 +191,6 @@ def _sum_rows(
     if ADD:
         value += widen(tl.load(dbias + j, j < N, 0.0))
     tl.store(dbias + j, value.to(dbias.dtype.element_ty), j < N)
-
-
-_product_kernel = Kernel(_product)
-_sum_rows_kernel = Kernel(_sum_rows)
-_wgrad_kernel = Kernel(_wgrad)
 
 
 def linear_fwd(
@@ -264,7 +262,7 @@ def _run_product(
     bias = None if bias is None else bias.contiguous()
     flags = (left.transposed, right.transposed, reads, writes, accumulate, activation or "", backward)
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.halves)
-    _product_kernel(
+    _product(
         programs,
         (*arguments, bias, p, q, r, *strides),
         (*flags, precision(a.dtype), *sizes),
@@ -305,7 +303,7 @@ def sum_rows(gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool) -> No
     for dy in gradients:
         m, n = dy.shape
         arguments = (dy, dbias, m, n, *dy.stride())
-        _sum_rows_kernel(triton.cdiv(n, 64), arguments, (accumulate, 32, 64), warps=4, stages=3)
+        _sum_rows(triton.cdiv(n, 64), arguments, (accumulate, 32, 64), warps=4, stages=3)
         accumulate = True
 
 
@@ -342,7 +340,7 @@ def _run_wgrad(
         strides += (1, 1) if writes else (result.outer, result.inner)
         flags = (slots, left.transposed, right.transposed, reads, writes, accumulate, reduces)
         sizes = (tile.m, tile.n, tile.k, tile.group, tile.halves)
-        _wgrad_kernel(
+        _wgrad(
             programs,
             (*a, *b, *rows, target, dbias, p, q, *strides),
             (*flags, precision(left.tensor.dtype), *sizes),
@@ -385,9 +383,7 @@ def variants(capability: int) -> list[Variant]:
             *(tile.m, tile.n, tile.k, tile.group, tile.halves),
         )
         name = f"linear_{op} {dtype}" + f" {epilogue}" * bool(epilogue) + " bias" * bias + " add" * accumulate
-        return Variant(
-            name + " pointers" * (not bulk), _product_kernel, types, constants, tile.warps, tile.stages, True, bulk
-        )
+        return Variant(name + " pointers" * (not bulk), _product, types, constants, tile.warps, tile.stages, True, bulk)
 
     def wgrad(slots: int, dtype: str, out: str, accumulate: bool, bias: bool = False, bulk: bool = bulk) -> Variant:
         long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
@@ -411,9 +407,7 @@ def variants(capability: int) -> list[Variant]:
             *(tile.m, tile.n, tile.k, tile.group, tile.halves),
         )
         name = f"linear_wgrad {dtype} to {out}, {slots} segments" + " bias" * bias + " add" * accumulate
-        return Variant(
-            name + " pointers" * (not bulk), _wgrad_kernel, types, constants, tile.warps, tile.stages, True, bulk
-        )
+        return Variant(name + " pointers" * (not bulk), _wgrad, types, constants, tile.warps, tile.stages, True, bulk)
 
     pointers = ("i64:16", 1)
     return [
@@ -428,7 +422,5 @@ def variants(capability: int) -> list[Variant]:
         wgrad(8, "bf16", "bf16", accumulate=True),
         wgrad(1, "fp32", "fp32", accumulate=False),
         *([product("fwd", bulk=False), wgrad(2, "bf16", "fp32", accumulate=True, bulk=False)] if bulk else []),
-        Variant(
-            "sum_rows bf16", _sum_rows_kernel, ("*bf16", "*fp32", "i32", "i32:16", *pointers), (True, 32, 64), 4, 3
-        ),
+        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", *pointers), (True, 32, 64), 4, 3),
     ]

@@ -89,8 +89,8 @@ def test_descriptors_and_pointers_agree(bulk: bool, monkeypatch: pytest.MonkeyPa
     """The same numbers either way: sm_80 and odd alignments take pointers."""
     monkeypatch.setattr(triton_product, "_machine", lambda device: (90 if bulk else 80, 3))
     seen = []
-    kernel = triton_linear._wgrad_kernel
-    monkeypatch.setattr(triton_linear, "_wgrad_kernel", lambda *a, **k: (seen.append(a[2][3]), kernel(*a, **k)))
+    kernel = triton_linear._wgrad
+    monkeypatch.setattr(triton_linear, "_wgrad", lambda *a, **k: (seen.append(a[2][3]), kernel(*a, **k)))
     checks.linear_wgrad(triton_launches, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
     assert seen == [bulk]
 
@@ -98,8 +98,8 @@ def test_descriptors_and_pointers_agree(bulk: bool, monkeypatch: pytest.MonkeyPa
 def test_fewer_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     """num_sms bounds the programs; one program then does several tiles, and the result stays the same."""
     grids = []
-    kernel = triton_linear._product_kernel
-    monkeypatch.setattr(triton_linear, "_product_kernel", lambda *a, **k: (grids.append(a[0]), kernel(*a, **k)))
+    kernel = triton_linear._product
+    monkeypatch.setattr(triton_linear, "_product", lambda *a, **k: (grids.append(a[0]), kernel(*a, **k)))
     random = checks.Random(torch.float32, "cpu")
     x, weight = random(64, 16), random(64, 16)
     for num_sms in (None, 2, 1):
