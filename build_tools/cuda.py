@@ -162,10 +162,12 @@ def _compile(commands: dict[Path, list[str]], jobs: int, cache: Path) -> None:
             line = shlex.join([*command, "-o", path.name]).replace("$", "$$")
             lines += [f"build {path.name}: compile", f"  line = {line}", f"  name = nvcc {path.stem}"]
         Path(folder, "build.ninja").write_text("\n".join(lines) + "\n")
-        _run([ninja, "-C", folder, "-j", str(jobs)], "compiling the CUDA kernels")
-        for path in commands:
-            os.replace(Path(folder, f"{path.name}.txt"), path.with_suffix(".txt"))
-            os.replace(Path(folder, path.name), path)
+        try:
+            _run([ninja, "-C", folder, "-j", str(jobs)], "compiling the CUDA kernels")
+        finally:  # what did compile is kept
+            for path in (path for path in commands if Path(folder, path.name).exists()):
+                os.replace(Path(folder, f"{path.name}.txt"), path.with_suffix(".txt"))
+                os.replace(Path(folder, path.name), path)
 
 
 def _packaged_ninja() -> str:

@@ -1,6 +1,9 @@
 // Python's view of the CUDA kernels: zbkern._cuda. Addresses, sizes and a stream as ints, dtypes as 0 (float32),
 // 1 (bfloat16), 2 (float16); zbkern/kernels/cuda.py takes them from tensors. Works without a GPU up to the launch.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
 
 #include "cuda_optimizer.h"
 #include "cuda_wgrad.h"
@@ -85,6 +88,13 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("choose_tile", &choose_tile, py::arg("n"), py::arg("k"), py::arg("sms"));
   module.def("count_tiles", &count_tiles, py::arg("n"), py::arg("k"), py::arg("tile_k"));
   module.def("choose_blocks", &choose_blocks, py::arg("tiles"), py::arg("sms"), py::arg("max_tiles"));
+  module.def(
+      "tile_place",
+      [](int index, int rows, int columns, int band) {
+        const TilePlace place = tile_place(index, rows, columns, band);
+        return py::make_tuple(place.row, place.column);
+      },
+      py::arg("index"), py::arg("rows"), py::arg("columns"), py::arg("band"));
   // products: (dweight, dbias or 0, N, K, row stride, [(x, dy, rows, row stride of x, of dy), ...])
   module.def(
       "wgrad",
@@ -104,14 +114,24 @@ PYBIND11_MODULE(_cuda, module) {
       "adam",
       [](const py::sequence& tensors, int param, int grad, std::uintptr_t control, double beta1, double beta2, double eps,
          double weight_decay, bool undo, int device, std::uintptr_t stream) {
-        Adam task{{}, kind_of(param), kind_of(grad), reinterpret_cast<const float*>(control), beta1, beta2, eps,
-                  weight_decay, undo, stream_of(stream)};
+        Adam task{{}, kind_of(param), kind_of(grad), reinterpret_cast<const float*>(control),
+                  {beta1, beta2, eps, weight_decay}, undo, stream_of(stream)};
         for (const py::handle& tensor : tensors) task.tensors.push_back(adam_tensor_from(tensor));
         const OnDevice there(device);
         adam(task);
       },
       py::arg("tensors"), py::arg("param"), py::arg("grad"), py::arg("control"), py::arg("beta1"), py::arg("beta2"),
       py::arg("eps"), py::arg("weight_decay"), py::arg("undo"), py::arg("device"), py::arg("stream"));
+  module.def(
+      "adam_element",  // the arithmetic of one element, on the host: (w, m, v)
+      [](float gradient, float w, float m, float v, const std::array<float, 3>& control, double beta1, double beta2,
+         double eps, double weight_decay, bool undo) {
+        const AdamRates rates = adam_rates({beta1, beta2, eps, weight_decay}, control.data());
+        undo ? adam_element<true>(rates, gradient, w, m, v) : adam_element<false>(rates, gradient, w, m, v);
+        return py::make_tuple(w, m, v);
+      },
+      py::arg("gradient"), py::arg("w"), py::arg("m"), py::arg("v"), py::arg("control"), py::arg("beta1"),
+      py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("undo"));
   // spans: (data, count)
   module.def("squared_norm_workspace",
              [](const py::sequence& spans) { return 2 * squared_norm_blocks(spans_from(spans)); });

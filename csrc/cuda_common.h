@@ -8,6 +8,12 @@
 #include <string>
 #include <vector>
 
+#ifdef __CUDACC__
+#define ZBKERN_HOST_DEVICE __host__ __device__
+#else
+#define ZBKERN_HOST_DEVICE
+#endif
+
 namespace zbkern {
 
 enum class Kind { float32 = 0, bfloat16 = 1, float16 = 2 };

@@ -82,28 +82,15 @@ __device__ void for_chunk(const Batch<Item>& batch, std::int64_t count, int item
   }
 }
 
-struct AdamNumbers {
-  const float* control;
-  double beta1, beta2, eps, weight_decay;
-};
-
 template <class Param, class Grad, bool Undo>
 __global__ __launch_bounds__(kThreads) void adam_kernel(const __grid_constant__ Batch<AdamTensor> batch,
-                                                        const __grid_constant__ AdamNumbers numbers) {
-  if (numbers.control[3] != 0.0f) return;
-  __shared__ float rates[3];  // lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr wd: in double, once a block
-  if (threadIdx.x == 0) {
-    const double lr = numbers.control[0], step = numbers.control[1];
-    rates[0] = static_cast<float>(lr / (1.0 - pow(numbers.beta1, step)));
-    rates[1] = static_cast<float>(1.0 / sqrt(1.0 - pow(numbers.beta2, step)));
-    rates[2] = static_cast<float>(1.0 - lr * numbers.weight_decay);
-  }
+                                                        const __grid_constant__ AdamNumbers numbers,
+                                                        const float* control) {
+  if (control[3] != 0.0f) return;
+  __shared__ AdamRates shared_rates;
+  if (threadIdx.x == 0) shared_rates = adam_rates(numbers, control);
   __syncthreads();
-  const float rate = rates[0], scale_v = rates[1], decay = rates[2], factor = numbers.control[2];
-  const float beta1 = static_cast<float>(numbers.beta1), beta2 = static_cast<float>(numbers.beta2);
-  const float rest1 = static_cast<float>(1.0 - numbers.beta1), rest2 = static_cast<float>(1.0 - numbers.beta2);
-  const float eps = static_cast<float>(numbers.eps);
-
+  const AdamRates rates = shared_rates;
   const int index = item_of_block(batch);
   const AdamTensor& item = batch.items[index];
   auto* param = static_cast<Param*>(item.param);
@@ -112,21 +99,7 @@ __global__ __launch_bounds__(kThreads) void adam_kernel(const __grid_constant__ 
     float w[kVector], g[kVector], m[kVector], v[kVector];
     item.master != nullptr ? load(item.master + at, left, w) : load(param + at, left, w);
     load(grad + at, left, g), load(item.exp_avg + at, left, m), load(item.exp_avg_sq + at, left, v);
-    for (int i = 0; i < kVector; ++i) {
-      const float gradient = g[i] * factor;
-      if constexpr (!Undo) {
-        m[i] = beta1 * m[i] + rest1 * gradient;
-        v[i] = beta2 * v[i] + rest2 * gradient * gradient;
-      }
-      const float change = rate * m[i] / (sqrtf(v[i]) * scale_v + eps);
-      if constexpr (Undo) {
-        w[i] = (w[i] + change) / decay;
-        m[i] = (m[i] - rest1 * gradient) / beta1;
-        v[i] = fmaxf(0.0f, (v[i] - rest2 * gradient * gradient) / beta2);
-      } else {
-        w[i] = decay * w[i] - change;
-      }
-    }
+    for (int i = 0; i < kVector; ++i) adam_element<Undo>(rates, g[i], w[i], m[i], v[i]);
     store(item.exp_avg + at, left, m), store(item.exp_avg_sq + at, left, v), store(param + at, left, w);
     if (item.master != nullptr) store(item.master + at, left, w);
   });
@@ -227,12 +200,11 @@ void in_batches(const std::vector<Item>& items, Launch launch) {
 
 template <class Param, class Grad>
 void adam_of(const Adam& task) {
-  const AdamNumbers numbers{task.control, task.beta1, task.beta2, task.eps, task.weight_decay};
   in_batches(task.tensors, [&](const Batch<AdamTensor>& batch, int blocks) {
     if (task.undo) {
-      adam_kernel<Param, Grad, true><<<blocks, kThreads, 0, task.stream>>>(batch, numbers);
+      adam_kernel<Param, Grad, true><<<blocks, kThreads, 0, task.stream>>>(batch, task.numbers, task.control);
     } else {
-      adam_kernel<Param, Grad, false><<<blocks, kThreads, 0, task.stream>>>(batch, numbers);
+      adam_kernel<Param, Grad, false><<<blocks, kThreads, 0, task.stream>>>(batch, task.numbers, task.control);
     }
   });
 }

@@ -33,9 +33,22 @@ struct Wgrad {
   cudaStream_t stream;
 };
 
-constexpr int kMaxSegments = 32;  // of all products of a launch: their descriptors travel as kernel parameters
-constexpr int kMaxProducts = 8;
+// The descriptors of all products of a launch travel as kernel parameters: 16 KB of at most 32, copied at each launch.
+constexpr int kMaxSegments = 16;
+constexpr int kMaxProducts = 4;
 constexpr int kTileN = 128;       // rows of a tile of dweight
+
+// Where tile `index` is among rows x columns of them: bands of `band` rows; within a band down, then right.
+struct TilePlace {
+  int row, column;
+};
+
+ZBKERN_HOST_DEVICE inline TilePlace tile_place(int index, int rows, int columns, int band) {
+  const int above = index / (band * columns) * band;
+  const int within = index - above * columns;
+  const int height = rows - above < band ? rows - above : band;
+  return {above + within % height, within / height};
+}
 
 // Throws std::invalid_argument where wgrad cannot run the task; needs no GPU.
 void validate(const Wgrad& task, bool hopper);

@@ -108,11 +108,9 @@ __global__ __launch_bounds__(C::kThreads, 2) void wgrad_kernel(const __grid_cons
   const int lane = thread % 32;
 
   for (int tile = blockIdx.x; tile < params.tile_rows * params.tile_columns; tile += gridDim.x) {
-    const int band = tile / (kBand * params.tile_columns);
-    const int rows = min(kBand, params.tile_rows - band * kBand);
-    const int within = tile - band * kBand * params.tile_columns;
-    const int row = (band * kBand + within % rows) * C::Block::kM;
-    const int column = within / rows * C::Block::kN;
+    const TilePlace place = tile_place(tile, params.tile_rows, params.tile_columns, kBand);
+    const int row = place.row * C::Block::kM;
+    const int column = place.column * C::Block::kN;
 
     typename Mma::FragmentC sum;
     sum.clear();

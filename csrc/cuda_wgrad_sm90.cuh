@@ -95,14 +95,11 @@ struct Config {
   };
 };
 
-// The tile of a block in a band order; see the top of the file.
+// The tile of a block as CUTLASS names it; the blocks of a cluster have the tiles one above the other.
 template <class Output>
 CUTLASS_DEVICE auto tile_coordinates(const Output& output, int cluster_tile, int rank) {
-  const int band = cluster_tile / (kBand * output.tile_columns);
-  const int rows = min(kBand, output.cluster_rows - band * kBand);
-  const int within = cluster_tile - band * kBand * output.tile_columns;
-  const int row = (band * kBand + within % rows) * 2 + rank;
-  return make_coord(row, within / rows, _, 0);
+  const TilePlace place = tile_place(cluster_tile, output.cluster_rows, output.tile_columns, kBand);
+  return make_coord(place.row * 2 + rank, place.column, _, 0);
 }
 
 // Sums `steps` tiles of 64 tokens as the loading warp delivers them; with them the bias, where this tile has one.

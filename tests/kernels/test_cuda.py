@@ -7,14 +7,17 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from build_tools import cuda as build
-from zbkern.kernels import cuda
+from zbkern.kernels import cuda, cuda_optimizer
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would launch on the GPU that is here")
 
@@ -90,9 +93,19 @@ def test_a_wide_tile_is_chosen_where_there_are_many_and_a_narrow_one_where_few(e
     assert extension.choose_tile(1024, 1024, 132) == 128
 
 
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([8, 16]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_tile_is_computed_once_and_in_bands(extension: ModuleType, rows: int, columns: int, band: int) -> None:
+    places = [extension.tile_place(index, rows, columns, band) for index in range(rows * columns)]
+    assert sorted(places) == [(row, column) for row in range(rows) for column in range(columns)]
+    assert [row // band for row, _ in places] == sorted(row // band for row, _ in places)
+    for before, after in pairwise(places):  # down, then right, then to the next band
+        assert after[0] == before[0] + 1 or after[1] == before[1] + 1 or after == (before[0] // band * band + band, 0)
+
+
 def test_workspace_of_the_norm(extension: ModuleType) -> None:
     tensors = [torch.empty(size) for size in (1, 16384, 16385, 0)]
-    assert cuda.squared_norm_workspace(tensors) == 2 * (1 + 1 + 2 + 0)
+    assert cuda_optimizer.squared_norm_workspace(tensors) == 2 * (1 + 1 + 2 + 0)
 
 
 # what wgrad takes; a test changes one thing
@@ -113,9 +126,9 @@ def product(extension: ModuleType, **change: object) -> tuple[list[tuple], list[
         ({"stride": 65}, "dweight must begin"),
         ({"rows": 0}, "must have rows"),
         ({"count": 0}, "needs a segment"),
-        ({"count": 33}, "at most 32 segments"),
-        ({"products": 9}, "1 to 8 weights"),
-        ({"products": 0}, "1 to 8 weights"),
+        ({"count": 17}, "at most 16 segments"),
+        ({"products": 5}, "1 to 4 weights"),
+        ({"products": 0}, "1 to 4 weights"),
     ],
 )
 def test_wgrad_refuses_what_it_cannot_run(extension: ModuleType, change: dict[str, int], words: str) -> None:
@@ -144,17 +157,17 @@ def test_a_launch_without_a_gpu_is_an_error_not_a_crash(extension: ModuleType) -
 
 def test_lists_of_the_optimizer_are_checked() -> None:
     wide, half = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
-    control = cuda.control("cpu")
+    control = cuda_optimizer.control("cpu")
     with pytest.raises(ValueError, match="equally long"):
-        cuda.adamw([wide], [wide, wide], [wide], [wide], control)
+        cuda_optimizer.adamw([wide], [wide, wide], [wide], [wide], control)
     with pytest.raises(ValueError, match=r"exp_avgs\[0\] must be torch.float32"):
-        cuda.adamw([half], [half], [half], [wide], control)
+        cuda_optimizer.adamw([half], [half], [half], [wide], control)
     with pytest.raises(ValueError, match=r"grads\[0\] must be contiguous, with 8 elements"):
-        cuda.adamw([wide], [torch.zeros(4, 2).t()], [wide], [wide], control)
+        cuda_optimizer.adamw([wide], [torch.zeros(4, 2).t()], [wide], [wide], control)
     with pytest.raises(ValueError, match=r"tensors\[0\] must be torch.float64, one of"):
-        cuda.squared_norm([wide.double()], wide)
+        cuda_optimizer.squared_norm([wide.double()], wide)
     with pytest.raises(ValueError, match=r"copy_all: sources\[0\] must be torch.bfloat16"):
-        cuda.copy_all([half], [wide])
+        cuda_optimizer.copy_all([half], [wide])
 
 
 # ---- the machine code ----
