@@ -201,7 +201,7 @@ def test_no_kernel_spills_and_wgmma_is_not_serialised(report: str) -> None:
 
 
 def disassembler() -> str | None:
-    """cuobjdump of PATH, of the toolkit, of its package, or Triton's; it needs nvdisasm beside it."""
+    """cuobjdump of PATH, of its package, Triton's, or the toolkit's; it needs nvdisasm beside it."""
     packages = Path(sysconfig.get_paths()["purelib"])
     places = [*packages.glob("nvidia/cu*/bin"), packages / "triton/backends/nvidia/bin", Path("/usr/local/cuda/bin")]
     return shutil.which("cuobjdump", path=os.pathsep.join([os.environ["PATH"], *map(str, places)]))
@@ -212,7 +212,7 @@ def test_hopper_code_uses_wgmma_and_tma(extension: ModuleType) -> None:
         pytest.skip("not built for 9.0a")
     tool = disassembler()
     if tool is None:
-        pytest.skip("no cuobjdump: pip install 'zbkern[inspect]'")
+        pytest.skip("no cuobjdump; it comes with CUDA's toolkit and with triton")
     environment = os.environ | {"PATH": os.pathsep.join([str(Path(tool).parent), os.environ["PATH"]])}
     command = [tool, "-sass", "-arch", "sm_90a", extension.__file__]
     sass = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
