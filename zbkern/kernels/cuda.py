@@ -20,19 +20,19 @@ except ImportError:  # not built; why_not says so
 
 # how the extension names dtypes
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 
 Segments = Sequence[tuple[Tensor, ...]]
 Outputs = Sequence[Tensor | None]
 
 
-def why_not() -> str | None:
-    """Why nothing of this module can run here, and what would change it; None when it can."""
+def why_not(device: torch.device | str | None = None) -> str | None:
+    """Why nothing of this module can run on a device, and what would change it; None when it can."""
     if _cuda is None:
         return "the CUDA kernels are not built; with nvcc at hand: ZBKERN_BUILD=cuda pip install zbkern"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    return unfit(torch.version.cuda, _cuda.CUDA_VERSION, _cuda.ARCHITECTURES, torch.cuda.get_device_capability())
+    return unfit(torch.version.cuda, _cuda.CUDA_VERSION, _cuda.ARCHITECTURES, torch.cuda.get_device_capability(device))
 
 
 def unfit(torch_cuda: str | None, built_with: int, built_for: str, capability: tuple[int, int]) -> str | None:
@@ -96,7 +96,7 @@ def linear_wgrads(
     dtype, (dweight, _) = products[0][0][0][0].dtype, products[0][1]
     dbias = next((bias for _, (_, bias) in products if bias is not None), None)
     dtypes = dweight.dtype, dtype if dbias is None else dbias.dtype
-    if dtype not in _HALVES or any(out not in (dtype, torch.float32) for out in dtypes):
+    if dtype not in DTYPES or any(out not in (dtype, torch.float32) for out in dtypes):
         raise ValueError(
             "linear_wgrad: impl='cuda' takes x and dy in bf16 or fp16, dweight and dbias in float32 or x's dtype; "
             f"got x {dtype}, dweight {dtypes[0]}, dbias {dtypes[1]}; use impl='triton' or impl='torch'"
