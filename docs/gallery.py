@@ -57,7 +57,8 @@ def picture(name: str) -> str:
     """4 ranks, 8 microbatches, every pass of a rank as long as the others, and the memory."""
     shown = timeline(name, 4, 8)
     costs = recut(UNIT, 4, len(shown.schedule.placement))
-    return draw.svg([shown], [FORMULAS[name].title], costs=[costs])
+    width = 80 + round(28 * shown.makespan)  # one unit of time is as wide in all of them
+    return draw.svg([shown], [FORMULAS[name].title], width, [costs])
 
 
 def figures(name: str) -> str:
