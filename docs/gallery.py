@@ -1,23 +1,26 @@
 """Draws the pictures of docs/schedules.md and fills in its figures: python docs/gallery.py
 
 The prose is written by hand. What stands between `<!-- NAME -->` and `<!-- end -->` is simulated here, and a test holds
-the page against it.
+the page against it. The plans among it are kept in docs/plans; `python docs/gallery.py SECONDS` first searches for
+better ones, that long for each.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from zbkern.pipeline import Costs, Timeline, draw, schedules, simulate
+from zbkern.pipeline import Costs, Schedule, Timeline, draw, plan, schedules, simulate
 from zbkern.pipeline.comparison import INTERLEAVED, build, recut
 from zbkern.pipeline.report import idle
 
 PAGE = Path(__file__).parent / "schedules.md"
 IMAGES = Path(__file__).parent / "images"
+PLANS = Path(__file__).parent / "plans"
 
 UNIT = Costs()
 PROFILE = Costs(18.522, 18.086, 9.337, communication=0.601, held=0.366)
@@ -80,6 +83,43 @@ def summary() -> str:
     rows.sort(key=lambda row: float(row[5].rstrip("%")))
     head = ["schedule", "chunks", "memory", "F = B = W", "with a barrier", "1.5B profile", "1.5B, m = 8"]
     return table(head, rows)
+
+
+LIMITS = (0.5, 0.75, 1.0, 1.5)  # in units of what 1F1B holds
+PLACEMENTS = {1: "linear", 2: "v", 4: "zigzag"}
+
+
+def plans() -> str:
+    """The best published schedule and the plans within a limit, 8 ranks, 24 microbatches, the profile."""
+    rows = []
+    for limit in LIMITS:
+        published = [timeline(name, 8, 24, PROFILE) for name in schedules.NAMES]
+        fitting = [each for each in published if max(each.peak_memory) <= 8 * limit + 1e-9]
+        best = min(fitting, key=lambda each: each.bubble_rate)
+        row = [f"{limit:g}", f"{FORMULAS[best.schedule.name].title}, {percent(best.bubble_rate)}"]
+        for chunks in PLACEMENTS:
+            planned = kept(chunks, limit)
+            assert max(planned.peak_memory) <= 8 * limit + 1e-9
+            row.append(percent(planned.bubble_rate))
+        rows.append(row)
+    return table(["memory", "best published", *(f"plan, {v} chunk{'s' * (v > 1)}" for v in PLACEMENTS)], rows)
+
+
+def kept(chunks: int, limit: float) -> Timeline:
+    """The plan kept for that many chunks and that limit."""
+    text = (PLANS / f"{PLACEMENTS[chunks]}-{limit:g}x.csv").read_text(encoding="utf-8")
+    return simulate(Schedule.from_csv(text), recut(PROFILE, 8, 8 * chunks))
+
+
+def search(seconds: float) -> None:
+    """Replaces the plans for which it finds better ones."""
+    for chunks, placement in PLACEMENTS.items():
+        for limit in LIMITS:
+            found = plan(recut(PROFILE, 8, 8 * chunks), 8, 24, chunks, placement, 8 * limit, seconds)
+            path = PLANS / f"{placement}-{limit:g}x.csv"
+            if not path.exists() or found.bubble_rate < kept(chunks, limit).bubble_rate - 1e-9:
+                path.write_text(found.schedule.to_csv(), encoding="utf-8")
+            print(f"{path.name}: {found.bubble_rate:.2%}, at least {found.lower_bound:.2%}")
 
 
 def more_chunks() -> str:
@@ -149,6 +189,7 @@ def percent(rate: float) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "summary": summary,
+    "plans": plans,
     "more chunks": more_chunks,
     "split costs": split_costs,
     "jitter": jitter,
@@ -166,6 +207,8 @@ def fill(text: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        search(float(sys.argv[1]))
     for name in schedules.NAMES:
         (IMAGES / f"{name}.svg").write_text(picture(name), encoding="utf-8")
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
