@@ -61,3 +61,24 @@ def test_an_unknown_command_is_refused() -> None:
     process = subprocess.run([sys.executable, "-m", "zbkern", "fly"], capture_output=True, text=True, check=False)
     assert process.returncode == 2
     assert "invalid choice: 'fly'" in process.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = "plan --stages 8 --microbatches 64 --schedule zb_v --compare"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "zbkern", *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 1
+    process.stderr.close()
+
+
+def test_an_interrupt_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "main", interrupted)
+    assert __main__.main(["info"]) == 130
