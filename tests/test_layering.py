@@ -11,7 +11,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "zbkern"
 
 # what of zbkern.pipeline needs torch; everything else there is the pure half
-NEEDS_TORCH = ("clock", "engine", "profiling", "optimizer", "stage", "transport", "torch_pipelining")
+NEEDS_TORCH = (
+    "checkpoint",
+    "clock",
+    "engine",
+    "norms",
+    "optimizer",
+    "profiling",
+    "stage",
+    "torch_pipelining",
+    "transport",
+    "undo",
+)
 
 # module -> what it may import of zbkern; a name stands for itself and everything below it
 MAY_IMPORT = {

@@ -13,18 +13,29 @@ from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.simulate import simulate  # not lazy: the function must win over the submodule of its name
 from zbkern.pipeline.timeline import Event, Timeline
 
-_HOME = {"Pipeline": "engine", "lower": "lowering", "plan": "planner", "profile": "profiling"}
+_HOME = {
+    "Optimizer": "optimizer",
+    "Pipeline": "engine",
+    "clip_grad_norm_": "norms",
+    "grad_norm": "norms",
+    "lower": "lowering",
+    "plan": "planner",
+    "profile": "profiling",
+}
 _MODULES = ("draw", "lowering", "schedules", "trace")
 
 __all__ = [
     "Action",
     "Costs",
     "Event",
+    "Optimizer",
     "Pipeline",
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "clip_grad_norm_",
     "draw",
+    "grad_norm",
     "lower",
     "lowering",
     "plan",
@@ -41,6 +52,9 @@ if TYPE_CHECKING:
     from zbkern.pipeline import trace as trace
     from zbkern.pipeline.engine import Pipeline as Pipeline
     from zbkern.pipeline.lowering import lower as lower
+    from zbkern.pipeline.norms import clip_grad_norm_ as clip_grad_norm_
+    from zbkern.pipeline.norms import grad_norm as grad_norm
+    from zbkern.pipeline.optimizer import Optimizer as Optimizer
     from zbkern.pipeline.planner import plan as plan
     from zbkern.pipeline.profiling import profile as profile
 

@@ -1,0 +1,443 @@
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zbkern.pipeline import norms
+from zbkern.pipeline.optimizer import Optimizer
+from zbkern.pipeline.transport import LocalTransport, PipelineError
+
+SHAPES = ((5, 3), (7,), (2, 4, 3))  # of the parameters of every rank
+MAX_NORM = 1.0
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "sgd nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adamw maximize": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+}
+
+
+def on_threads(size: int, function: Callable[[LocalTransport], Any]) -> list[Any]:
+    """function(transport) on one thread per rank; raises what the first rank raised."""
+    results: list[Any] = [None] * size
+
+    def call(transport: LocalTransport) -> None:
+        try:
+            results[transport.rank] = function(transport)
+        except BaseException as error:
+            results[transport.rank] = error
+            transport.fail(repr(error))
+
+    threads = [threading.Thread(target=call, args=(transport,), daemon=True) for transport in LocalTransport.ring(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank hangs"
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, PipelineError)):
+        raise error
+    return results
+
+
+class Case:
+    """Ranks with random gradients; on some ranks and steps they are large, or not finite."""
+
+    def __init__(
+        self,
+        ranks: int,
+        steps: int,
+        forced: dict[tuple[int, int], float],
+        make: Make = OPTIMIZERS["adamw foreach"],
+        dtype: torch.dtype = torch.float32,
+        scale: float | None = None,
+    ) -> None:
+        self.ranks, self.steps, self.forced = ranks, steps, forced
+        self.make, self.dtype, self.scale = make, dtype, scale
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        if self.scale is None:
+            return None
+        scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=2)
+        scaler.scale(torch.ones(()))
+        return scaler
+
+    def weights(self, rank: int) -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(rank)
+        return [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in SHAPES]
+
+    def gradients(self, rank: int, step: int, scale: float) -> list[Tensor]:
+        """Of norm 0.4 over all ranks, unless forced: (rank, step) -> what one element becomes."""
+        generator = torch.Generator().manual_seed(1000 * step + rank + 1)
+        made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        size = 0.4 / math.sqrt(self.ranks * sum(g.numel() for g in made))
+        made = [gradient * size for gradient in made]
+        if (rank, step) in self.forced:
+            made[1][2] = self.forced[rank, step]
+        return [(gradient * scale).to(self.dtype) for gradient in made]
+
+    def learning_rate(self, step: int, base: float) -> float:
+        return base * (1 - 0.05 * step)
+
+
+def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]], list[float]]:
+    """One process and one torch optimizer, nothing of zbkern's: all ranks' weights after every step, and the norms."""
+    model = [case.weights(rank) for rank in range(case.ranks)]
+    low = [parameter for row in model for parameter in row]
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in low]
+    optimizer, scaler = case.make(masters), case.scaler()
+    base = optimizer.param_groups[0]["lr"]
+    history, found = [], []
+    for step in range(case.steps):
+        optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        gradients = [g for rank in range(case.ranks) for g in case.gradients(rank, step, scale)]
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient.float()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        found.append(float(clip(masters, MAX_NORM)))
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif math.isfinite(found[-1]):
+            optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(low, masters, strict=True):
+                parameter.copy_(master)
+        history.append([parameter.detach().clone() for parameter in low])
+    return history, found
+
+
+def clip_in_float64(parameters: list[Tensor], max_norm: float) -> Tensor:
+    """torch's clip_grad_norm_ but for the norms of single gradients being added up in fp64."""
+    total = torch.stack([p.grad.norm().double() for p in parameters]).norm().float()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def ours(case: Case, **options: Any) -> tuple[list[list[Tensor]], list[list[float]], list[Optimizer]]:
+    """The same through Optimizer: all ranks' weights after every step, every rank's norms, and the optimizers."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], list[float], Optimizer]:
+        rank, weights, scaler = transport.rank, case.weights(transport.rank), case.scaler()
+        optimizer = Optimizer(
+            case.make(weights),
+            transport,
+            max_norm=MAX_NORM,
+            scaler=scaler,
+            master_weights=case.dtype != torch.float32,
+            timeout=20,
+            **options,
+        )
+        base = optimizer.param_groups[0]["lr"]
+        history, found = [], []
+        for step in range(case.steps):
+            optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            for parameter, gradient in zip(weights, case.gradients(rank, step, scale), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()  # before the verdict, which may need the gradients
+            optimizer.param_groups[0]["lr"] = 1e9  # nor may the next step's learning rate reach this one
+            optimizer.validate()
+            history.append([parameter.detach().clone() for parameter in weights])
+            found.append(optimizer.last_norm)
+        return history, found, optimizer
+
+    rows = on_threads(case.ranks, rank_loop)
+    history = [[weight for row, _, _ in rows for weight in row[step]] for step in range(case.steps)]
+    return history, [found for _, found, _ in rows], [optimizer for _, _, optimizer in rows]
+
+
+def check(case: Case, exact: bool = True, **options: Any) -> list[Optimizer]:
+    """Ours equals the plain loop: to rounding with torch's norm, bit for bit with the same norm added up in fp64."""
+    history, found, optimizers = ours(case, **options)
+    for clip, same in ((torch.nn.utils.clip_grad_norm_, False), (clip_in_float64, exact)):
+        expected, norms_expected = plain_loop(case, clip)
+        for rank_norms in found:
+            torch.testing.assert_close(rank_norms, norms_expected, rtol=1e-6, atol=0, equal_nan=True)
+        for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
+            for index, (a, b) in enumerate(zip(weights, theirs, strict=True)):
+                rank = index // len(SHAPES)
+                if same:
+                    assert torch.equal(a, b), f"step {step}, rank {rank}: {(a - b).abs().max()}"
+                else:
+                    torch.testing.assert_close(a, b, msg=lambda m, s=step, r=rank: f"step {s}, rank {r}: {m}")
+    return optimizers
+
+
+FORCED = {"clip": 3.0, "inf": math.inf, "nan": math.nan}
+
+
+@pytest.mark.parametrize("what", FORCED)
+@pytest.mark.parametrize("rank", range(5))
+def test_forced_on_every_single_stage(rank: int, what: str) -> None:
+    case = Case(5, 4, {(rank, 1): FORCED[what]})
+    optimizers = check(case)
+    assert [o.undone for o in optimizers] == [int(r < rank) for r in range(5)]
+    assert all((o.clipped, o.skipped) == ((1, 0) if what == "clip" else (0, 1)) for o in optimizers)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_any_optimizer_on_consecutive_steps(name: str, adaptive: bool) -> None:
+    forced = {(3, 0): 3.0, (2, 1): math.nan, (3, 2): 9.0, (3, 4): math.inf, (1, 4): 2.0, (0, 5): 5.0, (2, 7): 4.0}
+    case = Case(4, 9, forced, OPTIMIZERS[name])
+    optimizers = check(case, adaptive=adaptive)
+    # steps 0, 1, 2, 4, 7 deceive the ranks before 3, 2, 3, 1 (which declines step 4 for its norm) and 2
+    assert [o.undone for o in optimizers] == ([3, 2, 1, 0] if adaptive else [5, 4, 2, 0])
+    assert {(o.clipped, o.skipped) for o in optimizers} == {(4, 2)}
+
+
+def test_clipping_that_no_single_stage_shows() -> None:
+    case = Case(4, 3, {(rank, 1): 0.6 for rank in range(4)})
+    assert [o.undone for o in check(case)] == [1, 1, 0, 0]  # 0.6 x sqrt(3) is above 1
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, None), (torch.float16, 2.0**10), (torch.float32, 4.0)])
+def test_small_dtypes_with_masters_and_loss_scaling(dtype: torch.dtype, scale: float | None, adaptive: bool) -> None:
+    forced = {(2, 1): 3.0, (3, 2): math.inf, (0, 3): math.nan, (3, 4): 5.0, (1, 6): math.inf}
+    case = Case(4, 8, forced, OPTIMIZERS["adamw foreach"], dtype, scale)
+    optimizers = check(case, adaptive=adaptive)
+    assert {o.skipped for o in optimizers} == {3}
+    assert optimizers[0].undone > 0
+
+
+def test_scaler_grows_and_backs_off_alike_on_all_ranks() -> None:
+    case = Case(3, 6, {(1, 3): math.inf}, dtype=torch.float16, scale=1024.0)
+    scales = {o.state_dict()["scaler"]["scale"] for o in check(case)}
+    assert scales == {2048.0}  # grew after 2 steps, halved by the fourth, grew after 2 more
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd momentum", "sgd nesterov", "adamw", "adamw foreach", "adamw maximize"])
+def test_inverse_is_exact_to_rounding(name: str) -> None:
+    forced = {(3, 0): 3.0, (2, 1): math.nan, (3, 2): 9.0, (2, 4): math.inf, (3, 5): 5.0}
+    optimizers = check(Case(4, 7, forced, OPTIMIZERS[name]), exact=False, undo="inverse", adaptive=False)
+    assert optimizers[0].undone == 5
+
+
+def test_inverse_with_masters() -> None:
+    case = Case(3, 5, {(2, 1): 3.0, (2, 2): math.inf}, dtype=torch.bfloat16)
+    assert check(case, exact=False, undo="inverse", adaptive=False)[0].undone == 2
+
+
+def test_without_undo_nothing_steps_before_the_verdict() -> None:
+    case = Case(4, 5, {(3, 1): 3.0, (2, 2): math.inf, (0, 3): 2.0})
+    assert [o.undone for o in check(case, undo=None)] == [0, 0, 0, 0]
+
+
+def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
+    case = Case(2, 1, {(1, 0): 3.0})
+
+    def rank_loop(transport: LocalTransport) -> None:
+        weights = case.weights(transport.rank)
+        optimizer = Optimizer(case.make(weights), transport, max_norm=MAX_NORM, timeout=20)
+        for parameter, gradient in zip(weights, case.gradients(transport.rank, 0, 1.0), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.optimizer.zero_grad(set_to_none=False)  # not ours
+        optimizer.validate()
+
+    with pytest.raises(PipelineError, match=r"shape \[5, 3\] was changed in place after step\(\)"):
+        on_threads(2, rank_loop)
+
+
+def test_a_failing_step_reaches_the_other_ranks() -> None:
+    def rank_loop(transport: LocalTransport) -> None:
+        weight = nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=0.1), transport, timeout=20)
+        if transport.rank == 1:
+            optimizer.optimizer.step = lambda: 1 / 0
+        optimizer.step()
+        optimizer.validate()
+
+    with pytest.raises(PipelineError, match="rank 1, optimizer step 1: ZeroDivisionError"):
+        on_threads(3, rank_loop)
+
+
+def test_main_grad_is_read_kept_and_cleared() -> None:
+    def rank_loop(transport: LocalTransport) -> tuple[float | None, Tensor]:
+        weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        weight.main_grad = torch.zeros(4)
+        optimizer = Optimizer(
+            torch.optim.SGD([weight], lr=0.5), transport, max_norm=1.0, master_weights=True, timeout=20
+        )
+        weight.main_grad += 0.25 if transport.rank == 0 else 2.0
+        optimizer.step()
+        optimizer.zero_grad()
+        weight.main_grad += 7  # the next backward
+        optimizer.validate()
+        assert torch.equal(weight.main_grad, torch.full((4,), 7.0))
+        return optimizer.last_norm, weight.detach().float()
+
+    (norm, first), (_, second) = on_threads(2, rank_loop)
+    assert norm == pytest.approx(math.sqrt(4 * 0.25**2 + 4 * 2.0**2))
+    torch.testing.assert_close(first, torch.full((4,), 1 - 0.5 * 0.25 / norm), rtol=2**-8, atol=0)
+    torch.testing.assert_close(second, torch.full((4,), 1 - 0.5 * 2 / norm), rtol=2**-8, atol=0)
+
+
+def test_ranks_without_gradients_take_part() -> None:
+    def rank_loop(transport: LocalTransport) -> tuple[float | None, float]:
+        weight = nn.Parameter(torch.ones(2))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = Optimizer(torch.optim.AdamW([weight]), transport, max_norm=1.0, scaler=scaler, timeout=20)
+        if transport.rank == 1:
+            weight.grad = torch.tensor([12.0, 16.0])
+        optimizer.step()
+        optimizer.validate()
+        optimizer.step()
+        optimizer.validate()
+        return optimizer.last_norm, scaler.get_scale()
+
+    for norm, scale in on_threads(3, rank_loop):
+        assert norm == pytest.approx(0.25, rel=1e-6)  # unscaled 5, clipped to 1; unscaled once more
+        assert scale == 4.0
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_tied_weights_count_once(first: int) -> None:
+    def rank_loop(transport: LocalTransport) -> list[float | None]:
+        own, shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        tied = {"table": shared} if transport.rank in (first, 3) else {}
+        own.grad, shared.grad = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 4.0])
+        parameters = [own, shared] if tied else [own]
+        norm = norms.grad_norm(parameters, transport, tied)
+        optimizer = Optimizer(torch.optim.SGD(parameters, lr=0.1), transport, tied=tied, timeout=20)
+        optimizer.step()
+        optimizer.validate()
+        clipped = norms.clip_grad_norm_(parameters, 1.0, transport, tied)
+        return [norm, optimizer.last_norm, clipped, norms.grad_norm(parameters, transport, tied)]
+
+    for found in on_threads(4, rank_loop):
+        expected = math.sqrt(4 + 16)
+        assert found == pytest.approx([expected, expected, expected, 1.0], rel=1e-6)
+
+
+def test_state_dict_resumes_bit_for_bit() -> None:
+    case = Case(2, 6, {(1, 2): 3.0, (1, 3): math.inf}, dtype=torch.float16, scale=8.0)
+
+    def rank_loop(transport: LocalTransport) -> list[list[Tensor]]:
+        results = []
+        for stop in (6, 3):  # in one go, and with everything made anew after three steps
+            weights, scaler = case.weights(transport.rank), case.scaler()
+            options: dict[str, Any] = {"max_norm": MAX_NORM, "master_weights": True, "timeout": 20}
+            optimizer = Optimizer(case.make(weights), transport, scaler=scaler, **options)
+            for step in range(6):
+                if step == stop:
+                    state = optimizer.state_dict()
+                    weights, scaler = [nn.Parameter(torch.zeros_like(p)) for p in weights], case.scaler()
+                    optimizer = Optimizer(case.make(weights), transport, scaler=scaler, **options)
+                    optimizer.load_state_dict(state)
+                scale = scaler.get_scale()
+                for parameter, gradient in zip(weights, case.gradients(transport.rank, step, scale), strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+                optimizer.validate()
+            results.append([parameter.detach().clone() for parameter in weights])
+        return results
+
+    for whole, parts in on_threads(2, rank_loop):
+        for a, b in zip(whole, parts, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": nn.Linear(2, 2)}, "optimizer must be a torch.optim.Optimizer; got Linear"),
+        ({"max_norm": 0}, "max_norm must be above 0, or None to clip nothing; got 0"),
+        ({"undo": "copy"}, r"undo must be one of \('snapshot', 'inverse', None\); got 'copy'"),
+        ({"undo": "inverse", "optimizer": torch.optim.Adagrad([torch.ones(1)])}, "knows AdamW and SGD; got Adagrad"),
+        ({"undo": "inverse", "optimizer": torch.optim.SGD([torch.ones(1).half()])}, "needs parameters in fp32"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"optimizer": torch.optim.SGD([torch.ones(1)]), "pipe": LocalTransport.ring(1)[0]}
+    with pytest.raises((TypeError, ValueError), match=message):
+        Optimizer(**{**arguments, **changes})
+
+
+def test_amsgrad_cannot_be_inverted() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    first, _ = LocalTransport.ring(2)
+    first.gather = lambda value: [value, value]
+    optimizer = Optimizer(torch.optim.AdamW([weight], amsgrad=True), first, undo="inverse")
+    with pytest.raises(PipelineError, match="amsgrad cannot be inverted; use undo='snapshot'"):
+        optimizer.step()
+
+
+def distributed_loop(forced: dict[tuple[int, int], float]) -> tuple[list[list[Tensor]], int]:
+    rank = torch.distributed.get_rank()
+    case = Case(2, 5, forced)
+    weights = case.weights(rank)
+    optimizer = Optimizer(case.make(weights), max_norm=MAX_NORM, timeout=20)
+    history = []
+    for step in range(case.steps):
+        for parameter, gradient in zip(weights, case.gradients(rank, step, 1.0), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.validate()
+        history.append([parameter.detach().clone() for parameter in weights])
+    optimizer.close()
+    norm = norms.grad_norm(weights)  # all ranks' process group; there are no gradients
+    assert norm == 0
+    return history, optimizer.undone
+
+
+@pytest.mark.dist
+def test_over_gloo(two_ranks: Any) -> None:
+    forced = {(1, 1): 3.0, (0, 2): 3.0, (1, 4): math.nan}
+    case = Case(2, 5, forced)
+    case.learning_rate = lambda step, base: base
+    expected, _ = plain_loop(case, clip_in_float64)
+    results = two_ranks.run(distributed_loop, forced)
+    assert [undone for _, undone in results] == [2, 0]
+    for step, weights in enumerate(expected):
+        for a, b in zip([*results[0][0][step], *results[1][0][step]], weights, strict=True):
+            assert torch.equal(a, b)
+
+
+def sharded_loop() -> tuple[float, float | None, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    x = torch.randn(5, 6)
+    model(x).square().sum().backward()
+    expected = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    model.zero_grad()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model(x).square().sum().backward()
+    stage = LocalTransport.ring(1)[0]  # a pipeline of one stage, which two ranks share
+    optimizer = Optimizer(torch.optim.AdamW(model.parameters()), stage, max_norm=1.0)
+    optimizer.step()
+    return expected, optimizer.last_norm, norms.grad_norm(model.parameters(), stage)
+
+
+@pytest.mark.dist
+def test_shards_count_as_the_whole(two_ranks: Any) -> None:
+    for expected, found, clipped in two_ranks.run(sharded_loop):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert clipped == pytest.approx(1.0, rel=1e-5)

@@ -1,0 +1,96 @@
+"""Gradient norms over all stages of a pipeline, and clipping by them; weights that several ranks hold count once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def grad_norm(
+    parameters: Tensor | Iterable[Tensor], group: Any = None, tied: Mapping[str, Tensor] | None = None
+) -> float:
+    """The 2-norm of the gradients of all ranks' parameters, as if they were one vector; collective.
+
+    parameters: this rank's. group: the pipeline's ranks: a Pipeline, a Transport, a process group, or None for all.
+    tied: {name: parameter} of weights that several ranks hold with the same gradient; taken from a Pipeline when
+    group is one. Norms of single gradients are taken in fp32 at least and added up in fp64. Shards (DTensor) count
+    as the whole they belong to. NaN or infinite when a gradient is.
+    """
+    transport = getattr(group, "transport", group)
+    tied = getattr(group, "tied", None) if tied is None else tied
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    shared = {id(parameter): name for name, parameter in (tied or {}).items()}
+    own = [p.grad for p in parameters if p.grad is not None and id(p) not in shared]
+    names = {shared[id(p)]: float(squares([p.grad])) for p in parameters if p.grad is not None and id(p) in shared}
+    total, seen = 0.0, {}
+    for value, named in _gather((float(squares(own)), names), transport):
+        total += value
+        seen.update(named)
+    return math.sqrt(total + sum(seen.values()))
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    group: Any = None,
+    tied: Mapping[str, Tensor] | None = None,
+) -> float:
+    """Scales the gradients so that their norm over all ranks is at most `max_norm`; returns the norm it was.
+
+    The twin of torch.nn.utils.clip_grad_norm_ for parameters that are spread over the ranks of a pipeline; arguments as
+    for `grad_norm`; collective. Gradients whose norm is not finite stay as they are.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = grad_norm(parameters, group, tied)
+    scale_([p.grad for p in parameters if p.grad is not None], coefficient(norm, max_norm))
+    return norm
+
+
+def squares(gradients: list[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, fp64 [], on the device of the gradients; not finite when one is not.
+
+    Also infinite when a single gradient's norm is beyond the range of fp32.
+    """
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        kinds.setdefault((gradient.device, gradient.dtype, mesh), []).append(gradient)
+    sums = []
+    for (_, dtype, mesh), alike in kinds.items():
+        norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32)))
+        sums.append((norms if mesh is None else norms.full_tensor()).double().square().sum())
+    if not sums:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([value.to(sums[0].device) for value in sums]).sum()
+
+
+def coefficient(norm: float, max_norm: float | None) -> float:
+    """What gradients of this norm are multiplied by: at most 1; as torch.nn.utils.clip_grad_norm_ has it, in fp32.
+
+    Never grows with the norm: what says "clip" for a part of the gradients says so for all of them.
+    """
+    if max_norm is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).item())
+
+
+def scale_(gradients: list[Tensor], factor: float) -> None:
+    """Multiplies the gradients in place."""
+    if factor == 1 or not gradients:
+        return
+    with torch.no_grad():
+        torch._foreach_mul_(gradients, factor)
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    if hasattr(group, "gather"):
+        return group.gather(value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

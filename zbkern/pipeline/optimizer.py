@@ -1,0 +1,361 @@
+"""Optimizer: steps without waiting for the other stages, and takes the step back when it should have waited.
+
+The norm of all gradients and the check for non-finite values need every stage, and an all-reduce before the step would
+have every stage wait for the slowest. Instead each rank receives the sum of squares of the ranks before it, adds its
+own and sends it on; when that does not speak against a plain step, it steps at once. The last rank of the chain knows
+the whole sum; its verdict travels back while the forwards of the next step begin. Where it says that gradients should
+have been clipped, or hold a value that is not finite, the ranks that have stepped undo it and step again with scaled
+gradients, or not at all. The result is that of a synchronous step.
+
+Post-validation: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4. A sum of squares only grows
+along the chain, so a rank that sees reason to clip is right; only one that sees none can be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbkern.pipeline.norms import coefficient, scale_, squares
+from zbkern.pipeline.transport import DistributedTransport, PipelineError
+from zbkern.pipeline.undo import UNDO, hyperparameters, parameters
+
+
+class Message(NamedTuple):
+    """A tag: the squares of the ranks `before` on their way down the chain, or of `all` of them on their way back."""
+
+    number: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"the squared gradient norm of {self.what} stages, optimizer step {self.number}"
+
+
+@dataclass
+class _Step:
+    """An optimizer step that waits for its verdict."""
+
+    gradients: list[tuple[Tensor, Tensor, int]]  # parameter, its gradient, the version of the gradient
+    before: list[dict[str, Any]]  # hyperparameters of every group when the step was called ...
+    after: list[dict[str, Any]]  # ... and when it returned
+    stepped: bool
+
+
+class Optimizer:
+    """Drives a torch optimizer of this rank's parameters as one with those of all other ranks of a pipeline.
+
+    >>> optimizer = Optimizer(torch.optim.AdamW(chunk.parameters()), pipe, max_norm=1.0)    # doctest: +SKIP
+    >>> optimizer.zero_grad()
+    >>> loss = pipe.step(inputs, targets)
+    >>> optimizer.step()
+
+    optimizer: any torch optimizer whose `step()` needs no closure. pipe: the Pipeline; or its ranks in the order of the
+    model, as a process group, a Transport, or None for all ranks: then call `validate()` before weights are read.
+    max_norm: gradients are scaled down to this 2-norm over all ranks; None for never. A step with gradients that are
+    not finite (or of a norm beyond fp32) is skipped. scaler: the torch.amp.GradScaler that has scaled the loss: step()
+    does what its `unscale_`, `step` and `update` would do. master_weights: parameters below fp32 get fp32 copies, which
+    the torch optimizer updates in their place; gradients are read from `main_grad` where a parameter has one.
+    undo: how a wrong step is taken back: "snapshot" (exact, any optimizer, memory of parameters and state once more),
+    "inverse" (AdamW and SGD, no memory, equal up to rounding), or None: never step before the verdict. adaptive: after
+    a step that was clipped or skipped, wait for the next one's verdict instead of undoing every time; norms of
+    consecutive steps are alike. tied: {name: parameter} of weights that several ranks hold with equal gradients, which
+    count once; taken from a Pipeline. timeout: seconds to wait for a message; a Pipeline's by default.
+    Raises ValueError for an undo that does not fit the optimizer. All ranks construct theirs together.
+
+    Attributes: `last_norm`, the norm of the last validated step, before clipping (None at first); `undone`, how often
+    this rank took a step back; `clipped`, `skipped`: how many validated steps were. `optimizer`: the torch optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        pipe: Any = None,
+        *,
+        max_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        master_weights: bool = False,
+        undo: str | None = "snapshot",
+        adaptive: bool = True,
+        tied: Mapping[str, Tensor] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"Optimizer: optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"Optimizer: max_norm must be above 0, or None to clip nothing; got {max_norm}")
+        if undo is not None and undo not in UNDO:
+            raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.adaptive = adaptive
+        self.timeout = getattr(pipe, "timeout", 1800.0) if timeout is None else timeout
+        self.last_norm: float | None = None
+        self.undone = self.clipped = self.skipped = 0
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
+        tied = getattr(pipe, "tied", {}) if tied is None else tied
+        self._masters = _with_masters(optimizer) if master_weights else []
+        self._undo = UNDO[undo](optimizer) if undo is not None else None
+        self._transport, chain = _connect(pipe, self._device)
+        self._owned = self._transport if not hasattr(pipe, "schedule") and self._transport is not pipe else None
+        place = chain.index(self._transport.rank)
+        self._previous = chain[place - 1] if place > 0 else None
+        self._next = chain[place + 1] if place + 1 < len(chain) else None
+        self._uncounted = self._held_before(chain, dict(tied))
+        self._number = 0
+        self._pending: _Step | None = None
+        self._wary = False
+        if hasattr(pipe, "schedule"):
+            pipe.optimizer = self
+
+    # ---- what a training loop calls
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the torch optimizer; learning-rate schedules may change them right after `step`."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of this rank's parameters; those of a step without a verdict are kept aside for it."""
+        for parameter in self._model_parameters():
+            if parameter.grad is not None:
+                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+            if getattr(parameter, "main_grad", None) is not None:
+                if self._pending is None:
+                    parameter.main_grad.zero_()
+                else:
+                    parameter.main_grad = torch.zeros_like(parameter.main_grad)
+
+    def step(self) -> None:
+        """Steps at once when nothing speaks against it yet; `validate` puts right what turns out to be wrong."""
+        self.validate()
+        self._number += 1
+        with self._failing_together():
+            gradients = self._collect()
+            total = self._pass_on(squares([g for p, g in gradients if id(p) not in self._uncounted]))
+            before = hyperparameters(self.optimizer)
+            if self._next is None:
+                self._pending = _Step([(p, g, g._version) for p, g in gradients], before, before, stepped=False)
+                self._conclude(total)
+                return
+            stepped = self._undo is not None and not self._wary and self._harmless(total)
+            if stepped:
+                self._undo.save(self.optimizer)
+                self._update()
+            after = hyperparameters(self.optimizer) if stepped else before
+            self._pending = _Step([(p, g, g._version) for p, g in gradients], before, after, stepped)
+
+    def validate(self) -> None:
+        """Waits for the verdict on the last step and sees that it is done as it says. Free when that has happened.
+
+        A Pipeline calls this in time; so does the next `step`. Call it before you read weights in any other way: to
+        evaluate, to save. Every rank must get there: a rank's verdict comes through the ranks behind it.
+        """
+        if self._pending is None:
+            return
+        with self._failing_together():
+            self._conclude(self._transport.receive(self._next, Message(self._number, "all"), self.timeout))
+
+    def poll(self) -> bool:
+        """Validates if that is possible without waiting; True when no step is without its verdict."""
+        if self._pending is not None and self._transport.ready(Message(self._number, "all")):
+            self.validate()
+        return self._pending is None
+
+    @property
+    def setbacks(self) -> int:
+        """How many validated steps were not plain steps, on all ranks: forwards begun before that verdict are void."""
+        return self.clipped + self.skipped
+
+    @property
+    def stepped(self) -> bool:
+        """True when the weights are those of the last step, as far as this rank can tell."""
+        return self._pending is None or self._pending.stepped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step."""
+        self.validate()
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": [master.clone() for _, master in self._masters],
+            "scaler": self._scaler.state_dict() if self._scaler is not None else {},
+            "wary": self._wary,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave, with the same parameters on this rank."""
+        self.validate()
+        self.optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            for (parameter, master), saved in zip(self._masters, state["masters"], strict=True):
+                master.copy_(saved)
+                parameter.copy_(saved)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self._wary = state["wary"]
+
+    def close(self) -> None:
+        """Ends the connections that were made for a process group; call it on every rank."""
+        if self._owned is not None:
+            self._owned.close()
+
+    # ---- the protocol
+
+    def _pass_on(self, own: Tensor) -> Tensor:
+        """The squares of this rank and of all before it, fp64 []; the next rank is told."""
+        own = own.to(self._device)
+        if self._previous is not None:
+            message = Message(self._number, "previous")
+            own = self._transport.receive(self._previous, message, self.timeout) + own
+        if self._next is not None:
+            self._transport.send(self._next, Message(self._number, "previous"), own)
+        return own
+
+    def _harmless(self, total: Tensor) -> bool:
+        """True when gradients with this sum of squares are finite and need no clipping."""
+        norm = math.sqrt(total.item())
+        return math.isfinite(norm) and coefficient(norm, self.max_norm) == 1
+
+    def _conclude(self, total: Tensor) -> None:
+        """All squares are known: passes them back, and makes the step what it should have been."""
+        if self._previous is not None:
+            self._transport.send(self._previous, Message(self._number, "all"), total)
+        step, self._pending = self._pending, None
+        self.last_norm = norm = math.sqrt(total.item())
+        finite, factor = math.isfinite(norm), coefficient(norm, self.max_norm)
+        self._wary = self.adaptive and not (finite and factor == 1)
+        if not (finite and factor == 1 and step.stepped):
+            with self._as_at(step):
+                if step.stepped:
+                    self._undo.restore(self.optimizer)
+                    self._publish()
+                    self.undone += 1
+                if finite:
+                    scale_([gradient for _, gradient, _ in step.gradients], factor)
+                    self._update()
+        self.skipped += not finite
+        self.clipped += factor < 1
+        if self._scaler is not None:
+            _update_scale(self._scaler, self.optimizer, not finite, self._device)
+        for _, master in self._masters:
+            master.grad = None
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self._publish()
+
+    def _publish(self) -> None:
+        """Rounds the master weights into the model's."""
+        if self._masters:
+            with torch.no_grad():
+                torch._foreach_copy_([p for p, _ in self._masters], [master for _, master in self._masters])
+
+    @contextmanager
+    def _as_at(self, step: _Step) -> Iterator[None]:
+        """Gradients and hyperparameters as they were when that step was called; afterwards as they are now."""
+        for parameter, gradient, version in step.gradients:
+            if gradient._version != version:
+                raise RuntimeError(
+                    f"Optimizer.validate: the gradient of a parameter of shape {list(parameter.shape)} was changed in "
+                    "place after step(), which now has to be redone with it; clear gradients by Optimizer.zero_grad(), "
+                    "or call Optimizer.validate() first"
+                )
+        gradients = [(parameter, parameter.grad) for parameter, _, _ in step.gradients]
+        now = [dict(group) for group in self.optimizer.param_groups]
+        for parameter, gradient, _ in step.gradients:
+            parameter.grad = gradient
+        for group, before in zip(self.optimizer.param_groups, step.before, strict=True):
+            group.update(before)
+        yield
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for group, current, after in zip(self.optimizer.param_groups, now, step.after, strict=True):
+            changed = {k: v for k, v in current.items() if isinstance(v, Tensor) or k == "params" or v != after.get(k)}
+            group.update(changed)
+
+    # ---- gradients
+
+    def _collect(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
+        for parameter, master in self._masters:
+            gradient = _gradient(parameter)
+            master.grad = None if gradient is None else gradient.to(master.dtype)
+        for parameter in parameters(self.optimizer):
+            if parameter.grad is None or getattr(parameter, "main_grad", None) is not None:
+                parameter.grad = _gradient(parameter)
+        if self._scaler is not None:
+            self._scaler.scale(torch.ones((), device=self._device))  # a scaler that has scaled nothing has no scale
+            self._scaler.unscale_(self.optimizer)
+        return [(parameter, parameter.grad) for parameter in parameters(self.optimizer) if parameter.grad is not None]
+
+    def _model_parameters(self) -> Iterator[Tensor]:
+        models = {id(master): parameter for parameter, master in self._masters}
+        return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
+
+    def _held_before(self, chain: Sequence[int], tied: Mapping[str, Tensor]) -> set[int]:
+        """Ids of parameters that a rank before this one counts already."""
+        names = self._transport.gather(sorted(tied))
+        earlier = {name for rank in chain[: chain.index(self._transport.rank)] for name in names[rank]}
+        masters = {id(parameter): id(master) for parameter, master in self._masters}
+        held = [id(parameter) for name, parameter in tied.items() if name in earlier]
+        return {masters.get(key, key) for key in held}
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except PipelineError:
+            raise
+        except Exception as error:
+            reason = f"rank {self._transport.rank}, optimizer step {self._number}: {type(error).__name__}: {error}"
+            self._transport.fail(reason)
+            raise PipelineError(reason) from error
+
+
+def _connect(pipe: Any, device: torch.device) -> tuple[Any, list[int]]:
+    """The transport, and the ranks in the order in which the sum travels: that in which the model meets them."""
+    if hasattr(pipe, "schedule"):
+        return pipe.transport, list(dict.fromkeys(pipe.schedule.placement))
+    if not hasattr(pipe, "deliver"):
+        rank, size = dist.get_rank(pipe), dist.get_world_size(pipe)
+        pipe = DistributedTransport(pipe, {rank - 1, rank + 1} & set(range(size)), device)
+    return pipe, list(range(pipe.size))
+
+
+def _with_masters(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Puts fp32 copies in the place of the optimizer's smaller parameters; returns (parameter, copy) of each."""
+    pairs = []
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if not parameter.is_floating_point() or parameter.dtype.itemsize >= 4:
+                continue
+            master = parameter.detach().float()
+            group["params"][index] = master
+            if parameter in optimizer.state:
+                optimizer.state[master] = optimizer.state.pop(parameter)
+            pairs.append((parameter, master))
+    return pairs
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    gradient = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
+
+
+def _update_scale(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: bool, device: torch.device
+) -> None:
+    """The scaler's `update`, with what all ranks have found in the place of what this one has."""
+    mine = scaler._found_inf_per_device(optimizer)
+    if not mine:  # this rank has no gradients
+        mine[device] = torch.zeros((), device=device)
+    for index, value in enumerate(mine.values()):
+        value.fill_(float(found and index == 0))
+    scaler.update()

@@ -1,0 +1,162 @@
+"""Takes back a step of a torch optimizer: exactly, from copies, or in arithmetic, without memory.
+
+Both are used alike: `save(optimizer)` before its step, `restore(optimizer)` afterwards, with the same `.grad` in place.
+The arithmetic is that of Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4 and appendix.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Snapshot:
+    """Exact, for any optimizer: copies of its parameters and state, in buffers that are kept from step to step.
+
+    Costs the memory of the parameters and of their state once more (AdamW in fp32: 12 bytes a parameter), and the
+    time to copy it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._copies: list[Tensor] = []
+
+    def save(self, optimizer: torch.optim.Optimizer) -> None:
+        self._originals = [p for p in parameters(optimizer) if p.grad is not None]
+        self._entries: dict[Any, dict[Any, Any]] = {}  # of each parameter's state: the tensor itself, or a copy
+        for key, state in optimizer.state.items():
+            entries = self._entries[key] = {}
+            for name, value in state.items():
+                entries[name] = value if isinstance(value, Tensor) else copy.deepcopy(value)
+            self._originals += [value for value in entries.values() if isinstance(value, Tensor)]
+        same = len(self._copies) == len(self._originals) and all(
+            _like(kept, original) for kept, original in zip(self._copies, self._originals, strict=True)
+        )
+        if not same:
+            self._copies = [torch.empty_like(original, requires_grad=False) for original in self._originals]
+        _copy(self._copies, self._originals)
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        _copy(self._originals, self._copies)
+        for key in [key for key in optimizer.state if key not in self._entries]:
+            del optimizer.state[key]  # came into being with the step
+        for key, entries in self._entries.items():
+            state = optimizer.state[key]
+            state.clear()
+            state.update(entries)
+
+
+class Inverse:
+    """Solves the update for what was there before, for AdamW and SGD: no memory, equal up to rounding.
+
+    Raises ValueError for other optimizers, for parameters below fp32 (rounding would not be small), and for settings
+    that lose information (a beta or 1 - lr x weight_decay of zero, amsgrad).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)):
+            raise ValueError(
+                f"Optimizer: undo='inverse' knows AdamW and SGD; got {type(optimizer).__name__}; use undo='snapshot'"
+            )
+        small = next((p for p in parameters(optimizer) if p.dtype not in (torch.float32, torch.float64)), None)
+        if small is not None:
+            raise ValueError(
+                f"Optimizer: undo='inverse' needs parameters in fp32; got {small.dtype}; "
+                "use master_weights=True or undo='snapshot'"
+            )
+        self._invert = _invert_adamw if isinstance(optimizer, torch.optim.AdamW) else _invert_sgd
+
+    def save(self, optimizer: torch.optim.Optimizer) -> None:
+        self._had_state = {id(p) for p in parameters(optimizer) if optimizer.state.get(p)}
+        self._groups = hyperparameters(optimizer)
+        for group in self._groups:
+            _check_invertible(group)
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
+                for parameter in (p for p in group["params"] if p.grad is not None):
+                    gradient = -parameter.grad if settings.get("maximize") else parameter.grad
+                    self._invert(parameter, gradient, optimizer.state.get(parameter, {}), settings)
+                    if id(parameter) not in self._had_state:
+                        optimizer.state.pop(parameter, None)
+
+
+UNDO = {"snapshot": Snapshot, "inverse": Inverse}
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All parameters of an optimizer, in its order."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each parameter group says besides its parameters, as it is now."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _check_invertible(settings: dict[str, Any]) -> None:
+    losing = (
+        "amsgrad"
+        if settings.get("amsgrad")
+        else "a beta of 0"
+        if 0 in settings.get("betas", ())
+        else "lr x weight_decay of 1"
+        if settings["lr"] * settings["weight_decay"] == 1
+        else None
+    )
+    if losing is not None:
+        raise ValueError(f"Optimizer: {losing} cannot be inverted; use undo='snapshot'")
+
+
+def _invert_adamw(parameter: Tensor, gradient: Tensor, state: dict[str, Any], settings: dict[str, Any]) -> None:
+    """theta = (theta' + lr m^ / (sqrt(v^) + eps)) / (1 - lr wd), then m and v from m', v' and the gradient."""
+    first, second, step = state["exp_avg"], state["exp_avg_sq"], float(state["step"])
+    lr, (beta1, beta2) = float(settings["lr"]), (float(beta) for beta in settings["betas"])
+    denominator = (second.sqrt() / (1 - beta2**step) ** 0.5).add_(settings["eps"])
+    parameter.addcdiv_(first, denominator, value=lr / (1 - beta1**step)).div_(1 - lr * settings["weight_decay"])
+    first.add_(gradient, alpha=beta1 - 1).div_(beta1)
+    second.addcmul_(gradient, gradient, value=beta2 - 1).div_(beta2).clamp_(min=0)
+    state["step"] -= 1
+
+
+def _invert_sgd(parameter: Tensor, gradient: Tensor, state: dict[str, Any], settings: dict[str, Any]) -> None:
+    """theta' = theta - lr d, where d is the momentum, or (nesterov, or without momentum) has theta in it, too."""
+    lr, decay, momentum = float(settings["lr"]), settings["weight_decay"], settings["momentum"]
+    buffer = state.get("momentum_buffer")
+    if buffer is not None and not settings["nesterov"]:
+        parameter.add_(buffer, alpha=lr)
+    else:
+        parameter.add_(gradient, alpha=lr)
+        if buffer is not None:
+            parameter.add_(buffer, alpha=lr * momentum)
+        parameter.div_(1 - lr * decay)
+    if buffer is not None:
+        decayed = gradient.add(parameter, alpha=decay)
+        buffer.add_(decayed, alpha=settings["dampening"] - 1).div_(momentum)
+
+
+def _like(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+@torch.no_grad()
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """One launch per device and dtype: a counter on the CPU would put the whole list on the slow path."""
+    kinds: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        lists = kinds.setdefault((target.device, target.dtype, type(target)), ([], []))
+        lists[0].append(target)
+        lists[1].append(source)
+    for target_list, source_list in kinds.values():
+        torch._foreach_copy_(target_list, source_list)
