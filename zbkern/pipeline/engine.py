@@ -82,7 +82,9 @@ class Pipeline:
         self._last = last
         self._transport = group if _is_transport(group) else self._connect(group)
         self.rank = rank
-        self._tied = _tied_groups(self._transport, group, dict(tied or {}))
+        self.tied = dict(tied or {})
+        self.optimizer: Any = None  # an Optimizer of this pipeline sets itself here
+        self._tied = _tied_groups(self._transport, group, self.tied)
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._fused}
         self._program = list(_merge_neighbours(schedule.actions[rank]))
         self._room = _peak_microbatches(schedule.actions[rank])
@@ -123,6 +125,11 @@ class Pipeline:
         return self._loss()
 
     @property
+    def transport(self) -> Transport:
+        """The connection to the other ranks."""
+        return self._transport
+
+    @property
     def last_timeline(self) -> Timeline:
         """When this rank's actions of the last step ran, in seconds since its first; other ranks' rows are empty."""
         rows: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
@@ -155,6 +162,8 @@ class Pipeline:
                 f"Pipeline.step: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
                 "run or discard pipe.queue first"
             )
+        if self.optimizer is not None:
+            self.optimizer.validate()
         count = self.schedule.microbatches
         self._inputs = _split("inputs", inputs, count, needed=0 in self._stages)
         self._targets = _split("targets", targets, count, needed=self._last in self._stages)
@@ -279,7 +288,8 @@ class Pipeline:
     def _connect(self, group: dist.ProcessGroup | None) -> Transport:
         placement = self.schedule.placement
         rank = dist.get_rank(group)
-        peers = {b for edge in pairwise(placement) for a, b in (edge, edge[::-1]) if a == rank}
+        edges = {*pairwise(placement), *pairwise(dict.fromkeys(placement))}  # activations; the optimizer's norms
+        peers = {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}
         return DistributedTransport(group, peers, self.device)
 
 
