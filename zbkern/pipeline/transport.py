@@ -51,10 +51,13 @@ class Mailbox:
         self._messages: dict[Tag, Any] = {}
         self._changed = threading.Condition()
         self._closed: set[int] = set()
+        self._first_step = 0
         self.failure: str | None = None
 
     def put(self, tag: Tag, message: Any) -> None:
         with self._changed:
+            if isinstance(tag, Tag) and tag.step < self._first_step:
+                return
             self._messages[tag] = message
             self._changed.notify_all()
 
@@ -73,6 +76,13 @@ class Mailbox:
 
     def __contains__(self, tag: Tag) -> bool:
         return tag in self._messages
+
+    def forget(self, step: int) -> list[Any]:
+        """Drops the messages of steps before `step`, those that come later, too; returns what was there."""
+        with self._changed:
+            self._first_step = step
+            old = [tag for tag in self._messages if isinstance(tag, Tag) and tag.step < step]
+            return [self._messages.pop(tag) for tag in old]
 
     def peek(self, tag: Tag) -> Any:
         return self._messages.get(tag)
@@ -110,6 +120,9 @@ class Transport(Protocol):
     def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
         """The message from `peer`, waiting up to `timeout` seconds. Raises PipelineError when a rank has failed."""
 
+    def forget(self, step: int) -> None:
+        """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
+
     def fail(self, reason: str) -> None:
         """Tells every rank that this one has failed."""
 
@@ -143,6 +156,9 @@ class LocalTransport:
 
     def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
         return self._mailboxes[self.rank].take(peer, tag, timeout)
+
+    def forget(self, step: int) -> None:
+        self._mailboxes[self.rank].forget(step)
 
     def fail(self, reason: str) -> None:
         for mailbox in self._mailboxes:
@@ -216,6 +232,11 @@ class DistributedTransport:
         for work in works:
             work.wait()
         return message
+
+    def forget(self, step: int) -> None:
+        for _, works in self._mailbox.forget(step):
+            for work in works:
+                work.wait()
 
     def fail(self, reason: str) -> None:
         self._mailbox.fail(reason)
