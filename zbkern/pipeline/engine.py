@@ -21,6 +21,8 @@ from zbkern.pipeline.clock import Clock
 from zbkern.pipeline.stage import Stage
 from zbkern.pipeline.timeline import Event, Timeline
 from zbkern.pipeline.transport import DistributedTransport, PipelineError, Tag, Transport
+from zbkern.pipeline.undo import ForwardState
+from zbkern.pipeline.warmup import chain, forwards_ahead
 from zbkern.wgrad import WGradQueue
 
 FILLS = ("planned", "eager")
@@ -88,6 +90,7 @@ class Pipeline:
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._fused}
         self._program = list(_merge_neighbours(schedule.actions[rank]))
         self._room = _peak_microbatches(schedule.actions[rank])
+        self._ahead = forwards_ahead(schedule)[rank]
         self._step = 0
         self._clock = Clock(self.device)
         self._marks: list[tuple[tuple[Action, ...], Any, Any]] = []
@@ -100,13 +103,16 @@ class Pipeline:
         the mean loss over microbatches on the last chunk's rank, None elsewhere.
         """
         self._begin(inputs, targets)
-        self._run(self._program)
+        begun = self._run_ahead() if self.optimizer is not None else 0
+        self._run(self._program[begun:])
         for parameter, tied_group in self._tied:
             _sum_gradients(parameter, tied_group)
         return self._loss()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
         """The mean loss of the same arguments, forward only, with the modules in evaluation mode meanwhile."""
+        if self.optimizer is not None:
+            self.optimizer.validate()
         self._begin(inputs, targets)
         forwards = [
             Action("F", chunk, microbatch) for chunk in self._stages for microbatch in range(self.schedule.microbatches)
@@ -162,8 +168,6 @@ class Pipeline:
                 f"Pipeline.step: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
                 "run or discard pipe.queue first"
             )
-        if self.optimizer is not None:
-            self.optimizer.validate()
         count = self.schedule.microbatches
         self._inputs = _split("inputs", inputs, count, needed=0 in self._stages)
         self._targets = _split("targets", targets, count, needed=self._last in self._stages)
@@ -171,6 +175,34 @@ class Pipeline:
         self._marks = []
         self._in_flight = 0
         self._step += 1
+        self._count_setbacks()
+
+    def _run_ahead(self) -> int:
+        """Runs forwards until the last optimizer step has its verdict; how many of them count.
+
+        All ranks hear the same verdict. Where it changes the weights, all start over, with other tags.
+        """
+        begun, optimizer, before = 0, self.optimizer, None
+        while not optimizer.poll():
+            if begun == self._ahead or not optimizer.stepped:
+                optimizer.validate()
+                continue
+            before = before or ForwardState([stage.module for stage in self._stages.values()], self.device)
+            self._run([self._program[begun]])
+            begun += 1
+        if self._count_setbacks() and before is not None:
+            before.restore()
+            self._reset()
+            self._marks, self._in_flight, begun = [], 0, 0
+        return begun
+
+    def _count_setbacks(self) -> bool:
+        """True when forwards begun before are void; their messages, sent or still to come, have old tags from now."""
+        new = 0 if self.optimizer is None else self.optimizer.take_setbacks()
+        self._step += new
+        if new:
+            self._transport.forget(self._step)
+        return new > 0
 
     def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
         action = None
@@ -288,7 +320,7 @@ class Pipeline:
     def _connect(self, group: dist.ProcessGroup | None) -> Transport:
         placement = self.schedule.placement
         rank = dist.get_rank(group)
-        edges = {*pairwise(placement), *pairwise(dict.fromkeys(placement))}  # activations; the optimizer's norms
+        edges = {*pairwise(placement), *pairwise(chain(self.schedule))}  # activations; the optimizer's norms
         peers = {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}
         return DistributedTransport(group, peers, self.device)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from zbkern.pipeline.norms import coefficient, scale_, squares
 from zbkern.pipeline.transport import DistributedTransport, PipelineError
 from zbkern.pipeline.undo import UNDO, hyperparameters, parameters
+from zbkern.pipeline.warmup import chain
 
 
 class Message(NamedTuple):
@@ -90,6 +91,11 @@ class Optimizer:
             raise TypeError(f"Optimizer: optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"Optimizer: max_norm must be above 0, or None to clip nothing; got {max_norm}")
+        if getattr(pipe, "optimizer", None) is not None:
+            raise ValueError(
+                "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
+                "to one torch optimizer; set pipe.optimizer = None to replace it"
+            )
         if undo is not None and undo not in UNDO:
             raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
         self.optimizer = optimizer
@@ -103,13 +109,13 @@ class Optimizer:
         tied = getattr(pipe, "tied", {}) if tied is None else tied
         self._masters = _with_masters(optimizer) if master_weights else []
         self._undo = UNDO[undo](optimizer) if undo is not None else None
-        self._transport, chain = _connect(pipe, self._device)
+        self._transport, ranks = _connect(pipe, self._device)
         self._owned = self._transport if not hasattr(pipe, "schedule") and self._transport is not pipe else None
-        place = chain.index(self._transport.rank)
-        self._previous = chain[place - 1] if place > 0 else None
-        self._next = chain[place + 1] if place + 1 < len(chain) else None
-        self._uncounted = self._held_before(chain, dict(tied))
-        self._number = 0
+        place = ranks.index(self._transport.rank)
+        self._previous = ranks[place - 1] if place > 0 else None
+        self._next = ranks[place + 1] if place + 1 < len(ranks) else None
+        self._uncounted = self._held_by(ranks[:place], dict(tied))
+        self._number = self._taken = 0
         self._pending: _Step | None = None
         self._wary = False
         if hasattr(pipe, "schedule"):
@@ -169,10 +175,13 @@ class Optimizer:
             self.validate()
         return self._pending is None
 
-    @property
-    def setbacks(self) -> int:
-        """How many validated steps were not plain steps, on all ranks: forwards begun before that verdict are void."""
-        return self.clipped + self.skipped
+    def take_setbacks(self) -> int:
+        """How many verdicts since the last call were other than "step as you are", the same on all ranks.
+
+        Forwards that any rank began before such a verdict are void.
+        """
+        new, self._taken = self.clipped + self.skipped - self._taken, self.clipped + self.skipped
+        return new
 
     @property
     def stepped(self) -> bool:
@@ -299,10 +308,10 @@ class Optimizer:
         models = {id(master): parameter for parameter, master in self._masters}
         return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
 
-    def _held_before(self, chain: Sequence[int], tied: Mapping[str, Tensor]) -> set[int]:
-        """Ids of parameters that a rank before this one counts already."""
+    def _held_by(self, ranks: Sequence[int], tied: Mapping[str, Tensor]) -> set[int]:
+        """Ids of the parameters that one of these ranks holds, too."""
         names = self._transport.gather(sorted(tied))
-        earlier = {name for rank in chain[: chain.index(self._transport.rank)] for name in names[rank]}
+        earlier = {name for rank in ranks for name in names[rank]}
         masters = {id(parameter): id(master) for parameter, master in self._masters}
         held = [id(parameter) for name, parameter in tied.items() if name in earlier]
         return {masters.get(key, key) for key in held}
@@ -322,7 +331,7 @@ class Optimizer:
 def _connect(pipe: Any, device: torch.device) -> tuple[Any, list[int]]:
     """The transport, and the ranks in the order in which the sum travels: that in which the model meets them."""
     if hasattr(pipe, "schedule"):
-        return pipe.transport, list(dict.fromkeys(pipe.schedule.placement))
+        return pipe.transport, chain(pipe.schedule)
     if not hasattr(pipe, "deliver"):
         rank, size = dist.get_rank(pipe), dist.get_world_size(pipe)
         pipe = DistributedTransport(pipe, {rank - 1, rank + 1} & set(range(size)), device)
