@@ -131,6 +131,11 @@ class Pipeline:
         return self._loss()
 
     @property
+    def modules(self) -> dict[int, torch.nn.Module]:
+        """This rank's modules by the number of their chunk."""
+        return {chunk: stage.module for chunk, stage in self._stages.items()}
+
+    @property
     def transport(self) -> Transport:
         """The connection to the other ranks."""
         return self._transport
