@@ -15,6 +15,7 @@ NEEDS_TORCH = (
     "checkpoint",
     "clock",
     "engine",
+    "named_state",
     "norms",
     "optimizer",
     "profiling",

@@ -71,7 +71,8 @@ class Optimizer:
     Raises ValueError for an undo that does not fit the optimizer. All ranks construct theirs together.
 
     Attributes: `last_norm`, the norm of the last validated step, before clipping (None at first); `undone`, how often
-    this rank took a step back; `clipped`, `skipped`: how many validated steps were. `optimizer`: the torch optimizer.
+    this rank took a step back; `clipped`, `skipped`: how many validated steps were; `optimizer`: the torch optimizer;
+    `masters`: (parameter, its fp32 copy) pairs.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Optimizer:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         tied = getattr(pipe, "tied", {}) if tied is None else tied
-        self._masters = _with_masters(optimizer) if master_weights else []
+        self.masters = _with_masters(optimizer) if master_weights else []
         self._undo = UNDO[undo](optimizer) if undo is not None else None
         self._transport, ranks = _connect(pipe, self._device)
         self._owned = self._transport if not hasattr(pipe, "schedule") and self._transport is not pipe else None
@@ -191,24 +192,28 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step."""
         self.validate()
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "masters": [master.clone() for _, master in self._masters],
-            "scaler": self._scaler.state_dict() if self._scaler is not None else {},
-            "wary": self._wary,
-        }
+        masters = [master.clone() for _, master in self.masters]
+        return {"optimizer": self.optimizer.state_dict(), "masters": masters, "common": self.common_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave, with the same parameters on this rank."""
         self.validate()
         self.optimizer.load_state_dict(state["optimizer"])
         with torch.no_grad():
-            for (parameter, master), saved in zip(self._masters, state["masters"], strict=True):
+            for (_, master), saved in zip(self.masters, state["masters"], strict=True):
                 master.copy_(saved)
-                parameter.copy_(saved)
-        if self._scaler is not None:
+        self._publish()
+        self.load_common_state(state["common"])
+
+    def common_state(self) -> dict[str, Any]:
+        """The part of the state that is the same on all ranks."""
+        return {"scaler": self._scaler.state_dict() if self._scaler is not None else {}, "wary": self._wary}
+
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `common_state` gave; what is missing (it was another kind of optimizer) stays as it is."""
+        if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
-        self._wary = state["wary"]
+        self._wary = state.get("wary", False)
 
     def close(self) -> None:
         """Ends the connections that were made for a process group; call it on every rank."""
@@ -253,7 +258,7 @@ class Optimizer:
         self.clipped += factor < 1
         if self._scaler is not None:
             _update_scale(self._scaler, self.optimizer, not finite, self._device)
-        for _, master in self._masters:
+        for _, master in self.masters:
             master.grad = None
 
     def _update(self) -> None:
@@ -262,9 +267,9 @@ class Optimizer:
 
     def _publish(self) -> None:
         """Rounds the master weights into the model's."""
-        if self._masters:
+        if self.masters:
             with torch.no_grad():
-                torch._foreach_copy_([p for p, _ in self._masters], [master for _, master in self._masters])
+                torch._foreach_copy_([p for p, _ in self.masters], [master for _, master in self.masters])
 
     @contextmanager
     def _as_at(self, step: _Step) -> Iterator[None]:
@@ -293,7 +298,7 @@ class Optimizer:
 
     def _collect(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
-        for parameter, master in self._masters:
+        for parameter, master in self.masters:
             gradient = _gradient(parameter)
             master.grad = None if gradient is None else gradient.to(master.dtype)
         for parameter in parameters(self.optimizer):
@@ -305,14 +310,14 @@ class Optimizer:
         return [(parameter, parameter.grad) for parameter in parameters(self.optimizer) if parameter.grad is not None]
 
     def _model_parameters(self) -> Iterator[Tensor]:
-        models = {id(master): parameter for parameter, master in self._masters}
+        models = {id(master): parameter for parameter, master in self.masters}
         return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
 
     def _held_by(self, ranks: Sequence[int], tied: Mapping[str, Tensor]) -> set[int]:
         """Ids of the parameters that one of these ranks holds, too."""
         names = self._transport.gather(sorted(tied))
         earlier = {name for rank in ranks for name in names[rank]}
-        masters = {id(parameter): id(master) for parameter, master in self._masters}
+        masters = {id(parameter): id(master) for parameter, master in self.masters}
         held = [id(parameter) for name, parameter in tied.items() if name in earlier]
         return {masters.get(key, key) for key in held}
 
