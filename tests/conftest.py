@@ -14,6 +14,17 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="takes minutes; run it with --slow"))
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator:
     """Two gloo processes for the whole session: starting them costs more than most tests."""

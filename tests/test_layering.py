@@ -16,6 +16,7 @@ NEEDS_TORCH = (
     "clock",
     "engine",
     "microbatches",
+    "named_state",
     "norms",
     "optimizer",
     "profiling",

@@ -174,7 +174,9 @@ def place(table, queries, keys, blocks, BLOCK: tl.constexpr, LAST_FIRST: tl.cons
 
 
 @triton.jit
-def load_rows(base, start, length, stride, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+def load_rows(
+    base, start, length, stride, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
+):
     """[ROWS, SIZE] from row `start` of base [length, D], 0 beyond. WHOLE: all these rows exist.
 
     Only the row where the block starts needs 64 bits: it may be far into a packed batch.

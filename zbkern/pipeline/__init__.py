@@ -22,7 +22,7 @@ _HOME = {
     "plan": "planner",
     "profile": "profiling",
 }
-_MODULES = ("draw", "lowering", "schedules", "trace")
+_MODULES = ("checkpoint", "draw", "lowering", "schedules", "trace")
 
 __all__ = [
     "Action",
@@ -33,6 +33,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "checkpoint",
     "clip_grad_norm_",
     "draw",
     "grad_norm",
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from zbkern.pipeline import checkpoint as checkpoint
     from zbkern.pipeline import draw as draw
     from zbkern.pipeline import lowering as lowering
     from zbkern.pipeline import schedules as schedules

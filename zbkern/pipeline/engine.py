@@ -23,6 +23,8 @@ from zbkern.pipeline.recorder import Recorder, Sample
 from zbkern.pipeline.stage import Stage
 from zbkern.pipeline.timeline import Event, Timeline
 from zbkern.pipeline.transport import DistributedTransport, Transport
+from zbkern.pipeline.undo import ForwardState
+from zbkern.pipeline.warmup import chain, forwards_ahead
 from zbkern.wgrad import WGradQueue
 
 FILLS = ("planned", "eager")
@@ -103,6 +105,7 @@ class Pipeline:
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._fused}
         self._program = list(merge_neighbours(schedule.actions[rank]))
         self._room = peak_microbatches(schedule.actions[rank])
+        self._ahead = forwards_ahead(schedule)[rank]
         self._step = 0
         self._failed = False
         self._recorder = Recorder(rank, self.device, self.queue, record)
@@ -115,13 +118,16 @@ class Pipeline:
         the mean loss over microbatches on the last chunk's rank, None elsewhere.
         """
         self._begin(inputs, targets)
-        self._run(self._program)
+        begun = self._run_ahead() if self.optimizer is not None else 0
+        self._run(self._program[begun:])
         for parameter, tied_group in self._tied:
             _sum_gradients(parameter, tied_group)
         return self._loss()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
         """The mean loss of the same arguments, forward only, with the modules in evaluation mode meanwhile."""
+        if self.optimizer is not None:
+            self.optimizer.validate()
         self._begin(inputs, targets)
         modules = [stage.module for stage in self._stages.values()]
         training = [module.training for module in modules]
@@ -134,6 +140,11 @@ class Pipeline:
             for module, mode in zip(modules, training, strict=True):
                 module.train(mode)
         return self._loss()
+
+    @property
+    def modules(self) -> dict[int, torch.nn.Module]:
+        """This rank's modules by the number of their chunk."""
+        return {chunk: stage.module for chunk, stage in self._stages.items()}
 
     @property
     def transport(self) -> Transport:
@@ -180,10 +191,10 @@ class Pipeline:
                 "run or discard pipe.queue first"
             )
         if self._failed:
+            if self.optimizer is not None and self.optimizer.waits:
+                raise PipelineError("the last optimizer step had no verdict when a rank failed; load a checkpoint")
             self._transport.reopen()
             self._failed, self._step = False, 0  # every rank counts anew
-        if self.optimizer is not None:
-            self.optimizer.validate()
         count = self.schedule.microbatches
         self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
         self._targets = split("targets", targets, count) if self._last in self._stages else []
@@ -191,6 +202,35 @@ class Pipeline:
         self._recorder.clear()
         self._in_flight = 0
         self._step += 1
+        self._count_setbacks()
+
+    def _run_ahead(self) -> int:
+        """Runs forwards until the last optimizer step has its verdict; how many of them count.
+
+        All ranks hear the same verdict. Where it changes the weights, all start over, with other tags.
+        """
+        begun, optimizer, before = 0, self.optimizer, None
+        while not optimizer.poll():
+            if begun == self._ahead or not optimizer.stepped:
+                optimizer.validate()
+                continue
+            before = before or ForwardState([stage.module for stage in self._stages.values()], self.device)
+            self._run([self._program[begun]])
+            begun += 1
+        if self._count_setbacks() and before is not None:
+            before.restore()
+            self._forget()
+            self._recorder.clear()
+            self._in_flight = begun = 0
+        return begun
+
+    def _count_setbacks(self) -> bool:
+        """True when forwards begun before are void; their messages, sent or still to come, have old tags from now."""
+        new = 0 if self.optimizer is None else self.optimizer.take_setbacks()
+        self._step += new
+        if new:
+            self._transport.forget(self._step)
+        return new > 0
 
     def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
         activity, recorder = self._transport.activity, self._recorder
@@ -301,6 +341,10 @@ class Pipeline:
 
     def _abandon(self) -> None:
         self._failed = True
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops what was begun."""
         self.queue.discard()
         for stage in self._stages.values():
             stage.reset()
@@ -316,7 +360,7 @@ class Pipeline:
     def _connect(self, group: dist.ProcessGroup | None) -> Transport:
         placement = self.schedule.placement
         rank = dist.get_rank(group)
-        edges = {*pairwise(placement), *pairwise(dict.fromkeys(placement))}  # activations; the optimizer's norms
+        edges = {*pairwise(placement), *pairwise(chain(self.schedule))}  # activations; the optimizer's norms
         peers = {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}
         return DistributedTransport(group, peers, self.device)
 

@@ -53,6 +53,9 @@ class LocalTransport:
         finally:
             self.activity.awaits = None
 
+    def forget(self, step: int) -> None:
+        self._ring.mailboxes[self.rank].forget(step)
+
     def fail(self, reason: str) -> None:
         for mailbox in self._ring.mailboxes:
             mailbox.fail(reason)

@@ -31,10 +31,13 @@ class Mailbox:
         self._messages: dict[Any, Any] = {}
         self._changed = threading.Condition()
         self._closed: set[int] = set()
+        self._first_step = 0
         self.failure: str | None = None
 
     def put(self, tag: Any, message: Any) -> None:
         with self._changed:
+            if isinstance(tag, Tag) and tag.step < self._first_step:
+                return
             self._messages[tag] = message
             self._changed.notify_all()
 
@@ -50,6 +53,13 @@ class Mailbox:
         with self._changed:
             self._closed.add(peer)
             self._changed.notify_all()
+
+    def forget(self, step: int) -> list[Any]:
+        """Drops the messages of steps before `step`, those that come later, too; returns what was there."""
+        with self._changed:
+            self._first_step = step
+            old = [tag for tag in self._messages if isinstance(tag, Tag) and tag.step < step]
+            return [self._messages.pop(tag) for tag in old]
 
     def peek(self, tag: Any) -> Any:
         return self._messages.get(tag)

@@ -27,6 +27,7 @@ from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.norms import coefficient, scale_, squares
 from zbkern.pipeline.transport import DistributedTransport
 from zbkern.pipeline.undo import UNDO, hyperparameters, parameters
+from zbkern.pipeline.warmup import chain
 
 
 class Message(NamedTuple):
@@ -71,7 +72,8 @@ class Optimizer:
     Raises ValueError for an undo that does not fit the optimizer. All ranks construct theirs together.
 
     Attributes: `last_norm`, the norm of the last validated step, before clipping (None at first); `undone`, how often
-    this rank took a step back; `clipped`, `skipped`: how many validated steps were. `optimizer`: the torch optimizer.
+    this rank took a step back; `clipped`, `skipped`: how many validated steps were; `optimizer`: the torch optimizer;
+    `masters`: (parameter, its fp32 copy) pairs.
     """
 
     def __init__(
@@ -91,6 +93,11 @@ class Optimizer:
             raise TypeError(f"Optimizer: optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"Optimizer: max_norm must be above 0, or None to clip nothing; got {max_norm}")
+        if getattr(pipe, "optimizer", None) is not None:
+            raise ValueError(
+                "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
+                "to one torch optimizer; set pipe.optimizer = None to replace it"
+            )
         if undo is not None and undo not in UNDO:
             raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
         self.optimizer = optimizer
@@ -102,15 +109,15 @@ class Optimizer:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         tied = getattr(pipe, "tied", {}) if tied is None else tied
-        self._masters = _with_masters(optimizer) if master_weights else []
+        self.masters = _with_masters(optimizer) if master_weights else []
         self._undo = UNDO[undo](optimizer) if undo is not None else None
-        self._transport, chain = _connect(pipe, self._device)
+        self._transport, ranks = _connect(pipe, self._device)
         self._owned = self._transport if not hasattr(pipe, "schedule") and self._transport is not pipe else None
-        place = chain.index(self._transport.rank)
-        self._previous = chain[place - 1] if place > 0 else None
-        self._next = chain[place + 1] if place + 1 < len(chain) else None
-        self._uncounted = self._held_before(chain, dict(tied))
-        self._number = 0
+        place = ranks.index(self._transport.rank)
+        self._previous = ranks[place - 1] if place > 0 else None
+        self._next = ranks[place + 1] if place + 1 < len(ranks) else None
+        self._uncounted = self._held_by(ranks[:place], dict(tied))
+        self._number = self._taken = 0
         self._pending: _Step | None = None
         self._wary = False
         if hasattr(pipe, "schedule"):
@@ -171,9 +178,17 @@ class Optimizer:
         return self._pending is None
 
     @property
-    def setbacks(self) -> int:
-        """How many validated steps were not plain steps, on all ranks: forwards begun before that verdict are void."""
-        return self.clipped + self.skipped
+    def waits(self) -> bool:
+        """True while the last step is without its verdict."""
+        return self._pending is not None
+
+    def take_setbacks(self) -> int:
+        """How many verdicts since the last call were other than "step as you are", the same on all ranks.
+
+        Forwards that any rank began before such a verdict are void.
+        """
+        new, self._taken = self.clipped + self.skipped - self._taken, self.clipped + self.skipped
+        return new
 
     @property
     def stepped(self) -> bool:
@@ -183,24 +198,28 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step."""
         self.validate()
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "masters": [master.clone() for _, master in self._masters],
-            "scaler": self._scaler.state_dict() if self._scaler is not None else {},
-            "wary": self._wary,
-        }
+        masters = [master.clone() for _, master in self.masters]
+        return {"optimizer": self.optimizer.state_dict(), "masters": masters, "common": self.common_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave, with the same parameters on this rank."""
         self.validate()
         self.optimizer.load_state_dict(state["optimizer"])
         with torch.no_grad():
-            for (parameter, master), saved in zip(self._masters, state["masters"], strict=True):
+            for (_, master), saved in zip(self.masters, state["masters"], strict=True):
                 master.copy_(saved)
-                parameter.copy_(saved)
-        if self._scaler is not None:
+        self._publish()
+        self.load_common_state(state["common"])
+
+    def common_state(self) -> dict[str, Any]:
+        """The part of the state that is the same on all ranks."""
+        return {"scaler": self._scaler.state_dict() if self._scaler is not None else {}, "wary": self._wary}
+
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `common_state` gave; what is missing (it was another kind of optimizer) stays as it is."""
+        if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
-        self._wary = state["wary"]
+        self._wary = state.get("wary", False)
 
     def close(self) -> None:
         """Ends the connections that were made for a process group; call it on every rank."""
@@ -245,7 +264,7 @@ class Optimizer:
         self.clipped += factor < 1
         if self._scaler is not None:
             _update_scale(self._scaler, self.optimizer, not finite, self._device)
-        for _, master in self._masters:
+        for _, master in self.masters:
             master.grad = None
 
     def _update(self) -> None:
@@ -254,9 +273,9 @@ class Optimizer:
 
     def _publish(self) -> None:
         """Rounds the master weights into the model's."""
-        if self._masters:
+        if self.masters:
             with torch.no_grad():
-                torch._foreach_copy_([p for p, _ in self._masters], [master for _, master in self._masters])
+                torch._foreach_copy_([p for p, _ in self.masters], [master for _, master in self.masters])
 
     @contextmanager
     def _as_at(self, step: _Step) -> Iterator[None]:
@@ -285,7 +304,7 @@ class Optimizer:
 
     def _collect(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
-        for parameter, master in self._masters:
+        for parameter, master in self.masters:
             gradient = _gradient(parameter)
             master.grad = None if gradient is None else gradient.to(master.dtype)
         for parameter in parameters(self.optimizer):
@@ -297,14 +316,14 @@ class Optimizer:
         return [(parameter, parameter.grad) for parameter in parameters(self.optimizer) if parameter.grad is not None]
 
     def _model_parameters(self) -> Iterator[Tensor]:
-        models = {id(master): parameter for parameter, master in self._masters}
+        models = {id(master): parameter for parameter, master in self.masters}
         return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
 
-    def _held_before(self, chain: Sequence[int], tied: Mapping[str, Tensor]) -> set[int]:
-        """Ids of parameters that a rank before this one counts already."""
+    def _held_by(self, ranks: Sequence[int], tied: Mapping[str, Tensor]) -> set[int]:
+        """Ids of the parameters that one of these ranks holds, too."""
         names = self._transport.gather(sorted(tied))
-        earlier = {name for rank in chain[: chain.index(self._transport.rank)] for name in names[rank]}
-        masters = {id(parameter): id(master) for parameter, master in self._masters}
+        earlier = {name for rank in ranks for name in names[rank]}
+        masters = {id(parameter): id(master) for parameter, master in self.masters}
         held = [id(parameter) for name, parameter in tied.items() if name in earlier]
         return {masters.get(key, key) for key in held}
 
@@ -323,7 +342,7 @@ class Optimizer:
 def _connect(pipe: Any, device: torch.device) -> tuple[Any, list[int]]:
     """The transport, and the ranks in the order in which the sum travels: that in which the model meets them."""
     if hasattr(pipe, "schedule"):
-        return pipe.transport, list(dict.fromkeys(pipe.schedule.placement))
+        return pipe.transport, chain(pipe.schedule)
     if not hasattr(pipe, "deliver"):
         rank, size = dist.get_rank(pipe), dist.get_world_size(pipe)
         pipe = DistributedTransport(pipe, {rank - 1, rank + 1} & set(range(size)), device)

@@ -55,6 +55,9 @@ class Transport(Protocol):
     def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
         """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
 
+    def forget(self, step: int) -> None:
+        """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
+
     def fail(self, reason: str) -> None:
         """Tells every rank that this one has failed."""
 
@@ -142,6 +145,11 @@ class DistributedTransport:
         for work in works:
             work.wait()
         return message
+
+    def forget(self, step: int) -> None:
+        for _, works in self._mailbox.forget(step):
+            for work in works:
+                work.wait()
 
     def fail(self, reason: str) -> None:
         self._mailbox.fail(reason)

@@ -160,3 +160,20 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         lists[1].append(source)
     for target_list, source_list in kinds.values():
         torch._foreach_copy_(target_list, source_list)
+
+
+class ForwardState:
+    """What forwards change besides activations: buffers, and torch's random numbers. Kept when made."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
+        self._buffers = [buffer for module in modules for buffer in module.buffers()]
+        self._copies = [buffer.clone() for buffer in self._buffers]
+        self._random = torch.get_rng_state()
+        self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        _copy(self._buffers, self._copies)
+        torch.set_rng_state(self._random)
+        if self._cuda is not None:
+            device, state = self._cuda
+            torch.cuda.set_rng_state(state, device)

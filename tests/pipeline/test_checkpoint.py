@@ -1,0 +1,471 @@
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import zbkern
+from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
+from zbkern.pipeline.local_transport import LocalTransport
+
+WIDTH, LAYERS, MICROBATCHES = 6, 4, 4
+
+
+def layers(first: int, last: int) -> nn.Sequential:
+    """Layers of the model by their numbers in it; each draws its weights from its own number."""
+    found: OrderedDict[str, nn.Module] = OrderedDict()
+    for index in range(first, last):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Dropout(0.1))
+        found[f"layer{index}"] = layer
+    return nn.Sequential(found)
+
+
+def chunks(placement: tuple[int, ...], rank: int) -> dict[int, nn.Sequential]:
+    share = LAYERS // len(placement)
+    return {c: layers(c * share, (c + 1) * share) for c, home in enumerate(placement) if home == rank}
+
+
+def make_optimizer(modules: Any) -> torch.optim.Optimizer:
+    """Two groups, as weight decay is usually for matrices only."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "lr": 0.003},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(2, 2 * MICROBATCHES, WIDTH, generator=generator).unbind()
+
+
+def state_by_name(modules: list[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights, buffers, and for every parameter its state and hyperparameters."""
+    found: dict[str, Any] = {}
+    for module in modules:
+        found.update({key: value.clone() for key, value in module.state_dict().items()})
+        names = {id(parameter): key for key, parameter in module.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in (p for p in group["params"] if id(p) in names):
+                name = names[id(parameter)]
+                found.update({f"{name}/{entry}": value for entry, value in optimizer.state[parameter].items()})
+                found[f"{name}/settings"] = (group["lr"], group["weight_decay"], group["betas"])
+    return found
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]) if isinstance(value, Tensor) else value == theirs[key], key
+
+
+def train(pipe: Pipeline, optimizer: Any, steps: range) -> list[float | None]:
+    losses = []
+    placement = pipe.schedule.placement
+    for step in steps:
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = pipe.step(inputs if placement[0] == pipe.rank else None, targets if placement[-1] == pipe.rank else None)
+        optimizer.step()
+        losses.append(None if loss is None else loss.item())
+    return losses
+
+
+# ---- one process
+
+
+def plain_run(module: nn.Module, optimizer: Any, steps: range, scaler: Any = None) -> list[float]:
+    losses = []
+    for step in steps:
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(module(inputs.to(module[0][0].weight.dtype)).float(), targets)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_torch_optimizer_in_one_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    module = layers(0, LAYERS)
+    optimizer = make_optimizer([module])
+    plain_run(module, optimizer, range(3))
+    path = checkpoint.save(tmp_path, 3, module, optimizer, {"position": [3, "file", torch.arange(2)]})
+    assert path == tmp_path / "step-00000003" == checkpoint.latest(tmp_path)
+    saved = copy.deepcopy(state_by_name([module], optimizer))
+    expected = plain_run(module, optimizer, range(3, 6))
+    again = layers(0, LAYERS)
+    for parameter in again.parameters():
+        nn.init.zeros_(parameter)
+    other = make_optimizer([again])
+    other.param_groups[0]["lr"] = 5.0
+    step, extra = checkpoint.load(tmp_path, again, other)
+    assert step == 3
+    assert extra["position"][:2] == [3, "file"]
+    assert torch.equal(extra["position"][2], torch.arange(2))
+    assert_same(saved, state_by_name([again], other))
+    assert plain_run(again, other, range(3, 6)) == expected  # dropout, too
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_master_weights_and_loss_scale_go_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    def make() -> tuple[nn.Sequential, Optimizer, Any]:
+        module = layers(0, 2).to(dtype)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if dtype == torch.float16 else None
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+        transport = LocalTransport.ring(1)[0]
+        return module, Optimizer(optimizer, transport, max_norm=0.1, scaler=scaler, master_weights=True), scaler
+
+    module, optimizer, scaler = make()
+    plain_run(module, optimizer, range(3), scaler)
+    checkpoint.save(tmp_path, 3, module, optimizer)
+    expected = plain_run(module, optimizer, range(3, 7), scaler)
+    module, optimizer, scaler = make()
+    plain_run(module, optimizer, range(10, 11), scaler)
+    assert checkpoint.load(tmp_path, module, optimizer).step == 3
+    assert plain_run(module, optimizer, range(3, 7), scaler) == expected
+
+
+def test_masters_of_a_model_that_was_saved_without(tmp_path: Path) -> None:
+    module = layers(0, 1).bfloat16()
+    checkpoint.save(tmp_path, 1, module)
+    other = layers(1, 2).bfloat16()
+    other = nn.Sequential(OrderedDict(layer0=other[0]))
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer = Optimizer(sgd, LocalTransport.ring(1)[0], master_weights=True)
+    checkpoint.load(tmp_path, other, optimizer)
+    for (parameter, master), saved in zip(optimizer.masters, module.parameters(), strict=True):
+        assert torch.equal(parameter, saved)
+        assert torch.equal(master, saved.float())
+
+
+def test_keys_are_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    module = layers(0, 2)
+    optimizer = make_optimizer([module])
+    plain_run(module, optimizer, range(1))
+    path = checkpoint.save(tmp_path, 1, module, optimizer)
+    keys = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    moments = {
+        f"optimizer.{entry}.{name}"
+        for name, _ in module.named_parameters()
+        for entry in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert keys == {
+        *(f"model.{key}" for key in module.state_dict()),
+        *moments,
+        "group.0.0",
+        "group.0.1",
+        "random.0",
+        "common",
+    }
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    module = layers(0, 1)
+    for step in (1, 2, 3, 10):
+        checkpoint.save(tmp_path, step, module, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
+    assert checkpoint.load(tmp_path, module).step == 10
+    assert checkpoint.load(tmp_path, module, step=3).step == 3
+    with pytest.raises(ValueError, match="no checkpoint of step 2; there are 3, 10"):
+        checkpoint.load(tmp_path, module, step=2)
+    checkpoint.save(tmp_path, 3, module, keep=1)  # a run that went back to an older step
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert checkpoint.load(tmp_path / "nothing", module) is None
+    assert checkpoint.latest(tmp_path / "nothing") is None
+
+
+POINTS = {"write": (dcp, "save"), "rename": (os, "rename"), "delete": (shutil, "rmtree")}
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("point", "call", "step_before", "step_after"),
+    [
+        ("write", 0, 1, 1),
+        ("rename", 0, 1, 1),  # torch's, of the metadata
+        ("rename", 1, 1, 2),  # of the new checkpoint
+        ("rename", 2, 2, 2),  # of the old one
+        ("delete", 0, 2, 2),
+    ],
+)
+def test_an_interrupted_save_leaves_a_good_checkpoint(
+    tmp_path: Path, point: str, call: int, step_before: int, step_after: int, after: bool
+) -> None:
+    module = layers(0, 1)
+    checkpoint.save(tmp_path, 1, module)
+    good = copy.deepcopy(module.state_dict())
+    nn.init.ones_(module[0][0].weight)
+    where, name = POINTS[point]
+    real, calls = getattr(where, name), []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) - 1 != call:
+            return real(*arguments, **options)
+        if after:
+            real(*arguments, **options)
+        elif point == "delete":
+            next(path for path in Path(arguments[0]).rglob("*") if path.is_file()).unlink()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, interrupted)
+        with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)):
+            checkpoint.save(tmp_path, 2, module)
+    found = layers(0, 1)
+    step, _ = checkpoint.load(tmp_path, found)
+    assert step == (step_after if after else step_before)
+    assert_same(dict(found.state_dict()), dict(good if step == 1 else module.state_dict()))
+    checkpoint.save(tmp_path, 3, module)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+    module = layers(0, 1)
+    with pytest.raises(ValueError, match=r"chunks 0 and 1 both have a tensor 'layer0.0.weight'.*pass rename="):
+        checkpoint.save(tmp_path, 1, {0: module, 1: layers(0, 1)})
+    with pytest.raises(ValueError, match=r"of shape \[3\], is in none of the modules"):
+        checkpoint.save(tmp_path, 1, module, torch.optim.SGD([nn.Parameter(torch.ones(3))]))
+    with pytest.raises(
+        TypeError, match=r"modules must be a Pipeline, \{chunk number: module\}, or one module; got list"
+    ):
+        checkpoint.save(tmp_path, 1, [module])
+    with pytest.raises(ValueError, match="keep must be at least 1; got 0"):
+        checkpoint.save(tmp_path, 1, module, keep=0)
+    assert not list(tmp_path.iterdir())
+    checkpoint.save(tmp_path, 1, module)
+    with pytest.raises(ValueError, match=r"'layer1.0.weight' is not in it; saved were 'layer0.0.weight'.* and 2 more"):
+        checkpoint.load(tmp_path, layers(1, 2))
+    wider = nn.Sequential(OrderedDict(layer0=nn.Sequential(nn.Linear(WIDTH, 9))))
+    with pytest.raises(ValueError, match=r"'layer0.0.weight' is \[9, 6\] here and \[6, 6\] in it"):
+        checkpoint.load(tmp_path, wider)
+
+
+def test_rename_gives_chunks_that_count_from_zero_their_names(tmp_path: Path) -> None:
+    def name(chunk: int, key: str) -> str:
+        number, _, rest = key.partition(".")
+        return f"layer{2 * chunk + int(number)}.{rest}"
+
+    parts = {chunk: nn.Sequential(*layers(2 * chunk, 2 * chunk + 2)) for chunk in range(2)}
+    checkpoint.save(tmp_path, 1, parts, rename=name)
+    whole = nn.Sequential(OrderedDict((f"layer{i}", layers(0, 1)[0]) for i in range(LAYERS)))
+    checkpoint.load(tmp_path, whole)
+    assert_same(dict(whole.state_dict()), dict(layers(0, LAYERS).state_dict()))
+
+
+# ---- two processes
+
+
+def build(name: str) -> tuple[dict[int, nn.Sequential], Pipeline, Optimizer]:
+    schedule = getattr(schedules, name)(2, MICROBATCHES)
+    mine = chunks(schedule.placement, dist.get_rank())
+    for module in mine.values():
+        zbkern.convert(module)
+    pipe = Pipeline(list(mine.values()), schedule, nn.functional.mse_loss, timeout=30)
+    return mine, pipe, Optimizer(make_optimizer(mine.values()), pipe, max_norm=0.15)
+
+
+def save_on_two(folder: Path, name: str) -> dict[str, Any]:
+    modules, pipe, optimizer = build(name)
+    with pipe:
+        train(pipe, optimizer, range(3))
+        checkpoint.save(folder, 3, pipe, optimizer, {"position": 3})
+        return state_by_name(list(modules.values()), optimizer.optimizer)
+
+
+def load_on_two(folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
+    modules, pipe, optimizer = build(name)
+    with pipe:
+        train(pipe, optimizer, range(20, 21))
+        loaded = checkpoint.load(folder, pipe, optimizer)
+        return loaded, state_by_name(list(modules.values()), optimizer.optimizer)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("writer", "reader"), [("zb_h1", "zb_v"), ("zb_v", "zb_h1")])
+def test_loads_with_other_stages(two_ranks: Any, tmp_path: Path, writer: str, reader: str) -> None:
+    saved = two_ranks.run(save_on_two, tmp_path, writer)
+    expected = {**saved[0], **saved[1]}
+    assert len(expected) > len(saved[0])
+    results = two_ranks.run(load_on_two, tmp_path, reader)
+    assert [loaded for loaded, _ in results] == [(3, {"position": 3})] * 2
+    assert_same({**results[0][1], **results[1][1]}, expected)
+    whole = layers(0, LAYERS)
+    optimizer = make_optimizer([whole])
+    assert checkpoint.load(tmp_path, whole, optimizer) == (3, {"position": 3})
+    assert_same(state_by_name([whole], optimizer), expected)
+
+
+@pytest.mark.dist
+def test_two_stages_load_what_one_process_saved(two_ranks: Any, tmp_path: Path) -> None:
+    whole = layers(0, LAYERS)
+    optimizer = make_optimizer([whole])
+    plain_run(whole, optimizer, range(2))
+    checkpoint.save(tmp_path, 2, whole, optimizer)
+    results = two_ranks.run(load_on_two, tmp_path, "zb_h1")
+    assert_same({**results[0][1], **results[1][1]}, state_by_name([whole], optimizer))
+
+
+def sharded(folder: Path) -> tuple[dict[str, Any], bool]:
+    """FSDP2 shards, saved by two ranks; then loaded into shards, and unsharded for the test."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def make(first: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Sequential(OrderedDict(layer0=nn.Linear(5, 3)))
+        torch.manual_seed(first)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+    module, optimizer = make(1)
+    module(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    checkpoint.save(folder, 1, module, optimizer)
+    again, other = make(2)
+    checkpoint.load(folder, again, other)
+    same = all(
+        torch.equal(a.to_local(), b.to_local()) for a, b in zip(module.parameters(), again.parameters(), strict=True)
+    )
+    return {key: value.full_tensor() for key, value in again.state_dict().items()}, same
+
+
+@pytest.mark.dist
+def test_shards(two_ranks: Any, tmp_path: Path) -> None:
+    (first, same), (second, also_same) = two_ranks.run(sharded, tmp_path)
+    assert same
+    assert also_same
+    assert_same(first, second)
+    whole = nn.Sequential(OrderedDict(layer0=nn.Linear(5, 3)))
+    optimizer = torch.optim.AdamW(whole.parameters())
+    checkpoint.load(tmp_path, whole, optimizer)
+    assert_same(dict(whole.state_dict()), first)
+    assert optimizer.state[whole[0].weight]["exp_avg"].shape == (3, 5)
+
+
+# ---- kill -9
+
+
+def run_rank(rank: int, folder: Path, attempt: int, steps: int, save_every: int) -> None:
+    """One rank of a run that goes on from the last checkpoint; the last rank logs every loss, exactly."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store{attempt}"), 2), rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    _, pipe, optimizer = build("zb_h2")
+    order = list(range(1000))  # the data of an epoch, drawn anew by a generator that is part of the data position
+    generator = torch.Generator().manual_seed(5)
+    start = 0
+    with pipe:
+        loaded = checkpoint.load(folder / "checkpoints", pipe, optimizer)
+        if loaded is not None:
+            start = loaded.step
+            generator.set_state(loaded.extra["generator"])
+        for step in range(start, steps):
+            position = order[int(torch.randint(1000, (), generator=generator))]
+            noise = random.random()  # Python's random numbers go on, too: the same on this rank as without a break
+            (loss,) = train(pipe, optimizer, range(position, position + 1))
+            if loss is not None:
+                with open(folder / "losses", "a") as log:
+                    log.write(f"{step} {loss.hex()} {noise.hex()}\n")
+            if save_every and (step + 1) % save_every == 0:
+                checkpoint.save(folder / "checkpoints", step + 1, pipe, optimizer, {"generator": generator.get_state()})
+        optimizer.validate()
+    dist.destroy_process_group()
+
+
+def logged(folder: Path) -> list[tuple[str, ...]]:
+    log = folder / "losses"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [tuple(line.split()) for line in lines if line.endswith("\n")]
+
+
+class Runs:
+    """Starts the two ranks of a run by forking a process that has imported torch already."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        # torch's optimizers import dynamo when one is made, which takes five seconds
+        modules = ["torch._dynamo", "zbkern.nn", "zbkern.pipeline.checkpoint", "zbkern.pipeline.engine"]
+        self._context.set_forkserver_preload(modules)
+
+    def start(self, *arguments: Any) -> list[Any]:
+        ranks = [self._context.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        return ranks
+
+    def finish(self, *arguments: Any, timeout: float = 120) -> None:
+        ranks = self.start(*arguments)
+        for process in ranks:
+            process.join(timeout)
+        codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            process.kill()
+        assert codes == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    return Runs()
+
+
+def kill_and_resume(runs: Runs, folder: Path, kills: int, seed: int) -> None:
+    steps = 8 * (kills + 1)
+    whole, parts = folder / "whole", folder / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    runs.finish(whole, 0, steps, 0)
+    expected = logged(whole)
+    assert [int(step) for step, *_ in expected] == list(range(steps))
+    chance = random.Random(seed)
+    for attempt in range(kills):
+        before, goal = len(logged(parts)), chance.randint(1, 8)
+        ranks = runs.start(parts, attempt, steps, 2)
+        deadline = time.monotonic() + 60
+        while len(logged(parts)) < before + goal and all(r.is_alive() for r in ranks):
+            assert time.monotonic() < deadline, "no progress"
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.1))
+        chance.shuffle(ranks)
+        for process in ranks:
+            os.kill(process.pid, signal.SIGKILL)
+            time.sleep(chance.choice([0, 0.05]))
+        for process in ranks:
+            process.join(10)
+    runs.finish(parts, kills, steps, 2)
+    found = logged(parts)
+    assert {tuple(line) for line in found} == {tuple(line) for line in expected}
+    assert len(found) > len(expected), "no step was repeated: the kills came too late"
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_two_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
+    kill_and_resume(runs, tmp_path, kills=2, seed=int(time.time()))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_twenty_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
+    kill_and_resume(runs, tmp_path, kills=20, seed=int(time.time()))

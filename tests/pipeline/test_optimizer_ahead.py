@@ -1,0 +1,258 @@
+"""An Optimizer and its Pipeline: forwards that run before the verdict on the step whose weights they read."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_optimizer import clip_in_float64, on_threads
+from torch import Tensor, nn
+
+import zbkern
+from zbkern.pipeline import Optimizer, Pipeline, schedules
+from zbkern.pipeline.transport import LocalTransport
+from zbkern.pipeline.warmup import forwards_ahead
+
+WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
+
+
+class Block(nn.Module):
+    """Counts its training forwards; its buffer changes with every one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.forwards += 1
+            self.seen.mul_(0.9).add_(x.detach().mean(dim=(0, 1)), alpha=0.1)
+        return x + torch.tanh(self.linear(x)) + 0.01 * self.seen
+
+
+def make_model(chunks: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Block() for _ in range(chunks)]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(2, MICROBATCHES, 3, WIDTH, generator=generator).unbind()
+
+
+def make_optimizer(modules: list[nn.Module]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=0.02)
+
+
+def force(module: nn.Module, value: float | None) -> None:
+    """Replaces one element of a gradient, as if the backward had produced it."""
+    if value is not None:
+        module.linear.weight.grad[1, 1] = value
+
+
+def plain_loop(chunks: int, steps: int, forced: dict[tuple[int, int], float]) -> tuple[list[nn.Module], list[float]]:
+    """One process, plain torch: the model after all steps, and the losses."""
+    model, losses = make_model(chunks), []
+    optimizer = make_optimizer(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for x, y in zip(*(part.split(1) for part in batch(step)), strict=True):
+            loss = nn.functional.mse_loss(nn.Sequential(*model)(x), y) / MICROBATCHES
+            loss.backward()
+            losses[-1] += loss.item()
+        for chunk, module in enumerate(model):
+            force(module, forced.get((chunk, step)))
+        if math.isfinite(clip_in_float64(list(nn.Sequential(*model).parameters()), MAX_NORM)):
+            optimizer.step()
+    return model, losses
+
+
+def train(
+    name: str,
+    stages: int,
+    steps: int,
+    forced: dict[tuple[int, int], float],
+    hold: Callable[[int, int], Any] = lambda rank, step: None,
+    **options: Any,
+) -> tuple[list[nn.Module], list[float], list[Optimizer]]:
+    """The same on virtual ranks. hold(rank, step) is called before each optimizer step."""
+    schedule = getattr(schedules, name)(stages, MICROBATCHES)
+    model = make_model(len(schedule.placement))
+    last = len(schedule.placement) - 1
+    fill = options.pop("fill", "planned")
+
+    def rank_loop(transport: LocalTransport) -> tuple[list[float], Optimizer]:
+        mine = schedule.chunks_of(transport.rank)
+        modules = [zbkern.convert(model[chunk]) for chunk in mine]
+        losses = []
+        with Pipeline(modules, schedule, nn.functional.mse_loss, transport, fill=fill, timeout=20) as pipe:
+            optimizer = Optimizer(make_optimizer(modules), pipe, max_norm=MAX_NORM, **options)
+            for step in range(steps):
+                inputs, targets = batch(step)
+                optimizer.zero_grad()
+                loss = pipe.step(inputs if 0 in mine else None, targets if last in mine else None)
+                losses.append(None if loss is None else loss.item())
+                for chunk in mine:
+                    force(model[chunk], forced.get((chunk, step)))
+                hold(transport.rank, step)
+                optimizer.step()
+            optimizer.validate()
+            assert not transport._mailboxes[transport.rank]._messages, "messages are left over"
+        return losses, optimizer
+
+    results = on_threads(stages, rank_loop)
+    return model, results[schedule.placement[-1]][0], [optimizer for _, optimizer in results]
+
+
+def check(name: str, stages: int, forced: dict[tuple[int, int], float], **options: Any) -> list[Optimizer]:
+    model, losses, optimizers = train(name, stages, 7, forced, **options)
+    expected, expected_losses = plain_loop(len(model), 7, forced)
+    torch.testing.assert_close(losses, expected_losses)
+    for chunk, (ours, theirs) in enumerate(zip(model, expected, strict=True)):
+        for (key, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, at=(chunk, key): f"{at}: {m}")
+    return optimizers
+
+
+BAD = {(3, 1): 100.0, (2, 3): math.nan, (3, 4): 50.0, (1, 5): math.inf}
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v", "interleaved", "dualpipe_v"])
+def test_training_equals_a_plain_loop(name: str, adaptive: bool, fill: str) -> None:
+    optimizers = check(name, 4, BAD, adaptive=adaptive, fill=fill)
+    assert optimizers[0].undone == (2 if adaptive else 4)
+    assert {(o.clipped, o.skipped) for o in optimizers} == {(2, 2)}
+
+
+@pytest.mark.parametrize("name", ["zb_h2", "zb_v"])
+def test_bit_for_bit_with_a_step_that_waits(name: str) -> None:
+    """Nothing but the wait differs: every weight, every buffer and every loss is the same."""
+    at_once, losses, optimizers = train(name, 4, 8, BAD, adaptive=False)
+    waited, waited_losses, others = train(name, 4, 8, BAD, undo=None)
+    assert optimizers[0].undone == 4
+    assert others[0].undone == 0
+    assert losses == waited_losses
+    for ours, theirs in zip(at_once, waited, strict=True):
+        for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h2", "zb_v"])
+@pytest.mark.parametrize("good", [True, False])
+def test_forwards_run_before_the_verdict(name: str, good: bool) -> None:
+    """The last rank does not step before the first has begun all forwards that may run ahead; nobody waits for it."""
+    schedule = getattr(schedules, name)(4, MICROBATCHES)
+    ahead = forwards_ahead(schedule)[0]
+    begun = threading.Event()
+    forward = Block.forward
+
+    def counting(module: Block, x: Tensor) -> Tensor:
+        out = forward(module, x)
+        if module.first and module.forwards == MICROBATCHES + ahead:
+            begun.set()
+        return out
+
+    def hold(rank: int, step: int) -> None:
+        if rank == 3 and step == 0:
+            assert begun.wait(20), "rank 0 waits for the verdict"
+
+    class Held(Block):
+        first = False
+        forward = counting
+
+    held = [Held() for _ in schedule.placement]
+    held[0].first = True
+    reference = make_model(len(held))
+    for module, other in zip(held, reference, strict=True):
+        module.load_state_dict(other.state_dict())
+    forced = {} if good else {(3, 0): 100.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "make_model", lambda chunks: held)
+        train(name, 4, 2, forced, hold)
+    assert held[0].forwards == 2 * MICROBATCHES + (0 if good else ahead)
+
+
+def test_evaluation_waits_for_the_verdict() -> None:
+    schedule = schedules.zb_h1(2, MICROBATCHES)
+    model = make_model(2)
+    plain = copy.deepcopy(model)
+
+    def rank_loop(transport: LocalTransport) -> Tensor | None:
+        rank = transport.rank
+        inputs, targets = batch(0)
+        data = (inputs if rank == 0 else None, targets if rank == 1 else None)
+        with Pipeline(zbkern.convert(model[rank]), schedule, nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(make_optimizer([model[rank]]), pipe, max_norm=MAX_NORM)
+            pipe.step(*data)
+            if rank == 1:
+                force(model[1], math.nan)
+            optimizer.step()
+            value = pipe.evaluate(*data)
+            optimizer.zero_grad()
+            pipe.step(*data)
+            return value
+
+    _, value = on_threads(2, rank_loop)
+    inputs, targets = batch(0)
+    for module, before in zip(plain, model, strict=True):
+        before.eval()
+        module.eval()
+        torch.testing.assert_close(before.linear.weight, module.linear.weight, rtol=0, atol=0)
+    with torch.no_grad():
+        for x in inputs.split(1):  # the buffers of the training step
+            h = x
+            for module in plain:
+                module.train()
+                h = module(h)
+                module.eval()
+        torch.testing.assert_close(value, nn.functional.mse_loss(nn.Sequential(*plain)(inputs), targets))
+
+
+def test_a_second_optimizer_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with Pipeline(model, schedules.zb_h1(1, 1), nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+        Optimizer(torch.optim.SGD(model.parameters()), pipe)
+        with pytest.raises(ValueError, match="this Pipeline has an Optimizer already"):
+            Optimizer(torch.optim.SGD(model.parameters()), pipe)
+
+
+def dropout_loop(undo: str | None) -> tuple[list[Tensor], list[float | None], int]:
+    """Random numbers of forwards that had to be repeated are drawn again."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    losses = []
+    with Pipeline(zbkern.convert(module), schedules.zb_h2(2, 4), nn.functional.mse_loss, timeout=20) as pipe:
+        optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM, undo=undo, adaptive=False)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            inputs, targets = torch.randn(2, 8, WIDTH, generator=generator).unbind()
+            optimizer.zero_grad()
+            loss = pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+            losses.append(None if loss is None else loss.item())
+            if rank == 1 and step in (1, 2, 3):
+                module[0].weight.grad[0, 0] = math.nan if step == 2 else 50.0
+            optimizer.step()
+        optimizer.validate()
+    return [p.detach() for p in module.parameters()], losses, optimizer.undone
+
+
+@pytest.mark.dist
+def test_random_numbers_over_gloo(two_ranks: Any) -> None:
+    at_once = two_ranks.run(dropout_loop, "snapshot")
+    waited = two_ranks.run(dropout_loop, None)
+    assert [undone for _, _, undone in at_once] == [3, 0]
+    for (weights, losses, _), (others, other_losses, _) in zip(at_once, waited, strict=True):
+        assert losses == other_losses
+        for a, b in zip(weights, others, strict=True):
+            assert torch.equal(a, b)

@@ -1,0 +1,203 @@
+"""The state of a model and its optimizer by the names of the whole model, which do not depend on who holds what."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbkern.pipeline.undo import hyperparameters, parameters
+
+Rename = Callable[[int, str], str]
+
+
+class NamedState:
+    """This rank's modules and optimizer as a flat dict of tensors, and back. Keys:
+
+        model.NAME                parameters and buffers
+        master.NAME               fp32 master weights
+        optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor
+        value.ENTRY.NAME          the same where it is something else
+        group.RANK.INDEX          hyperparameters, and the names of the parameters that have them
+
+    modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
+    rename: (chunk number, key in its module) -> name in the whole model. Raises ValueError when two chunks use one
+    name, or when a parameter of the optimizer is in no module. Collective.
+    """
+
+    def __init__(self, modules: Any, optimizer: Any, rename: Rename | None, group: dist.ProcessGroup | None) -> None:
+        self.rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+        self._chunks = _chunks(modules)
+        self._rename = rename if rename is not None else _as_it_is
+        self._optimizer = optimizer
+        self._inner = getattr(optimizer, "optimizer", optimizer)  # torch's, inside of ours
+        self._masters: list[tuple[Tensor, Tensor]] = getattr(optimizer, "masters", [])
+        names: dict[int, str] = {}
+        for chunk, module in self._chunks.items():
+            for key, parameter in module.named_parameters():
+                names.setdefault(id(parameter), self._rename(chunk, key))
+        self._check_unique({names.get(id(p)) for p in getattr(modules, "tied", {}).values()}, group)
+        names.update(
+            {id(master): names[id(parameter)] for parameter, master in self._masters if id(parameter) in names}
+        )
+        self._names = names
+        self._own: dict[str, Tensor] = {}  # the optimizer's parameters, in its order
+        for parameter in [] if self._inner is None else parameters(self._inner):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"checkpoint: a parameter of the optimizer, of shape {list(parameter.shape)}, is in none of the "
+                    "modules; pass all modules of this rank"
+                )
+            self._own[names[id(parameter)]] = parameter
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter."""
+        return next((p.device for module in self._chunks.values() for p in module.parameters()), torch.device("cpu"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything of this rank; parameters and states are the tensors themselves, not copies."""
+        found = self._model()
+        if self._inner is None:
+            return found
+        for name, parameter in self._own.items():
+            for entry, value in self._inner.state.get(parameter, {}).items():
+                plain = isinstance(value, Tensor)
+                found[f"{'optimizer' if plain else 'value'}.{entry}.{name}"] = value if plain else pack(value)
+        found.update({f"master.{self._names[id(master)]}": master for _, master in self._masters})
+        settings = zip(self._inner.param_groups, hyperparameters(self._inner), strict=True)
+        for index, (group, values) in enumerate(settings):
+            names = [self._names[id(parameter)] for parameter in group["params"]]
+            found[f"group.{self.rank}.{index}"] = pack({"names": names, "values": values})
+        return found
+
+    def targets(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What to load into, for the tensors that `stored` describes by `.size` and `.properties.dtype`.
+
+        The model's own tensors, and new ones for the optimizer. Groups are read from all ranks: those of this rank's
+        parameters may have been anywhere. Raises ValueError when the model has a tensor that is not stored so.
+        """
+        found = self._model()
+        for key, tensor in found.items():
+            if key not in stored:
+                raise ValueError(f"checkpoint: {key.partition('.')[2]!r} is not in it; saved were {_some(stored)}")
+            if tensor.dtype == torch.uint8 and tensor.dim() == 1:  # packed: as long as it was then
+                found[key] = torch.empty(stored[key].size, dtype=torch.uint8)
+            elif stored[key].size != tensor.shape:
+                raise ValueError(
+                    f"checkpoint: {key.partition('.')[2]!r} is {list(tensor.shape)} here and "
+                    f"{list(stored[key].size)} in it; load it into the model that was saved"
+                )
+        if self._inner is None:
+            return found
+        for key, what in stored.items():
+            kind, name = _parse(key)
+            if kind == "optimizer" and name in self._own and what.size == self._own[name].shape:
+                like = self._own[name]  # a shard where the parameter is one
+                found[key] = torch.empty_like(like, dtype=what.properties.dtype, requires_grad=False)
+            elif kind == "group" or (kind in ("optimizer", "value") and name in self._own):
+                found[key] = torch.empty(what.size, dtype=what.properties.dtype)
+        for _, master in self._masters:
+            if (key := f"master.{self._names[id(master)]}") in stored:
+                found[key] = torch.empty_like(master)
+        return found
+
+    def take(self, loaded: Mapping[str, Tensor]) -> None:
+        """Puts what `targets` made, and somebody has filled, into modules and torch optimizer."""
+        for chunk, module in self._chunks.items():
+            state = {}
+            for key, value in module.state_dict().items():
+                found = loaded[f"model.{self._rename(chunk, key)}"]
+                state[key] = found if isinstance(value, Tensor) else unpack(found)
+            module.load_state_dict(state)
+        if self._inner is None:
+            return
+        order = {name: index for index, name in enumerate(self._own)}
+        state: dict[int, dict[str, Any]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for key, value in loaded.items():
+            kind, name = _parse(key)
+            if kind in ("optimizer", "value"):
+                entry = key.split(".")[1]
+                state.setdefault(order[name], {})[entry] = value if kind == "optimizer" else unpack(value)
+            elif kind == "group":
+                found = unpack(value)
+                values.update(dict.fromkeys(found["names"], found["values"]))
+        groups = self._inner.state_dict()["param_groups"]
+        for group, described in zip(self._inner.param_groups, groups, strict=True):
+            if group["params"]:
+                described.update(values.get(self._names[id(group["params"][0])], {}))
+        self._inner.load_state_dict({"state": state, "param_groups": groups})
+        with torch.no_grad():
+            for parameter, master in self._masters:
+                master.copy_(loaded.get(f"master.{self._names[id(master)]}", parameter))
+
+    def _model(self) -> dict[str, Tensor]:
+        return {
+            f"model.{self._rename(chunk, key)}": value if isinstance(value, Tensor) else pack(value)
+            for chunk, module in self._chunks.items()
+            for key, value in module.state_dict().items()
+        }
+
+    def _check_unique(self, tied: set[str | None], group: dist.ProcessGroup | None) -> None:
+        """Tensors of one name would become one in the checkpoint; for a tied parameter that is right."""
+        mine = [
+            (name, chunk)
+            for chunk, module in self._chunks.items()
+            for name in (self._rename(chunk, key) for key in module.state_dict())
+            if name not in tied
+        ]
+        every = [mine]
+        if dist.is_available() and dist.is_initialized():
+            every = [mine] * dist.get_world_size(group)
+            dist.all_gather_object(every, mine, group=group)
+        seen: dict[str, int] = {}
+        for name, chunk in (pair for pairs in every for pair in pairs):
+            if seen.setdefault(name, chunk) != chunk:
+                raise ValueError(
+                    f"checkpoint: chunks {seen[name]} and {chunk} both have a tensor {name!r}, and the whole model "
+                    "needs a name for each; pass rename=function(chunk, key)"
+                )
+
+
+def pack(value: Any) -> Tensor:
+    """Anything that torch.save takes as a tensor of bytes, uint8 [n]."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor) -> Any:
+    """What was packed: numbers, strings, tensors, and tuples, lists and dicts of them."""
+    return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
+
+
+def _chunks(modules: Any) -> Mapping[int, nn.Module]:
+    if isinstance(modules, nn.Module):
+        return {0: modules}
+    modules = getattr(modules, "modules", modules)
+    if not isinstance(modules, Mapping) or not all(isinstance(module, nn.Module) for module in modules.values()):
+        raise TypeError(
+            "checkpoint: modules must be a Pipeline, {chunk number: module}, or one module; got "
+            f"{type(modules).__name__}"
+        )
+    return modules
+
+
+def _parse(key: str) -> tuple[str, str]:
+    """(kind, NAME) of a key; NAME is empty for kinds that have none."""
+    kind, _, rest = key.partition(".")
+    return kind, rest if kind in ("model", "master") else rest.partition(".")[2]
+
+
+def _some(stored: Mapping[str, Any]) -> str:
+    names = [repr(name) for kind, name in map(_parse, stored) if kind == "model"]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _as_it_is(chunk: int, key: str) -> str:
+    return key

@@ -1,0 +1,31 @@
+"""Which forwards of a step may begin before the optimizer step before it is validated."""
+
+from __future__ import annotations
+
+from zbkern.pipeline.actions import Schedule
+
+
+def chain(schedule: Schedule) -> list[int]:
+    """The ranks in the order in which the model meets them; sums over stages travel along it, verdicts back."""
+    return list(dict.fromkeys(schedule.placement))
+
+
+def forwards_ahead(schedule: Schedule) -> list[int]:
+    """By rank: how many of its first actions can run while the verdict on the last optimizer step is under way.
+
+    They are forwards of the chunks by which the model first comes along the chain. Their inputs come only from ranks
+    that hear the verdict later, so that nobody waits for an input that its sender, knowing better, no longer computes;
+    and none of them needs an action that is not among them, so that every rank gets to hear the verdict.
+    """
+    order = chain(schedule)
+    position = [0] * schedule.stages
+    done: set[tuple[int, int]] = set()
+    for chunk, rank in enumerate(order):
+        if schedule.placement[chunk] != rank or chunk == len(schedule.placement) - 1:
+            break
+        for kind, other, microbatch, _ in schedule.actions[rank]:
+            if kind != "F" or other != chunk or (chunk > 0 and (chunk - 1, microbatch) not in done):
+                break
+            done.add((chunk, microbatch))
+            position[rank] += 1
+    return position
