@@ -449,14 +449,15 @@ def kill_and_resume(runs: Runs, folder: Path, kills: int, seed: int) -> None:
         time.sleep(chance.uniform(0, 0.1))
         chance.shuffle(ranks)
         for process in ranks:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # or it ended by itself, when the other one was gone
             time.sleep(chance.choice([0, 0.05]))
         for process in ranks:
             process.join(10)
     runs.finish(parts, kills, steps, 2)
     found = logged(parts)
     assert {tuple(line) for line in found} == {tuple(line) for line in expected}
-    assert len(found) > len(expected), "no step was repeated: the kills came too late"
+    if kills > 5:  # of two, both may come just after a save
+        assert len(found) > len(expected), "no step was repeated: the kills came too late"
 
 
 @pytest.mark.dist
