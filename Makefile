@@ -14,8 +14,10 @@ override PYTHON := $(shell command -v $(PYTHON))
 READY  := .cache/ready-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
 endif
 
+# The CUDA kernels take minutes to compile: they are built where a GPU is visible, or by `make cuda`.
+export ZBKERN_BUILD ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,cpu)
 export OMP_NUM_THREADS ?= 1
-.PHONY: help setup demo test lint bench-pipeline bench-split kernels-report clean
+.PHONY: help setup cuda demo test lint bench-pipeline bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -26,13 +28,16 @@ setup: $(READY) ## install the package and what its tests need
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10) and "zbkern needs Python 3.10 or later; found " + sys.version)'
 	python3 -m venv .venv
 
-$(READY): pyproject.toml $(wildcard setup.py) | $(PYTHON)
+$(READY): pyproject.toml $(wildcard setup.py build_tools/*.py csrc/*) | $(PYTHON)
 	@$(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)' || { \
 	echo "Could not install $(TORCH). Either let pip see an index that has torch's CPU builds (PIP_EXTRA_INDEX_URL),"; \
 	echo "or take the default build:   make $(MAKECMDGOALS) TORCH=torch==2.13.0"; \
 	echo "or use an environment with torch:   make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
 	$(PIP) install --quiet --editable '.[dev,test]'
 	@mkdir -p $(@D) && touch $@
+
+cuda: $(READY) ## compile the CUDA kernels (nvcc needed, no GPU)
+	ZBKERN_BUILD=cuda $(PIP) install --verbose --no-deps --editable .
 
 demo: $(READY) ## compare schedules on this machine, then train with the best one
 	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --out demo

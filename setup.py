@@ -1,40 +1,24 @@
 """Builds what can be built here; everything else about the package is in pyproject.toml.
 
 The package works with nothing compiled. Where a C++ compiler is found, the planner's search core is compiled, which
-makes it a thousand times faster; a compile that fails is then an error. The environment variable ZBKERN_BUILD decides:
-"auto" (the default) builds what this machine has a compiler for, "off" builds nothing, "cuda" asks for CUDA kernels.
+makes it a thousand times faster; where nvcc is found, the CUDA kernels are. A compile that fails is an error. The
+environment variable ZBKERN_BUILD decides: "auto" (the default) builds what this machine has compilers for, "cpu" all
+but the CUDA kernels, "cuda" insists on them, "off" builds nothing. build_tools/decision.py is the decision.
 """
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-MODES = ("auto", "off", "cuda")
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the build runs without pyproject.toml's backend-path
 
-
-def parts_to_build(mode: str, compiler: str | None) -> list[str]:
-    """Names of the parts to build. compiler: path of a C++ compiler, or None. Raises ValueError when it cannot be."""
-    if mode not in MODES:
-        raise ValueError(f"ZBKERN_BUILD must be one of {', '.join(MODES)}; got {mode!r}")
-    if mode == "cuda":
-        raise ValueError("ZBKERN_BUILD=cuda: this version has no CUDA kernels to build; use auto or off")
-    return ["planner"] if mode == "auto" and compiler is not None else []
-
-
-def find_compiler(environment: Mapping[str, str], platform: str) -> str | None:
-    """The C++ compiler that setuptools will use, if there is one."""
-    if environment.get("CXX"):
-        return shutil.which(shlex.split(environment["CXX"])[0])
-    names = ("cl",) if platform == "win32" else ("c++", "g++", "clang++")
-    return next((path for path in map(shutil.which, names) if path is not None), None)
+from build_tools import cuda
+from build_tools.decision import decide, this_machine
 
 
 def extension(part: str, platform: str) -> Extension:
@@ -55,9 +39,12 @@ def extension(part: str, platform: str) -> Extension:
 
 
 class LoudBuild(build_ext):
-    """build_ext whose error says which command failed."""
+    """build_ext that builds the CUDA kernels with ninja, and whose errors say which command failed."""
 
     def build_extension(self, ext: Extension) -> None:
+        if ext.name == "zbkern._cuda":
+            cuda.build(Path(self.get_ext_fullpath(ext.name)), this_machine())
+            return
         spawn = self.compiler.spawn
 
         def spawn_loudly(command: list[str], **options: object) -> None:
@@ -74,5 +61,5 @@ class LoudBuild(build_ext):
 
 
 if __name__ == "__main__":
-    parts = parts_to_build(os.environ.get("ZBKERN_BUILD", "auto"), find_compiler(os.environ, sys.platform))
+    parts = decide(this_machine()).parts
     setup(ext_modules=[extension(part, sys.platform) for part in parts], cmdclass={"build_ext": LoudBuild})

@@ -3,6 +3,8 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,23 @@ def test_info_names_every_op_and_what_runs_it(capsys: pytest.CaptureFixture[str]
     assert f"zbkern {zbkern.__version__}" in text
     assert all(op in text for op in spec.OPS)
     assert "run through torch on" in text
+
+
+def test_info_says_what_of_the_cuda_kernels_was_built_and_why_not_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "zbkern._cuda", None)  # importing it fails as for a module that is not there
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert f"not built, but {nvcc} is here: install zbkern again with ZBKERN_BUILD=cuda" in "\n".join(info.lines())
+    monkeypatch.setattr(info.shutil, "which", lambda *args, **options: None)
+    assert "nvcc was not found; install the CUDA toolkit or set CUDA_HOME" in "\n".join(info.lines())
+    built = SimpleNamespace(CUDA_VERSION=13010, CUTLASS_VERSION="4.2.0", ARCHITECTURES="8.0 9.0a")
+    monkeypatch.setitem(sys.modules, "zbkern._cuda", built)
+    assert "built with CUDA 13.1 and CUTLASS 4.2.0 for 8.0, 9.0a" in "\n".join(info.lines())
 
 
 def test_info_without_torch_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +61,24 @@ def test_an_unknown_command_is_refused() -> None:
     process = subprocess.run([sys.executable, "-m", "zbkern", "fly"], capture_output=True, text=True, check=False)
     assert process.returncode == 2
     assert "invalid choice: 'fly'" in process.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = "plan --stages 8 --microbatches 64 --schedule zb_v --compare"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "zbkern", *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 1
+    process.stderr.close()
+
+
+def test_an_interrupt_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "main", interrupted)
+    assert __main__.main(["info"]) == 130

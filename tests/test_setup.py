@@ -1,14 +1,22 @@
-"""What setup.py decides to build, and that its error names the command."""
+"""What the build decides to build, that its errors name the command, and that its cache goes by content."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from build_tools import cuda, decision
+from build_tools.decision import Decision, Machine, decide
 
 ROOT = Path(__file__).parent.parent
+GCC, NVCC = "/usr/bin/g++", "/usr/local/cuda/bin/nvcc"
 
 
 @pytest.fixture(scope="module")
@@ -19,32 +27,200 @@ def script() -> ModuleType:
     return module
 
 
+def executable(path: Path, text: str = "#!/bin/sh\n") -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
 @pytest.mark.parametrize(
-    ("mode", "compiler", "parts"),
-    [("auto", "/usr/bin/g++", ["planner"]), ("auto", None, []), ("off", "/usr/bin/g++", []), ("off", None, [])],
+    ("mode", "compiler", "nvcc", "parts"),
+    [
+        (None, GCC, None, ("planner",)),
+        (None, GCC, NVCC, ("planner", "cuda")),
+        (None, None, None, ()),
+        (None, None, NVCC, ()),  # nvcc needs a C++ compiler
+        ("auto", GCC, NVCC, ("planner", "cuda")),
+        ("cpu", GCC, NVCC, ("planner",)),
+        ("cpu", None, NVCC, ()),
+        ("cuda", GCC, NVCC, ("planner", "cuda")),
+        ("off", GCC, NVCC, ()),
+        ("off", None, None, ()),
+    ],
 )
 def test_builds_what_there_is_a_compiler_for(
-    script: ModuleType, mode: str, compiler: str | None, parts: list[str]
+    mode: str | None, compiler: str | None, nvcc: str | None, parts: tuple[str, ...]
 ) -> None:
-    assert script.parts_to_build(mode, compiler) == parts
+    environment = {} if mode is None else {"ZBKERN_BUILD": mode}
+    assert decide(Machine(environment, compiler, nvcc)).parts == parts
 
 
-@pytest.mark.parametrize("mode", ["", "on", "AUTO", "cuda"])
-def test_refuses_a_mode_it_cannot_follow(script: ModuleType, mode: str) -> None:
-    with pytest.raises(ValueError, match="ZBKERN_BUILD"):
-        script.parts_to_build(mode, "/usr/bin/g++")
+@pytest.mark.parametrize("mode", ["", "on", "AUTO"])
+def test_refuses_a_mode_that_is_none(mode: str) -> None:
+    with pytest.raises(ValueError, match="ZBKERN_BUILD must be one of auto, cpu, cuda, off"):
+        decide(Machine({"ZBKERN_BUILD": mode}, GCC, NVCC))
 
 
-def test_finds_the_compiler_that_is_named(script: ModuleType, tmp_path: Path) -> None:
-    compiler = tmp_path / "my-c++"
-    compiler.write_text("#!/bin/sh\n")
-    compiler.chmod(0o755)
-    assert script.find_compiler({"CXX": f"{compiler} -pipe"}, "linux") == str(compiler)
-    assert script.find_compiler({"CXX": str(tmp_path / "absent")}, "linux") is None
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nvcc": None}, "no nvcc in CUDA_HOME"),
+        ({"compiler": None}, "install g"),
+        ({"platform": "win32"}, "Linux only"),
+    ],
+)
+def test_asking_for_cuda_where_it_cannot_be_says_why(change: dict[str, str | None], words: str) -> None:
+    machine = dataclasses.replace(Machine({"ZBKERN_BUILD": "cuda"}, GCC, NVCC), **change)
+    with pytest.raises(ValueError, match=f"(?s){words}.*ZBKERN_BUILD=cpu"):
+        decide(machine)
+    assert "cuda" not in decide(dataclasses.replace(machine, environment={})).parts
 
 
-def test_planner_sources_need_no_torch(script: ModuleType) -> None:
-    sources = sorted((ROOT / "csrc").glob("planner*"))
+@pytest.mark.parametrize(
+    ("listed", "visible", "chosen"),
+    [
+        ("", (), ("8.0", "9.0a", "10.0")),
+        ("", ("9.0",), ("9.0a",)),
+        ("", ("12.0", "8.6"), ("8.6", "12.0")),
+        ("8.0;9.0", ("8.6",), ("8.0", "9.0a")),
+        ("9.0a 8.0", (), ("8.0", "9.0a")),
+        ("9.0;9.0a", (), ("9.0a",)),
+        ("7.5 8.0 8.6 9.0 10.0 12.0+PTX", (), ("8.0", "8.6", "9.0a", "10.0", "12.0+PTX")),
+        ("10.0f", (), ("10.0f",)),
+    ],
+)
+def test_architectures(listed: str, visible: tuple[str, ...], chosen: tuple[str, ...]) -> None:
+    machine = Machine({"TORCH_CUDA_ARCH_LIST": listed}, GCC, NVCC, visible)
+    assert decide(machine).architectures == chosen
+
+
+@pytest.mark.parametrize("listed", ["Hopper", "90", "9.0;sm_80", "7.0 7.5"])
+def test_architectures_that_cannot_be(listed: str) -> None:
+    with pytest.raises(ValueError, match="TORCH_CUDA_ARCH_LIST"):
+        decision.architectures(listed, ())
+
+
+@given(st.lists(st.sampled_from(["8.0", "8.6", "9.0", "9.0a", "10.0", "12.0"]), min_size=1))
+def test_architectures_are_each_there_once_whatever_their_order(listed: list[str]) -> None:
+    chosen = decision.architectures(";".join(listed), ())
+    assert chosen == decision.architectures(" ".join(reversed(listed)), ())
+    assert len(set(chosen)) == len(chosen)
+    assert {name.rstrip("a") for name in chosen} == {name.rstrip("a") for name in listed}
+
+
+def test_number_of_jobs() -> None:
+    assert decide(Machine({}, GCC, NVCC, cores=6)) == Decision(("planner", "cuda"), ("8.0", "9.0a", "10.0"), 6)
+    assert decide(Machine({"MAX_JOBS": "2"}, GCC, NVCC, cores=6)).jobs == 2
+    for wrong in ("0", "-1", "many"):
+        with pytest.raises(ValueError, match="MAX_JOBS must be a positive number"):
+            decide(Machine({"MAX_JOBS": wrong}, GCC, NVCC))
+
+
+def test_finds_the_compiler_that_is_named(tmp_path: Path) -> None:
+    compiler = executable(tmp_path / "my-c++")
+    assert decision.find_compiler({"CXX": f"{compiler} -pipe"}, "linux") == compiler
+    assert decision.find_compiler({"CXX": str(tmp_path / "absent")}, "linux") is None
+
+
+def test_finds_nvcc_in_order(tmp_path: Path) -> None:
+    home, path, on_path, default = (tmp_path / name for name in ("home", "path", "on_path", "default"))
+    environment = {"CUDA_HOME": str(home), "CUDA_PATH": str(path), "PATH": f"{tmp_path}:{on_path}"}
+    assert decision.find_nvcc(environment, str(default)) is None
+    for where in (default / "bin", on_path, path / "bin", home / "bin"):  # the later, the more it counts
+        nvcc = executable(where / "nvcc")
+        assert decision.find_nvcc(environment, str(default)) == nvcc
+
+
+def test_code_flags_of_sources() -> None:
+    everywhere, hopper = Path("cuda_optimizer.cu"), Path("cuda_wgrad_float16_sm90.cu")
+    assert cuda.code_flags(everywhere, ("8.0", "9.0a", "12.0+PTX")) == [
+        *("-gencode", "arch=compute_80,code=[sm_80]"),
+        *("-gencode", "arch=compute_90a,code=[sm_90a]"),
+        *("-gencode", "arch=compute_120,code=[sm_120,compute_120]"),
+    ]
+    assert cuda.code_flags(hopper, ("8.0", "9.0a")) == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
+    assert cuda.code_flags(hopper, ("8.0", "10.0"))[0] == "-DZBKERN_NO_SM90"
+
+
+def test_objects_are_named_by_what_they_are_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "SOURCES", tmp_path)
+    source, header, other = (tmp_path / name for name in ("cuda_a.cu", "cuda_a.h", "cuda_b.h"))
+    header.write_text('#include "cuda_b.h"\n')
+    other.write_text("int b;\n")
+    source.write_text('#include "cuda_a.h"\nint a;\n')
+    toolkit = cuda.Toolkit("/x/nvcc", "13.0", Path("/x/cutlass"), "4.2.0")
+
+    def name(toolkit: cuda.Toolkit = toolkit, flags: tuple[str, ...] = ("-O3", "-I/x")) -> str:
+        return cuda.content_hash(source, [toolkit.nvcc, *flags, str(source)], toolkit)
+
+    first = name()
+    assert name(dataclasses.replace(toolkit, nvcc="/y/nvcc"), ("-O3", "-I/y")) == first  # where things lie is no matter
+    assert name(flags=("-O2", "-I/x")) != first
+    assert name(dataclasses.replace(toolkit, version="13.1")) != first
+    assert name(dataclasses.replace(toolkit, cutlass_version="4.3.0")) != first
+    other.write_text("int c;\n")  # included by what it includes
+    assert name() != first
+
+
+FAKE_NVCC = """#!/bin/sh
+case "$*" in *--version*) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0;; esac
+echo "$@" >> {log}
+case "$*" in *broken*) echo "error: it is broken"; exit 2;; esac
+while [ "$1" != -o ]; do shift; done; echo compiled > "$2"
+"""
+
+
+@pytest.fixture
+def toolkit_of_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A compiler that writes down how it was called, and sources for it."""
+    pytest.importorskip("ninja")
+    sources, log = tmp_path / "csrc", tmp_path / "log"
+    sources.mkdir()
+    for name in ("cuda_one.cu", "cuda_two.cu"):
+        (sources / name).write_text(f"int {name[5:8]};\n")
+    nvcc = executable(tmp_path / "nvcc", FAKE_NVCC.format(log=log))
+    monkeypatch.setattr(cuda, "SOURCES", sources)
+    monkeypatch.setattr(cuda, "REPORT", tmp_path / "report")
+    monkeypatch.setattr(cuda, "find_toolkit", lambda nvcc: cuda.Toolkit(nvcc, "13.0", Path("/x"), "4.2.0"))
+    environment = {"ZBKERN_BUILD_CACHE": str(tmp_path / "cache"), "PATH": os.environ["PATH"]}
+    machine = Machine(environment, GCC, nvcc, ("9.0",))
+
+    def build() -> list[str]:
+        log.write_text("")
+        cuda.build(tmp_path / "lib" / "_cuda.so", machine)
+        return [next((word for word in ("one", "two") if f"{word}.cu" in line), "link") for line in log.open()]
+
+    return SimpleNamespace(build=build, sources=sources, cache=tmp_path / "cache")
+
+
+def test_compiles_only_what_the_cache_lacks(toolkit_of_shell: SimpleNamespace) -> None:
+    build, source = toolkit_of_shell.build, toolkit_of_shell.sources / "cuda_one.cu"
+    before = source.read_text()
+    assert sorted(build()) == ["link", "one", "two"]
+    assert build() == ["link"]
+    source.write_text("int changed;\n")
+    assert sorted(build()) == ["link", "one"]
+    source.write_text(before)
+    assert build() == ["link"]
+
+
+def test_a_failing_compile_names_its_command_and_leaves_nothing_half_built(toolkit_of_shell: SimpleNamespace) -> None:
+    (toolkit_of_shell.sources / "cuda_broken.cu").write_text("no\n")
+    with pytest.raises(RuntimeError, match=r"(?s)-c \S*cuda_broken.cu.*error: it is broken.*ZBKERN_BUILD=cpu"):
+        toolkit_of_shell.build()
+    assert not list(toolkit_of_shell.cache.glob("*broken*"))
+
+
+def test_without_cutlass_headers_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = executable(tmp_path / "nvcc", FAKE_NVCC.format(log=tmp_path / "log"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="pip install 'nvidia-cutlass"):
+        cuda.find_toolkit(nvcc)
+
+
+def test_sources_need_no_torch() -> None:
+    sources = sorted((ROOT / "csrc").glob("*.*"))
     assert len(sources) >= 4
     assert all("torch/" not in path.read_text() for path in sources)
 

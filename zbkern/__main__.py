@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +18,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.set_defaults(run=_info)
     command.add_to(commands)
     parsed = parser.parse_args(arguments)
-    return parsed.run(parsed)
+    try:
+        status = parsed.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as in `zbkern plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
 
 
 def _info(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 import platform
 import shutil
 import sys
@@ -22,8 +24,7 @@ def lines() -> list[str]:
     found = [f"zbkern {zbkern.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}", ""]
     for package, how in _GET.items():
         found.append(_row(package, _version(package) or f"not installed: {how}"))
-    compiler = shutil.which("nvcc")
-    found.append(_row("nvcc", compiler or "not found: nothing that is built today needs it"))
+    found.append(_row("CUDA kernels", _cuda_kernels()))
     if importlib.util.find_spec("torch") is None:
         return [*found, "", "Schedules, their simulation and their pictures work now; layers and pipelines need torch."]
     return [*found, "", *_devices(), "", *_ops()]
@@ -59,10 +60,27 @@ def _ops() -> list[str]:
     groups: dict[str, list[str]] = {}  # ops of which the same is to be said
     for op in spec.OPS:
         reasons = {impl: dispatch.why_not(op, impl, device) for impl in spec.IMPLEMENTATIONS}
-        chosen = next((impl for impl, reason in reasons.items() if reason is None), "nothing")
+        chosen = next((impl for impl in dispatch.candidates(device) if reasons[impl] is None), "nothing")
         passed = [f"  not {impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
         groups.setdefault("\n".join([f"run through {chosen} on {device}", *passed]), []).append(op)
     return [f"{', '.join(ops)}\n  {text}" for text, ops in groups.items()]
+
+
+def _cuda_kernels() -> str:
+    """What was built, for what, or why nothing was and what to do."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = [f"{home}/bin" for home in homes if home]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
+    try:
+        built = importlib.import_module("zbkern._cuda")
+    except ModuleNotFoundError:
+        if nvcc is None:
+            return "not built: nvcc was not found; install the CUDA toolkit or set CUDA_HOME, then install zbkern again"
+        return f"not built, but {nvcc} is here: install zbkern again with ZBKERN_BUILD=cuda"
+    except ImportError as error:
+        return f"built, but they do not load: {error}; install zbkern again"
+    version = f"{built.CUDA_VERSION // 1000}.{built.CUDA_VERSION % 1000 // 10}"
+    return f"built with CUDA {version} and CUTLASS {built.CUTLASS_VERSION} for {built.ARCHITECTURES.replace(' ', ', ')}"
 
 
 def _version(package: str) -> str | None:

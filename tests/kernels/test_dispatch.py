@@ -54,6 +54,23 @@ def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert dispatch.resolve("linear", "auto", "cuda", torch.float16) is reference
 
 
+def test_the_cuda_extension_borrows_the_launches_that_it_lacks(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zbkern.kernels import cuda
+
+    dispatch._launches.cache_clear()
+    monkeypatch.setitem(dispatch._LENDERS, "cuda", "torch")  # which runs here
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    launches = dispatch.resolve("linear", "cuda", "cuda", torch.bfloat16)
+    assert launches.linear_wgrad is cuda.linear_wgrad
+    assert launches.linear_fwd is reference.linear_fwd
+    assert dispatch.resolve("gated_mlp", "cuda", "cuda", torch.float16) is launches
+    assert "nothing of its own for this" in dispatch.why_not("attention", "cuda", "cuda", torch.bfloat16)
+    assert "not float32" in dispatch.why_not("linear", "cuda", "cuda", torch.float32)
+    assert "need a CUDA device, not cpu" in dispatch.why_not("linear", "cuda", "cpu", torch.bfloat16)
+    assert dispatch.resolve("linear", "auto", "cpu", torch.bfloat16) is reference
+    dispatch._launches.cache_clear()
+
+
 def test_auto_on_a_cpu_never_imports_triton() -> None:
     code = "import sys, torch\nfrom zbkern.kernels import dispatch\n"
     code += "dispatch.resolve('linear', 'auto', torch.device('cpu'), torch.float32)\n"

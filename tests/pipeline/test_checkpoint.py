@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import zbkern
 from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
-from zbkern.pipeline.transport import LocalTransport
+from zbkern.pipeline.local_transport import LocalTransport
 
 WIDTH, LAYERS, MICROBATCHES = 6, 4, 4
 

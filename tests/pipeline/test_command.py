@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -226,3 +227,25 @@ def test_the_command_loads_no_torch() -> None:
         f"__main__.main(['plan', *{SIZES}, '--schedule', 'zb_h1']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("zbkern._planner") is None,
+    reason="the planner's core, which finds that plan in time, is not compiled",
+)
+def test_the_readme_shows_what_the_command_prints(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"```text\n\$ zbkern (plan .*?)\n(.*?)```", readme, re.DOTALL).groups()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "110")
+    Path("costs.json").write_text(re.search(r'`(\{"forward".*?\})`', readme)[1])
+    assert __main__.main(command.split()) == 0
+
+    def lasting(text: str) -> list[str]:
+        """All but the order and what each rank holds, of which several are as good."""
+        return [line for line in text.split("\n") if not line.startswith(("rank ", "(columns ", "memory "))]
+
+    def without_memory(lines: list[str]) -> list[str]:
+        return [re.sub(r" +\S+ +\S+x$", "", line) if line.startswith("plan-") else line for line in lines]
+
+    assert without_memory(lasting(capsys.readouterr().out)) == without_memory(lasting(shown))

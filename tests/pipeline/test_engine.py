@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from typing import Any
 
@@ -9,61 +10,11 @@ import torch
 from torch import nn
 
 import zbkern
+from tests.pipeline.chunks import WIDTH, make_data, make_model, on_threads, plain
 from zbkern.pipeline import Pipeline, ScheduleError, schedules
 from zbkern.pipeline.actions import Action, Schedule
-from zbkern.pipeline.engine import _merge_neighbours, _peak_microbatches
-from zbkern.pipeline.transport import LocalTransport, PipelineError, Tag
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    """Takes and returns a tuple, ends in a view, and has parameters that zbkern does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        y = torch.tanh(self.linear(self.norm(x))) * self.scale
-        return (y + (x if skip is None else skip)).view(x.shape), x
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None) -> torch.Tensor:
-        return self.linear(x if skip is None else x + 0.1 * skip)
-
-
-def make_model(chunks: int) -> list[nn.Module]:
-    generator = torch.Generator().manual_seed(0)
-    model = [Block().double() for _ in range(chunks - 1)] + [Head().double()]
-    for module in model:
-        for parameter in module.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.double) / 2
-    return model
-
-
-def make_data(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    rows = 2 * microbatches
-    inputs = torch.randn(rows, 5, WIDTH, generator=generator, dtype=torch.double)
-    return inputs, torch.randn(rows, 5, 3, generator=generator, dtype=torch.double)
-
-
-def plain(model: list[nn.Module], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """One process, plain backward()."""
-    out: Any = (inputs,)
-    for module in model:
-        out = module(*out) if isinstance(out, tuple) else module(out)
-    loss = nn.functional.mse_loss(out, targets)
-    loss.backward()
-    return loss.detach()
+from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.program import merge_neighbours, peak_microbatches
 
 
 def build(name: str, stages: int, microbatches: int) -> Schedule:
@@ -71,25 +22,6 @@ def build(name: str, stages: int, microbatches: int) -> Schedule:
         return getattr(schedules, name)(stages, microbatches)
     except ScheduleError as error:
         pytest.skip(f"{name} does not exist for these sizes: {error}")
-
-
-def on_threads(size: int, function: Any) -> list[Any]:
-    """function(transport) on one thread per rank; raises what a rank raised."""
-    results: list[Any] = [None] * size
-
-    def call(transport: LocalTransport) -> None:
-        try:
-            results[transport.rank] = function(transport)
-        except BaseException as error:
-            results[transport.rank] = error
-
-    threads = [threading.Thread(target=call, args=(transport,), daemon=True) for transport in LocalTransport.ring(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
 
 
 def check_against_plain(name: str, stages: int, microbatches: int, fill: str) -> None:
@@ -201,48 +133,6 @@ def test_tied_weights_of_two_ranks_get_the_sum(two_ranks: Any) -> None:
     two_ranks.run(tied_step)
 
 
-def failing_step() -> str:
-    rank = torch.distributed.get_rank()
-    model, (inputs, targets) = make_model(2), make_data(4)
-    calls = []
-
-    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ArithmeticError("the third loss is wrong")
-        return nn.functional.mse_loss(output, target)
-
-    with (
-        pytest.raises(PipelineError) as caught,
-        Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(2, 4), loss_fn, timeout=30) as pipe,
-    ):
-        pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
-    return str(caught.value)
-
-
-@pytest.mark.dist
-def test_a_failure_reaches_every_rank_with_its_message(two_ranks: Any) -> None:
-    for message in two_ranks.run(failing_step, timeout=20):
-        assert message == "rank 1, action 1F2: ArithmeticError: the third loss is wrong"
-
-
-def test_failure_on_threads_reaches_ranks_that_are_no_neighbours() -> None:
-    schedule, model, (inputs, targets) = schedules.zb_h1(4, 4), make_model(4), make_data(4)
-
-    class Broken(nn.Module):
-        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-            raise KeyError("broken")
-
-    def rank_step(transport: LocalTransport) -> None:
-        module = Broken() if transport.rank == 3 else model[transport.rank]
-        with Pipeline([module], schedule, nn.functional.mse_loss, transport) as pipe:
-            pipe.step(inputs if transport.rank == 0 else None, targets if transport.rank == 3 else None)
-
-    for error in on_threads(4, rank_step):
-        assert isinstance(error, PipelineError)
-        assert "rank 3, action 3F0: KeyError: 'broken'" in str(error)
-
-
 def test_frozen_first_stage_and_gradients_elsewhere() -> None:
     schedule, model, (inputs, targets) = schedules.zb_h1(2, 4), make_model(2), make_data(4)
     model[0].requires_grad_(False)
@@ -326,19 +216,81 @@ def test_a_pipeline_is_usable_after_an_error_in_its_arguments() -> None:
 
 def test_neighbouring_w_of_one_chunk_run_together() -> None:
     actions = [Action.parse(text) for text in ("0B0", "0W0", "0W1", "2W0", "0W2:0/2", "0W2:1/2", "0F3")]
-    groups = [[str(action) for action in group] for group in _merge_neighbours(actions)]
+    groups = [[str(action) for action in group] for group in merge_neighbours(actions)]
     assert groups == [["0B0"], ["0W0", "0W1"], ["2W0"], ["0W2:0/2"], ["0W2:1/2"], ["0F3"]]
 
 
 def test_peak_microbatches_is_the_memory_of_the_plan() -> None:
-    assert [_peak_microbatches(row) for row in schedules.zb_h1(4, 8).actions] == [4, 4, 4, 4]
-    assert [_peak_microbatches(row) for row in schedules.one_f_one_b(4, 8).actions] == [4, 3, 2, 1]
+    assert [peak_microbatches(row) for row in schedules.zb_h1(4, 8).actions] == [4, 4, 4, 4]
+    assert [peak_microbatches(row) for row in schedules.one_f_one_b(4, 8).actions] == [4, 3, 2, 1]
 
 
-def test_receiving_too_late_says_what_was_awaited() -> None:
-    first, second = LocalTransport.ring(2)
-    with pytest.raises(PipelineError, match=r"input of chunk 1, microbatch 2 did not come from rank 0 within 0.01 s"):
-        second.receive(0, Tag(1, "F", 1, 2), timeout=0.01)
-    first.close()
-    with pytest.raises(PipelineError, match=r"rank 0 closed its pipeline while the output gradient of chunk 0"):
-        second.receive(0, Tag(1, "B", 0, 2), timeout=10)
+def steps_on_threads(schedule: Schedule, delay: Any = None, **options: Any) -> tuple[list[Any], list[Pipeline]]:
+    """One step of the model on threads; its chunks' gradients are compared with plain backward."""
+    chunks, (inputs, targets) = len(schedule.placement), make_data(schedule.microbatches)
+    model = make_model(chunks)
+    expected = copy.deepcopy(model)
+    plain(expected, inputs, targets)
+    pipes: list[Any] = [None] * schedule.stages
+
+    def rank_step(transport: LocalTransport) -> Any:
+        mine = schedule.chunks_of(transport.rank)
+        modules = [zbkern.convert(model[c]) for c in mine]
+        with Pipeline(modules, schedule, nn.functional.mse_loss, transport, **options) as pipe:
+            pipes[transport.rank] = pipe
+            return pipe.step(inputs if 0 in mine else None, targets if chunks - 1 in mine else None)
+
+    results = on_threads(schedule.stages, rank_step, delay)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    for ours, theirs in zip(model, expected, strict=True):
+        for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12, msg=key)
+    return results, pipes
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_messages_that_are_late_and_overtake_each_other(fill: str) -> None:
+    travel = random.Random(0)
+    steps_on_threads(schedules.zb_v(4, 8), lambda sender, receiver, tag: travel.choice([0, 0.001, 0.02]), fill=fill)
+
+
+def test_sixty_four_virtual_ranks() -> None:
+    steps_on_threads(schedules.zb_h2(64, 130))
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_work_of_the_user_fills_what_w_leaves(fill: str) -> None:
+    schedule = schedules.zb_h1(2, 4)
+    left, waiting = [500], []
+
+    def work() -> bool:
+        waiting.append(threading.current_thread())
+        left[0] -= 1
+        return left[0] > 0
+
+    steps_on_threads(schedule, lambda *_: 0.005, fill=fill, fill_with=work)
+    assert len(set(waiting)) == 2  # both ranks waited, and worked meanwhile
+
+
+def test_samples_of_the_queue() -> None:
+    schedule = schedules.zb_h1(2, 4)
+    _, pipes = steps_on_threads(schedule, record=True)
+    for pipe, row in zip(pipes, schedule.actions, strict=True):
+        pending = [sample.pending for sample in pipe.samples]
+        assert len(pending) == len(list(merge_neighbours(row)))
+        assert max(pending) > 0
+        assert pending[-1] == 0
+        assert all((sample.pinned > 0) == (sample.pending > 0) for sample in pipe.samples)
+        assert [s.seconds for s in pipe.samples] == sorted(s.seconds for s in pipe.samples)
+    _, (pipe, _) = steps_on_threads(schedule)
+    assert pipe.samples == []
+
+
+def test_profilers_see_the_names_of_the_actions() -> None:
+    with one_rank() as pipe:
+        with torch.profiler.profile() as profiler:
+            pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+        names = {event.name for event in profiler.events()}
+    assert {str(action) for action in pipe.schedule.actions[0]} <= names

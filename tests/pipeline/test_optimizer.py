@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zbkern.pipeline import norms
+from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.optimizer import Optimizer
-from zbkern.pipeline.transport import LocalTransport, PipelineError
 
 SHAPES = ((5, 3), (7,), (2, 4, 3))  # of the parameters of every rank
 MAX_NORM = 1.0

@@ -10,7 +10,7 @@ from torch import nn
 
 import zbkern
 from zbkern.pipeline import Costs, profile
-from zbkern.pipeline.transport import LocalTransport
+from zbkern.pipeline.local_transport import LocalTransport
 
 
 class Slow(torch.autograd.Function):

@@ -32,12 +32,14 @@ class Linear(torch.autograd.Function):
         if transposed:
             weight = weight.t()
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        z = y if activation is None else torch.empty_like(y)
-        call.launches.linear_fwd(as_rows(x), weight, bias, as_rows(z))
         if activation is None:
+            call.launches.linear_fwd(as_rows(x), weight, bias, as_rows(y))
             ctx.save_for_backward(x, weight)
         else:
-            call.launches.activation_fwd(z, activation, y)
+            z = torch.empty_like(y) if any(ctx.needs_input_grad) else None
+            call.launches.linear_fwd(
+                as_rows(x), weight, bias, as_rows(y), activation, None if z is None else as_rows(z)
+            )
             ctx.save_for_backward(x, weight, z)
         ctx.call, ctx.activation, ctx.transposed = call, activation, transposed
         return y
@@ -51,7 +53,7 @@ class Linear(torch.autograd.Function):
             return differentiable_backward(call, linear_with_torch, (x, ctx.activation, ctx.transposed), dy)
         if z:
             dz = torch.empty_like(z[0])
-            call.launches.activation_bwd(dy, z[0], ctx.activation, dz)
+            call.launches.activation_bwd(as_rows(dy), as_rows(z[0]), ctx.activation, as_rows(dz))
             dy = dz
         dx = None
         if needs[1]:

@@ -1,6 +1,7 @@
 """Which implementation runs an op: named ones run or raise, "auto" takes the first of cuda, triton, torch that can.
 
-An implementation is a module that has the launches of `spec.py` as functions. It is imported when first asked for.
+An implementation is a module that has the launches of `spec.py` as functions. It is imported when first asked for. The
+CUDA extension has only the launches that it does better than Triton; the others of an op it borrows from there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import torch
 
 from zbkern.kernels import spec
 
-_MODULES = {"triton": "zbkern.kernels.triton_launches", "torch": "zbkern.kernels.reference"}
+_MODULES = {
+    "cuda": "zbkern.kernels.cuda",
+    "triton": "zbkern.kernels.triton_launches",
+    "torch": "zbkern.kernels.reference",
+}
+_LENDERS = {"cuda": "triton"}
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -35,7 +41,11 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
         reason = _why_not_triton(torch.device(device), dtype)
         if reason is not None:
             return reason
-    module = importlib.import_module(_MODULES[impl])
+    if impl == "cuda":
+        reason = _why_not_cuda(op, torch.device(device), dtype)
+        if reason is not None:
+            return reason
+    module = _launches(impl)
     missing = [name for name in spec.OPS[op] if not hasattr(module, name)]
     return f"{impl} lacks {', '.join(missing)}" if missing else None
 
@@ -43,16 +53,44 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
 @functools.cache
 def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype | None = None) -> ModuleType:
     """The module whose launches run `op`. Raises UnavailableError when a named implementation cannot."""
-    for candidate in _candidates(device) if impl == "auto" else (impl,):
+    for candidate in candidates(device) if impl == "auto" else (impl,):
         reason = why_not(op, candidate, device, dtype)
         if reason is None:
-            return importlib.import_module(_MODULES[candidate])
+            return _launches(candidate)
     raise UnavailableError(f"{op}: impl={impl!r} cannot run on {device}: {reason}")
 
 
-def _candidates(device: torch.device | str) -> tuple[str, ...]:
-    """On a CPU Triton is an interpreter, for tests: it runs where it is named, and "auto" never takes it."""
-    return spec.IMPLEMENTATIONS if torch.device(device).type == "cuda" else ("torch",)
+def candidates(device: torch.device | str) -> tuple[str, ...]:
+    """What "auto" chooses from, in order.
+
+    On a CPU Triton is an interpreter, for tests. The CUDA extension has not been measured against Triton yet. Both run
+    where they are named.
+    """
+    return ("triton", "torch") if torch.device(device).type == "cuda" else ("torch",)
+
+
+@functools.cache
+def _launches(impl: str) -> ModuleType:
+    module = importlib.import_module(_MODULES[impl])
+    if impl not in _LENDERS:
+        return module
+    joined = ModuleType(f"{module.__name__} and {_LENDERS[impl]}")
+    for name in spec.LAUNCHES:
+        for owner in (module, _launches(_LENDERS[impl])):
+            if not hasattr(joined, name) and hasattr(owner, name):
+                setattr(joined, name, getattr(owner, name))
+    return joined
+
+
+def _why_not_cuda(op: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
+    module = importlib.import_module(_MODULES["cuda"])
+    if not any(hasattr(module, name) for name in spec.OPS[op]):
+        return "it has nothing of its own for this; use impl='triton'"
+    if dtype is not None and dtype not in module.DTYPES:
+        return f"its kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if device.type != "cuda":
+        return f"its kernels need a CUDA device, not {device}"
+    return module.why_not(device) or why_not(op, _LENDERS["cuda"], device, dtype)
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype | None) -> str | None:

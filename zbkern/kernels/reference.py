@@ -40,17 +40,36 @@ def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
     return _FORWARD[activation]
 
 
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """y = x weight^T + bias."""
-    if bias is None:
+def linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, activation: str | None = None, z: Tensor | None = None
+) -> None:
+    """y = activation(z), z = x weight^T + bias; z is kept where given."""
+    if activation is not None:
+        z = torch.empty_like(y) if z is None else z
+        linear_fwd(x, weight, bias, z)
+        activation_fwd(z, activation, y)
+    elif bias is None:
         torch.mm(x, weight.t(), out=y)
     else:
         torch.addmm(bias, x, weight.t(), out=y)
 
 
-def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, accumulate: bool = False) -> None:
-    """dx (+)= dy weight."""
-    add_product(dx, dy, weight, accumulate)
+def linear_dgrad(
+    dy: Tensor,
+    weight: Tensor,
+    dx: Tensor,
+    accumulate: bool = False,
+    activation: str | None = None,
+    z: Tensor | None = None,
+) -> None:
+    """dx (+)= dy weight; with an activation (+)= (dy weight) activation'(z), the gradient of its argument."""
+    if activation is None:
+        add_product(dx, dy, weight, accumulate)
+    else:
+        product = torch.empty_like(dx)
+        add_product(product, dy, weight, False)
+        gradient = _BACKWARD[activation](product, z)
+        dx.add_(gradient) if accumulate else dx.copy_(gradient)
 
 
 def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:

@@ -18,10 +18,13 @@ Rules
     - Outputs may have a wider dtype than the inputs: a bf16 product accumulates into an fp32 gradient.
     - Zero rows are legal: outputs are written as the sum over nothing.
     - Matrices may be transposed views (a weight that is stored [K, N]); the last two strides decide.
+    - An implementation may take further options by keyword that change no result (triton: num_sms, how many to use).
 
 Launches
-    linear_fwd(x, weight, bias | None, y)                      y = x weight^T + bias
-    linear_dgrad(dy, weight, dx, accumulate=False)             dx (+)= dy weight
+    linear_fwd(x, weight, bias | None, y, activation=None, z=None)
+                                                               y = activation(z), z = x weight^T + bias, kept if given
+    linear_dgrad(dy, weight, dx, accumulate=False, activation=None, z=None)
+                                                               dx (+)= dy weight, times activation'(z) if given
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
 
     activation_fwd(z, activation, y)                           y = activation(z)

@@ -18,6 +18,7 @@ def _place(columns, blocks, BLOCK: tl.constexpr):
     return program // blocks, column, column < columns
 
 
+@Kernel
 @triton.jit
 def _activation_fwd(z, y, columns, blocks, zr, zc, yr, yc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """y = activation(z), both [M, N]. One program: one block of one row."""
@@ -26,6 +27,7 @@ def _activation_fwd(z, y, columns, blocks, zr, zc, yr, yc, ACTIVATION: tl.conste
     tl.store(y + row * yr + column * yc, value.to(y.dtype.element_ty), mask)
 
 
+@Kernel
 @triton.jit
 def _activation_bwd(
     dy, z, dz, columns, blocks, dyr, dyc, zr, zc, dzr, dzc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
@@ -38,6 +40,7 @@ def _activation_bwd(
     tl.store(dz + row * dzr + column * dzc, result.to(dz.dtype.element_ty), mask)
 
 
+@Kernel
 @triton.jit
 def _gated_fwd(gate, up, h, columns, blocks, gr, gc, ur, uc, hr, hc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """h = activation(gate) * up, all [M, H]. One program: one block of one row."""
@@ -47,6 +50,7 @@ def _gated_fwd(gate, up, h, columns, blocks, gr, gc, ur, uc, hr, hc, ACTIVATION:
     tl.store(h + row * hr + column * hc, value.to(h.dtype.element_ty), mask)
 
 
+@Kernel
 @triton.jit
 def _gated_bwd(
     dh, gate, up, dgate, dup, h,
@@ -68,30 +72,24 @@ def _gated_bwd(
     tl.store(h + row * hr + column * hc, (activated * up_value).to(h.dtype.element_ty), mask)
 
 
-_activation_fwd_kernel = Kernel(_activation_fwd)
-_activation_bwd_kernel = Kernel(_activation_bwd)
-_gated_fwd_kernel = Kernel(_gated_fwd)
-_gated_bwd_kernel = Kernel(_gated_bwd)
-
-
 def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
     """y = activation(z)."""
-    _launch(_activation_fwd_kernel, (z, y), activation)
+    _launch(_activation_fwd, (z, y), activation)
 
 
 def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor) -> None:
     """dz = dy activation'(z)."""
-    _launch(_activation_bwd_kernel, (dy, z, dz), activation)
+    _launch(_activation_bwd, (dy, z, dz), activation)
 
 
 def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor) -> None:
     """h = activation(gate) * up."""
-    _launch(_gated_fwd_kernel, (gate, up, h), activation)
+    _launch(_gated_fwd, (gate, up, h), activation)
 
 
 def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor) -> None:
     """dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up once more."""
-    _launch(_gated_bwd_kernel, (dh, gate, up, dgate, dup, h), activation)
+    _launch(_gated_bwd, (dh, gate, up, dgate, dup, h), activation)
 
 
 def _launch(kernel: Kernel, tensors: tuple[Tensor, ...], activation: str) -> None:
@@ -112,10 +110,10 @@ def _launch(kernel: Kernel, tensors: tuple[Tensor, ...], activation: str) -> Non
 def variants(capability: int) -> list[Variant]:
     """The variants for contiguous bf16 tensors, the same on every GPU."""
     kernels = {
-        "activation_fwd": (_activation_fwd_kernel, 2),
-        "activation_bwd": (_activation_bwd_kernel, 3),
-        "gated_fwd": (_gated_fwd_kernel, 3),
-        "gated_bwd": (_gated_bwd_kernel, 6),
+        "activation_fwd": (_activation_fwd, 2),
+        "activation_bwd": (_activation_bwd, 3),
+        "gated_fwd": (_gated_fwd, 3),
+        "gated_bwd": (_gated_bwd, 6),
     }
     return [
         Variant(f"{name} silu", kernel, ("*bf16",) * n + ("i32:16", "i32") + ("i32:16", 1) * n, ("silu", _BLOCK), 4, 1)

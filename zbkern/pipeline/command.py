@@ -132,6 +132,8 @@ def _costs(path: str | None, chunks: int) -> Costs:
 
 def _searched(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
     stages, microbatches, placement = arguments.stages, arguments.microbatches, arguments.placement
+    if sys.stderr.isatty() and arguments.time_limit >= 1:
+        print(f"searching for up to {arguments.time_limit:g} s", file=sys.stderr)
     try:
         return plan(
             costs,

@@ -150,8 +150,8 @@ def is_light(colour: str) -> bool:
 
 
 def number(value: float) -> str:
-    """Four significant digits, or the whole number where there are more."""
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    """Four significant digits, or the whole number where that has a few more."""
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e8 else f"{value:.4g}"
 
 
 def _row(timeline: Timeline, rank: int, row: Sequence[Event], first: float, scale: float, width: float) -> str:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.actions import Action, Schedule, ScheduleError
-from zbkern.pipeline.clock import Clock
+from zbkern.pipeline.mailbox import PipelineError, Tag
+from zbkern.pipeline.microbatches import split
+from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
+from zbkern.pipeline.recorder import Recorder, Sample
 from zbkern.pipeline.stage import Stage
 from zbkern.pipeline.timeline import Event, Timeline
-from zbkern.pipeline.transport import DistributedTransport, PipelineError, Tag, Transport
+from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.undo import ForwardState
 from zbkern.pipeline.warmup import chain, forwards_ahead
 from zbkern.wgrad import WGradQueue
@@ -35,8 +37,14 @@ class Pipeline:
     called as loss_fn(output, target) for one microbatch on the last chunk's rank. group: the pipeline's ranks, None for
     all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
     at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
-    their gradients. timeout: seconds to wait for one message before the step fails.
+    their gradients. timeout: seconds to wait for one message before the step fails. fill_with: called where the rank
+    would wait and no W is left; it does a little work of yours and returns True while there is more. nonfinite:
+    "raise" ends the step with the microbatch whose loss is not finite (it waits for the device once per loss), "ignore"
+    leaves that to an Optimizer, which skips. record: keep samples of the W queue and of memory (`samples`).
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together.
+
+    A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
+    call `step` again on every rank, unless a process was lost.
     """
 
     def __init__(
@@ -50,6 +58,9 @@ class Pipeline:
         max_wgrad_bytes: int | None = None,
         tied: Mapping[str, Tensor] | None = None,
         timeout: float = 1800.0,
+        fill_with: Callable[[], bool] | None = None,
+        nonfinite: str = "ignore",
+        record: bool = False,
     ) -> None:
         modules = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
         if not isinstance(schedule, Schedule):
@@ -58,6 +69,8 @@ class Pipeline:
             raise TypeError(f"Pipeline: loss_fn must be callable as loss_fn(output, target); got {loss_fn!r}")
         if fill not in FILLS:
             raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
+        if nonfinite not in ("ignore", "raise"):
+            raise ValueError(f'Pipeline: nonfinite must be "ignore" or "raise"; got {nonfinite!r}')
         schedule.validate()
         rank, size = _place(group)
         if size != schedule.stages:
@@ -74,6 +87,8 @@ class Pipeline:
         self.schedule = schedule
         self.fill = fill
         self.timeout = timeout
+        self.fill_with = fill_with
+        self.nonfinite = nonfinite
         self.device = _device(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
         last = len(schedule.placement) - 1
@@ -88,12 +103,12 @@ class Pipeline:
         self.optimizer: Any = None  # an Optimizer of this pipeline sets itself here
         self._tied = _tied_groups(self._transport, group, self.tied)
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._fused}
-        self._program = list(_merge_neighbours(schedule.actions[rank]))
-        self._room = _peak_microbatches(schedule.actions[rank])
+        self._program = list(merge_neighbours(schedule.actions[rank]))
+        self._room = peak_microbatches(schedule.actions[rank])
         self._ahead = forwards_ahead(schedule)[rank]
         self._step = 0
-        self._clock = Clock(self.device)
-        self._marks: list[tuple[tuple[Action, ...], Any, Any]] = []
+        self._failed = False
+        self._recorder = Recorder(rank, self.device, self.queue, record)
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
@@ -114,17 +129,13 @@ class Pipeline:
         if self.optimizer is not None:
             self.optimizer.validate()
         self._begin(inputs, targets)
-        forwards = [
-            Action("F", chunk, microbatch) for chunk in self._stages for microbatch in range(self.schedule.microbatches)
-        ]
         modules = [stage.module for stage in self._stages.values()]
         training = [module.training for module in modules]
         try:
             for module in modules:
                 module.eval()
             with torch.no_grad():
-                # by distance from the first input: an order in which every rank's forwards can be reached
-                self._run([(action,) for action in sorted(forwards, key=lambda a: (a.chunk + a.microbatch, a.chunk))])
+                self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
             for module, mode in zip(modules, training, strict=True):
                 module.train(mode)
@@ -144,14 +155,20 @@ class Pipeline:
     def last_timeline(self) -> Timeline:
         """When this rank's actions of the last step ran, in seconds since its first; other ranks' rows are empty."""
         rows: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
-        rows[self.rank] = self._events()
+        rows[self.rank] = self._recorder.events()
         return _timeline(self.schedule, rows)
 
     def gather_timeline(self) -> Timeline:
         """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective."""
-        rows = self._transport.gather([(event.rank, tuple(event.action), *event[2:]) for event in self._events()])
+        own = [(event.rank, tuple(event.action), *event[2:]) for event in self._recorder.events()]
+        rows = self._transport.gather(own)
         events = [[Event(rank, Action(*action), start, end) for rank, action, start, end in row] for row in rows]
         return _timeline(self.schedule, events)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """With record=True: after every action of the last step, what the queue and the device's memory held."""
+        return self._recorder.samples()
 
     def close(self) -> None:
         """Ends the connections to the other ranks; call it on every rank, or use the pipeline as a context manager."""
@@ -173,11 +190,16 @@ class Pipeline:
                 f"Pipeline.step: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
                 "run or discard pipe.queue first"
             )
+        if self._failed:
+            if self.optimizer is not None and self.optimizer.waits:
+                raise PipelineError("the last optimizer step had no verdict when a rank failed; load a checkpoint")
+            self._transport.reopen()
+            self._failed, self._step = False, 0  # every rank counts anew
         count = self.schedule.microbatches
-        self._inputs = _split("inputs", inputs, count, needed=0 in self._stages)
-        self._targets = _split("targets", targets, count, needed=self._last in self._stages)
+        self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
+        self._targets = split("targets", targets, count) if self._last in self._stages else []
         self._losses: list[Tensor] = []
-        self._marks = []
+        self._recorder.clear()
         self._in_flight = 0
         self._step += 1
         self._count_setbacks()
@@ -197,8 +219,9 @@ class Pipeline:
             begun += 1
         if self._count_setbacks() and before is not None:
             before.restore()
-            self._reset()
-            self._marks, self._in_flight, begun = [], 0, 0
+            self._forget()
+            self._recorder.clear()
+            self._in_flight = begun = 0
         return begun
 
     def _count_setbacks(self) -> bool:
@@ -210,19 +233,23 @@ class Pipeline:
         return new > 0
 
     def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
-        action = None
+        activity, recorder = self._transport.activity, self._recorder
         try:
             for group in program:
                 action = group[0]
-                self._handlers[action.kind](*group)
+                activity.begin(action)
+                with recorder.label(action):
+                    self._handlers[action.kind](*group)
             while self.queue.pending():  # eager: what no wait had room for
                 self._run_oldest()
+            activity.begin("none")
         except PipelineError:
-            self._reset()
+            self._abandon()
             raise
         except Exception as error:
-            self._reset()
-            reason = f"rank {self.rank}, action {action}: {type(error).__name__}: {error}"
+            memory = self._memory() if isinstance(error, torch.OutOfMemoryError) else ""
+            reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{memory}"
+            self._abandon()
             self._transport.fail(reason)
             raise PipelineError(reason) from error
 
@@ -231,47 +258,49 @@ class Pipeline:
         if self.fill == "eager":
             self._make_room()
         inputs = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
-        start = self._clock.now()
+        start = self._recorder.now()
         target = self._targets[microbatch] if chunk == self._last else None
         outputs = self._stages[chunk].forward(microbatch, inputs, target)
         self._in_flight += 1
         if chunk == self._last:
             self._losses.append(outputs.detach())
+            if self.nonfinite == "raise" and not torch.isfinite(outputs):
+                raise FloatingPointError(f"the loss of microbatch {microbatch} is {outputs.item()}")
         else:
             self._send(chunk + 1, "F", microbatch, outputs)
-        self._record((action,), start)
+        self._recorder.done((action,), start)
 
     def _backward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         gradients = None if chunk == self._last else self._await("B", action)
-        start = self._clock.now()
+        start = self._recorder.now()
         outputs = self._stages[chunk].backward_input(microbatch, gradients)
         self._in_flight -= 1
         if chunk > 0:
             self._send(chunk - 1, "B", microbatch, outputs)
-        self._record((action,), start)
+        self._recorder.done((action,), start)
 
     def _weight(self, *actions: Action) -> None:
         if self.fill == "eager":
             return
-        start = self._clock.now()
+        start = self._recorder.now()
         chunk, part = actions[0].chunk, actions[0].part
         if part is None:
             self._stages[chunk].weight(*(action.microbatch for action in actions))
         else:
             self._stages[chunk].weight_part(actions[0].microbatch, *part)
-        self._record(actions, start)
+        self._recorder.done(actions, start)
 
     def _fused(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         gradients = None if chunk == self._last else self._await("B", action)
-        start = self._clock.now()
+        start = self._recorder.now()
         outputs = self._stages[chunk].backward_input(microbatch, gradients)
         self._stages[chunk].weight(microbatch)
         self._in_flight -= 1
         if chunk > 0:
             self._send(chunk - 1, "B", microbatch, outputs)
-        self._record((action,), start)
+        self._recorder.done((action,), start)
 
     # ---- waiting, sending, filling
 
@@ -280,6 +309,9 @@ class Pipeline:
         if self.fill == "eager":
             while not self._transport.ready(tag) and self.queue.pending():
                 self._run_oldest()
+        if self.fill_with is not None:
+            while not self._transport.ready(tag) and self.fill_with():
+                pass
         neighbour = action.chunk - 1 if kind == "F" else action.chunk + 1
         return self._transport.receive(self.schedule.placement[neighbour], tag, self.timeout)
 
@@ -298,29 +330,32 @@ class Pipeline:
 
     def _run_oldest(self, key: Any = None) -> None:
         chunk, microbatch = self.queue.keys()[0]
-        start = self._clock.now()
-        self.queue.run_one(key)
-        self._record((Action("W", chunk, microbatch),), start)
-
-    def _record(self, actions: tuple[Action, ...], start: Any) -> None:
-        self._marks.append((actions, start, self._clock.now()))
-
-    def _events(self) -> list[Event]:
-        """The marks as events; actions that ran as one launch share its time equally."""
-        events = []
-        for actions, start, end in self._marks:
-            begin, finish = self._clock.seconds(start), self._clock.seconds(end)
-            share = (finish - begin) / len(actions)
-            events += [Event(self.rank, a, begin + i * share, begin + (i + 1) * share) for i, a in enumerate(actions)]
-        return events
+        action = Action("W", chunk, microbatch)
+        start = self._recorder.now()
+        with self._recorder.label(action):
+            self.queue.run_one(key)
+        self._recorder.done((action,), start)
 
     def _loss(self) -> Tensor | None:
         return torch.stack(self._losses).sum() if self._losses else None
 
-    def _reset(self) -> None:
+    def _abandon(self) -> None:
+        self._failed = True
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops what was begun."""
         self.queue.discard()
         for stage in self._stages.values():
             stage.reset()
+
+    def _memory(self) -> str:
+        """What an out-of-memory error adds: the plan's peak and what was there."""
+        held = f"; the schedule holds {self._room} microbatches at its peak on this rank, {self._in_flight} were begun"
+        held += f", {self.queue.pending()} W pinned {self.queue.bytes / 2**20:.0f} MiB"
+        if self.device.type == "cuda":
+            held += f", {torch.cuda.max_memory_allocated(self.device) / 2**20:.0f} MiB were allocated at most"
+        return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
 
     def _connect(self, group: dist.ProcessGroup | None) -> Transport:
         placement = self.schedule.placement
@@ -357,59 +392,6 @@ def _device(device: torch.device | str | None, modules: Sequence[torch.nn.Module
         return torch.device(device)
     parameter = next((p for module in modules for p in module.parameters()), None)
     return torch.device("cpu") if parameter is None else parameter.device
-
-
-def _merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:
-    """The program of a rank: whole W of one chunk that follow each other are one entry, everything else its own."""
-    run: list[Action] = []
-    for action in actions:
-        if run and not (action.kind == "W" and action.part is None and action.chunk == run[0].chunk):
-            yield tuple(run)
-            run = []
-        if action.kind == "W" and action.part is None:
-            run.append(action)
-        else:
-            yield (action,)
-    if run:
-        yield tuple(run)
-
-
-def _peak_microbatches(actions: Sequence[Action]) -> int:
-    """The most microbatches that the plan holds at once on this rank, begun or waiting for their W."""
-    held = peak = 0
-    for kind, _, _, part in actions:
-        if kind == "F":
-            held += 1
-            peak = max(peak, held)
-        elif kind == "BW" or (kind == "W" and (part is None or part[0] == part[1] - 1)):
-            held -= 1
-    return peak
-
-
-def _split(name: str, value: Any, count: int, needed: bool) -> list[Any]:
-    if not needed:
-        return []
-    if value is None:
-        raise ValueError(f"Pipeline.step: {name} must be given on this rank; got None")
-    if isinstance(value, list):
-        if len(value) != count:
-            raise ValueError(
-                f"Pipeline.step: {name} is a list of {len(value)} microbatches and the schedule has {count}; "
-                "pass one entry per microbatch, or one tensor to be split"
-            )
-        return value
-    leaves, spec = pytree.tree_flatten(value)
-    parts: list[list[Any]] = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            raise TypeError(f"Pipeline.step: {name} must hold tensors with a batch dimension; got {leaf!r}")
-        if leaf.shape[0] % count:
-            raise ValueError(
-                f"Pipeline.step: dimension 0 of {name} must be a multiple of the {count} microbatches; got "
-                f"{list(leaf.shape)}; change the batch size or pass a list of microbatches"
-            )
-        parts.append(list(leaf.split(leaf.shape[0] // count)) if leaf.shape[0] else [leaf] * count)
-    return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
 
 
 def _tied_groups(transport: Transport, group: Any, tied: dict[str, Tensor]) -> list[tuple[Tensor, Any]]:

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.norms import coefficient, scale_, squares
-from zbkern.pipeline.transport import DistributedTransport, PipelineError
+from zbkern.pipeline.transport import DistributedTransport
 from zbkern.pipeline.undo import UNDO, hyperparameters, parameters
 from zbkern.pipeline.warmup import chain
 
@@ -175,6 +176,11 @@ class Optimizer:
         if self._pending is not None and self._transport.ready(Message(self._number, "all")):
             self.validate()
         return self._pending is None
+
+    @property
+    def waits(self) -> bool:
+        """True while the last step is without its verdict."""
+        return self._pending is not None
 
     def take_setbacks(self) -> int:
         """How many verdicts since the last call were other than "step as you are", the same on all ranks.

@@ -1,25 +1,31 @@
-"""How tensors travel between ranks: `DistributedTransport` over torch.distributed, `LocalTransport` between threads.
+"""How tensors travel between ranks: what the engine needs of a transport, and `DistributedTransport`.
 
 A message is a pytree of tensors under a `Tag`. Sending never blocks. Receiving is posted ahead for good: one thread per
 peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag. A
 rank that fails tells its peers the same way, and they tell theirs, so every rank ends with the first rank's message.
+A rank that waits too long asks along the chain of those who wait, until one is found that does not: that one is stuck,
+and the thread that was asked says so in its name.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import pickle
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.mailbox import Activity, Mailbox, PipelineError, Tag
 
 logger = logging.getLogger("zbkern")
 
@@ -27,79 +33,7 @@ _HEADER_BYTES = 1024
 _FOREVER = timedelta(days=365)
 
 
-class PipelineError(RuntimeError):
-    """A step failed, here or on another rank; the message names the rank, the action and the cause."""
-
-
-class Tag(NamedTuple):
-    """What a message is: the input of `chunk` (kind F) or the gradient of its output (kind B), of one microbatch."""
-
-    step: int
-    kind: str
-    chunk: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        what = "input" if self.kind == "F" else "output gradient"
-        return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
-
-
-class Mailbox:
-    """Messages that have arrived and were not asked for yet. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._messages: dict[Tag, Any] = {}
-        self._changed = threading.Condition()
-        self._closed: set[int] = set()
-        self._first_step = 0
-        self.failure: str | None = None
-
-    def put(self, tag: Tag, message: Any) -> None:
-        with self._changed:
-            if isinstance(tag, Tag) and tag.step < self._first_step:
-                return
-            self._messages[tag] = message
-            self._changed.notify_all()
-
-    def fail(self, reason: str) -> bool:
-        """Makes every present and later `take` raise; the first reason stays. True when this was the first."""
-        with self._changed:
-            first, self.failure = self.failure is None, self.failure or reason
-            self._changed.notify_all()
-        return first
-
-    def closed(self, peer: int) -> None:
-        """Nothing more will come from that rank."""
-        with self._changed:
-            self._closed.add(peer)
-            self._changed.notify_all()
-
-    def __contains__(self, tag: Tag) -> bool:
-        return tag in self._messages
-
-    def forget(self, step: int) -> list[Any]:
-        """Drops the messages of steps before `step`, those that come later, too; returns what was there."""
-        with self._changed:
-            self._first_step = step
-            old = [tag for tag in self._messages if isinstance(tag, Tag) and tag.step < step]
-            return [self._messages.pop(tag) for tag in old]
-
-    def peek(self, tag: Tag) -> Any:
-        return self._messages.get(tag)
-
-    def take(self, peer: int, tag: Tag, timeout: float) -> Any:
-        def over() -> bool:
-            return tag in self._messages or self.failure is not None or peer in self._closed
-
-        with self._changed:
-            self._changed.wait_for(over, timeout)
-            if self.failure is not None:
-                raise PipelineError(self.failure)
-            if tag in self._messages:
-                return self._messages.pop(tag)
-            if peer in self._closed:
-                raise PipelineError(f"rank {peer} closed its pipeline while {tag} was awaited from it")
-            raise PipelineError(f"{tag} did not come from rank {peer} within {timeout:g} s; it is stuck or overloaded")
+GRACE = 2.0  # seconds that a stuck rank has to say so itself
 
 
 class Transport(Protocol):
@@ -107,6 +41,7 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    activity: Activity
 
     def send(self, peer: int, tag: Tag, message: Any) -> None:
         """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are."""
@@ -118,7 +53,7 @@ class Transport(Protocol):
         """True when `receive` would return at once."""
 
     def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
-        """The message from `peer`, waiting up to `timeout` seconds. Raises PipelineError when a rank has failed."""
+        """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
 
     def forget(self, step: int) -> None:
         """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
@@ -126,55 +61,17 @@ class Transport(Protocol):
     def fail(self, reason: str) -> None:
         """Tells every rank that this one has failed."""
 
+    def reopen(self) -> None:
+        """Makes a transport that has failed usable again, without the messages that were under way; collective.
+
+        Raises PipelineError when a rank was lost: only a restart brings it back.
+        """
+
     def gather(self, value: Any) -> list[Any]:
         """One picklable value of every rank, by rank; collective."""
 
     def close(self) -> None:
         """Ends the transport; collective."""
-
-
-class LocalTransport:
-    """The twin without processes: the ranks are threads of one process. `LocalTransport.ring(n)` makes all of them."""
-
-    def __init__(self, rank: int, mailboxes: Sequence[Mailbox], barrier: threading.Barrier, board: list[Any]) -> None:
-        self.rank, self.size = rank, len(mailboxes)
-        self._mailboxes, self._barrier, self._board = mailboxes, barrier, board
-
-    @classmethod
-    def ring(cls, size: int) -> list[LocalTransport]:
-        mailboxes, barrier, board = [Mailbox() for _ in range(size)], threading.Barrier(size), [None] * size
-        return [cls(rank, mailboxes, barrier, board) for rank in range(size)]
-
-    def send(self, peer: int, tag: Tag, message: Any) -> None:
-        self._mailboxes[peer].put(tag, message)
-
-    def deliver(self, tag: Tag, message: Any) -> None:
-        self._mailboxes[self.rank].put(tag, message)
-
-    def ready(self, tag: Tag) -> bool:
-        return tag in self._mailboxes[self.rank]
-
-    def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
-        return self._mailboxes[self.rank].take(peer, tag, timeout)
-
-    def forget(self, step: int) -> None:
-        self._mailboxes[self.rank].forget(step)
-
-    def fail(self, reason: str) -> None:
-        for mailbox in self._mailboxes:
-            mailbox.fail(reason)
-        self._barrier.abort()
-
-    def gather(self, value: Any) -> list[Any]:
-        self._board[self.rank] = value
-        self._barrier.wait()
-        values = list(self._board)
-        self._barrier.wait()
-        return values
-
-    def close(self) -> None:
-        for mailbox in self._mailboxes:
-            mailbox.closed(self.rank)
 
 
 class DistributedTransport:
@@ -186,16 +83,23 @@ class DistributedTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, peers: Iterable[int], device: torch.device) -> None:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.rank, self.size = dist.get_rank(group), len(ranks)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.activity = Activity(self.rank)
+        self._group = group
         self._device = device
+        self._peers = sorted(set(peers) - {self.rank})
+        self._open()
+
+    def _open(self) -> None:
+        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         self._control = _new_group(ranks, "gloo")
         self._up = self._down = self._control
-        if device.type != "cpu":
-            self._up, self._down = (_new_group(ranks, dist.get_backend(group)) for _ in range(2))
+        if self._device.type != "cpu":
+            self._up, self._down = (_new_group(ranks, dist.get_backend(self._group)) for _ in range(2))
         self._mailbox = Mailbox()
-        self._peers = sorted(set(peers) - {self.rank})
+        self._lost = False
         self._ended = threading.Lock()
+        self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._finish_sends, name="zbkern-send", daemon=True)
         self._receivers = [
@@ -228,7 +132,16 @@ class DistributedTransport:
         return message is not None and all(work.is_completed() for work in message[1])
 
     def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
-        message, works = self._mailbox.take(peer, tag, timeout)
+        self.activity.awaits = peer
+        try:
+            message, works = self._mailbox.take(peer, tag, timeout)
+        except TimeoutError:
+            self._ask(peer, str(tag), timeout)
+            if self._mailbox.wait_for_failure(GRACE) is None:
+                self.fail(self.activity.silent(peer, str(tag), timeout))
+            raise PipelineError(self._mailbox.failure) from None
+        finally:
+            self.activity.awaits = None
         for work in works:
             work.wait()
         return message
@@ -241,6 +154,12 @@ class DistributedTransport:
     def fail(self, reason: str) -> None:
         self._mailbox.fail(reason)
         self._end("failed", reason)
+
+    def reopen(self) -> None:
+        if self._lost:
+            raise PipelineError(f"the pipeline cannot go on without a restart: {self._mailbox.failure}")
+        self.close()
+        self._open()
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -259,11 +178,12 @@ class DistributedTransport:
     def close(self) -> None:
         atexit.unregister(self.close)
         self._end("closed", "")
+        deadline = time.monotonic() + (5 if self._mailbox.failure is None else 2)  # a frozen rank never answers
         for thread in (self._sender, *self._receivers):
-            thread.join(timeout=5)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _end(self, what: str, reason: str) -> None:
-        """Says the last word to every peer, once: "failed" or "closed". Peers answer with theirs, and threads end."""
+        """Says the last word to every peer, once: "failed", "lost" or "closed". Peers answer with theirs, and end."""
         if not self._ended.acquire(blocking=False):
             return
         for peer in self._peers:
@@ -273,6 +193,19 @@ class DistributedTransport:
                 logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
         self._sends.put(None)
 
+    def _ask(self, peer: int, tag: str, waited: float) -> None:
+        """Asks `peer` why nothing comes; the answer is a failure that reaches everybody."""
+        with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
+            self._sends.put(self._send_header(peer, ("asked", tag, waited, None)))
+
+    def _asked(self, tag: str, waited: float) -> None:
+        """Thread: somebody waits for this rank. Asks on when it waits itself, says that it is stuck when not."""
+        peer = self.activity.awaits
+        if peer is None:
+            self._pass_on(self.activity.stuck(tag, waited))
+        else:
+            self._ask(peer, tag, waited)
+
     def _send_header(self, peer: int, header: tuple[Any, ...]) -> list[tuple[dist.Work, Tensor]]:
         payload = pickle.dumps(header)
         first = bytearray(_HEADER_BYTES)
@@ -281,7 +214,8 @@ class DistributedTransport:
         first[4 : 4 + len(head)] = head
         parts = [first, bytearray(rest)] if rest else [first]
         tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
-        return [(self._control.send([tensor], peer, 0), tensor) for tensor in tensors]
+        with self._header_lock:  # both parts of one header before those of another thread's
+            return [(self._control.send([tensor], peer, 0), tensor) for tensor in tensors]
 
     def _receive_header(self, peer: int) -> tuple[Any, ...]:
         first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
@@ -303,13 +237,16 @@ class DistributedTransport:
                 what, tag, detail, spec = self._receive_header(peer)
                 if what == "closed":
                     return self._mailbox.closed(peer)
-                if what == "failed":
-                    return self._pass_on(detail)
-                self._receive_message(peer, tag, detail, spec)
+                if what in ("failed", "lost"):
+                    return self._pass_on(detail, what)
+                if what == "asked":
+                    self._asked(tag, detail)
+                else:
+                    self._receive_message(peer, tag, detail, spec)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
             if not self._ended.locked():
-                self._pass_on(f"rank {peer} ended without a word: its connection was lost")
+                self._pass_on(f"rank {peer} ended without a word: its connection was lost", "lost")
 
     def _receive_message(self, peer: int, tag: Tag, shapes: list[Any], spec: Any) -> None:
         group = self._up if peer < self.rank else self._down
@@ -331,10 +268,11 @@ class DistributedTransport:
         message = leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
         self._mailbox.put(tag, (message, works))
 
-    def _pass_on(self, reason: str) -> None:
+    def _pass_on(self, reason: str, what: str = "failed") -> None:
+        self._lost = self._lost or what == "lost"
         if self._mailbox.fail(reason):
             logger.error("rank %d: pipeline stopped: %s", self.rank, reason)
-        self._end("failed", reason)
+        self._end(what, reason)
 
     def _finish_sends(self) -> None:
         """Thread: lets go of sent tensors as soon as they have left."""

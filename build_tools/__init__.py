@@ -1,0 +1,1 @@
+"""What setup.py and pip need to build the package from source. Not installed."""

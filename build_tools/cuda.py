@@ -1,0 +1,196 @@
+"""Compiles csrc/cuda_* with nvcc, ninja driving, and links zbkern._cuda.
+
+An object is named by a hash of everything that made it: its source, the headers beside it, the flags, nvcc and the
+CUTLASS headers. What is in the cache is not compiled again, in whichever checkout or build it was made. The
+compiler's report on registers and spills is kept beside each object, and that of the last build in REPORT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from build_tools.decision import Decision, Machine, decide
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "csrc"
+CACHE = ROOT / "build" / "cuda"
+REPORT = ROOT / "build" / "cuda_report.txt"
+
+# asserts would serialise wgmma; -Xptxas -v makes the report
+FLAGS = "-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -Xptxas -v"
+HOST_FLAGS = "-std=c++17 -O2"
+LIBRARY_FLAGS = ("-Xcompiler", "-fPIC,-fvisibility=hidden")
+
+HOW_TO_SKIP = "to install without the CUDA kernels: ZBKERN_BUILD=cpu"
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """nvcc: its path. version: such as "13.0". cutlass: the headers' folder, and their version."""
+
+    nvcc: str
+    version: str
+    cutlass: Path
+    cutlass_version: str
+
+
+def build(target: Path, machine: Machine) -> None:
+    """Makes the extension module `target`. Raises RuntimeError with the failing command and the compiler's words."""
+    nvcc = machine.nvcc
+    assert nvcc is not None
+    objects = compile_objects(nvcc, decide(machine), Path(machine.environment.get("ZBKERN_BUILD_CACHE") or CACHE))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _run([nvcc, "-shared", "-cudart", "static", "-o", str(target), *map(str, objects)], "linking")
+    reports = [path.with_suffix(".txt").read_text() for path in objects]
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text("\n".join([sources_hash(), *reports]))
+
+
+def compile_objects(nvcc: str, decision: Decision, cache: Path) -> list[Path]:
+    """The objects of every source, compiled where the cache lacks them."""
+    toolkit = find_toolkit(nvcc)
+    cache.mkdir(parents=True, exist_ok=True)
+    commands = {}
+    for source in sources():
+        command = [toolkit.nvcc, *flags(source, toolkit, decision.architectures), "-c", str(source)]
+        commands[cache / f"{source.stem}-{content_hash(source, command, toolkit)}.o"] = command
+    missing = {path: command for path, command in commands.items() if not path.exists()}
+    if missing:
+        _compile(missing, decision.jobs, cache)
+    return list(commands)
+
+
+def sources() -> list[Path]:
+    """What is compiled."""
+    return sorted(path for path in SOURCES.glob("cuda_*") if path.suffix in (".cu", ".cpp"))
+
+
+def with_headers(source: Path) -> list[Path]:
+    """A source and what it includes of ours, itself or through another."""
+    found = [source]
+    for path in found:
+        names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        found += [SOURCES / name for name in names if SOURCES / name not in found]
+    return found
+
+
+def sources_hash() -> str:
+    """Tells whether a built extension is of the sources at hand."""
+    files = sorted({path for source in sources() for path in with_headers(source)})
+    return _hash(*(path.read_bytes() for path in files))
+
+
+def content_hash(source: Path, command: list[str], toolkit: Toolkit) -> str:
+    """Of everything that an object depends on; paths of this machine are left out."""
+    words = [word for word in command if not word.startswith(("-I", "/"))]
+    texts = [path.read_bytes() for path in with_headers(source)]
+    versions = f"{toolkit.version} {toolkit.cutlass_version} {sysconfig.get_config_var('EXT_SUFFIX')}"
+    return _hash(*texts, " ".join(words).encode(), versions.encode())
+
+
+def flags(source: Path, toolkit: Toolkit, architectures: tuple[str, ...]) -> list[str]:
+    """Of the compiler for one source. Only bindings see Python; only kernels see CUTLASS."""
+    if source.suffix == ".cpp":
+        import pybind11
+
+        built = {
+            "ZBKERN_ARCHITECTURES": " ".join(architectures),
+            "ZBKERN_CUTLASS_VERSION": toolkit.cutlass_version,
+            "ZBKERN_SOURCES_HASH": sources_hash(),
+        }
+        return [
+            *HOST_FLAGS.split(),
+            *LIBRARY_FLAGS,
+            *(f"-D{name}={_quoted(value)}" for name, value in built.items()),
+            *(f"-I{path}" for path in (SOURCES, pybind11.get_include(), sysconfig.get_paths()["include"])),
+        ]
+    return [*FLAGS.split(), *LIBRARY_FLAGS, *code_flags(source, architectures), f"-I{SOURCES}", f"-I{toolkit.cutlass}"]
+
+
+def code_flags(source: Path, architectures: tuple[str, ...]) -> list[str]:
+    """nvcc's -gencode for a source: a name that ends in _sm90 is compiled for 9.0a alone, if that is wanted."""
+    chosen = architectures
+    if source.stem.endswith("_sm90"):
+        chosen = tuple(name for name in architectures if name.startswith("9.0a"))
+        if not chosen:  # the functions are there and say that they are not
+            return ["-DZBKERN_NO_SM90", *code_flags(source.with_stem("stub"), architectures[:1])]
+    options = []
+    for name in chosen:
+        number = re.sub(r"\.|\+PTX", "", name)
+        codes = [f"sm_{number}"] + ([f"compute_{number}"] if name.endswith("+PTX") else [])
+        options += ["-gencode", f"arch=compute_{number},code=[{','.join(codes)}]"]
+    return options
+
+
+def find_toolkit(nvcc: str) -> Toolkit:
+    """What compiles. Raises RuntimeError when nvcc does not run or the CUTLASS headers are not there."""
+    release = re.search(r"release (\d+\.\d+)", _run([nvcc, "--version"], "asking nvcc for its version"))
+    if release is None:
+        raise RuntimeError(f"{nvcc} --version names no release; is it NVIDIA's compiler? {HOW_TO_SKIP}")
+    found = importlib.util.find_spec("cutlass_library")
+    if found is None or found.origin is None:
+        raise RuntimeError(
+            "the CUDA kernels need the CUTLASS headers at build time: pip install 'nvidia-cutlass==4.2.*' ninja "
+            f"(pip does so itself without --no-build-isolation); {HOW_TO_SKIP}"
+        )
+    folder = Path(found.origin).parent / "source" / "include"
+    version = (folder / "cutlass" / "version.h").read_text()
+    numbers = re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", version)
+    return Toolkit(nvcc, release[1], folder, ".".join(numbers))
+
+
+def _compile(commands: dict[Path, list[str]], jobs: int, cache: Path) -> None:
+    """Runs the commands under ninja. An object appears under its name only when it is whole."""
+    ninja = shutil.which("ninja") or _packaged_ninja()
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        lines = [
+            "rule compile",
+            "  command = $line > $out.txt 2>&1 || { cat $out.txt; exit 1; }",
+            "  description = $name",
+        ]
+        for path, command in commands.items():
+            line = shlex.join([*command, "-o", path.name]).replace("$", "$$")
+            lines += [f"build {path.name}: compile", f"  line = {line}", f"  name = nvcc {path.stem}"]
+        Path(folder, "build.ninja").write_text("\n".join(lines) + "\n")
+        try:
+            _run([ninja, "-C", folder, "-j", str(jobs)], "compiling the CUDA kernels")
+        finally:  # what did compile is kept
+            for path in (path for path in commands if Path(folder, path.name).exists()):
+                os.replace(Path(folder, f"{path.name}.txt"), path.with_suffix(".txt"))
+                os.replace(Path(folder, path.name), path)
+
+
+def _packaged_ninja() -> str:
+    try:
+        import ninja
+    except ImportError as error:
+        raise RuntimeError(f"the CUDA kernels are built with ninja: pip install ninja; {HOW_TO_SKIP}") from error
+    return str(Path(ninja.BIN_DIR) / "ninja")
+
+
+def _run(command: list[str], doing: str) -> str:
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(
+            f"{doing} failed: exit code {result.returncode}\n  command: {shlex.join(command)}\n"
+            f"{result.stdout[-20000:]}\n  {HOW_TO_SKIP}"
+        )
+    return result.stdout
+
+
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _quoted(value: str) -> str:
+    return f'"{value}"'

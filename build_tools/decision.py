@@ -1,0 +1,141 @@
+"""What to build on a machine: one pure function, and the functions that find out what the machine has."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MODES = ("auto", "cpu", "cuda", "off")
+PARTS = ("planner", "cuda")
+
+DEFAULT_ARCHITECTURES = ("8.0", "9.0a", "10.0")
+"""Where no GPU is visible: A100, H100 and B200, and their kin of the same major number."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the decision depends on. compiler, nvcc: their paths, or None. visible: compute capabilities of its GPUs."""
+
+    environment: Mapping[str, str]
+    compiler: str | None
+    nvcc: str | None
+    visible: Sequence[str] = ()
+    cores: int = 1
+    platform: str = "linux"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """parts: of PARTS. architectures: such as "9.0a" or "8.0+PTX". jobs: compilers that may run at a time."""
+
+    parts: tuple[str, ...]
+    architectures: tuple[str, ...] = ()
+    jobs: int = 1
+
+
+def decide(machine: Machine) -> Decision:
+    """What to build. Raises ValueError, with what to do, when what is asked for cannot be built here."""
+    mode = machine.environment.get("ZBKERN_BUILD", "auto")
+    if mode not in MODES:
+        raise ValueError(f"ZBKERN_BUILD must be one of {', '.join(MODES)}; got {mode!r}")
+    if mode == "off":
+        return Decision(())
+    reason = why_no_cuda(machine)
+    if mode == "cuda" and reason is not None:
+        raise ValueError(f"ZBKERN_BUILD=cuda: {reason}; or build without the CUDA kernels: ZBKERN_BUILD=cpu")
+    planner = ("planner",) if machine.compiler is not None else ()
+    jobs = jobs_at_a_time(machine.environment, machine.cores)
+    if mode == "cpu" or reason is not None:
+        return Decision(planner, (), jobs)
+    listed = machine.environment.get("TORCH_CUDA_ARCH_LIST", "")
+    return Decision((*planner, "cuda"), architectures(listed, machine.visible), jobs)
+
+
+def why_no_cuda(machine: Machine) -> str | None:
+    """Why the CUDA kernels cannot be built here and what would change it, or None when they can."""
+    if not machine.platform.startswith("linux"):
+        return f"the CUDA kernels are built on Linux only; this is {machine.platform}"
+    if machine.nvcc is None:
+        return "no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda; install the CUDA toolkit or set CUDA_HOME"
+    if machine.compiler is None:
+        return "nvcc needs a C++ compiler and there is none; install g++ or clang++, or set CXX"
+    return None
+
+
+def architectures(listed: str, visible: Sequence[str]) -> tuple[str, ...]:
+    """What to compile for: TORCH_CUDA_ARCH_LIST if it is set, else the visible GPUs, else DEFAULT_ARCHITECTURES.
+
+    9.0 becomes 9.0a, whose code runs on every GPU of 9.0 and may use its tensor cores fully. What is older than 8.0 is
+    left out: it has no bf16. Raises ValueError for a name that is no number, and when nothing is left.
+    """
+    names = re.split(r"[;,\s]+", listed.strip()) if listed.strip() else list(visible or DEFAULT_ARCHITECTURES)
+    chosen = []
+    for name in filter(None, names):
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
+        if match is None:
+            raise ValueError(f"TORCH_CUDA_ARCH_LIST must hold numbers such as '8.0;9.0a;10.0+PTX'; got {name!r}")
+        major, minor, suffix, ptx = match.groups()
+        if int(major) >= 8:
+            feature = "a" if (major, minor) == ("9", "0") else suffix
+            chosen.append(f"{major}.{minor}{feature}{ptx or ''}")
+    if not chosen:
+        raise ValueError(f"TORCH_CUDA_ARCH_LIST: the CUDA kernels need 8.0 or later; got {', '.join(names)}")
+    return tuple(sorted(set(chosen), key=lambda name: [int(number) for number in re.findall(r"\d+", name)]))
+
+
+def jobs_at_a_time(environment: Mapping[str, str], cores: int) -> int:
+    """MAX_JOBS if it is set, else the number of cores."""
+    asked = environment.get("MAX_JOBS", "")
+    if not asked:
+        return max(1, cores)
+    if not asked.isdigit() or int(asked) == 0:
+        raise ValueError(f"MAX_JOBS must be a positive number; got {asked!r}")
+    return int(asked)
+
+
+def this_machine(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Machine:
+    """The machine at hand."""
+    nvcc = find_nvcc(environment)
+    visible = visible_architectures() if nvcc is not None else ()
+    return Machine(environment, find_compiler(environment, platform), nvcc, visible, cores(), platform)
+
+
+def find_compiler(environment: Mapping[str, str], platform: str) -> str | None:
+    """The C++ compiler that setuptools will use, if there is one."""
+    if environment.get("CXX"):
+        return shutil.which(shlex.split(environment["CXX"])[0])
+    names = ("cl",) if platform == "win32" else ("c++", "g++", "clang++")
+    return next((path for path in map(shutil.which, names) if path is not None), None)
+
+
+def find_nvcc(environment: Mapping[str, str], default: str = "/usr/local/cuda") -> str | None:
+    """nvcc of CUDA_HOME, of CUDA_PATH, on PATH, or where the toolkit installs itself; the first that is there."""
+    homes = [environment[name] for name in ("CUDA_HOME", "CUDA_PATH") if environment.get(name)]
+    places = [*(str(Path(home) / "bin") for home in homes), environment.get("PATH", ""), str(Path(default) / "bin")]
+    return next((path for place in places if place and (path := shutil.which("nvcc", path=place))), None)
+
+
+def visible_architectures() -> tuple[str, ...]:
+    """Compute capabilities of the GPUs that the driver shows, each once; empty where there is no driver."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(sorted(set(re.findall(r"^\d+\.\d$", answer.stdout, re.MULTILINE))))
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

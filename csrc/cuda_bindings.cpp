@@ -1,0 +1,161 @@
+// Python's view of the CUDA kernels: zbkern._cuda. Addresses, sizes and a stream as ints, dtypes as 0 (float32),
+// 1 (bfloat16), 2 (float16); zbkern/kernels/cuda.py takes them from tensors. Works without a GPU up to the launch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "cuda_optimizer.h"
+#include "cuda_wgrad.h"
+
+namespace py = pybind11;
+using namespace zbkern;
+
+namespace {
+
+template <class T = void>
+T* address(const py::handle& value) {
+  return reinterpret_cast<T*>(value.cast<std::uintptr_t>());
+}
+
+cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+Segment segment_from(const py::handle& source) {
+  const auto fields = py::cast<py::tuple>(source);
+  return {address(fields[0]), address(fields[1]), fields[2].cast<std::int64_t>(), fields[3].cast<std::int64_t>(),
+          fields[4].cast<std::int64_t>()};
+}
+
+Product product_from(const py::handle& source) {
+  const auto fields = py::cast<py::tuple>(source);
+  Product product{address(fields[0]), address(fields[1]), fields[2].cast<std::int64_t>(),
+                  fields[3].cast<std::int64_t>(), fields[4].cast<std::int64_t>(), {}};
+  for (const py::handle& segment : fields[5]) product.segments.push_back(segment_from(segment));
+  return product;
+}
+
+AdamTensor adam_tensor_from(const py::handle& source) {
+  const auto fields = py::cast<py::tuple>(source);
+  return {address(fields[0]), address(fields[1]), address<float>(fields[2]), address<float>(fields[3]),
+          address<float>(fields[4]), fields[5].cast<std::int64_t>()};
+}
+
+std::vector<Span> spans_from(const py::sequence& source) {
+  std::vector<Span> spans;
+  for (const py::handle& item : source) {
+    const auto fields = py::cast<py::tuple>(item);
+    spans.push_back({address(fields[0]), fields[1].cast<std::int64_t>()});
+  }
+  return spans;
+}
+
+// The device of the launch is current while this lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "asking for the device");
+    if (device != before_) check(cudaSetDevice(device), "choosing the device");
+    device_ = device;
+  }
+  ~OnDevice() {
+    if (device_ != before_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  int device_ = 0;
+};
+
+Kind kind_of(int number) {
+  if (number < 0 || number > 2) throw std::invalid_argument("zbkern: a dtype is 0 (float32), 1 (bfloat16) or 2 (float16)");
+  return static_cast<Kind>(number);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, module) {
+  module.doc() = "zbkern's CUDA kernels, compiled. zbkern.kernels.cuda calls them with tensors.";
+  module.attr("CUDA_VERSION") = py::int_(CUDART_VERSION);  // 13000 is 13.0
+  module.attr("ARCHITECTURES") = ZBKERN_ARCHITECTURES;
+  module.attr("CUTLASS_VERSION") = ZBKERN_CUTLASS_VERSION;
+  module.attr("SOURCES_HASH") = ZBKERN_SOURCES_HASH;
+  module.attr("MAX_SEGMENTS") = kMaxSegments;
+  module.attr("MAX_PRODUCTS") = kMaxProducts;
+  module.def("has_sm90", &has_sm90);
+
+  module.def("choose_tile", &choose_tile, py::arg("n"), py::arg("k"), py::arg("sms"));
+  module.def("count_tiles", &count_tiles, py::arg("n"), py::arg("k"), py::arg("tile_k"));
+  module.def("choose_blocks", &choose_blocks, py::arg("tiles"), py::arg("sms"), py::arg("max_tiles"));
+  module.def(
+      "tile_place",
+      [](int index, int rows, int columns, int band) {
+        const TilePlace place = tile_place(index, rows, columns, band);
+        return py::make_tuple(place.row, place.column);
+      },
+      py::arg("index"), py::arg("rows"), py::arg("columns"), py::arg("band"));
+  // products: (dweight, dbias or 0, N, K, row stride, [(x, dy, rows, row stride of x, of dy), ...])
+  module.def(
+      "wgrad",
+      [](const py::sequence& products, int input, int dweight, int dbias, bool accumulate, int blocks, int tile_k,
+         bool hopper, int device, std::uintptr_t stream) {
+        Wgrad task{{}, kind_of(input), kind_of(dweight), kind_of(dbias), accumulate, blocks, tile_k, stream_of(stream)};
+        for (const py::handle& product : products) task.products.push_back(product_from(product));
+        validate(task, hopper);
+        const OnDevice there(device);
+        wgrad(task, hopper);
+      },
+      py::arg("products"), py::arg("input"), py::arg("dweight"), py::arg("dbias"), py::arg("accumulate"),
+      py::arg("blocks"), py::arg("tile_k"), py::arg("hopper"), py::arg("device"), py::arg("stream"));
+
+  // tensors: (param, grad, exp_avg, exp_avg_sq, master or 0, count)
+  module.def(
+      "adam",
+      [](const py::sequence& tensors, int param, int grad, std::uintptr_t control, double beta1, double beta2, double eps,
+         double weight_decay, bool undo, int device, std::uintptr_t stream) {
+        Adam task{{}, kind_of(param), kind_of(grad), reinterpret_cast<const float*>(control),
+                  {beta1, beta2, eps, weight_decay}, undo, stream_of(stream)};
+        for (const py::handle& tensor : tensors) task.tensors.push_back(adam_tensor_from(tensor));
+        const OnDevice there(device);
+        adam(task);
+      },
+      py::arg("tensors"), py::arg("param"), py::arg("grad"), py::arg("control"), py::arg("beta1"), py::arg("beta2"),
+      py::arg("eps"), py::arg("weight_decay"), py::arg("undo"), py::arg("device"), py::arg("stream"));
+  module.def(
+      "adam_element",  // the arithmetic of one element, on the host: (w, m, v)
+      [](float gradient, float w, float m, float v, const std::array<float, 3>& control, double beta1, double beta2,
+         double eps, double weight_decay, bool undo) {
+        const AdamRates rates = adam_rates({beta1, beta2, eps, weight_decay}, control.data());
+        undo ? adam_element<true>(rates, gradient, w, m, v) : adam_element<false>(rates, gradient, w, m, v);
+        return py::make_tuple(w, m, v);
+      },
+      py::arg("gradient"), py::arg("w"), py::arg("m"), py::arg("v"), py::arg("control"), py::arg("beta1"),
+      py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("undo"));
+  // spans: (data, count)
+  module.def("squared_norm_workspace",
+             [](const py::sequence& spans) { return 2 * squared_norm_blocks(spans_from(spans)); });
+  module.def(
+      "squared_norm",
+      [](const py::sequence& spans, int kind, bool accumulate, std::uintptr_t result, std::uintptr_t workspace,
+         int device, std::uintptr_t stream) {
+        const OnDevice there(device);
+        squared_norm(spans_from(spans), kind_of(kind), accumulate, reinterpret_cast<float*>(result),
+                     reinterpret_cast<float*>(workspace), stream_of(stream));
+      },
+      py::arg("spans"), py::arg("kind"), py::arg("accumulate"), py::arg("result"), py::arg("workspace"),
+      py::arg("device"), py::arg("stream"));
+  // copies: (target, source, bytes)
+  module.def(
+      "copy_all",
+      [](const py::sequence& items, int device, std::uintptr_t stream) {
+        std::vector<Copy> copies;
+        for (const py::handle& item : items) {
+          const auto fields = py::cast<py::tuple>(item);
+          copies.push_back({address(fields[0]), address(fields[1]), fields[2].cast<std::int64_t>()});
+        }
+        const OnDevice there(device);
+        copy_all(copies, stream_of(stream));
+      },
+      py::arg("copies"), py::arg("device"), py::arg("stream"));
+}

@@ -1,0 +1,72 @@
+"""Whole layers through Triton's interpreter: the public functions, the queue and merged W, against impl="torch"."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import torch
+from torch import Tensor
+
+import zbkern
+from zbkern import functional, testing
+from zbkern.kernels import triton_launches
+
+
+def linear(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
+    h = functional.linear(x, weights[0], weights[1], "gelu", impl=impl)
+    return functional.linear(h, weights[2], None, impl=impl)
+
+
+def transposed(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
+    return functional.linear(x, weights[0], weights[1], impl=impl, transposed=True)
+
+
+def gated(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
+    return functional.gated_mlp(x, *weights, impl=impl)
+
+
+MODELS = {
+    "linear": (linear, [(48, 32), (48,), (24, 48)]),
+    "transposed": (transposed, [(32, 24), (24,)]),
+    "gated": (gated, [(40, 32), (40, 32), (24, 40), (40,), (40,), (24,)]),
+}
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_torchs(name: str, deferred: bool) -> None:
+    model, shapes = MODELS[name]
+
+    def run(impl: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        weights = [(0.2 * torch.randn(shape)).requires_grad_() for shape in shapes]
+        inputs = [torch.randn(2, rows, 32, requires_grad=True) for rows in (5, 9, 16)]
+        queue = zbkern.WGradQueue()
+        for x in inputs:
+            if deferred:
+                with queue.defer():
+                    (model(impl, x, weights) ** 2).sum().backward()
+            else:
+                (model(impl, x, weights) ** 2).sum().backward()
+        queue.run()
+        return [t.grad for t in (*weights, *inputs)]
+
+    for got, expected in zip(run("triton"), run("torch"), strict=True):
+        testing.assert_close(got, expected)
+
+
+def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    launch = triton_launches.linear_wgrad
+    monkeypatch.setattr(
+        triton_launches, "linear_wgrad", lambda s, o, a: (calls.append([x.shape[0] for x, _ in s]), launch(s, o, a))
+    )
+    weight = torch.randn(8, 16, requires_grad=True)
+    queue = zbkern.WGradQueue()
+    for rows in (3, 4, 5):
+        with queue.defer():
+            functional.linear(torch.randn(rows, 16), weight, impl="triton").sum().backward()
+    queue.run()
+    assert calls == [[3, 4, 5]]

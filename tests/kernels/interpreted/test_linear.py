@@ -1,0 +1,109 @@
+"""Products in Triton's interpreter against the reference, with tiles small enough that every edge is met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import launch_checks as checks
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zbkern.kernels import spec, tiles, triton_launches, triton_linear, triton_product
+
+SIZES = [
+    1,
+    7,
+    8,
+    15,
+    16,
+    17,
+    24,
+    33,
+    40,
+]  # the tiles below are 16 wide; multiples of 8 go by descriptor in half precision
+DTYPES = [torch.float32, torch.float16]
+
+properties = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["whole", "halves"])
+def small_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    class Small(tiles.Tile):
+        halves = request.param
+
+    monkeypatch.setattr(tiles, "choose", lambda *_: Small(16, 32, 16, warps=4, stages=2, group=2))
+    triton_product.plan.cache_clear()
+    yield
+    triton_product.plan.cache_clear()
+
+
+sizes = st.sampled_from(SIZES)
+layouts = st.tuples(*[st.sampled_from(checks.LAYOUTS)] * 3)
+
+
+@properties
+@given(st.data(), st.integers(0, 40), sizes, sizes, layouts)
+def test_forward(data: st.DataObject, m: int, n: int, k: int, layouts: tuple[str, ...]) -> None:
+    random = checks.Random(data.draw(st.sampled_from(DTYPES)), "cpu", scale=0.5)
+    activation = data.draw(st.sampled_from([None, *spec.ACTIVATIONS]))
+    keep = activation is not None and data.draw(st.booleans())
+    checks.linear_fwd(triton_launches, random, m, n, k, layouts, data.draw(st.booleans()), activation, keep)
+
+
+@properties
+@given(st.data(), st.integers(0, 40), sizes, sizes, layouts)
+def test_input_gradient(data: st.DataObject, m: int, n: int, k: int, layouts: tuple[str, ...]) -> None:
+    random = checks.Random(data.draw(st.sampled_from(DTYPES)), "cpu")
+    activation = data.draw(st.sampled_from([None, *spec.ACTIVATIONS]))
+    accumulate = activation is None and data.draw(st.booleans())
+    checks.linear_dgrad(triton_launches, random, m, n, k, layouts, accumulate, activation)
+
+
+@properties
+@given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=10), sizes, sizes, layouts)
+def test_weight_gradient(data: st.DataObject, rows: list[int], n: int, k: int, layouts: tuple[str, ...]) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    out = data.draw(st.sampled_from([dtype, torch.float32]))
+    bias, weight = data.draw(st.sampled_from([(True, True), (False, True), (True, False)]))
+    random = checks.Random(dtype, "cpu")
+    checks.linear_wgrad(triton_launches, random, rows, n, k, layouts, out, data.draw(st.booleans()), bias, weight)
+
+
+def test_segments_of_different_layouts_and_bfloat16() -> None:
+    random = checks.Random(torch.bfloat16, "cpu")
+    segments = [(random(9, 24, layout=a), random(9, 16, layout=b)) for a in checks.LAYOUTS for b in checks.LAYOUTS]
+    dweight, dbias = torch.ones(16, 24), torch.ones(16)
+    triton_launches.linear_wgrad(segments, (dweight, dbias), True)
+    expected = sum(dy.double().t() @ x.double() for x, dy in segments) + 1
+    checks.check("dweight", dweight, expected)
+    checks.check("dbias", dbias, sum(dy.double().sum(0) for _, dy in segments) + 1)
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+def test_descriptors_and_pointers_agree(bulk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers either way: sm_80 and odd alignments take pointers."""
+    monkeypatch.setattr(triton_product, "_machine", lambda device: (90 if bulk else 80, 3))
+    seen = []
+    kernel = triton_linear._wgrad
+    monkeypatch.setattr(triton_linear, "_wgrad", lambda *a, **k: (seen.append(a[2][3]), kernel(*a, **k)))
+    checks.linear_wgrad(triton_launches, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
+    assert seen == [bulk]
+
+
+def test_fewer_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """num_sms bounds the programs; one program then does several tiles, and the result stays the same."""
+    grids = []
+    kernel = triton_linear._product
+    monkeypatch.setattr(triton_linear, "_product", lambda *a, **k: (grids.append(a[0]), kernel(*a, **k)))
+    random = checks.Random(torch.float32, "cpu")
+    x, weight = random(64, 16), random(64, 16)
+    for num_sms in (None, 2, 1):
+        y = torch.full((64, 64), float("nan"))
+        triton_launches.linear_fwd(x, weight, None, y, num_sms=num_sms)
+        checks.check("y", y, x.double() @ weight.double().t())
+    assert grids == [4, 2, 1]

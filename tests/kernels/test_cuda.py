@@ -1,0 +1,231 @@
+"""What of the CUDA extension can be held to account without a GPU: its host side, its machine code, its refusals."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from build_tools import cuda as build
+from zbkern.kernels import cuda, cuda_optimizer
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would launch on the GPU that is here")
+
+
+@pytest.fixture(scope="module")
+def extension() -> ModuleType:
+    if cuda._cuda is None:
+        pytest.skip("the CUDA kernels are not built here: make cuda")
+    if build.sources_hash() != cuda._cuda.SOURCES_HASH:
+        pytest.skip("the CUDA kernels that are built are not those of csrc/: make cuda")
+    return cuda._cuda
+
+
+@pytest.mark.parametrize(
+    ("built_for", "capability", "fits"),
+    [
+        ("8.0 9.0a 10.0", (9, 0), True),
+        ("8.0", (8, 6), True),
+        ("8.6", (8, 0), False),
+        ("8.0", (9, 0), False),
+        ("8.0+PTX", (12, 0), True),
+        ("9.0a+PTX", (10, 0), False),  # PTX with an a is of that GPU alone
+        ("9.0a", (9, 0), True),
+        ("10.0", (10, 3), True),
+        ("10.0a", (10, 3), False),
+    ],
+)
+def test_which_build_runs_on_which_gpu(built_for: str, capability: tuple[int, int], fits: bool) -> None:
+    reason = cuda.unfit("13.0", 13000, built_for, capability)
+    assert (reason is None) is fits
+    if reason is not None:
+        assert f"TORCH_CUDA_ARCH_LIST={capability[0]}.{capability[1]}" in reason
+
+
+@pytest.mark.parametrize("torch_cuda", ["12.8", None])
+def test_a_build_for_another_major_version_of_cuda_is_refused(torch_cuda: str | None) -> None:
+    assert "were built with CUDA 13.0" in cuda.unfit(torch_cuda, 13000, "9.0a", (9, 0))
+    assert cuda.unfit("13.2", 13000, "9.0a", (9, 0)) is None
+
+
+def test_why_it_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        assert cuda.why_not() is not None
+    monkeypatch.setattr(cuda, "_cuda", None)
+    assert "ZBKERN_BUILD=cuda" in cuda.why_not()
+
+
+def test_module_tells_what_it_was_built_with(extension: ModuleType) -> None:
+    assert extension.CUDA_VERSION >= 12000
+    assert re.fullmatch(r"4\.2\.\d+", extension.CUTLASS_VERSION)
+    assert extension.has_sm90() == ("9.0a" in extension.ARCHITECTURES.split())
+
+
+@pytest.mark.parametrize("sms", [2, 32, 132])
+@pytest.mark.parametrize("n", [8, 128, 136, 4096, 11008])
+@pytest.mark.parametrize("k", [8, 256, 264, 4096])
+def test_tiles_and_blocks(extension: ModuleType, n: int, k: int, sms: int) -> None:
+    tile = extension.choose_tile(n, k, sms)
+    assert tile in (128, 256)
+    tiles = extension.count_tiles(n, k, tile)
+    assert tiles * 128 * tile >= n * k
+    assert tiles <= (-(-n // 128) + 1) * -(-k // tile)
+    blocks = extension.choose_blocks(tiles, sms, 0)
+    assert blocks % 2 == 0
+    assert 2 <= blocks <= max(2, sms)
+    bounded = extension.choose_blocks(tiles, sms, 1)
+    assert bounded >= max(2, min(tiles, sms) - 1)
+    assert -(-tiles // bounded) <= 1
+
+
+def test_a_wide_tile_is_chosen_where_there_are_many_and_a_narrow_one_where_few(extension: ModuleType) -> None:
+    assert extension.choose_tile(8192, 8192, 132) == 256
+    assert extension.choose_tile(1024, 1024, 132) == 128
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([8, 16]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_tile_is_computed_once_and_in_bands(extension: ModuleType, rows: int, columns: int, band: int) -> None:
+    places = [extension.tile_place(index, rows, columns, band) for index in range(rows * columns)]
+    assert sorted(places) == [(row, column) for row in range(rows) for column in range(columns)]
+    assert [row // band for row, _ in places] == sorted(row // band for row, _ in places)
+    for before, after in pairwise(places):  # down, then right, then to the next band
+        assert after[0] == before[0] + 1 or after[1] == before[1] + 1 or after == (before[0] // band * band + band, 0)
+
+
+def test_workspace_of_the_norm(extension: ModuleType) -> None:
+    tensors = [torch.empty(size) for size in (1, 16384, 16385, 0)]
+    assert cuda_optimizer.squared_norm_workspace(tensors) == 2 * (1 + 1 + 2 + 0)
+
+
+# what wgrad takes; a test changes one thing
+def product(extension: ModuleType, **change: object) -> tuple[list[tuple], list[int]]:
+    values = {"dweight": 1024, "n": 64, "k": 64, "stride": 64, "x": 2048, "dy": 4096, "rows": 32, "count": 1} | change
+    segment = (values["x"], values["dy"], values["rows"], values["k"], values["n"])
+    item = (values["dweight"], 0, values["n"], values["k"], values["stride"], [segment] * values["count"])
+    return [item] * change.get("products", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n": 60}, "multiples of 8"),
+        ({"n": 0}, "must have elements"),
+        ({"x": 2056}, "x must begin"),
+        ({"dy": 4098}, "dy must begin"),
+        ({"stride": 65}, "dweight must begin"),
+        ({"rows": 0}, "must have rows"),
+        ({"count": 0}, "needs a segment"),
+        ({"count": 17}, "at most 16 segments"),
+        ({"products": 5}, "1 to 4 weights"),
+        ({"products": 0}, "1 to 4 weights"),
+    ],
+)
+def test_wgrad_refuses_what_it_cannot_run(extension: ModuleType, change: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        extension.wgrad(product(extension, **change), 1, 0, 0, True, 2, 128, extension.has_sm90(), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [(1, 0, "bfloat16 or float16"), (1, 3, "a dtype is 0"), (2, 2, "dweight must be"), (3, 2, "dbias must be")],
+)
+def test_wgrad_refuses_dtypes(extension: ModuleType, place: int, value: int, words: str) -> None:
+    arguments = [product(extension), 1, 0, 0, True, 2, 128, False, 0, 0]
+    arguments[place] = value
+    with pytest.raises(ValueError, match=words):
+        extension.wgrad(*arguments)
+
+
+@needs_no_gpu
+def test_a_launch_without_a_gpu_is_an_error_not_a_crash(extension: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="zbkern: asking for the device"):
+        extension.wgrad(product(extension), 1, 0, 0, True, 2, 128, False, 0, 0)
+    with pytest.raises(RuntimeError, match="zbkern: asking for the device"):
+        extension.copy_all([(1024, 2048, 16)], 0, 0)
+
+
+def test_lists_of_the_optimizer_are_checked() -> None:
+    wide, half = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
+    control = cuda_optimizer.control("cpu")
+    with pytest.raises(ValueError, match="equally long"):
+        cuda_optimizer.adamw([wide], [wide, wide], [wide], [wide], control)
+    with pytest.raises(ValueError, match=r"exp_avgs\[0\] must be torch.float32"):
+        cuda_optimizer.adamw([half], [half], [half], [wide], control)
+    with pytest.raises(ValueError, match=r"grads\[0\] must be contiguous, with 8 elements"):
+        cuda_optimizer.adamw([wide], [torch.zeros(4, 2).t()], [wide], [wide], control)
+    with pytest.raises(ValueError, match=r"tensors\[0\] must be torch.float64, one of"):
+        cuda_optimizer.squared_norm([wide.double()], wide)
+    with pytest.raises(ValueError, match=r"copy_all: sources\[0\] must be torch.bfloat16"):
+        cuda_optimizer.copy_all([half], [wide])
+
+
+# ---- the machine code ----
+
+
+@pytest.fixture(scope="module")
+def report(extension: ModuleType) -> str:
+    text = build.REPORT.read_text() if build.REPORT.exists() else ""
+    if not text.startswith(extension.SOURCES_HASH):
+        pytest.skip(f"the compiler's report of this build is not in {build.REPORT}")
+    return text
+
+
+def test_no_kernel_spills_and_wgmma_is_not_serialised(report: str) -> None:
+    found = re.findall(
+        r"Compiling entry function '(\S+)' for '(\S+)'.*?(\d+) bytes stack frame, "
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        report,
+        re.DOTALL,
+    )
+    assert len(found) >= 30
+    for kernel, target, *numbers in found:
+        stack, stores, loads, registers = map(int, numbers)
+        assert (stack, stores, loads) == (0, 0, 0), (kernel, target)
+        if "4sm90" in kernel:
+            assert target == "sm_90a"
+            assert registers == 168, kernel  # 65536 / 384 threads; setmaxnreg hands them out anew
+    assert {name for name in ("adam_kernel", "square_kernel", "copy_kernel") if any(name in f[0] for f in found)}
+    assert "serializ" not in report  # ptxas says so when it makes wgmma wait
+    assert "warning" not in report
+
+
+def disassembler() -> str | None:
+    """cuobjdump of PATH, of its package, Triton's, or the toolkit's; it needs nvdisasm beside it."""
+    packages = Path(sysconfig.get_paths()["purelib"])
+    places = [*packages.glob("nvidia/cu*/bin"), packages / "triton/backends/nvidia/bin", Path("/usr/local/cuda/bin")]
+    return shutil.which("cuobjdump", path=os.pathsep.join([os.environ["PATH"], *map(str, places)]))
+
+
+def test_hopper_code_uses_wgmma_and_tma(extension: ModuleType) -> None:
+    if not extension.has_sm90():
+        pytest.skip("not built for 9.0a")
+    tool = disassembler()
+    if tool is None:
+        pytest.skip("no cuobjdump; it comes with CUDA's toolkit and with triton")
+    environment = os.environ | {"PATH": os.pathsep.join([str(Path(tool).parent), os.environ["PATH"]])}
+    command = [tool, "-sass", "-arch", "sm_90a", extension.__file__]
+    sass = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    kernels = dict(re.findall(r"Function : (\S+)(.*?)(?=Function :|\Z)", sass, re.DOTALL))
+    hopper = {name: body for name, body in kernels.items() if "4sm90" in name}
+    assert len(hopper) == 8  # two input types, two output types, two tiles
+    for name, body in hopper.items():
+        tile = "256" if "Li256E" in name else "128"
+        kind = "BF16" if "bfloat16" in name else ""
+        assert re.search(rf"HGMMA\.64x{tile}x16\.F32{'.' + kind if kind else ''}\b", body), name
+        assert re.search(r"HGMMA\.64x8x16\.F32", body), name  # the bias
+        assert re.search(r"UTMALDG\.\dD\.MULTICAST", body), name  # x, shared by the blocks of a cluster
+        assert re.search(r"UTMASTG", body), name
+        assert "USETMAXREG" in body, name
+        assert not re.search(r"\b(STL|LDL)\b", body), name
+    assert any("4sm80" in name and "HMMA.16816" in body and "LDGSTS" in body for name, body in kernels.items())

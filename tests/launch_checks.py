@@ -1,0 +1,110 @@
+"""Raw launches of any implementation on any device against the reference in float64: what the interpreter's tests and
+the GPU's tests share. Outputs start as nan inside larger buffers: every element is written, and none beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from zbkern import testing
+from zbkern.kernels import reference
+
+LAYOUTS = ("plain", "padded", "transposed", "odd", "step")
+
+
+def place(values: Tensor, layout: str) -> Tensor:
+    """The same matrix, laid out in a larger buffer of nan.
+
+    padded: longer rows, aligned. transposed: columns are contiguous. odd: longer rows, nothing aligned. step: every
+    second column.
+    """
+    rows, columns = values.shape
+    if layout == "transposed":
+        view = values.new_full((columns, rows + 8), float("nan"))[:, :rows].t()
+    elif layout == "padded":
+        view = values.new_full((rows, columns + 16), float("nan"))[:, :columns]
+    elif layout == "odd":
+        view = values.new_full((rows, columns + 3), float("nan"))[:, 1 : columns + 1]
+    elif layout == "step":
+        view = values.new_full((rows, 2 * columns), float("nan"))[:, ::2]
+    else:
+        view = torch.empty_like(values)
+    return view.copy_(values)
+
+
+def output(
+    shape: Sequence[int], dtype: torch.dtype, device: str, layout: str = "plain", value: float = float("nan")
+) -> Tensor:
+    return place(torch.full(tuple(shape), value, dtype=dtype, device=device), layout)
+
+
+def check(name: str, got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    testing.assert_close(got, expected.to(got.device), name, tolerance)
+    if got._base is not None:
+        untouched = int(got._base.isnan().sum())
+        assert untouched == got._base.numel() - got.numel(), f"{name}: wrote beside its output"
+
+
+class Random:
+    """Random tensors of one dtype on one device. scale: their standard deviation."""
+
+    def __init__(self, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0) -> None:
+        self.dtype, self.device, self.scale = dtype, device, scale
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, layout: str = "plain") -> Tensor:
+        values = torch.randn(*shape, generator=self.generator, dtype=torch.float64) * self.scale
+        values = values.to(self.dtype).to(self.device)
+        return values if len(shape) != 2 else place(values, layout)
+
+
+def linear_fwd(
+    launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = ("plain",) * 3,
+    bias: bool = False, activation: str | None = None, keep: bool = False,
+) -> None:  # fmt: skip
+    x, weight = random(m, k, layout=layouts[0]), random(n, k, layout=layouts[1])
+    b = random(n) if bias else None
+    y = output((m, n), random.dtype, random.device, layouts[2])
+    z = output((m, n), random.dtype, random.device, layouts[2]) if keep else None
+    launches.linear_fwd(x, weight, b, y, activation, z)
+    wide = x.double() @ weight.double().t() + (0 if b is None else b.double())
+    if z is not None:
+        check("z", z, wide)
+    check("y", y, wide if activation is None else reference.activation_function(activation)(wide))
+
+
+def linear_dgrad(
+    launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = ("plain",) * 3,
+    accumulate: bool = False, activation: str | None = None,
+) -> None:  # fmt: skip
+    dy, weight = random(m, n, layout=layouts[0]), random(n, k, layout=layouts[1])
+    dx = output((m, k), random.dtype, random.device, layouts[2], 1.0 if accumulate else float("nan"))
+    z = None if activation is None else random(m, k, layout=layouts[2])
+    launches.linear_dgrad(dy, weight, dx, accumulate, activation, z)
+    wide = dy.double() @ weight.double()
+    if z is not None:
+        product, wide = wide, torch.empty_like(wide)
+        reference.activation_bwd(product, z.double(), activation, wide)
+    check("dx", dx, wide + 1 if accumulate else wide)
+
+
+def linear_wgrad(
+    launches: ModuleType, random: Random, rows: Sequence[int], n: int, k: int,
+    layouts: Sequence[str] = ("plain",) * 3, out: torch.dtype | None = None, accumulate: bool = False,
+    bias: bool = True, weight: bool = True,
+) -> None:  # fmt: skip
+    segments = [(random(m, k, layout=layouts[0]), random(m, n, layout=layouts[1])) for m in rows]
+    start = 1.0 if accumulate else float("nan")
+    out = out or random.dtype
+    dweight = output((n, k), out, random.device, layouts[2], start) if weight else None
+    dbias = torch.full((n,), start, dtype=out, device=random.device) if bias else None
+    launches.linear_wgrad(segments, (dweight, dbias), accumulate)
+    if dweight is not None:
+        wide = sum((dy.double().t() @ x.double() for x, dy in segments), torch.zeros(n, k, dtype=torch.float64))
+        check("dweight", dweight, wide + accumulate)
+    if dbias is not None:
+        wide = sum((dy.double().sum(0) for _, dy in segments), torch.zeros(n, dtype=torch.float64))
+        check("dbias", dbias, wide + accumulate)

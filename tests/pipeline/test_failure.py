@@ -1,0 +1,220 @@
+"""A rank that raises, hangs, freezes or dies: every other rank ends soon, with one message that says who and where."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.pipeline.chunks import make_data, make_model, on_threads, plain
+from zbkern.pipeline import Pipeline, schedules
+from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.mailbox import PipelineError, Tag
+
+
+def failing_then_working(transport: Any, rank: int, broken: set[int]) -> tuple[str, Any]:
+    """The message of a step whose third loss raises, and the gradients of the next step of the same pipeline."""
+    model, (inputs, targets) = make_model(2), make_data(4)
+    calls = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) in broken:
+            raise ArithmeticError("this loss is wrong")
+        return nn.functional.mse_loss(output, target)
+
+    arguments = inputs if rank == 0 else None, targets if rank == 1 else None
+    with Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(2, 4), loss_fn, transport, timeout=30) as pipe:
+        with pytest.raises(PipelineError) as caught:
+            pipe.step(*arguments)
+        model[rank].zero_grad()
+        pipe.step(*arguments)
+    return str(caught.value), [p.grad for p in model[rank].parameters()]
+
+
+def check_failing_then_working(results: list[Any]) -> None:
+    expected = make_model(2)
+    plain(expected, *make_data(4))
+    for module, (message, gradients) in zip(expected, results, strict=True):
+        assert message == "rank 1, action 1F2: ArithmeticError: this loss is wrong"
+        for found, parameter in zip(gradients, module.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad)
+
+
+def test_every_rank_hears_of_it_and_the_pipeline_goes_on() -> None:
+    check_failing_then_working(on_threads(2, lambda transport: failing_then_working(transport, transport.rank, {3})))
+
+
+def failing_over_gloo() -> tuple[str, Any]:
+    return failing_then_working(None, torch.distributed.get_rank(), {3})
+
+
+@pytest.mark.dist
+def test_every_rank_hears_of_it_and_the_pipeline_goes_on_over_gloo(two_ranks: Any) -> None:
+    check_failing_then_working(two_ranks.run(failing_over_gloo, timeout=30))
+
+
+class Broken(nn.Module):
+    def __init__(self, action: Any) -> None:
+        super().__init__()
+        self.action = action
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.action()
+
+
+def raise_key_error() -> None:
+    raise KeyError("broken")
+
+
+def steps_with_broken_rank(broken: int, action: Any, timeout: float, stages: int = 4) -> list[Any]:
+    schedule, model, (inputs, targets) = schedules.zb_h1(stages, stages), make_model(stages), make_data(stages)
+
+    def rank_step(transport: LocalTransport) -> None:
+        module = Broken(action) if transport.rank == broken else model[transport.rank]
+        with Pipeline([module], schedule, nn.functional.mse_loss, transport, timeout=timeout) as pipe:
+            pipe.step(inputs if transport.rank == 0 else None, targets if transport.rank == stages - 1 else None)
+
+    return on_threads(stages, rank_step)
+
+
+def test_ranks_that_are_no_neighbours_hear_of_it() -> None:
+    for error in steps_with_broken_rank(3, raise_key_error, 30):
+        assert isinstance(error, PipelineError)
+        assert "rank 3, action 3F0: KeyError: 'broken'" in str(error)
+
+
+def test_the_rank_that_hangs_is_named_by_those_that_wait_for_others() -> None:
+    def hang() -> torch.Tensor:
+        time.sleep(3)
+        raise RuntimeError("too late to matter")
+
+    start = time.monotonic()
+    errors = steps_with_broken_rank(2, hang, 0.5)
+    assert time.monotonic() - start < 10
+    for rank in (0, 1, 3):
+        assert isinstance(errors[rank], PipelineError)
+        assert "rank 2, action 2F0: stuck for" in str(errors[rank])
+        assert "was awaited for 0.5 s" in str(errors[rank])
+
+
+def hanging_step() -> str:
+    rank = torch.distributed.get_rank()
+    model, (inputs, targets) = make_model(2), make_data(4)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(3)
+        return nn.functional.mse_loss(output, target)
+
+    with (
+        pytest.raises(PipelineError) as caught,
+        Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(2, 4), loss_fn, timeout=1) as pipe,
+    ):
+        pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_rank_that_hangs_says_so_itself(two_ranks: Any) -> None:
+    for message in two_ranks.run(hanging_step, timeout=30):
+        assert message.startswith("rank 1, action 1F0: stuck for"), message
+        assert message.endswith("the output gradient of chunk 0, microbatch 0 was awaited for 1 s"), message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_every_rank(value: float) -> None:
+    schedule, model, (inputs, targets) = schedules.zb_h1(2, 4), make_model(2), make_data(4)
+    targets[4] = value  # of microbatch 2
+
+    def rank_step(transport: LocalTransport) -> None:
+        rank = transport.rank
+        arguments = [model[rank]], schedule, nn.functional.mse_loss, transport
+        with Pipeline(*arguments, nonfinite="raise") as pipe:
+            pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+
+    for error in on_threads(2, rank_step):
+        assert isinstance(error, PipelineError)
+        assert str(error) == f"rank 1, action 1F2: FloatingPointError: the loss of microbatch 2 is {value}"
+
+
+def test_out_of_memory_tells_what_was_planned() -> None:
+    def run_out() -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    for error in steps_with_broken_rank(1, run_out, 30, stages=2):
+        assert "rank 1, action 1F0: OutOfMemoryError: no more; the schedule holds 2 microbatches at its peak" in str(
+            error
+        )
+        assert "a plan with a lower memory_limit" in str(error)
+
+
+def test_what_is_awaited_from_a_rank_that_closed() -> None:
+    first, second = LocalTransport.ring(2)
+    first.close()
+    with pytest.raises(PipelineError, match=r"rank 0 closed its pipeline while the output gradient of chunk 0"):
+        second.receive(0, Tag(1, "B", 0, 2), timeout=10)
+
+
+RANK = """
+import os, signal, sys, time
+import torch
+torch.distributed.init_process_group("gloo")
+from torch import nn
+import zbkern
+from tests.pipeline.chunks import make_data, make_model
+from zbkern.pipeline import Pipeline, schedules
+rank = torch.distributed.get_rank()
+model, (inputs, targets) = make_model(3), make_data(6)
+with Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(3, 6), nn.functional.mse_loss, timeout=2) as pipe:
+    for step in range(1000):
+        pipe.step(inputs if rank == 0 else None, targets if rank == 2 else None)
+        if step == 3:
+            print("running", flush=True)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_killed_or_frozen_ends_the_others(how: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = str(Path(__file__).parents[2])
+    environment = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="3", PYTHONPATH=root)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        assert ranks[1].stdout is not None
+        assert ranks[1].stdout.readline() == "running\n"
+        ranks[1].send_signal(getattr(signal, how))
+        start = time.monotonic()
+        messages = [ranks[rank].communicate(timeout=30)[1] for rank in (0, 2)]
+        assert time.monotonic() - start < 12  # 10 s, and the 2 s of the time-out
+        for rank, message in zip((0, 2), messages, strict=True):
+            assert ranks[rank].returncode not in (0, None)
+            expected = "rank 1 ended without a word" if how == "SIGKILL" else "rank 1 did not send"
+            assert f"PipelineError: {expected}" in message or expected in message, message
+    finally:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.communicate()

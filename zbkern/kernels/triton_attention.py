@@ -1,0 +1,319 @@
+"""Attention in Triton: the forward, the places of its tiles, and what both directions share. Contract: spec.py.
+
+Scores are never in memory: a program keeps its rows' running maximum and sum (Dao, FlashAttention-2, arXiv 2307.08691).
+Which keys a tile of queries must look at is three ranges of blocks: the middle one, nearly all of the work, is seen
+whole and needs no mask. Sequences of one length are found by arithmetic; others through a table of tiles.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zbkern.kernels.spec import AttentionOptions
+from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot, widen
+
+LOG2_E = math.log2(math.e)
+
+_LN_2 = tl.constexpr(math.log(2))
+
+
+class Tile(NamedTuple):
+    """queries x keys that one program of so many warps multiplies at a time, `stages` blocks of them in flight."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def attention_tile(head_size: int, itemsize: int, capability: int) -> Tile:
+    """Tiles of the forward, for heads of up to `head_size`: the largest whose accumulators and blocks do not spill."""
+    if INTERPRETED:
+        return Tile(32, 16, 4, 1)
+    if itemsize == 4:
+        return Tile(64, 32, 4, 2) if head_size <= 128 else Tile(32, 32, 4, 2)
+    if head_size <= 64:
+        return Tile(128, 64, 4, 3)
+    if head_size <= 128:
+        return Tile(128, 64, 8, 2) if capability < 90 else Tile(128, 128, 8, 2)
+    return Tile(128, 32, 8, 2) if capability < 90 else Tile(128, 64, 8, 2)
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
+    """y = softmax(scale q k^T + mask) v; lse = log of the softmax's denominator. A query that sees no key gives 0."""
+    tokens, heads, size = q.shape
+    if y.numel() == 0:
+        lse.fill_(-math.inf)
+        return
+    check_head_size(size)
+    q, k, v, out = rows_dense(q), rows_dense(k), rows_dense(v), rows_dense(y, copy=False)
+    tile = attention_tile(size, q.element_size(), capability_of(q.device))
+    places, grid = place_tiles(options, "queries", tile.queries, q.device)
+    # A negative scale would turn the maximum into a minimum, and zero would turn -inf into nan: both go into q.
+    sign = math.copysign(1.0, options.scale) if options.scale else 0.0
+    scale = (abs(options.scale) or 1.0) * LOG2_E
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
+    arguments = (q, k, v, out, lse, *places, options.window, sign, scale, tokens, heads // k.shape[1], *strides)
+    constants = (options.causal, size, size_block(size), tile.queries, tile.keys, precision_of(q.dtype))
+    _forward((grid, heads), arguments, constants, warps=tile.warps, stages=tile.stages)
+    if out is not y:
+        y.copy_(out)
+
+
+def check_head_size(size: int) -> None:
+    """Larger heads do not fit the registers of one program."""
+    if size > 256:
+        raise ValueError(f"attention: the Triton kernels take heads of up to 256; got {size}; use impl='torch'")
+
+
+def size_block(size: int) -> int:
+    """The head size as the kernels see it: a power of two, the rest masked."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def rows_dense(tensor: Tensor, copy: bool = True) -> Tensor:
+    """[T, H, D] whose heads are in one piece: the tensor itself, else a copy (or, without `copy`, room for one)."""
+    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.contiguous() if copy else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How float32 is multiplied, as torch's own products are: in full, or as TensorFloat-32 where that is allowed."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """90 for 9.0; 0 where there is no GPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def place_tiles(options: AttentionOptions, side: str, block: int, device: torch.device) -> tuple[tuple, int]:
+    """What `place` needs to find a program's tile, and how many tiles there are, in blocks of queries or of keys."""
+    uniform = _uniform(options.queries, options.keys)
+    if uniform is None:
+        table = _table(options, side, block, device.type == "cuda")
+        return (_on_device(table, device), 0, 0, 1), table.shape[0]
+    sequences, queries, keys = uniform
+    blocks = triton.cdiv(queries if side == "queries" else keys, block)
+    return (None, queries, keys, max(blocks, 1)), sequences * blocks
+
+
+@functools.lru_cache(maxsize=256)
+def _uniform(queries: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """(sequences, queries of each, keys of each) when all have one length."""
+    lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True)}
+    return (len(queries) - 1, *lengths.pop()) if len(lengths) == 1 else None
+
+
+@functools.lru_cache(maxsize=64)
+def _table(options: AttentionOptions, side: str, block: int, pinned: bool) -> Tensor:
+    """[tiles, 5] int32 on the CPU, what `place` returns of each tile; most work first, so that none ends long after."""
+    rows = sorted(_tiles(options, side, block), reverse=True)
+    table = torch.tensor([row[1:] for row in rows], dtype=torch.int32).view(-1, 5)
+    return table.pin_memory() if pinned else table
+
+
+def _tiles(options: AttentionOptions, side: str, block: int) -> Iterator[tuple[int, ...]]:
+    """(how much it must look at, first query, queries, first key, keys, first row within the sequence) of each tile."""
+    for (q0, q1), (k0, k1) in zip(pairwise(options.queries), pairwise(options.keys), strict=True):
+        queries, keys = q1 - q0, k1 - k0
+        shift, span = keys - queries, keys + queries if options.window is None else options.window
+        mine, others = (queries, keys) if side == "queries" else (keys, queries)
+        for first in range(0, mine, block):
+            last = min(first + block, mine) - 1
+            start, stop = 0, others
+            if options.causal and side == "queries":
+                start, stop = max(0, first + shift - span + 1), min(keys, last + shift + 1)
+            elif options.causal:
+                start, stop = max(0, first - shift), min(queries, last - shift + span)
+            yield max(stop - start, 0), q0, queries, k0, keys, first
+
+
+_CAPTURED: list[Tensor] = []
+"""Tables that CUDA graphs copy from again at each replay; they must outlive them."""
+
+
+def _on_device(table: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return table
+    if torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(table)
+    return table.to(device, non_blocking=True)
+
+
+@triton.jit
+def place(table, queries, keys, blocks, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(first query, queries, first key, keys) of this program's sequence and the first row of its tile there.
+
+    Without a table all sequences have `queries` and `keys`, and `blocks` tiles each. LAST_FIRST: the last tile of a
+    causal forward sees the most keys, and a long tile should not start last.
+    """
+    program = tl.program_id(0)
+    if table is not None:
+        row = table + program.to(tl.int64) * 5
+        q_first, k_first = tl.load(row).to(tl.int64), tl.load(row + 2).to(tl.int64)
+        return q_first, tl.load(row + 1), k_first, tl.load(row + 3), tl.load(row + 4)
+    else:
+        sequence = (program // blocks).to(tl.int64)
+        block = program % blocks
+        if LAST_FIRST:
+            block = blocks - 1 - block
+        return sequence * queries, queries, sequence * keys, keys, block * BLOCK
+
+
+@triton.jit
+def load_rows(
+    base, start, length, stride, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
+):
+    """[ROWS, SIZE] from row `start` of base [length, D], 0 beyond. WHOLE: all these rows exist.
+
+    Only the row where the block starts needs 64 bits: it may be far into a packed batch.
+    """
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
+    pointers = base + tl.cast(start, tl.int64) * stride + row * stride + column
+    if not WHOLE:
+        return tl.load(pointers, (row < length - start) & (column < D), other=0)
+    elif D < SIZE:
+        return tl.load(pointers, column < D, other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(base, start, length, stride, value, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):
+    """Writes value [ROWS, SIZE] from row `start` of base [length, D], as far as that goes."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
+    pointers = base + tl.cast(start, tl.int64) * stride + row * stride + column
+    tl.store(pointers, value.to(base.dtype.element_ty), (row < length - start) & (column < D))
+
+
+@triton.jit
+def key_ranges(first, queries, keys, window, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """start <= whole <= partial <= stop: the tile's queries see keys start..stop, all of them see whole..partial.
+
+    All but `stop` are multiples of KEYS. Only the queries that exist count.
+    """
+    shift = keys - queries
+    last = tl.minimum(first + QUERIES, queries) - 1
+    start, whole, partial, stop = first * 0, first * 0, first * 0 + keys, first * 0 + keys
+    if CAUSAL:
+        stop = tl.maximum(tl.minimum(keys, last + shift + 1), 0)
+        partial = tl.maximum(tl.minimum(keys, first + shift + 1), 0)
+        if window is not None:
+            start = tl.maximum(first + shift - window + 1, 0) // KEYS * KEYS
+            whole = tl.cdiv(tl.minimum(tl.maximum(last + shift - window + 1, 0), stop), KEYS) * KEYS
+    return start, whole, tl.maximum(partial // KEYS * KEYS, whole), stop
+
+
+@triton.jit
+def sees(query, key, queries, keys, window, CAUSAL: tl.constexpr):
+    """Where that query may look at that key, both counted within their sequence; the sequences' ends are lined up."""
+    seen = key < keys
+    if CAUSAL:
+        last = query + (keys - queries)
+        seen = seen & (key <= last)
+        if window is not None:
+            seen = seen & (key > last - window)
+    return seen
+
+
+@triton.jit
+def _attend(
+    total, sums, largest, q, k_base, v_base, k_row, v_row, start, stop, query, queries, keys, window, scale,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far."""
+    for begin in tl.range(start, stop, KEYS):
+        k = load_rows(k_base, begin, keys, k_row, KEYS, D, SIZE, not MASKED)
+        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
+        if MASKED:
+            key = begin + tl.arange(0, KEYS)
+            scores = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), scores, float("-inf"))
+        found = tl.maximum(largest, tl.max(scores, 1))
+        level = found * scale
+        if MASKED:  # a query that has seen nothing yet: -inf - -inf would be nan
+            level = tl.where(found == float("-inf"), 0.0, level)
+        weights = tl.exp2(scores * scale - level[:, None])
+        shrink = tl.exp2(largest * scale - level)
+        sums = sums * shrink + tl.sum(weights, 1)
+        v = load_rows(v_base, begin, keys, v_row, KEYS, D, SIZE, not MASKED)
+        total = dot(weights.to(v.dtype), v, total * shrink[:, None], PRECISION)
+        largest = found
+    return total, sums, largest
+
+
+@Kernel
+@triton.jit
+def _forward(
+    q, k, v, y, lse, table, queries, keys, blocks, window, sign, scale, tokens, group,
+    q_row, q_head, k_row, k_head, v_row, v_head, y_row, y_head,
+    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y = softmax(sign scale q k^T + mask) v and lse; q, y [T, Hq, D], k, v [T', Hk, D], lse [Hq, T]; scale in base 2.
+
+    One program: QUERIES rows of one head against all keys they see. Programs of one head follow each other, so that
+    its keys and values stay in the L2 cache.
+    """
+    q_first, queries, k_first, keys, first = place(table, queries, keys, blocks, QUERIES, CAUSAL)
+    head = tl.program_id(1).to(tl.int64)
+    k_base = k + k_first * k_row + head // group * k_head
+    v_base = v + k_first * v_row + head // group * v_head
+    mine = load_rows(q + q_first * q_row + head * q_head, first, queries, q_row, QUERIES, D, SIZE, False)
+    mine = (widen(mine) * sign).to(q.dtype.element_ty)
+    query = first + tl.arange(0, QUERIES)
+    total = tl.zeros([QUERIES, SIZE], tl.float32)
+    sums = tl.zeros([QUERIES], tl.float32)
+    largest = tl.full([QUERIES], float("-inf"), tl.float32)
+    start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
+    if window is not None:
+        total, sums, largest = _attend(
+            total, sums, largest, mine, k_base, v_base, k_row, v_row, start, whole, query, queries, keys, window, scale,
+            True, CAUSAL, D, SIZE, KEYS, PRECISION,
+        )  # fmt: skip
+    total, sums, largest = _attend(
+        total, sums, largest, mine, k_base, v_base, k_row, v_row, whole, partial, query, queries, keys, window, scale,
+        False, CAUSAL, D, SIZE, KEYS, PRECISION,
+    )  # fmt: skip
+    total, sums, largest = _attend(
+        total, sums, largest, mine, k_base, v_base, k_row, v_row, partial, stop, query, queries, keys, window, scale,
+        True, CAUSAL, D, SIZE, KEYS, PRECISION,
+    )  # fmt: skip
+    some = sums != 0
+    total = total / tl.where(some, sums, 1.0)[:, None]
+    store_rows(y + q_first * y_row + head * y_head, first, queries, y_row, total, QUERIES, D, SIZE)
+    found = tl.where(some, (largest * scale + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
+    tl.store(lse + head * tokens + q_first + query, found, query < queries)
+
+
+def variants(capability: int) -> list[Variant]:
+    """bf16, heads of every size that has its own tile; causal, with a window, and of different lengths."""
+    found = []
+    for size, causal, window, table in (
+        (64, True, None, None),
+        (96, True, None, None),
+        (128, False, None, None),
+        (128, True, None, None),
+        (128, True, "i32:16", "*i32"),
+        (256, True, None, None),
+    ):
+        tile = attention_tile(size, 2, capability)
+        types = ("*bf16",) * 4 + ("*fp32", table, "i32", "i32", "i32", window, "fp32", "fp32", "i32", "i32")
+        constants = (causal, size, size_block(size), tile.queries, tile.keys, "ieee")
+        name = f"attention {size}" + " causal" * causal + " window" * bool(window) + " table" * bool(table)
+        types = (*types, *("i32:16",) * 8)
+        found.append(Variant(name, _forward, types, constants, tile.warps, tile.stages, wgmma=True))
+    return found

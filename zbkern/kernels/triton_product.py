@@ -1,0 +1,149 @@
+"""One tile of a matrix product, in parts that the kernels of linear layers share.
+
+out [P, Q] = sum over r of A[p, r] B[r, q]. A program takes tiles [M, N] of the output in turn. Operands are matrices of
+rows and columns in memory, either way round: A is stored [P, R], or [R, P] if A_T; B is stored [R, Q], or [Q, R] if
+B_T. A matrix comes as a tensor descriptor, or as a pointer with the strides of its rows (outer) and columns (inner).
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zbkern.kernels import tiles
+from zbkern.kernels.triton_common import INTERPRETED, dot
+
+
+@triton.jit
+def place(tile, P, Q, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
+    """Where tile number `tile` begins: down bands of GROUP tile rows, so that its neighbours find operands in L2."""
+    rows = tl.cdiv(P, M)
+    band = GROUP * tl.cdiv(Q, N)
+    first = tile // band * GROUP
+    height = min(rows - first, GROUP)
+    inside = tile % band
+    return (first + inside % height) * M, inside // height * N
+
+
+@triton.jit
+def load(
+    source, row, column, rows, columns, outer, inner,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] from (row, column) on, zeros beyond the end."""
+    if DESCRIPTOR:
+        return source.load([row, column])
+    else:
+        i = (row + tl.arange(0, ROWS))[:, None]
+        j = (column + tl.arange(0, COLUMNS))[None, :]
+        return tl.load(source + (i * outer + j * inner), (i < rows) & (j < columns), 0.0)
+
+
+@triton.jit
+def store(
+    target, value, row, column, rows, columns, outer, inner,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """value [ROWS, COLUMNS] to (row, column), nothing beyond the end, rounded to the target's dtype."""
+    if DESCRIPTOR:
+        target.store([row, column], value.to(target.dtype))
+    else:
+        i = (row + tl.arange(0, ROWS))[:, None]
+        j = (column + tl.arange(0, COLUMNS))[None, :]
+        mask = (i < rows) & (j < columns)
+        tl.store(target + (i * outer + j * inner), value.to(target.dtype.element_ty), mask)
+
+
+@triton.jit
+def multiply(
+    accumulator, a, b, p, q, r, P, Q, R, a_outer, a_inner, b_outer, b_inner,
+    A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """(accumulator + A[p:p+M, r:r+K] B[r:r+K, q:q+N], the part of A)."""
+    if A_T:
+        x = load(a, r, p, R, P, a_outer, a_inner, K, M, DESCRIPTORS).T
+    else:
+        x = load(a, p, r, P, R, a_outer, a_inner, M, K, DESCRIPTORS)
+    if B_T:
+        y = load(b, q, r, Q, R, b_outer, b_inner, N, K, DESCRIPTORS).T
+    else:
+        y = load(b, r, q, R, Q, b_outer, b_inner, K, N, DESCRIPTORS)
+    return dot(x, y, accumulator, PRECISION), x
+
+
+@triton.jit
+def halve(value, M: tl.constexpr, N: tl.constexpr):
+    """The left and the right half of value [M, N]."""
+    return tl.split(tl.permute(tl.reshape(value, (M, 2, N // 2)), (0, 2, 1)))
+
+
+class Matrix:
+    """A matrix as it lies in memory: whether transposed, the strides of its rows and columns, how tiles are copied."""
+
+    __slots__ = ("describable", "inner", "outer", "tensor", "transposed")
+
+    def __init__(self, tensor: Tensor) -> None:
+        outer, inner = tensor.stride()
+        self.tensor = tensor
+        self.transposed = outer == 1 and inner != 1
+        columns = tensor.shape[not self.transposed]
+        if self.transposed:
+            outer, inner = inner, outer
+        self.outer, self.inner = outer, inner
+        # what the GPU's own copies (TMA) ask for: contiguous rows, everything a multiple of 16 bytes
+        self.describable = (
+            inner == 1
+            and outer >= columns
+            and outer * tensor.element_size() % 16 == 0
+            and tensor.data_ptr() % 16 == 0
+            and tensor.numel() > 0
+        )
+
+    @property
+    def layout(self) -> tuple[bool, int, int, bool]:
+        """Equal for matrices that one launch may take as its segments."""
+        return self.transposed, self.outer, self.inner, self.describable
+
+    def descriptor(self, rows: int, columns: int) -> TensorDescriptor:
+        """For tiles of [rows, columns] of the matrix, which are [columns, rows] in memory if it is transposed."""
+        m, n = self.tensor.shape
+        if self.transposed:
+            return TensorDescriptor(self.tensor, [n, m], [self.outer, 1], [columns, rows])
+        return TensorDescriptor(self.tensor, [m, n], [self.outer, 1], [rows, columns])
+
+
+def has_bulk_copies(device: torch.device) -> bool:
+    """Tensor copies by the GPU itself (TMA): compute capability 9.0 and later, and in the interpreter."""
+    return _machine(device)[0] >= 90
+
+
+@functools.cache
+def _machine(device: torch.device) -> tuple[int, int]:
+    """(compute capability: 90 for 9.0, SMs). The interpreter plays an H100 that has 4 of them."""
+    if INTERPRETED:
+        return 90, 4
+    properties = torch.cuda.get_device_properties(device)
+    return 10 * properties.major + properties.minor, properties.multi_processor_count
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    op: str, p: int, q: int, r: int, dtype: torch.dtype, device: torch.device, describable: bool, num_sms: int | None
+) -> tuple[tiles.Tile, bool, int]:
+    """(tile, whether the operands come by bulk copies, programs to start)."""
+    capability, available = _machine(device)
+    sms = min(available, num_sms or available)
+    bulk = describable and capability >= 90
+    tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, bulk)
+    return tile, bulk, min(sms, triton.cdiv(p, tile.m) * triton.cdiv(q, tile.n))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 is multiplied: as torch.set_float32_matmul_precision says, "highest" as three tf32 products."""
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"

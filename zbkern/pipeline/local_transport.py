@@ -1,0 +1,112 @@
+"""LocalTransport: the twin without processes. Its ranks are threads, its messages are handed over or come late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from zbkern.pipeline.mailbox import Activity, Mailbox, PipelineError, Tag
+
+Delay = Callable[[int, int, Any], float]
+
+
+class LocalTransport:
+    """A Transport whose ranks are threads; `LocalTransport.ring(n)` makes all of them."""
+
+    def __init__(self, rank: int, ring: _Ring) -> None:
+        self.rank, self.size = rank, len(ring.mailboxes)
+        self.activity = Activity(rank)
+        self._ring = ring
+        self._postmen: list[threading.Timer] = []
+        ring.members.append(self)
+
+    @classmethod
+    def ring(cls, size: int, delay: Delay | None = None) -> list[LocalTransport]:
+        """All ranks. delay(sender, receiver, tag): seconds that a message travels; messages may overtake others."""
+        ring = _Ring(size, delay)
+        return [cls(rank, ring) for rank in range(size)]
+
+    def send(self, peer: int, tag: Tag, message: Any) -> None:
+        postman = self._ring.post(self.rank, peer, tag, message)
+        if postman is not None:
+            self._postmen.append(postman)
+
+    def deliver(self, tag: Tag, message: Any) -> None:
+        self._ring.mailboxes[self.rank].put(tag, message)
+
+    def ready(self, tag: Tag) -> bool:
+        return self._ring.mailboxes[self.rank].peek(tag) is not None
+
+    def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
+        self.activity.awaits = peer
+        try:
+            return self._ring.mailboxes[self.rank].take(peer, tag, timeout)
+        except TimeoutError:
+            stuck: LocalTransport = self
+            for _ in range(self.size):
+                if stuck.activity.awaits is None:
+                    break
+                stuck = self._ring.members[stuck.activity.awaits]
+            self.fail(stuck.activity.stuck(str(tag), timeout))
+            raise PipelineError(self._ring.mailboxes[self.rank].failure) from None
+        finally:
+            self.activity.awaits = None
+
+    def forget(self, step: int) -> None:
+        self._ring.mailboxes[self.rank].forget(step)
+
+    def fail(self, reason: str) -> None:
+        for mailbox in self._ring.mailboxes:
+            mailbox.fail(reason)
+        self._ring.barrier.abort()
+
+    def reopen(self) -> None:
+        self._ring = self._ring.successor()
+        self._ring.members[self.rank] = self
+
+    def gather(self, value: Any) -> list[Any]:
+        self._ring.board[self.rank] = value
+        self._ring.barrier.wait()
+        values = list(self._ring.board)
+        self._ring.barrier.wait()
+        return values
+
+    def close(self) -> None:
+        for postman in self._postmen:
+            postman.join()
+        for mailbox in self._ring.mailboxes:
+            mailbox.closed(self.rank)
+
+
+class _Ring:
+    """What the threads of a LocalTransport share."""
+
+    def __init__(self, size: int, delay: Delay | None) -> None:
+        self.mailboxes = [Mailbox() for _ in range(size)]
+        self.barrier = threading.Barrier(size)
+        self.board: list[Any] = [None] * size
+        self.members: list[Any] = []
+        self._delay = delay
+        self._successor: _Ring | None = None
+        self._lock = threading.Lock()
+
+    def post(self, sender: int, receiver: int, tag: Any, message: Any) -> threading.Timer | None:
+        """Files the message, or lets a timer do so later."""
+        mailbox = self.mailboxes[receiver]
+        seconds = self._delay(sender, receiver, tag) if self._delay else 0.0
+        if seconds <= 0:
+            mailbox.put(tag, message)
+            return None
+        postman = threading.Timer(seconds, mailbox.put, (tag, message))
+        postman.daemon = True
+        postman.start()
+        return postman
+
+    def successor(self) -> _Ring:
+        """The ring that all members move to after a failure of this one."""
+        with self._lock:
+            if self._successor is None:
+                self._successor = _Ring(len(self.mailboxes), self._delay)
+                self._successor.members = list(self.members)
+            return self._successor

@@ -1,0 +1,109 @@
+"""What every transport has: a Mailbox for what arrived and was not asked for yet, and an Activity for others to see."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, NamedTuple
+
+
+class PipelineError(RuntimeError):
+    """A step failed, here or on another rank; the message names the rank, the action and the cause."""
+
+
+class Tag(NamedTuple):
+    """What a message is: the input of `chunk` (kind F) or the gradient of its output (kind B), of one microbatch."""
+
+    step: int
+    kind: str
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        what = "input" if self.kind == "F" else "output gradient"
+        return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
+
+
+class Mailbox:
+    """Messages that have arrived and were not asked for yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._messages: dict[Any, Any] = {}
+        self._changed = threading.Condition()
+        self._closed: set[int] = set()
+        self._first_step = 0
+        self.failure: str | None = None
+
+    def put(self, tag: Any, message: Any) -> None:
+        with self._changed:
+            if isinstance(tag, Tag) and tag.step < self._first_step:
+                return
+            self._messages[tag] = message
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> bool:
+        """Makes every present and later `take` raise; the first reason stays. True when this was the first."""
+        with self._changed:
+            first, self.failure = self.failure is None, self.failure or reason
+            self._changed.notify_all()
+        return first
+
+    def closed(self, peer: int) -> None:
+        """Nothing more will come from that rank."""
+        with self._changed:
+            self._closed.add(peer)
+            self._changed.notify_all()
+
+    def forget(self, step: int) -> list[Any]:
+        """Drops the messages of steps before `step`, those that come later, too; returns what was there."""
+        with self._changed:
+            self._first_step = step
+            old = [tag for tag in self._messages if isinstance(tag, Tag) and tag.step < step]
+            return [self._messages.pop(tag) for tag in old]
+
+    def peek(self, tag: Any) -> Any:
+        return self._messages.get(tag)
+
+    def take(self, peer: int, tag: Any, timeout: float) -> Any:
+        """The message. Raises PipelineError when a rank has failed or `peer` has closed, TimeoutError after a while."""
+
+        def over() -> bool:
+            return tag in self._messages or self.failure is not None or peer in self._closed
+
+        with self._changed:
+            self._changed.wait_for(over, timeout)
+            if self.failure is not None:
+                raise PipelineError(self.failure)
+            if tag in self._messages:
+                return self._messages.pop(tag)
+            if peer in self._closed:
+                raise PipelineError(f"rank {peer} closed its pipeline while {tag} was awaited from it")
+            raise TimeoutError
+
+    def wait_for_failure(self, timeout: float) -> str | None:
+        """The reason why everything ends, waiting up to `timeout` seconds for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, timeout)
+        return self.failure
+
+
+class Activity:
+    """What a rank is doing: `action` since `start`, or waiting for a message of rank `awaits`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.awaits: int | None = None
+        self.begin("none")
+
+    def begin(self, action: object) -> None:
+        self.action = action
+        self.start = time.monotonic()
+
+    def stuck(self, tag: str, waited: float) -> str:
+        """What a rank that waits for nobody says when another one has waited too long."""
+        seconds = time.monotonic() - self.start
+        return f"rank {self.rank}, action {self.action}: stuck for {seconds:.1f} s; {tag} was awaited for {waited:g} s"
+
+    def silent(self, peer: int, tag: str, waited: float) -> str:
+        """What a rank says that has waited too long for one that does not answer."""
+        return f"rank {self.rank}, action {self.action}: rank {peer} did not send {tag} in {waited:g} s, nor an answer"
