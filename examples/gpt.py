@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,10 @@ def layer(config: Config, index: int) -> nn.Module:
 
 
 def chunk(config: Config, index: int, chunks: int) -> nn.Sequential:
-    """Chunk `index` of `chunks`: an even share of the blocks; the first has the embedding, the last the head."""
+    """Chunk `index` of `chunks`: an even share of the blocks; the first has the embedding, the last the head.
+
+    Layers keep their numbers in the model, so that a checkpoint says nothing of chunks.
+    """
     if config.layers % chunks:
         raise ValueError(f"chunk: {config.layers} layers do not divide into {chunks} chunks; change --layers")
     share = config.layers // chunks
@@ -95,7 +99,7 @@ def chunk(config: Config, index: int, chunks: int) -> nn.Sequential:
         layers.insert(0, 0)
     if index == chunks - 1:
         layers.append(config.layers + 1)
-    return nn.Sequential(*(layer(config, i) for i in layers))
+    return nn.Sequential(OrderedDict((str(i), layer(config, i)) for i in layers))
 
 
 def tie(config: Config, chunks: dict[int, nn.Sequential], count: int) -> dict[str, Tensor]:

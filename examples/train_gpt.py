@@ -16,14 +16,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import checkpoint
 import compare
 import torch
 import torch.distributed as dist
 from text import Text
 from trainer import PlainTrainer, Trainer, everywhere, say
 
-from zbkern.pipeline import Schedule, draw, schedules, simulate, trace
+from zbkern.pipeline import Schedule, checkpoint, draw, schedules, simulate, trace
 
 
 def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
@@ -33,10 +32,10 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
     trainer = Trainer(arguments, text, schedule, arguments.fill)
     folder, start = out / "checkpoint", 0
     if arguments.resume:
-        state = checkpoint.load(folder)
-        if state is None:
+        loaded = checkpoint.load(folder, trainer.pipe, trainer.optimizer)
+        if loaded is None:
             raise SystemExit(f"--resume: there is no checkpoint in {folder}; run without --resume first")
-        start = trainer.load_state(state)
+        start = loaded.step  # which is the data position, too: a step's batch depends on nothing else
     say(f"\ntraining with {schedule.name}, steps {start} to {arguments.steps}; log in {out / 'train.log'}")
     tokens = arguments.rows * arguments.microbatches * arguments.context
     began, reported = time.perf_counter(), start
@@ -53,7 +52,7 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
                     log.write(line + "\n")
                 progress(done, arguments.steps, line)
         if arguments.checkpoint_every and (done % arguments.checkpoint_every == 0 or done == arguments.steps):
-            checkpoint.save(folder, done, trainer.state(done))
+            checkpoint.save(folder, done, trainer.pipe, trainer.optimizer)
     if start < arguments.steps:
         save_pictures(arguments, trainer)
     trainer.pipe.close()
@@ -118,11 +117,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding, across ranks")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for log, table, pictures, checkpoints")
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0 for none")
-    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the latest checkpoint in --out, with any schedule"
+    )
     parser.add_argument("--check", action="store_true", help="compare 20 losses with a plain one-process loop and exit")
     arguments = parser.parse_args()
     for name in ("steps", "microbatches", "rows", "layers", "width", "heads", "context", "log_every"):

@@ -12,7 +12,7 @@ from text import Text
 from torch import Tensor, nn
 
 import zbkern
-from zbkern.pipeline import Pipeline, Schedule
+from zbkern.pipeline import Optimizer, Pipeline, Schedule
 
 
 class Trainer:
@@ -30,7 +30,8 @@ class Trainer:
         self.modules = list(mine.values())
         self.first, self.last = 0 in mine, count - 1 in mine
         self.pipe = Pipeline(self.modules, schedule, gpt.loss_fn, device=self.device, fill=fill, tied=tied)
-        self.optimizer = make_optimizer(arguments, nn.ModuleList(self.modules))
+        inner = make_optimizer(arguments, nn.ModuleList(self.modules))
+        self.optimizer = Optimizer(inner, self.pipe, max_norm=arguments.clip)
 
     def step(self, step: int) -> Tensor | None:
         """One optimizer step; the mean loss on the rank of the last chunk, None elsewhere."""
@@ -41,27 +42,6 @@ class Trainer:
             loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
         self.optimizer.step()
         return loss
-
-    def state(self, step: int) -> dict[str, object]:
-        return {
-            "step": step,
-            "placement": list(self.schedule.placement),
-            "model": [module.state_dict() for module in self.modules],
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-        }
-
-    def load_state(self, state: dict) -> int:
-        if state["placement"] != list(self.schedule.placement):
-            raise SystemExit(
-                f"--resume: the checkpoint was written with placement {state['placement']} and schedule "
-                f"{self.schedule.name} has {list(self.schedule.placement)}; resume with a schedule of that placement"
-            )
-        for module, weights in zip(self.modules, state["model"], strict=True):
-            module.load_state_dict(weights)
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
-        return state["step"]
 
 
 class PlainTrainer:
@@ -83,6 +63,7 @@ class PlainTrainer:
                 loss = gpt.loss_fn(self.model(x), y) / count
             loss.backward()
             total += loss.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.arguments.clip)
         self.optimizer.step()
         return total
 
@@ -101,7 +82,7 @@ def make_optimizer(arguments: argparse.Namespace, model: nn.Module) -> torch.opt
     return torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def warm_up(optimizer: torch.optim.Optimizer, arguments: argparse.Namespace, step: int) -> None:
+def warm_up(optimizer: torch.optim.Optimizer | Optimizer, arguments: argparse.Namespace, step: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = arguments.lr * min(1.0, (step + 1) / 20)
 

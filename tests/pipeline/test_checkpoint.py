@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -272,6 +273,25 @@ def test_rename_gives_chunks_that_count_from_zero_their_names(tmp_path: Path) ->
     assert_same(dict(whole.state_dict()), dict(layers(0, LAYERS).state_dict()))
 
 
+def test_a_weight_under_two_names_loads_where_it_is_two(tmp_path: Path) -> None:
+    def make(tied: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        if tied:
+            module[1].weight = module[0].weight
+        return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+    module, optimizer = make(tied=True)
+    module(torch.ones(2, WIDTH)).square().sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, 1, module, optimizer)
+    for tied in (False, True):
+        again, other = make(tied)
+        checkpoint.load(tmp_path, again, other)
+        for weight in (again[0].weight, again[1].weight):
+            assert torch.equal(weight, module[0].weight)
+            assert torch.equal(other.state[weight]["exp_avg"], optimizer.state[module[0].weight]["exp_avg"])
+
+
 # ---- two processes
 
 
@@ -449,7 +469,8 @@ def kill_and_resume(runs: Runs, folder: Path, kills: int, seed: int) -> None:
         time.sleep(chance.uniform(0, 0.1))
         chance.shuffle(ranks)
         for process in ranks:
-            process.kill()  # or it ended by itself, when the other one was gone
+            with contextlib.suppress(ProcessLookupError):  # it has noticed the other's end and ended, too
+                os.kill(process.pid, signal.SIGKILL)
             time.sleep(chance.choice([0, 0.05]))
         for process in ranks:
             process.join(10)

@@ -94,7 +94,7 @@ def precision_of(dtype: torch.dtype) -> str:
 
 
 def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Tensor | TensorDescriptor, ...]:
-    """Descriptors that load blocks of so many rows of one head by TMA, or the tensors where one of them does not fit it.
+    """Descriptors that load blocks of so many rows of one head by TMA, or the tensors where one does not fit it.
 
     Of [sequences, length, heads, D]: where all have one length, no block reads into the next sequence.
     """

@@ -203,7 +203,7 @@ def _dkdv_range(
     scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries start..stop of one head give to a tile of dk and dv. Scores lie on their side: [keys, queries]."""
+    """Adds what the queries start..stop of one head give to a tile of dk and dv. Scores are [keys, queries]."""
     zeros = tl.zeros([k.shape[0], QUERIES], tl.float32)
     for begin in tl.range(start, stop, QUERIES):
         query = begin + tl.arange(0, QUERIES)
@@ -251,7 +251,7 @@ def _dkdv(
     dv_sum = tl.zeros([KEYS, SIZE], tl.float32)
     start, whole, partial, stop = _query_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     fast = scale * _LOG2_E
-    for member in range(0, group):
+    for member in range(group):
         one = head * group + member
         places = tl.cast(one, tl.int64) * tokens + sequence * queries + q_first
         q_one = rows_of(q, sequence, q_first, queries, one, q_row, q_head, TMA)

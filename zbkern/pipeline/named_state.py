@@ -36,14 +36,13 @@ class NamedState:
         self._optimizer = optimizer
         self._inner = getattr(optimizer, "optimizer", optimizer)  # torch's, inside of ours
         self._masters: list[tuple[Tensor, Tensor]] = getattr(optimizer, "masters", [])
-        names: dict[int, str] = {}
+        names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
         for chunk, module in self._chunks.items():
-            for key, parameter in module.named_parameters():
-                names.setdefault(id(parameter), self._rename(chunk, key))
-        self._check_unique({names.get(id(p)) for p in getattr(modules, "tied", {}).values()}, group)
-        names.update(
-            {id(master): names[id(parameter)] for parameter, master in self._masters if id(parameter) in names}
-        )
+            for key, parameter in module.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(self._rename(chunk, key))
+        tied = {name for p in getattr(modules, "tied", {}).values() for name in names.get(id(p), [])}
+        self._check_unique(tied, group)
+        names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
         self._names = names
         self._own: dict[str, Tensor] = {}  # the optimizer's parameters, in its order
         for parameter in [] if self._inner is None else parameters(self._inner):
@@ -52,7 +51,7 @@ class NamedState:
                     f"checkpoint: a parameter of the optimizer, of shape {list(parameter.shape)}, is in none of the "
                     "modules; pass all modules of this rank"
                 )
-            self._own[names[id(parameter)]] = parameter
+            self._own.update(dict.fromkeys(names[id(parameter)], parameter))
 
     @property
     def device(self) -> torch.device:
@@ -68,10 +67,10 @@ class NamedState:
             for entry, value in self._inner.state.get(parameter, {}).items():
                 plain = isinstance(value, Tensor)
                 found[f"{'optimizer' if plain else 'value'}.{entry}.{name}"] = value if plain else pack(value)
-        found.update({f"master.{self._names[id(master)]}": master for _, master in self._masters})
+        found.update({f"master.{name}": master for _, master in self._masters for name in self._names[id(master)]})
         settings = zip(self._inner.param_groups, hyperparameters(self._inner), strict=True)
         for index, (group, values) in enumerate(settings):
-            names = [self._names[id(parameter)] for parameter in group["params"]]
+            names = [name for parameter in group["params"] for name in self._names[id(parameter)]]
             found[f"group.{self.rank}.{index}"] = pack({"names": names, "values": values})
         return found
 
@@ -102,7 +101,7 @@ class NamedState:
             elif kind == "group" or (kind in ("optimizer", "value") and name in self._own):
                 found[key] = torch.empty(what.size, dtype=what.properties.dtype)
         for _, master in self._masters:
-            if (key := f"master.{self._names[id(master)]}") in stored:
+            if (key := f"master.{self._names[id(master)][0]}") in stored:
                 found[key] = torch.empty_like(master)
         return found
 
@@ -116,25 +115,27 @@ class NamedState:
             module.load_state_dict(state)
         if self._inner is None:
             return
-        order = {name: index for index, name in enumerate(self._own)}
+        order = {id(parameter): index for index, parameter in enumerate(parameters(self._inner))}
         state: dict[int, dict[str, Any]] = {}
         values: dict[str, dict[str, Any]] = {}
         for key, value in loaded.items():
             kind, name = _parse(key)
             if kind in ("optimizer", "value"):
                 entry = key.split(".")[1]
-                state.setdefault(order[name], {})[entry] = value if kind == "optimizer" else unpack(value)
+                state.setdefault(order[id(self._own[name])], {})[entry] = (
+                    value if kind == "optimizer" else unpack(value)
+                )
             elif kind == "group":
                 found = unpack(value)
                 values.update(dict.fromkeys(found["names"], found["values"]))
         groups = self._inner.state_dict()["param_groups"]
         for group, described in zip(self._inner.param_groups, groups, strict=True):
             if group["params"]:
-                described.update(values.get(self._names[id(group["params"][0])], {}))
+                described.update(values.get(self._names[id(group["params"][0])][0], {}))
         self._inner.load_state_dict({"state": state, "param_groups": groups})
         with torch.no_grad():
             for parameter, master in self._masters:
-                master.copy_(loaded.get(f"master.{self._names[id(master)]}", parameter))
+                master.copy_(loaded.get(f"master.{self._names[id(master)][0]}", parameter))
 
     def _model(self) -> dict[str, Tensor]:
         return {
