@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zbkern
 from zbkern.pipeline import Optimizer, Pipeline, schedules
-from zbkern.pipeline.transport import LocalTransport
+from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.warmup import forwards_ahead
 
 WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
@@ -105,7 +105,7 @@ def train(
                 hold(transport.rank, step)
                 optimizer.step()
             optimizer.validate()
-            assert not transport._mailboxes[transport.rank]._messages, "messages are left over"
+            assert not transport._ring.mailboxes[transport.rank]._messages, "messages are left over"
         return losses, optimizer
 
     results = on_threads(stages, rank_loop)
