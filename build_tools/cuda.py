@@ -118,12 +118,15 @@ def flags(source: Path, toolkit: Toolkit, architectures: tuple[str, ...]) -> lis
 
 
 def code_flags(source: Path, architectures: tuple[str, ...]) -> list[str]:
-    """nvcc's -gencode for a source: a name that ends in _sm90 is compiled for 9.0a alone, if that is wanted."""
+    """The -gencode of a source. What ends in _sm90 is compiled for 9.0a alone, what ends in _sm80 for the others."""
+    hopper = tuple(name for name in architectures if name.startswith("9.0a"))
     chosen = architectures
     if source.stem.endswith("_sm90"):
-        chosen = tuple(name for name in architectures if name.startswith("9.0a"))
-        if not chosen:  # the functions are there and say that they are not
+        if not hopper:  # the functions are there and say that they are not
             return ["-DZBKERN_NO_SM90", *code_flags(source.with_stem("stub"), architectures[:1])]
+        chosen = hopper
+    elif source.stem.endswith("_sm80"):
+        chosen = tuple(name for name in architectures if name not in hopper) or hopper
     options = []
     for name in chosen:
         number = re.sub(r"\.|\+PTX", "", name)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbkern.pipeline import Costs, Schedule, Timeline, draw, plan, schedules, simulate
 from zbkern.pipeline.comparison import INTERLEAVED, build, recut
@@ -146,16 +147,11 @@ def more_chunks() -> str:
 def split_costs() -> str:
     """Time per step beside 1F1B's, when B and W apart take longer than BW."""
     names = ("interleaved", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "dualpipe_v")
+    fused = PROFILE.per_chunk(1).fused[0]
     rows = []
     for share in (0, 0.05, 0.1, 0.2):
-        overhead = share * (PROFILE.backward + PROFILE.weight)
-        costs = Costs(
-            PROFILE.forward,
-            PROFILE.backward,
-            PROFILE.weight + overhead,
-            PROFILE.communication,
-            split_overhead=overhead,
-        )
+        weight = PROFILE.per_chunk(1).weight[0] + share * fused
+        costs = replace(PROFILE, weight=weight, split_overhead=share * fused)
         base = timeline("one_f_one_b", 8, 24, costs).cost
         rows.append([f"{share:.0%}", *(f"{timeline(name, 8, 24, costs).cost / base:.3f}" for name in names)])
     return table(["split costs", *(FORMULAS[name].title for name in names)], rows)
@@ -163,19 +159,19 @@ def split_costs() -> str:
 
 def jitter() -> str:
     """Mean bubble rate of ZB-H1 when every pass takes a random time, in the planned order and filled in on line."""
-    schedule = build("zb_h1", 8, 24)
     counts = (1, 2, 4, 8)
     rows = []
     for deviation in (0, 0.05, 0.1, 0.2):
-        seeds = range(12 if deviation else 1)
-
-        def rate(deviation: float = deviation, seeds: Sequence[int] = seeds, **keywords: object) -> str:
-            runs = (simulate(schedule, PROFILE, jitter=deviation, seed=seed, **keywords) for seed in seeds)
-            return percent(mean(run.bubble_rate for run in runs))
-
-        filled = [rate(fill="eager", slices=count, memory_limit=8) for count in counts]
-        rows.append([f"{deviation:.0%}", rate(), *filled])
+        filled = [mean_rate(deviation, fill="eager", slices=count, memory_limit=8) for count in counts]
+        rows.append([f"{deviation:.0%}", *map(percent, [mean_rate(deviation), *filled])])
     return table(["jitter", "as planned", "whole W", *(f"{count} slices" for count in counts[1:])], rows)
+
+
+def mean_rate(deviation: float, **keywords: Any) -> float:
+    """Of ZB-H1 over twelve samples."""
+    schedule = build("zb_h1", 8, 24)
+    seeds = range(12 if deviation else 1)
+    return mean(simulate(schedule, PROFILE, jitter=deviation, seed=seed, **keywords).bubble_rate for seed in seeds)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

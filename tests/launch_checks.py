@@ -108,3 +108,34 @@ def linear_wgrad(
     if dbias is not None:
         wide = sum((dy.double().sum(0) for _, dy in segments), torch.zeros(n, dtype=torch.float64))
         check("dbias", dbias, wide + accumulate)
+
+
+def linear_dgrad_sum(
+    launches: ModuleType, random: Random, m: int, ns: Sequence[int], k: int, layouts: Sequence[str] = ("plain",) * 3
+) -> None:
+    segments = [(random(m, n, layout=layouts[0]), random(n, k, layout=layouts[1])) for n in ns]
+    dx = output((m, k), random.dtype, random.device, layouts[2])
+    launches.linear_dgrad_sum(segments, dx)
+    check("dx", dx, sum(dy.double() @ weight.double() for dy, weight in segments))
+
+
+def gated_linear(
+    launches: ModuleType, random: Random, m: int, n: int, k: int, h: int, layouts: Sequence[str] = ("plain",) * 3,
+    activation: str = "silu", bias: bool = False,
+) -> None:  # fmt: skip
+    """Forward, then the dgrad of the down projection from the same gate and up."""
+    x, weights = random(m, k, layout=layouts[0]), [random(h, k, layout=layouts[1]) for _ in range(2)]
+    biases = [random(h) if bias else None for _ in range(2)]
+    gate, up, gated = (output((m, h), random.dtype, random.device, layouts[2]) for _ in range(3))
+    launches.gated_linear_fwd(x, *weights, *biases, activation, gate, up, gated)
+    wide = [torch.empty(m, h, dtype=torch.float64, device=random.device) for _ in range(3)]
+    doubles = [None if b is None else b.double() for b in biases]
+    reference.gated_linear_fwd(x.double(), *(w.double() for w in weights), *doubles, activation, *wide)
+    for name, got, expected in zip(("gate", "up", "h"), (gate, up, gated), wide, strict=True):
+        check(name, got, expected)
+    dy, down = random(m, n, layout=layouts[0]), random(n, h, layout=layouts[1])
+    outputs = [output((m, h), random.dtype, random.device, layouts[2]) for _ in range(3)]
+    launches.gated_linear_dgrad(dy, down, gate, up, activation, *outputs)
+    reference.gated_linear_dgrad(dy.double(), down.double(), gate.double(), up.double(), activation, *wide)
+    for name, got, expected in zip(("dgate", "dup", "h"), outputs, wide, strict=True):
+        check(name, got, expected)

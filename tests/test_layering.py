@@ -23,6 +23,7 @@ NEEDS_TORCH = (
     "profiling",
     "recorder",
     "stage",
+    "tied",
     "torch_pipelining",
     "transport",
     "undo",

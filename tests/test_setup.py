@@ -133,7 +133,7 @@ def test_finds_nvcc_in_order(tmp_path: Path) -> None:
 
 
 def test_code_flags_of_sources() -> None:
-    everywhere, hopper = Path("cuda_optimizer.cu"), Path("cuda_wgrad_float16_sm90.cu")
+    everywhere, hopper, ampere = map(Path, ("cuda_optimizer.cu", "cuda_x_sm90.cu", "cuda_x_sm80.cu"))
     assert cuda.code_flags(everywhere, ("8.0", "9.0a", "12.0+PTX")) == [
         *("-gencode", "arch=compute_80,code=[sm_80]"),
         *("-gencode", "arch=compute_90a,code=[sm_90a]"),
@@ -141,6 +141,8 @@ def test_code_flags_of_sources() -> None:
     ]
     assert cuda.code_flags(hopper, ("8.0", "9.0a")) == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
     assert cuda.code_flags(hopper, ("8.0", "10.0"))[0] == "-DZBKERN_NO_SM90"
+    assert cuda.code_flags(ampere, ("8.0", "9.0a")) == ["-gencode", "arch=compute_80,code=[sm_80]"]
+    assert cuda.code_flags(ampere, ("9.0a",)) == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
 
 
 def test_objects_are_named_by_what_they_are_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,27 @@ def test_workspace_of_the_norm(extension: ModuleType) -> None:
     assert cuda_optimizer.squared_norm_workspace(tensors) == 2 * (1 + 1 + 2 + 0)
 
 
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("step", [1, 7])
+def test_arithmetic_of_adamw(extension: ModuleType, step: int, undo: bool) -> None:
+    w, m, v, gradient = 0.7, 0.02, 0.003, -0.4
+    numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+    weight = torch.tensor([w], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=0.05, betas=(0.9, 0.99), weight_decay=0.1)
+    weight.grad = torch.tensor([gradient * 0.5], dtype=torch.float64)
+    optimizer.state[weight] = {
+        "step": torch.tensor(float(step - 1)),
+        "exp_avg": torch.tensor([m], dtype=torch.float64),
+        "exp_avg_sq": torch.tensor([v], dtype=torch.float64),
+    }
+    optimizer.step()
+    state = optimizer.state[weight]
+    after = (weight.item(), state["exp_avg"].item(), state["exp_avg_sq"].item())
+    start, end = (after, (w, m, v)) if undo else ((w, m, v), after)
+    got = extension.adam_element(gradient, *start, [0.05, step, 0.5], **numbers, undo=undo)
+    assert got == pytest.approx(end, rel=2e-6)
+
+
 # what wgrad takes; a test changes one thing
 def product(extension: ModuleType, **change: object) -> tuple[list[tuple], list[int]]:
     values = {"dweight": 1024, "n": 64, "k": 64, "stride": 64, "x": 2048, "dy": 4096, "rows": 32, "count": 1} | change
@@ -207,25 +228,37 @@ def disassembler() -> str | None:
     return shutil.which("cuobjdump", path=os.pathsep.join([os.environ["PATH"], *map(str, places)]))
 
 
-def test_hopper_code_uses_wgmma_and_tma(extension: ModuleType) -> None:
-    if not extension.has_sm90():
-        pytest.skip("not built for 9.0a")
+def machine_code(extension: ModuleType, architecture: str) -> dict[str, str]:
+    """Instructions of every kernel."""
+    if architecture not in extension.ARCHITECTURES.split():
+        pytest.skip(f"not built for {architecture}")
     tool = disassembler()
     if tool is None:
         pytest.skip("no cuobjdump; it comes with CUDA's toolkit and with triton")
     environment = os.environ | {"PATH": os.pathsep.join([str(Path(tool).parent), os.environ["PATH"]])}
-    command = [tool, "-sass", "-arch", "sm_90a", extension.__file__]
-    sass = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    kernels = dict(re.findall(r"Function : (\S+)(.*?)(?=Function :|\Z)", sass, re.DOTALL))
-    hopper = {name: body for name, body in kernels.items() if "4sm90" in name}
-    assert len(hopper) == 8  # two input types, two output types, two tiles
-    for name, body in hopper.items():
-        tile = "256" if "Li256E" in name else "128"
-        kind = "BF16" if "bfloat16" in name else ""
-        assert re.search(rf"HGMMA\.64x{tile}x16\.F32{'.' + kind if kind else ''}\b", body), name
-        assert re.search(r"HGMMA\.64x8x16\.F32", body), name  # the bias
+    command = [tool, "-sass", "-arch", f"sm_{architecture.replace('.', '')}", extension.__file__]
+    text = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return dict(re.findall(r"Function : (\S+)(.*?)(?=Function :|\Z)", text, re.DOTALL))
+
+
+def test_hopper_code_uses_wgmma_and_tma(extension: ModuleType) -> None:
+    kernels = {name: body for name, body in machine_code(extension, "9.0a").items() if "4sm90" in name}
+    assert len(kernels) == 8  # two input types, two output types, two tiles
+    for name, body in kernels.items():
+        tile, kind = "256" if "Li256E" in name else "128", r"\.BF16" if "bfloat16" in name else ""
+        assert re.search(rf"HGMMA\.64x{tile}x16\.F32{kind}\b", body), name
+        assert re.search(rf"HGMMA\.64x8x16\.F32{kind}\b", body), name  # the bias
         assert re.search(r"UTMALDG\.\dD\.MULTICAST", body), name  # x, shared by the blocks of a cluster
         assert re.search(r"UTMASTG", body), name
         assert "USETMAXREG" in body, name
         assert not re.search(r"\b(STL|LDL)\b", body), name
-    assert any("4sm80" in name and "HMMA.16816" in body and "LDGSTS" in body for name, body in kernels.items())
+
+
+def test_ampere_code_uses_tensor_cores_and_asynchronous_copies(extension: ModuleType) -> None:
+    kernels = {name: body for name, body in machine_code(extension, "8.0").items() if "4sm80" in name}
+    assert len(kernels) == 8  # two input types, two output types, with bias and without
+    for name, body in kernels.items():
+        kind = r"\.BF16" if "bfloat16" in name else ""
+        assert re.search(rf"HMMA\.16816\.F32{kind}\b", body), name
+        assert re.search(r"LDGSTS\.E\.BYPASS\.(LTC128B\.)?128", body), name
+        assert not re.search(r"\b(STL|LDL)\b", body), name

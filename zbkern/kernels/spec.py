@@ -25,6 +25,7 @@ Launches
                                                                y = activation(z), z = x weight^T + bias, kept if given
     linear_dgrad(dy, weight, dx, accumulate=False, activation=None, z=None)
                                                                dx (+)= dy weight, times activation'(z) if given
+    linear_dgrad_sum([(dy, weight), ...], dx)                  dx = sum dy weight, over layers that share their input
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
 
     activation_fwd(z, activation, y)                           y = activation(z)
@@ -32,6 +33,11 @@ Launches
 
     gated_fwd(gate, up, activation, h)                         h = activation(gate) * up,  all [M, H]
     gated_bwd(dh, gate, up, activation, dgate, dup, h)         both gradients, and h once more
+
+    gated_linear_fwd(x, weight_gate [H, K], weight_up [H, K], bias_gate | None, bias_up | None, activation, gate, up, h)
+                                                               two linear_fwd, then gated_fwd
+    gated_linear_dgrad(dy, down [N, H], gate, up, activation, dgate, dup, h)
+                                                               linear_dgrad to dh, then gated_bwd; dh is not kept
 
     grouped_linear_fwd(x, weight [E, N, K], bias [E, N] | None, counts, y)   counts [E] int64 on the CPU: rows per group
     grouped_linear_dgrad(dy, weight, counts, dx)
@@ -61,7 +67,10 @@ from dataclasses import dataclass
 
 OPS = {
     "linear": ("linear_fwd", "linear_dgrad", "linear_wgrad", "activation_fwd", "activation_bwd"),
-    "gated_mlp": ("linear_fwd", "linear_dgrad", "linear_wgrad", "gated_fwd", "gated_bwd"),
+    "gated_mlp": (
+        *("gated_linear_fwd", "linear_fwd", "gated_linear_dgrad", "linear_dgrad_sum", "linear_wgrad"),
+        *("gated_fwd", "gated_bwd"),
+    ),
     "grouped_linear": ("grouped_linear_fwd", "grouped_linear_dgrad", "grouped_linear_wgrad"),
     "embedding": ("embedding_fwd", "embedding_wgrad"),
     "rms_norm": ("norm_partials", "rms_norm_fwd", "rms_norm_dgrad", "norm_wgrad"),

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot, widen
@@ -40,10 +41,10 @@ def attention_tile(head_size: int, itemsize: int, capability: int) -> Tile:
     if itemsize == 4:
         return Tile(64, 32, 4, 2) if head_size <= 128 else Tile(32, 32, 4, 2)
     if head_size <= 64:
-        return Tile(128, 64, 4, 3)
+        return Tile(128, 64, 4, 3) if capability < 90 else Tile(128, 64, 8, 3)
     if head_size <= 128:
-        return Tile(128, 64, 8, 2) if capability < 90 else Tile(128, 128, 8, 2)
-    return Tile(128, 32, 8, 2) if capability < 90 else Tile(128, 64, 8, 2)
+        return Tile(128, 64, 8, 3) if capability < 90 else Tile(128, 128, 8, 3)
+    return Tile(64, 64, 8, 2) if capability < 90 else Tile(128, 64, 8, 2)
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
@@ -55,13 +56,15 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y:
     check_head_size(size)
     q, k, v, out = rows_dense(q), rows_dense(k), rows_dense(v), rows_dense(y, copy=False)
     tile = attention_tile(size, q.element_size(), capability_of(q.device))
-    places, grid = place_tiles(options, "queries", tile.queries, q.device)
+    places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
     # A negative scale would turn the maximum into a minimum, and zero would turn -inf into nan: both go into q.
     sign = math.copysign(1.0, options.scale) if options.scale else 0.0
     scale = (abs(options.scale) or 1.0) * LOG2_E
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
-    arguments = (q, k, v, out, lse, *places, options.window, sign, scale, tokens, heads // k.shape[1], *strides)
+    streamed = describe((k, v), sequences, tile.keys)
+    arguments = (q, *streamed, out, lse, *places, options.window, sign, scale, tokens, heads // k.shape[1], *strides)
     constants = (options.causal, size, size_block(size), tile.queries, tile.keys, precision_of(q.dtype))
+    constants = (*constants, streamed[0] is not k)
     _forward((grid, heads), arguments, constants, warps=tile.warps, stages=tile.stages)
     if out is not y:
         y.copy_(out)
@@ -90,6 +93,25 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
+def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Tensor | TensorDescriptor, ...]:
+    """Descriptors that load blocks of so many rows of one head by TMA, or the tensors where one does not fit it.
+
+    Of [sequences, length, heads, D]: where all have one length, no block reads into the next sequence.
+    """
+    if capability_of(tensors[0].device) < 90:
+        return tensors
+    found = []
+    for tensor in tensors:
+        tokens, heads, size = tensor.shape
+        row, head, _ = tensor.stride()
+        shape = (sequences, tokens // max(sequences, 1), heads, size)
+        strides = (shape[1] * row, row, head, 1)
+        if 0 in shape or tensor.data_ptr() % 16 or any(s <= 0 or s * tensor.element_size() % 16 for s in strides[:3]):
+            return tensors
+        found.append(TensorDescriptor(tensor, list(shape), list(strides), [1, rows, 1, size_block(size)]))
+    return tuple(found)
+
+
 @functools.cache
 def capability_of(device: torch.device) -> int:
     """90 for 9.0; 0 where there is no GPU."""
@@ -99,15 +121,18 @@ def capability_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def place_tiles(options: AttentionOptions, side: str, block: int, device: torch.device) -> tuple[tuple, int]:
-    """What `place` needs to find a program's tile, and how many tiles there are, in blocks of queries or of keys."""
+def place_tiles(options: AttentionOptions, side: str, block: int, device: torch.device) -> tuple[tuple, int, int]:
+    """What `place` needs to find a program's tile, how many tiles there are, and how many sequences it tells apart.
+
+    side: whether tiles are blocks of "queries" or of "keys".
+    """
     uniform = _uniform(options.queries, options.keys)
     if uniform is None:
         table = _table(options, side, block, device.type == "cuda")
-        return (_on_device(table, device), 0, 0, 1), table.shape[0]
+        return (_on_device(table, device), 0, 0, 1), table.shape[0], 1
     sequences, queries, keys = uniform
     blocks = triton.cdiv(queries if side == "queries" else keys, block)
-    return (None, queries, keys, max(blocks, 1)), sequences * blocks
+    return (None, queries, keys, max(blocks, 1)), sequences * blocks, sequences
 
 
 @functools.lru_cache(maxsize=256)
@@ -155,40 +180,53 @@ def _on_device(table: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def place(table, queries, keys, blocks, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """(first query, queries, first key, keys) of this program's sequence and the first row of its tile there.
+    """(sequence, first query, queries, first key, keys) of this program and the first row of its tile in the sequence.
 
     Without a table all sequences have `queries` and `keys`, and `blocks` tiles each. LAST_FIRST: the last tile of a
-    causal forward sees the most keys, and a long tile should not start last.
+    causal forward sees the most keys, and a long tile should not start last. With a table all is one sequence.
     """
     program = tl.program_id(0)
     if table is not None:
         row = table + program.to(tl.int64) * 5
-        q_first, k_first = tl.load(row).to(tl.int64), tl.load(row + 2).to(tl.int64)
-        return q_first, tl.load(row + 1), k_first, tl.load(row + 3), tl.load(row + 4)
+        return 0, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     else:
-        sequence = (program // blocks).to(tl.int64)
-        block = program % blocks
+        sequence, block = program // blocks, program % blocks
         if LAST_FIRST:
             block = blocks - 1 - block
-        return sequence * queries, queries, sequence * keys, keys, block * BLOCK
+        return sequence, 0, queries, 0, keys, block * BLOCK
+
+
+@triton.jit
+def rows_of(base, sequence, first, length, head, row, head_stride, TMA: tl.constexpr):
+    """Where the rows of one head of one sequence begin; a descriptor finds that by itself."""
+    if TMA:
+        return base
+    else:
+        return base + (tl.cast(sequence, tl.int64) * length + first) * row + tl.cast(head, tl.int64) * head_stride
 
 
 @triton.jit
 def load_rows(
-    base, start, length, stride, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
-):
-    """[ROWS, SIZE] from row `start` of base [length, D], 0 beyond. WHOLE: all these rows exist.
+    base, sequence, first, head, start, length, stride,
+    ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, SIZE] from row `start` of a head [length, D], 0 beyond. WHOLE: all these rows exist.
 
-    Only the row where the block starts needs 64 bits: it may be far into a packed batch.
+    base: the head's first row (`rows_of`), or a descriptor of [sequences, length, heads, D]. Where sequences follow
+    each other without a table's help, a descriptor would read into the next one; what it finds there is left out.
     """
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
-    pointers = base + tl.cast(start, tl.int64) * stride + row * stride + column
-    if not WHOLE:
-        return tl.load(pointers, (row < length - start) & (column < D), other=0)
-    elif D < SIZE:
-        return tl.load(pointers, column < D, other=0)
+    if TMA:
+        value = base.load([sequence, first + start, head, 0]).reshape(ROWS, SIZE)
+        return value if WHOLE else tl.where(row < length - start, value, 0.0)
     else:
-        return tl.load(pointers)
+        pointers = base + tl.cast(start, tl.int64) * stride + row * stride + column
+        if not WHOLE:
+            return tl.load(pointers, (row < length - start) & (column < D), other=0)
+        elif D < SIZE:
+            return tl.load(pointers, column < D, other=0)
+        else:
+            return tl.load(pointers)
 
 
 @triton.jit
@@ -231,14 +269,14 @@ def sees(query, key, queries, keys, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _attend(
-    total, sums, largest, q, k_base, v_base, k_row, v_row, start, stop, query, queries, keys, window, scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    total, sums, largest, q, k, v, k_row, v_row, sequence, k_first, head, start, stop, query, queries, keys, window,
+    scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far."""
     for begin in tl.range(start, stop, KEYS):
-        k = load_rows(k_base, begin, keys, k_row, KEYS, D, SIZE, not MASKED)
-        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
+        some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, TMA or not MASKED, TMA)
+        scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
         if MASKED:
             key = begin + tl.arange(0, KEYS)
             scores = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), scores, float("-inf"))
@@ -249,8 +287,8 @@ def _attend(
         weights = tl.exp2(scores * scale - level[:, None])
         shrink = tl.exp2(largest * scale - level)
         sums = sums * shrink + tl.sum(weights, 1)
-        v = load_rows(v_base, begin, keys, v_row, KEYS, D, SIZE, not MASKED)
-        total = dot(weights.to(v.dtype), v, total * shrink[:, None], PRECISION)
+        some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, D, SIZE, not MASKED, TMA)
+        total = dot(weights.to(some_v.dtype), some_v, total * shrink[:, None], PRECISION)
         largest = found
     return total, sums, largest
 
@@ -261,18 +299,20 @@ def _forward(
     q, k, v, y, lse, table, queries, keys, blocks, window, sign, scale, tokens, group,
     q_row, q_head, k_row, k_head, v_row, v_head, y_row, y_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """y = softmax(sign scale q k^T + mask) v and lse; q, y [T, Hq, D], k, v [T', Hk, D], lse [Hq, T]; scale in base 2.
 
     One program: QUERIES rows of one head against all keys they see. Programs of one head follow each other, so that
     its keys and values stay in the L2 cache.
     """
-    q_first, queries, k_first, keys, first = place(table, queries, keys, blocks, QUERIES, CAUSAL)
-    head = tl.program_id(1).to(tl.int64)
-    k_base = k + k_first * k_row + head // group * k_head
-    v_base = v + k_first * v_row + head // group * v_head
-    mine = load_rows(q + q_first * q_row + head * q_head, first, queries, q_row, QUERIES, D, SIZE, False)
+    sequence, q_first, queries, k_first, keys, first = place(table, queries, keys, blocks, QUERIES, CAUSAL)
+    head = tl.program_id(1)
+    q = rows_of(q, sequence, q_first, queries, head, q_row, q_head, False)
+    y = rows_of(y, sequence, q_first, queries, head, y_row, y_head, False)
+    k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
+    v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
+    mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
     mine = (widen(mine) * sign).to(q.dtype.element_ty)
     query = first + tl.arange(0, QUERIES)
     total = tl.zeros([QUERIES, SIZE], tl.float32)
@@ -281,22 +321,23 @@ def _forward(
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     if window is not None:
         total, sums, largest = _attend(
-            total, sums, largest, mine, k_base, v_base, k_row, v_row, start, whole, query, queries, keys, window, scale,
-            True, CAUSAL, D, SIZE, KEYS, PRECISION,
+            total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, start, whole,
+            query, queries, keys, window, scale, True, CAUSAL, D, SIZE, KEYS, PRECISION, TMA,
         )  # fmt: skip
     total, sums, largest = _attend(
-        total, sums, largest, mine, k_base, v_base, k_row, v_row, whole, partial, query, queries, keys, window, scale,
-        False, CAUSAL, D, SIZE, KEYS, PRECISION,
+        total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, whole, partial,
+        query, queries, keys, window, scale, False, CAUSAL, D, SIZE, KEYS, PRECISION, TMA,
     )  # fmt: skip
     total, sums, largest = _attend(
-        total, sums, largest, mine, k_base, v_base, k_row, v_row, partial, stop, query, queries, keys, window, scale,
-        True, CAUSAL, D, SIZE, KEYS, PRECISION,
+        total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, partial, stop,
+        query, queries, keys, window, scale, True, CAUSAL, D, SIZE, KEYS, PRECISION, TMA,
     )  # fmt: skip
     some = sums != 0
     total = total / tl.where(some, sums, 1.0)[:, None]
-    store_rows(y + q_first * y_row + head * y_head, first, queries, y_row, total, QUERIES, D, SIZE)
+    store_rows(y, first, queries, y_row, total, QUERIES, D, SIZE)
     found = tl.where(some, (largest * scale + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
-    tl.store(lse + head * tokens + q_first + query, found, query < queries)
+    places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
+    tl.store(lse + places, found, query < queries)
 
 
 def variants(capability: int) -> list[Variant]:
@@ -310,10 +351,11 @@ def variants(capability: int) -> list[Variant]:
         (128, True, "i32:16", "*i32"),
         (256, True, None, None),
     ):
-        tile = attention_tile(size, 2, capability)
-        types = ("*bf16",) * 4 + ("*fp32", table, "i32", "i32", "i32", window, "fp32", "fp32", "i32", "i32")
-        constants = (causal, size, size_block(size), tile.queries, tile.keys, "ieee")
+        tile, padded, tma = attention_tile(size, 2, capability), size_block(size), capability >= 90
+        streamed = f"tensordesc<bf16[1, {tile.keys}, 1, {padded}]>" if tma else "*bf16"
+        places = (table, "i32", "i32", "i32", window, "fp32", "fp32", "i32", "i32")
+        types = ("*bf16", streamed, streamed, "*bf16", "*fp32", *places, *("i32:16",) * 8)
+        constants = (causal, size, padded, tile.queries, tile.keys, "ieee", tma)
         name = f"attention {size}" + " causal" * causal + " window" * bool(window) + " table" * bool(table)
-        types = (*types, *("i32:16",) * 8)
-        found.append(Variant(name, _forward, types, constants, tile.warps, tile.stages, wgmma=True))
+        found.append(Variant(name, _forward, types, constants, tile.warps, tile.stages, wgmma=True, bulk=tma))
     return found

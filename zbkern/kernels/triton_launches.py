@@ -6,7 +6,10 @@ from zbkern.kernels.triton_activation import activation_bwd as activation_bwd
 from zbkern.kernels.triton_activation import activation_fwd as activation_fwd
 from zbkern.kernels.triton_activation import gated_bwd as gated_bwd
 from zbkern.kernels.triton_activation import gated_fwd as gated_fwd
+from zbkern.kernels.triton_gated import gated_linear_dgrad as gated_linear_dgrad
+from zbkern.kernels.triton_gated import gated_linear_fwd as gated_linear_fwd
 from zbkern.kernels.triton_linear import linear_dgrad as linear_dgrad
+from zbkern.kernels.triton_linear import linear_dgrad_sum as linear_dgrad_sum
 from zbkern.kernels.triton_linear import linear_fwd as linear_fwd
 from zbkern.kernels.triton_linear import linear_wgrad as linear_wgrad
 from zbkern.kernels.triton_norm import layer_norm_dgrad as layer_norm_dgrad

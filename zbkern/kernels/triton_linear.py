@@ -10,7 +10,18 @@ from torch import Tensor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, activate, activation_gradient, widen
-from zbkern.kernels.triton_product import Matrix, halve, has_bulk_copies, load, multiply, place, plan, precision, store
+from zbkern.kernels.triton_product import (
+    Matrix,
+    halve,
+    has_bulk_copies,
+    load,
+    multiply,
+    place,
+    plan,
+    precision,
+    rounded,
+    store,
+)
 
 _SEGMENTS = 8
 """Segments that one launch of wgrad takes; more run as further launches that accumulate."""
@@ -31,7 +42,7 @@ def _finish(
         value = activation_gradient(value, below, ACTIVATION)
     elif z is not None:
         store(z, value, p, q, P, Q, z_outer, z_inner, M, N, O_DESCRIPTOR)
-        value = activate(widen(value.to(z.dtype if O_DESCRIPTOR else z.dtype.element_ty)), ACTIVATION)
+        value = activate(rounded(value, z, O_DESCRIPTOR), ACTIVATION)
     else:
         value = activate(value, ACTIVATION)
     if ACCUMULATE:
@@ -85,7 +96,7 @@ def _land(
     value, p, q, out, P, Q, o_outer, o_inner,
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, O_DESCRIPTOR: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Writes or adds a tile of a weight gradient. REDUCE: the addition happens on its way to memory, in L2."""
+    """Writes or adds a tile. REDUCE: the addition happens on its way to memory, in L2."""
     if REDUCE:
         out.atomic_add([p, q], value)
     else:
@@ -96,7 +107,7 @@ def _land(
 
 @Kernel
 @triton.jit(do_not_specialize=["r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7"])
-def _wgrad(
+def _sum_of_products(
     a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, r0, r1, r2, r3, r4, r5, r6, r7,
     out, dbias, P, Q,
     a_outer: tl.int64, a_inner: tl.int64, b_outer: tl.int64, b_inner: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
@@ -178,8 +189,9 @@ def _wgrad(
 @Kernel
 @triton.jit(do_not_specialize=["M"])
 def _sum_rows(
-    dy, dbias, M, N, outer: tl.int64, inner: tl.int64, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    dy, dbias, M, N, outer: tl.int64, inner: tl.int64, step: tl.int64,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """dbias [N] (+)= sum over rows of dy [M, N]. One program: all rows of COLUMNS columns, in order."""
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -189,8 +201,8 @@ def _sum_rows(
         total += widen(tl.load(place, (i < M)[:, None] & (j < N)[None, :], 0.0))
     value = tl.sum(total, 0)
     if ADD:
-        value += widen(tl.load(dbias + j, j < N, 0.0))
-    tl.store(dbias + j, value.to(dbias.dtype.element_ty), j < N)
+        value += widen(tl.load(dbias + j * step, j < N, 0.0))
+    tl.store(dbias + j * step, value.to(dbias.dtype.element_ty), j < N)
 
 
 def linear_fwd(
@@ -286,29 +298,38 @@ def linear_wgrad(
                 if output is not None:
                     output.zero_()
         return
-    if dweight is None or dweight.numel() == 0:
-        if dbias is not None:
-            sum_rows([dy for _, dy in segments], dbias, accumulate)
-        return
-    if dbias is not None and dweight.stride(0) == 1 and dweight.stride(1) != 1:
+    exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
+    if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
         sum_rows([dy for _, dy in segments], dbias, accumulate)
         dbias = None
-    if dweight.stride(0) == 1 and dweight.stride(1) != 1:  # stored [K, N]: the same product with its factors exchanged
-        dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
-    _run_wgrad(pairs, dweight, dbias, accumulate, num_sms)
+    if dweight is not None and dweight.numel():
+        if exchanged:  # the same product with its factors exchanged
+            dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
+        _run_sum("wgrad", pairs, dweight, dbias, accumulate, num_sms)
+
+
+def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
+    """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
+    if dx.numel():
+        _run_sum("dgrad", segments, dx, None, False, num_sms)
 
 
 def sum_rows(gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool) -> None:
     """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no product takes it along."""
     for dy in gradients:
         m, n = dy.shape
-        arguments = (dy, dbias, m, n, *dy.stride())
+        arguments = (dy, dbias, m, n, *dy.stride(), *dbias.stride())
         _sum_rows(triton.cdiv(n, 64), arguments, (accumulate, 32, 64), warps=4, stages=3)
         accumulate = True
 
 
-def _run_wgrad(
-    pairs: Sequence[tuple[Tensor, Tensor]], out: Tensor, dbias: Tensor | None, accumulate: bool, num_sms: int | None
+def _run_sum(
+    op: str,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    out: Tensor,
+    dbias: Tensor | None,
+    accumulate: bool,
+    num_sms: int | None,
 ) -> None:
     """out (+)= sum of a b and dbias (+)= sum of a's columns, over pairs (a [P, R_i], b [R_i, Q])."""
     rest = [(Matrix(a), Matrix(b)) for a, b in pairs]
@@ -320,7 +341,7 @@ def _run_wgrad(
         rest = [pair for pair in rest if pair not in same]
         rows = [a.tensor.shape[1] for a, _ in same]
         described = left.describable and right.describable
-        tile, reads, programs = plan("wgrad", p, q, sum(rows), left.tensor.dtype, out.device, described, num_sms)
+        tile, reads, programs = plan(op, p, q, sum(rows), left.tensor.dtype, out.device, described, num_sms)
         slots = triton.next_power_of_2(len(same))
         spare = slots - len(same)  # segments of no rows
         unused = [None] * (_SEGMENTS - slots)
@@ -334,13 +355,13 @@ def _run_wgrad(
         a += a[:1] * spare + unused
         b += b[:1] * spare + unused
         rows += [0] * spare + unused
-        writes = has_bulk_copies(out.device) and result.describable
+        writes = has_bulk_copies(out.device) and result.describable and not result.transposed
         reduces = writes and accumulate and out.dtype == torch.float32 and not INTERPRETED
         target = result.descriptor(tile.m, tile.n // tile.halves) if writes else out
-        strides += (1, 1) if writes else (result.outer, result.inner)
+        strides += (1, 1) if writes else out.stride()
         flags = (slots, left.transposed, right.transposed, reads, writes, accumulate, reduces)
         sizes = (tile.m, tile.n, tile.k, tile.group, tile.halves)
-        _wgrad(
+        _sum_of_products(
             programs,
             (*a, *b, *rows, target, dbias, p, q, *strides),
             (*flags, precision(left.tensor.dtype), *sizes),
@@ -407,7 +428,9 @@ def variants(capability: int) -> list[Variant]:
             *(tile.m, tile.n, tile.k, tile.group, tile.halves),
         )
         name = f"linear_wgrad {dtype} to {out}, {slots} segments" + " bias" * bias + " add" * accumulate
-        return Variant(name + " pointers" * (not bulk), _wgrad, types, constants, tile.warps, tile.stages, True, bulk)
+        return Variant(
+            name + " pointers" * (not bulk), _sum_of_products, types, constants, tile.warps, tile.stages, True, bulk
+        )
 
     pointers = ("i64:16", 1)
     return [
@@ -422,5 +445,5 @@ def variants(capability: int) -> list[Variant]:
         wgrad(8, "bf16", "bf16", accumulate=True),
         wgrad(1, "fp32", "fp32", accumulate=False),
         *([product("fwd", bulk=False), wgrad(2, "bf16", "fp32", accumulate=True, bulk=False)] if bulk else []),
-        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", *pointers), (True, 32, 64), 4, 3),
+        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", *pointers, 1), (True, 32, 64), 4, 3),
     ]

@@ -58,6 +58,12 @@ def store(
 
 
 @triton.jit
+def rounded(value, target, DESCRIPTOR: tl.constexpr):
+    """value as it will be read from the target again, in float32."""
+    return value.to(target.dtype if DESCRIPTOR else target.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def multiply(
     accumulator, a, b, p, q, r, P, Q, R, a_outer, a_inner, b_outer, b_inner,
     A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,

@@ -16,11 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
+from zbkern.pipeline.measured import Drift, compare
 from zbkern.pipeline.microbatches import split
 from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
 from zbkern.pipeline.recorder import Recorder, Sample
+from zbkern.pipeline.replanning import Replanner
 from zbkern.pipeline.stage import Stage
+from zbkern.pipeline.tied import TiedWeights
 from zbkern.pipeline.timeline import Event, Timeline
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.undo import ForwardState
@@ -41,6 +45,8 @@ class Pipeline:
     would wait and no W is left; it does a little work of yours and returns True while there is more. nonfinite:
     "raise" ends the step with the microbatch whose loss is not finite (it waits for the device once per loss), "ignore"
     leaves that to an Optimizer, which skips. record: keep samples of the W queue and of memory (`samples`).
+    replan_every: steps after which costs are measured and, if another schedule is better for them within the memory of
+    this one, it takes over; 0 for never. costs: whose `activation` and `held` that memory is reckoned with.
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together.
 
     A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
@@ -61,6 +67,8 @@ class Pipeline:
         fill_with: Callable[[], bool] | None = None,
         nonfinite: str = "ignore",
         record: bool = False,
+        replan_every: int = 0,
+        costs: Costs | None = None,
     ) -> None:
         modules = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
         if not isinstance(schedule, Schedule):
@@ -84,7 +92,6 @@ class Pipeline:
                 f"Pipeline: rank {rank} holds chunks {chunks} of this schedule and needs {len(chunks)} modules, "
                 f"in model order; got {len(modules)}"
             )
-        self.schedule = schedule
         self.fill = fill
         self.timeout = timeout
         self.fill_with = fill_with
@@ -97,15 +104,15 @@ class Pipeline:
             for chunk, module in zip(chunks, modules, strict=True)
         }
         self._last = last
-        self._transport = group if _is_transport(group) else self._connect(group)
+        self._transport = group if _is_transport(group) else self._connect(group, schedule)
         self.rank = rank
         self.tied = dict(tied or {})
         self.optimizer: Any = None  # an Optimizer of this pipeline sets itself here
-        self._tied = _tied_groups(self._transport, group, self.tied)
+        self._tied = TiedWeights(self.tied, self._transport, None if _is_transport(group) else group)
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._fused}
-        self._program = list(merge_neighbours(schedule.actions[rank]))
-        self._room = peak_microbatches(schedule.actions[rank])
-        self._ahead = forwards_ahead(schedule)[rank]
+        self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
+        self._steps = 0
+        self._take(schedule)
         self._step = 0
         self._failed = False
         self._recorder = Recorder(rank, self.device, self.queue, record)
@@ -120,8 +127,12 @@ class Pipeline:
         self._begin(inputs, targets)
         begun = self._run_ahead() if self.optimizer is not None else 0
         self._run(self._program[begun:])
-        for parameter, tied_group in self._tied:
-            _sum_gradients(parameter, tied_group)
+        self._tied.sum_gradients()
+        self._steps += 1
+        if self._replanner is not None and self._steps % self._replanner.every == 0:
+            better = self._replanner.agree(self.gather_timeline(), self._transport.gather, self.rank)
+            if better is not None:
+                self._take(better)
         return self._loss()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
@@ -187,7 +198,22 @@ class Pipeline:
             self._transport.fail(f"rank {self.rank}: {kind.__name__ if kind else ''}: {error}")
         self.close()
 
+    def drift(self, costs: Costs | None = None) -> Drift:
+        """The last step of all ranks next to its plan: where the time went; collective.
+
+        costs: what was planned with, in seconds; the step's own medians when None.
+        """
+        return compare(self.gather_timeline(), costs)
+
     # ---- the loop
+
+    def _take(self, schedule: Schedule) -> None:
+        """From the next step on, this schedule; of the same chunks in the same places."""
+        self.schedule = schedule
+        actions = schedule.actions[self.rank]
+        self._program = list(merge_neighbours(actions))
+        self._room = peak_microbatches(actions)
+        self._ahead = forwards_ahead(schedule)[self.rank]
 
     def _begin(self, inputs: Any, targets: Any) -> None:
         if self.queue.pending():
@@ -358,10 +384,9 @@ class Pipeline:
             held += f", {torch.cuda.max_memory_allocated(self.device) / 2**20:.0f} MiB were allocated at most"
         return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
 
-    def _connect(self, group: dist.ProcessGroup | None) -> Transport:
-        placement = self.schedule.placement
+    def _connect(self, group: dist.ProcessGroup | None, schedule: Schedule) -> Transport:
         rank = dist.get_rank(group)
-        edges = {*pairwise(placement), *pairwise(chain(self.schedule))}  # activations; the optimizer's norms
+        edges = {*pairwise(schedule.placement), *pairwise(chain(schedule))}  # activations; the optimizer's norms
         peers = {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}
         return DistributedTransport(group, peers, self.device)
 
@@ -393,24 +418,3 @@ def _device(device: torch.device | str | None, modules: Sequence[torch.nn.Module
         return torch.device(device)
     parameter = next((p for module in modules for p in module.parameters()), None)
     return torch.device("cpu") if parameter is None else parameter.device
-
-
-def _tied_groups(transport: Transport, group: Any, tied: dict[str, Tensor]) -> list[tuple[Tensor, Any]]:
-    """For each tied parameter of this rank: the group of ranks that share it, when there are several."""
-    named = transport.gather(sorted(tied))
-    found = []
-    for name in sorted(tied):
-        ranks = [rank for rank, names in enumerate(named) if name in names]
-        if len(ranks) > 1:
-            if _is_transport(group):
-                raise ValueError("Pipeline: tied parameters across ranks need a torch.distributed group")
-            everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
-            members = [everyone[rank] for rank in ranks]
-            found.append((tied[name], dist.new_group(members, use_local_synchronization=True)))
-    return found
-
-
-def _sum_gradients(parameter: Tensor, group: dist.ProcessGroup) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    dist.all_reduce(parameter.grad, group=group)

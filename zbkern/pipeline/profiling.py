@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbkern.pipeline import measured
 from zbkern.pipeline.actions import Action, Schedule
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.engine import Pipeline
@@ -55,7 +55,9 @@ def profile(
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     memories = {chunk: sizes for found in gathered for chunk, sizes in found.items()}
-    return _costs(schedule, timelines[1:], memories)
+    times = measured.costs([_in_milliseconds(timeline) for timeline in timelines[1:]])
+    activation, held = zip(*(memories[chunk] for chunk in range(len(placement))), strict=True)
+    return replace(times, activation=activation, held=held)
 
 
 def _all_forwards_first(placement: tuple[int, ...], microbatches: int) -> Schedule:
@@ -72,29 +74,9 @@ def _all_forwards_first(placement: tuple[int, ...], microbatches: int) -> Schedu
     return Schedule.build(actions, placement, microbatches, "profile")
 
 
-def _costs(schedule: Schedule, timelines: Sequence[Timeline], memories: dict[int, tuple[float, float]]) -> Costs:
-    chunks = range(len(schedule.placement))
-    spans: dict[tuple[str, int], list[float]] = {}
-    gaps: list[float] = []
-    for timeline in timelines:
-        found = {event.action[:3]: event for row in timeline.events for event in row}
-        for (kind, chunk, _), event in found.items():
-            spans.setdefault((kind, chunk), []).append((event.end - event.start) * 1e3)
-        for low, high in pairwise(chunks):
-            if schedule.placement[low] != schedule.placement[high]:
-                # there and back: a difference between the two ranks' clocks cancels
-                there = min(found["F", high, m].start - found["F", low, m].end for m in range(schedule.microbatches))
-                back = min(found["B", low, m].start - found["B", high, m].end for m in range(schedule.microbatches))
-                gaps.append(max(0.0, (there + back) / 2) * 1e3)
-    times = {kind: tuple(statistics.median(spans[kind, chunk]) for chunk in chunks) for kind in ("F", "B", "W")}
-    return Costs(
-        forward=times["F"],
-        backward=times["B"],
-        weight=times["W"],
-        communication=statistics.median(gaps) if gaps else 0.0,
-        activation=tuple(memories[chunk][0] for chunk in chunks),
-        held=tuple(memories[chunk][1] for chunk in chunks),
-    )
+def _in_milliseconds(timeline: Timeline) -> Timeline:
+    events = [[e._replace(start=e.start * 1e3, end=e.end * 1e3) for e in row] for row in timeline.events]
+    return replace(timeline, events=tuple(tuple(row) for row in events), unit="ms")
 
 
 class _SavedBytes(torch.nn.Module):

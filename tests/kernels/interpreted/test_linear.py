@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbkern.kernels import spec, tiles, triton_launches, triton_linear, triton_product
+from zbkern.kernels import spec, tiles, triton_gated, triton_launches, triton_linear, triton_product
 
 SIZES = [
     1,
@@ -28,18 +28,27 @@ SIZES = [
 ]  # the tiles below are 16 wide; multiples of 8 go by descriptor in half precision
 DTYPES = [torch.float32, torch.float16]
 
-properties = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+properties = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(autouse=True, params=[1, 2], ids=["whole", "halves"])
-def small_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    class Small(tiles.Tile):
-        halves = request.param
+class Small(tiles.Tile):
+    halves = 2
 
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "choose", lambda *_: Small(16, 32, 16, warps=4, stages=2, group=2))
+    monkeypatch.setattr(triton_gated, "_parts", lambda tile: 4 if tile.halves == 2 else 1)
     triton_product.plan.cache_clear()
     yield
+    Small.halves = 2
     triton_product.plan.cache_clear()
+
+
+def draw(data: st.DataObject, scale: float = 1.0) -> checks.Random:
+    """The source of random tensors, after choosing in how many parts the epilogue writes a tile."""
+    Small.halves = data.draw(st.sampled_from([1, 2]), label="halves")
+    return checks.Random(data.draw(st.sampled_from(DTYPES)), "cpu", scale=scale)
 
 
 sizes = st.sampled_from(SIZES)
@@ -49,7 +58,7 @@ layouts = st.tuples(*[st.sampled_from(checks.LAYOUTS)] * 3)
 @properties
 @given(st.data(), st.integers(0, 40), sizes, sizes, layouts)
 def test_forward(data: st.DataObject, m: int, n: int, k: int, layouts: tuple[str, ...]) -> None:
-    random = checks.Random(data.draw(st.sampled_from(DTYPES)), "cpu", scale=0.5)
+    random = draw(data, scale=0.5)
     activation = data.draw(st.sampled_from([None, *spec.ACTIVATIONS]))
     keep = activation is not None and data.draw(st.booleans())
     checks.linear_fwd(triton_launches, random, m, n, k, layouts, data.draw(st.booleans()), activation, keep)
@@ -58,7 +67,7 @@ def test_forward(data: st.DataObject, m: int, n: int, k: int, layouts: tuple[str
 @properties
 @given(st.data(), st.integers(0, 40), sizes, sizes, layouts)
 def test_input_gradient(data: st.DataObject, m: int, n: int, k: int, layouts: tuple[str, ...]) -> None:
-    random = checks.Random(data.draw(st.sampled_from(DTYPES)), "cpu")
+    random = draw(data)
     activation = data.draw(st.sampled_from([None, *spec.ACTIVATIONS]))
     accumulate = activation is None and data.draw(st.booleans())
     checks.linear_dgrad(triton_launches, random, m, n, k, layouts, accumulate, activation)
@@ -67,11 +76,26 @@ def test_input_gradient(data: st.DataObject, m: int, n: int, k: int, layouts: tu
 @properties
 @given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=10), sizes, sizes, layouts)
 def test_weight_gradient(data: st.DataObject, rows: list[int], n: int, k: int, layouts: tuple[str, ...]) -> None:
-    dtype = data.draw(st.sampled_from(DTYPES))
-    out = data.draw(st.sampled_from([dtype, torch.float32]))
+    random = draw(data)
+    out = data.draw(st.sampled_from([random.dtype, torch.float32]))
     bias, weight = data.draw(st.sampled_from([(True, True), (False, True), (True, False)]))
-    random = checks.Random(dtype, "cpu")
     checks.linear_wgrad(triton_launches, random, rows, n, k, layouts, out, data.draw(st.booleans()), bias, weight)
+
+
+@properties
+@given(st.data(), st.lists(sizes, min_size=1, max_size=3), st.integers(0, 40), sizes, layouts)
+def test_input_gradient_of_several_layers(
+    data: st.DataObject, ns: list[int], m: int, k: int, layouts: tuple[str, ...]
+) -> None:
+    checks.linear_dgrad_sum(triton_launches, draw(data), m, ns, k, layouts)
+
+
+@properties
+@given(st.data(), st.integers(0, 40), sizes, sizes, st.sampled_from([1, 31, 32, 40, 64, 65]), layouts)
+def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tuple[str, ...]) -> None:
+    random = draw(data, scale=0.3)
+    activation, bias = data.draw(st.sampled_from(spec.ACTIVATIONS)), data.draw(st.booleans())
+    checks.gated_linear(triton_launches, random, m, n, k, h, layouts, activation, bias)
 
 
 def test_segments_of_different_layouts_and_bfloat16() -> None:
@@ -89,8 +113,8 @@ def test_descriptors_and_pointers_agree(bulk: bool, monkeypatch: pytest.MonkeyPa
     """The same numbers either way: sm_80 and odd alignments take pointers."""
     monkeypatch.setattr(triton_product, "_machine", lambda device: (90 if bulk else 80, 3))
     seen = []
-    kernel = triton_linear._wgrad
-    monkeypatch.setattr(triton_linear, "_wgrad", lambda *a, **k: (seen.append(a[2][3]), kernel(*a, **k)))
+    kernel = triton_linear._sum_of_products
+    monkeypatch.setattr(triton_linear, "_sum_of_products", lambda *a, **k: (seen.append(a[2][3]), kernel(*a, **k)))
     checks.linear_wgrad(triton_launches, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
     assert seen == [bulk]
 

@@ -1,0 +1,203 @@
+"""kernels/cuda.py and cuda_optimizer.py on CPU tensors, over a stand-in for the extension (host_extension.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from host_extension import HostExtension
+from torch import Tensor
+
+from zbkern import testing
+from zbkern.kernels import cuda, cuda_optimizer, reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostExtension]:
+    host = HostExtension()
+    properties = SimpleNamespace(major=9, multi_processor_count=132)
+    for module in (cuda, cuda_optimizer):
+        monkeypatch.setattr(module, "_cuda", host)
+        monkeypatch.setattr(module, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for cached in (cuda._choice, cuda._on_hopper):
+        cached.cache_clear()
+    yield host
+    for cached in (cuda._choice, cuda._on_hopper):
+        cached.cache_clear()
+
+
+def placed(values: Tensor, layout: str) -> Tensor:
+    """The same values, laid out in a larger buffer of nan."""
+    rows, columns = values.shape
+    if layout == "padded":
+        view = values.new_full((rows, columns + 8), float("nan"))[:, :columns]
+    elif layout == "odd":
+        view = values.new_full((rows, columns + 3), float("nan"))[:, 1 : columns + 1]
+    elif layout == "transposed":
+        view = values.new_full((columns, rows + 8), float("nan"))[:, :rows].t()
+    else:
+        return values.clone()
+    return view.copy_(values)
+
+
+def segments_of(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str = "plain") -> list[tuple]:
+    torch.manual_seed(sum(rows))
+    return [(placed(torch.randn(m, k).to(dtype), layout), placed(torch.randn(m, n).to(dtype), layout)) for m in rows]
+
+
+def expected(segments: list[tuple], outputs: tuple, accumulate: bool) -> list[Tensor | None]:
+    wide = [None if output is None else output.double() for output in outputs]
+    reference.linear_wgrad([(x.double(), dy.double()) for x, dy in segments], wide, accumulate)
+    return wide
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("rows", [[64], [17, 0, 64, 1], [0], [5] * 37])
+@pytest.mark.parametrize(
+    ("layout", "out_layout"),
+    [("plain", "plain"), ("padded", "padded"), ("odd", "plain"), ("transposed", "plain"), ("plain", "transposed")],
+)
+def test_linear_wgrad(
+    extension: HostExtension, rows: list[int], accumulate: bool, layout: str, out_layout: str
+) -> None:
+    n, k = 24, 40
+    segments = segments_of(rows, n, k, BF16, layout)
+    dweight, dbias = placed(torch.randn(n, k), out_layout), torch.randn(n)
+    want = expected(segments, (dweight, dbias), accumulate)
+    cuda.linear_wgrad(segments, (dweight, dbias), accumulate)
+    for name, got, wide in zip(("dweight", "dbias"), (dweight, dbias), want, strict=True):
+        testing.assert_close(got, wide.to(got.dtype), name)
+    merged = sum(m > 0 for m in rows)
+    assert extension.launches == [(1, min(16, merged - first)) for first in range(0, merged, 16)]
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (BF16, FP32, BF16), (FP16, FP16, FP32), (FP16, FP32, None)])
+def test_dtypes_of_outputs(dtypes: tuple) -> None:
+    segments = segments_of([32, 16], 16, 24, dtypes[0])
+    outputs = torch.randn(16, 24).to(dtypes[1]), None if dtypes[2] is None else torch.randn(16).to(dtypes[2])
+    want = expected(segments, outputs, True)
+    cuda.linear_wgrad(segments, outputs, True)
+    for got, wide in zip(outputs, want, strict=True):
+        if got is not None:
+            testing.assert_close(got, wide.to(got.dtype), "output")
+
+
+def test_the_bias_alone() -> None:
+    segments = segments_of([32, 16], 16, 24, BF16)
+    dbias = torch.randn(16).to(BF16)
+    want = expected(segments, (None, dbias), True)
+    cuda.linear_wgrad(segments, (None, dbias), True)
+    testing.assert_close(dbias, want[1].to(BF16), "dbias")
+
+
+def test_several_weights_in_one_launch(extension: HostExtension) -> None:
+    shapes = [(16, 24), (32, 8), (8, 40)]
+    products = [(segments_of([30 + i, 20], *shape, BF16), (torch.randn(*shape), torch.randn(shape[0])))
+                for i, shape in enumerate(shapes)]  # fmt: skip
+    want = [expected(segments, outputs, True) for segments, outputs in products]
+    cuda.linear_wgrads(products, True)
+    assert extension.launches == [(3, 6)]
+    for (_, outputs), wide in zip(products, want, strict=True):
+        testing.assert_close(outputs[0], wide[0].float(), "dweight")
+        testing.assert_close(outputs[1], wide[1].float(), "dbias")
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_groups_of_rows(extension: HostExtension, accumulate: bool) -> None:
+    groups, n, k = 6, 16, 24
+    counts = [torch.tensor(c) for c in ([3, 0, 5, 0, 8, 2], [1, 0, 0, 4, 2, 2])]
+    segments = [(*segments_of([int(c.sum())], n, k, BF16)[0], c) for c in counts]
+    outputs = torch.randn(groups, n, k), torch.randn(groups, n)
+    want = [output.double() for output in outputs]
+    reference.grouped_linear_wgrad([(x.double(), dy.double(), c) for x, dy, c in segments], want, accumulate)
+    cuda.grouped_linear_wgrad(segments, outputs, accumulate)
+    testing.assert_close(outputs[0], want[0].float(), "dweight")
+    testing.assert_close(outputs[1], want[1].float(), "dbias")
+    assert extension.launches == [(4, 6), (1, 2)]  # five groups have rows, four fit a launch
+
+
+@pytest.mark.parametrize(
+    ("x", "dy", "dweight", "dbias", "words"),
+    [
+        (((4, 8), FP32), ((4, 16), FP32), FP32, FP32, "x and dy in bf16 or fp16"),
+        (((4, 8), BF16), ((4, 16), FP16), FP32, FP32, "both torch.bfloat16; got"),
+        (((4, 8), BF16), ((5, 16), BF16), FP32, FP32, r"got \[4, 8\]"),
+        (((4, 8), BF16), ((4, 8), BF16), FP32, FP32, r"dy \[M, 16\]"),
+        (((4, 8), BF16), ((4, 16), BF16), FP16, FP32, "float32 or x's dtype"),
+        (((4, 8), BF16), ((4, 16), BF16), FP32, FP16, "float32 or x's dtype"),
+    ],
+)
+def test_what_is_refused(x: tuple, dy: tuple, dweight: torch.dtype, dbias: torch.dtype, words: str) -> None:
+    segment = torch.zeros(x[0], dtype=x[1]), torch.zeros(dy[0], dtype=dy[1])
+    with pytest.raises(ValueError, match=words):
+        cuda.linear_wgrad([segment], (torch.zeros(16, 8, dtype=dweight), torch.zeros(16, dtype=dbias)), False)
+
+
+def test_a_bias_with_gaps_is_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        cuda.linear_wgrad(segments_of([4], 16, 8, BF16), (torch.zeros(16, 8), torch.zeros(32)[::2]), False)
+
+
+def adam_state(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[list[Tensor], ...]:
+    torch.manual_seed(0)
+    sizes = (7, 64, 3)
+    params = [torch.randn(size).to(dtype) for size in sizes]
+    grads = [torch.randn(size).to(grad_dtype) for size in sizes]
+    return params, grads, [torch.zeros(size) for size in sizes], [torch.zeros(size) for size in sizes]
+
+
+def test_adamw_is_torchs() -> None:
+    params, grads, exp_avgs, exp_avg_sqs = adam_state(FP32, FP32)
+    twins = [param.clone().requires_grad_() for param in params]
+    optimizer = torch.optim.AdamW(twins, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    control = cuda_optimizer.control("cpu")
+    for step in range(1, 4):
+        for twin, grad in zip(twins, grads, strict=True):
+            twin.grad = grad * 0.5
+        optimizer.step()
+        control.copy_(torch.tensor([0.01, step, 0.5, 0.0]))
+        cuda_optimizer.adamw(
+            params, grads, exp_avgs, exp_avg_sqs, control, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1
+        )
+        for param, twin in zip(params, twins, strict=True):
+            testing.assert_close(param, twin.detach(), "param")
+
+
+def test_adamw_with_masters_can_be_undone_and_skipped() -> None:
+    params, grads, exp_avgs, exp_avg_sqs = adam_state(BF16, BF16)
+    masters = [param.float() + 1e-4 for param in params]
+    before = [tensor.clone() for tensor in (*params, *masters)]
+    control = cuda_optimizer.control("cpu")
+    control[0] = 0.01
+    lists = params, grads, exp_avgs, exp_avg_sqs, control
+    cuda_optimizer.adamw(*lists, masters=masters, weight_decay=0.1)
+    assert all((a != b).any() for a, b in zip(masters, before[3:], strict=True))
+    assert all(torch.equal(param, master.to(BF16)) for param, master in zip(params, masters, strict=True))
+    cuda_optimizer.adamw(*lists, masters=masters, weight_decay=0.1, undo=True)
+    for master, was in zip(masters, before[3:], strict=True):
+        testing.assert_close(master, was, "master")
+    now = [tensor.clone() for tensor in (*params, *masters)]
+    control[3] = 1.0
+    cuda_optimizer.adamw(*lists, masters=masters)
+    assert all(torch.equal(a, b) for a, b in zip((*params, *masters), now, strict=True))
+
+
+def test_norm_and_copies() -> None:
+    tensors = [torch.randn(9), torch.randn(4, 5)]
+    result = torch.full((2,), float("nan"))
+    cuda_optimizer.squared_norm(tensors, result)
+    testing.assert_close(result[0], sum(tensor.square().sum() for tensor in tensors), "norm")
+    assert result[1] == 0
+    first = result[0].clone()
+    cuda_optimizer.squared_norm([torch.tensor([2.0, float("inf")])[:1]], result, accumulate=True)
+    testing.assert_close(result[0], first + 4, "norm")
+    cuda_optimizer.squared_norm([torch.tensor([2.0, float("inf")])], result)
+    assert result[1] == 1
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    cuda_optimizer.copy_all(copies, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(copies, tensors, strict=True))

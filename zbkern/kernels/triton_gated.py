@@ -1,0 +1,269 @@
+"""Gated MLPs as Triton kernels: both halves in one product with the gate in its epilogue, and the backward of the gate
+in the epilogue of the down projection's dgrad. Each tensor that stays in registers saves passes over [M, H].
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zbkern.kernels import tiles
+from zbkern.kernels.triton_activation import gated_bwd, gated_fwd
+from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, dot, widen
+from zbkern.kernels.triton_linear import linear_dgrad, linear_fwd
+from zbkern.kernels.triton_product import (
+    Matrix,
+    halve,
+    has_bulk_copies,
+    load,
+    multiply,
+    place,
+    plan,
+    precision,
+    rounded,
+    store,
+)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["P"])
+def _gated_fwd(
+    x, weight_gate, weight_up, gate, up, h, bias_gate, bias_up, P, Q, R,
+    x_outer: tl.int64, x_inner: tl.int64, w_outer: tl.int64, w_inner: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
+    X_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTORS: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """gate = x weight_gate^T, up = x weight_up^T, h = activation(gate) up; x [P, R], weights [Q, R], the others [P, Q].
+
+    One program computes every num_programs-th tile [M, N] of gate and of up, which share their part of x.
+    """
+    count = tl.cdiv(P, M) * tl.cdiv(Q, N)
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+        p, q = place(tile, P, Q, M, N, GROUP)
+        first = tl.zeros((M, N), tl.float32)
+        second = tl.zeros((M, N), tl.float32)
+        for step in range(tl.cdiv(R, K)):
+            first, part = multiply(
+                first, x, weight_gate, p, q, step * K, P, Q, R, x_outer, x_inner, w_outer, w_inner,
+                X_T, W_T, DESCRIPTORS, PRECISION, M, N, K,
+            )  # fmt: skip
+            if W_T:
+                factor = load(weight_up, q, step * K, Q, R, w_outer, w_inner, N, K, DESCRIPTORS).T
+            else:
+                factor = load(weight_up, step * K, q, R, Q, w_outer, w_inner, K, N, DESCRIPTORS)
+            second = dot(part, factor, second, PRECISION)
+        if bias_gate is not None:
+            j = q + tl.arange(0, N)
+            first += widen(tl.load(bias_gate + j, j < Q, 0.0))[None, :]
+        if bias_up is not None:
+            j = q + tl.arange(0, N)
+            second += widen(tl.load(bias_up + j, j < Q, 0.0))[None, :]
+        store(gate, first, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+        store(up, second, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+        first = rounded(first, gate, O_DESCRIPTORS)  # the backward computes h from these again
+        second = rounded(second, up, O_DESCRIPTORS)
+        store(h, activate(first, ACTIVATION) * second, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+
+
+@triton.jit
+def _gate_backward(
+    dh, p, q, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
+    ACTIVATION: tl.constexpr, O_DESCRIPTORS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile of dh: both gradients, and h once more. gate and up come by plain loads: descriptors would
+    hold a third and a fourth buffer of shared memory beside the operands."""
+    before = widen(load(gate, p, q, P, Q, i_outer, i_inner, M, N, False))
+    factor = widen(load(up, p, q, P, Q, i_outer, i_inner, M, N, False))
+    activated = activate(before, ACTIVATION)
+    store(h, activated * factor, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+    store(dup, dh * activated, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+    dgated = activation_gradient(dh * factor, before, ACTIVATION)
+    store(dgate, dgated, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["P"])
+def _gated_dgrad(
+    dy, down, gate, up, dgate, dup, h, P, Q, R,
+    y_outer: tl.int64, y_inner: tl.int64, w_outer: tl.int64, w_inner: tl.int64,
+    i_outer: tl.int64, i_inner: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
+    Y_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTORS: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """dh = dy down, dgate = dh up activation'(gate), dup = dh activation(gate), h = activation(gate) up.
+
+    dy [P, R], down [R, Q], the others [P, Q]; dh is never written. One program computes every num_programs-th tile.
+    """
+    count = tl.cdiv(P, M) * tl.cdiv(Q, N)
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+        p, q = place(tile, P, Q, M, N, GROUP)
+        dh = tl.zeros((M, N), tl.float32)
+        for step in range(tl.cdiv(R, K)):
+            dh, _ = multiply(
+                dh, dy, down, p, q, step * K, P, Q, R, y_outer, y_inner, w_outer, w_inner,
+                Y_T, W_T, DESCRIPTORS, PRECISION, M, N, K,
+            )  # fmt: skip
+        if PARTS == 4:
+            left, right = halve(dh, M, N)
+            first, second = halve(left, M, N // 2)
+            third, fourth = halve(right, M, N // 2)
+            _gate_backward(
+                first, p, q, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
+                ACTIVATION, O_DESCRIPTORS, M, N // 4,
+            )  # fmt: skip
+            _gate_backward(
+                second, p, q + N // 4, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
+                ACTIVATION, O_DESCRIPTORS, M, N // 4,
+            )  # fmt: skip
+            _gate_backward(
+                third, p, q + N // 2, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
+                ACTIVATION, O_DESCRIPTORS, M, N // 4,
+            )  # fmt: skip
+            _gate_backward(
+                fourth, p, q + 3 * N // 4, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
+                ACTIVATION, O_DESCRIPTORS, M, N // 4,
+            )  # fmt: skip
+        else:
+            _gate_backward(
+                dh, p, q, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
+                ACTIVATION, O_DESCRIPTORS, M, N,
+            )  # fmt: skip
+
+
+def gated_linear_fwd(
+    x: Tensor,
+    weight_gate: Tensor,
+    weight_up: Tensor,
+    bias_gate: Tensor | None,
+    bias_up: Tensor | None,
+    activation: str,
+    gate: Tensor,
+    up: Tensor,
+    h: Tensor,
+    num_sms: int | None = None,
+) -> None:
+    """gate = x weight_gate^T + bias_gate, up = x weight_up^T + bias_up, h = activation(gate) * up."""
+    (p, r), q = x.shape, weight_gate.shape[0]
+    if p == 0 or q == 0:
+        return
+    a, b, c = Matrix(x), Matrix(weight_gate.t()), Matrix(weight_up.t())
+    outputs = [Matrix(tensor) for tensor in (gate, up, h)]
+    if b.layout != c.layout or not _alike(outputs):
+        linear_fwd(x, weight_gate, bias_gate, gate, num_sms=num_sms)
+        linear_fwd(x, weight_up, bias_up, up, num_sms=num_sms)
+        gated_fwd(gate, up, activation, h)
+        return
+    tile, reads, programs = plan("fwd", p, 2 * q, r, x.dtype, x.device, a.describable and b.describable, num_sms)
+    width = tile.n // 2  # of each half: together they are as wide as the tile of one product
+    operands, strides = [x, weight_gate, weight_up], (a.outer, a.inner, b.outer, b.inner)
+    if reads:
+        operands = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, width), c.descriptor(tile.k, width)]
+        strides = (1, 1, 1, 1)
+    results, writes, output_strides = _outputs(outputs, tile.m, width)
+    biases = [None if bias is None else bias.contiguous() for bias in (bias_gate, bias_up)]
+    flags = (a.transposed, b.transposed, reads, writes, activation, precision(x.dtype))
+    _gated_fwd(
+        programs,
+        (*operands, *results, *biases, p, q, r, *strides, *output_strides),
+        (*flags, tile.m, width, tile.k, tile.group),
+        tile.warps,
+        tile.stages,
+    )
+
+
+def gated_linear_dgrad(
+    dy: Tensor,
+    down: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    dgate: Tensor,
+    dup: Tensor,
+    h: Tensor,
+    num_sms: int | None = None,
+) -> None:
+    """dh = dy down, then dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up."""
+    (p, r), q = dy.shape, down.shape[1]
+    if p == 0 or q == 0:
+        return
+    a, b = Matrix(dy), Matrix(down)
+    inputs, outputs = [Matrix(gate), Matrix(up)], [Matrix(tensor) for tensor in (dgate, dup, h)]
+    if not _alike(inputs) or not _alike(outputs):
+        dh = torch.empty_like(gate)
+        linear_dgrad(dy, down, dh, num_sms=num_sms)
+        gated_bwd(dh, gate, up, activation, dgate, dup, h)
+        return
+    tile, reads, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, a.describable and b.describable, num_sms)
+    operands, strides = [dy, down], (a.outer, a.inner, b.outer, b.inner)
+    if reads:
+        operands, strides = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)], (1, 1, 1, 1)
+    parts = _parts(tile)
+    results, writes, output_strides = _outputs(outputs, tile.m, tile.n // parts)
+    flags = (a.transposed, b.transposed, reads, writes, activation, precision(dy.dtype))
+    _gated_dgrad(
+        programs,
+        (*operands, gate, up, *results, p, q, r, *strides, *gate.stride(), *output_strides),
+        (*flags, tile.m, tile.n, tile.k, tile.group, parts),
+        tile.warps,
+        tile.stages,
+    )
+
+
+def _parts(tile: tiles.Tile) -> int:
+    """In how many the dgrad writes its tile: five tensors of half a 128x256 tile spill 272 bytes a thread on sm_90."""
+    return 4 if tile.n >= 128 else 1
+
+
+def _alike(matrices: Sequence[Matrix]) -> bool:
+    return all(matrix.layout == matrices[0].layout for matrix in matrices)
+
+
+def _outputs(matrices: Sequence[Matrix], rows: int, columns: int) -> tuple[list[Any], bool, tuple[int, int]]:
+    """(what the kernel is given, whether these are descriptors, their strides)."""
+    first = matrices[0]
+    if has_bulk_copies(first.tensor.device) and first.describable and not first.transposed:
+        return [matrix.descriptor(rows, columns) for matrix in matrices], True, (1, 1)
+    return [matrix.tensor for matrix in matrices], False, first.tensor.stride()
+
+
+def variants(capability: int) -> list[Variant]:
+    """A large bf16 layer."""
+    bulk = capability >= 90
+    sms = {80: 108, 90: 132, 100: 148}[capability]
+
+    def operand(*block: int) -> str:
+        return f"tensordesc<bf16[{block[0]}, {block[1]}]>" if bulk else "*bf16"
+
+    forward = tiles.choose("fwd", 4096, 22016, 4096, "bfloat16", capability, sms)
+    m, n, k = forward.m, forward.n // 2, forward.k
+    dgrad = tiles.choose("dgrad", 4096, 11008, 4096, "bfloat16", capability, sms)
+    strides, sizes = ((1, 1) if bulk else ("i64:16", 1)), ("i32", "i32:16", "i32:16")
+    return [
+        Variant(
+            "gated_linear_fwd bf16 silu",
+            _gated_fwd,
+            (operand(m, k), *(operand(n, k),) * 2, *(operand(m, n),) * 3, None, None, *sizes, *strides * 3),
+            (False, True, bulk, bulk, "silu", "ieee", m, n, k, forward.group),
+            forward.warps,
+            forward.stages,
+            wgmma=True,
+            bulk=bulk,
+        ),
+        Variant(
+            "gated_linear_dgrad bf16 silu",
+            _gated_dgrad,
+            (operand(dgrad.m, dgrad.k), operand(dgrad.k, dgrad.n), "*bf16", "*bf16")
+            + (operand(dgrad.m, dgrad.n // _parts(dgrad)),) * 3
+            + (*sizes, *strides * 2, "i64:16", 1, *strides),
+            (False, False, bulk, bulk, "silu", "ieee", dgrad.m, dgrad.n, dgrad.k, dgrad.group, _parts(dgrad)),
+            dgrad.warps,
+            dgrad.stages,
+            wgmma=True,
+            bulk=bulk,
+        ),
+    ]
