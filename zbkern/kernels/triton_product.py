@@ -138,14 +138,22 @@ def _machine(device: torch.device) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    op: str, p: int, q: int, r: int, dtype: torch.dtype, device: torch.device, describable: bool, num_sms: int | None
+    op: str,
+    p: int,
+    q: int,
+    r: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    describable: bool,
+    num_sms: int | None,
+    others: tuple[tuple[int, int], ...] = (),
 ) -> tuple[tiles.Tile, bool, int]:
-    """(tile, whether the operands come by bulk copies, programs to start)."""
+    """(tile, whether the operands come by bulk copies, programs to start) for [p, q] and `others` in one launch."""
     capability, available = _machine(device)
     sms = min(available, num_sms or available)
     bulk = describable and capability >= 90
-    tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, bulk)
-    return tile, bulk, min(sms, triton.cdiv(p, tile.m) * triton.cdiv(q, tile.n))
+    tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, bulk, others)
+    return tile, bulk, min(sms, tiles.count(tile, (p, q), *others))
 
 
 def precision(dtype: torch.dtype) -> str:
