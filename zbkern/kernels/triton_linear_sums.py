@@ -52,9 +52,9 @@ def _sums(
     o0, o1, o2, o3, o4, o5, o6, o7, v0, v1, v2, v3, v4, v5, v6, v7,
     p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7,
     a_outer: tl.int64, a_inner: tl.int64, b_outer: tl.int64, b_inner: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
-    PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr,
-    COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, A_T: tl.constexpr,
+    B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
+    REDUCE: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out_i [P_i, Q_i] (+)= sum over the segments s of product i and rows r < r_s of A_s[p, r] B_s[r, q].
@@ -62,7 +62,8 @@ def _sums(
     COLUMNS: v_i [P_i] (+)= sum over s, r of A_s[p, r], the gradient of a bias. BIAS: v_i [Q_i] is added to every row.
     Segments SEGMENTS i to SEGMENTS (i + 1) are product i's. One program computes every num_programs-th tile [M, N],
     through all products without a pause. The segments are one loop: each step picks its operands by its number, so
-    copies run ahead across the border of two segments, and an output is read and written once.
+    copies run ahead across the border of two segments, and an output is read and written once. EVEN: all products have
+    as many steps; then the loop over tiles and the one over steps become one, and copies run ahead across tiles, too.
     """
     a_s = (a0, a1, a2, a3, a4, a5, a6, a7)
     b_s = (b0, b1, b2, b3, b4, b5, b6, b7)
@@ -80,17 +81,19 @@ def _sums(
     for tile in tl.range(tl.program_id(0), ends[PRODUCTS - 1], tl.num_programs(0), flatten=True):
         out, vector, P, Q = o0, v0, p0, q0
         a, b, rows = a0, b0, r0
-        first, begin, end, before = 0, 0, steps[SEGMENTS - 1], 0
+        first, begin, before, length = 0, 0, 0, steps[SEGMENTS - 1]
         for i in tl.static_range(1, PRODUCTS):
             if tile >= ends[i - 1]:
                 out, vector, P, Q = outs[i], vectors[i], p_s[i], q_s[i]
                 a, b, rows = a_s[SEGMENTS * i], b_s[SEGMENTS * i], r_s[SEGMENTS * i]
-                first, begin, end = ends[i - 1], steps[SEGMENTS * i - 1], steps[SEGMENTS * (i + 1) - 1]
-                before = begin
+                first, begin, before = ends[i - 1], steps[SEGMENTS * i - 1], steps[SEGMENTS * i - 1]
+                if not EVEN:
+                    length = steps[SEGMENTS * (i + 1) - 1] - begin
         p, q = place(tile - first, P, Q, M, N, GROUP)
         accumulator = tl.zeros((M, N), tl.float32)
         columns = tl.zeros((M,), tl.float32)
-        for step in range(begin, end):
+        for turn in range(length):
+            step = begin + turn
             if SEGMENTS > 1:
                 a, b, rows, before = a0, b0, r0, 0
                 for s in tl.static_range(1, PRODUCTS * SEGMENTS):
@@ -305,7 +308,18 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None) -
     strides += (1, 1) if kind.writes else kind.result
     columns, bias = (kind.dtypes[2] is not None and op == wanted for wanted in ("wgrad", "fwd"))
     reduces = kind.writes and kind.add and kind.dtypes[1] == torch.float32 and not INTERPRETED
-    flags = (count, kind.segments, left.transposed, right.transposed, kind.reads, kind.writes, kind.add, reduces)
+    steps = {sum(-(-size // tile.k) for size in counts) for counts in rows}
+    flags = (
+        count,
+        kind.segments,
+        len(steps) == 1,
+        left.transposed,
+        right.transposed,
+        kind.reads,
+        kind.writes,
+        kind.add,
+        reduces,
+    )
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.halves)
     kernel = _over_rows if op == "wgrad" else _of_rows
     kernel(
@@ -330,7 +344,7 @@ def variants(capability: int) -> list[Variant]:
 
     def sums(
         op: str, products: int, segments: int, dtype: str = "bf16", out: str = "fp32", accumulate: bool = True,
-        vector: bool = False, bulk: bool = bulk,
+        vector: bool = False, even: bool = True, bulk: bool = bulk,
     ) -> Variant:  # fmt: skip
         long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
         tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk)
@@ -355,11 +369,12 @@ def variants(capability: int) -> list[Variant]:
         )
         reduces = bulk and accumulate and out == "fp32"
         constants = (
-            *(products, segments, a_t, b_t, bulk, bulk, accumulate, reduces, vector and a_t, vector and b_t),
+            *(products, segments, even, a_t, b_t, bulk, bulk, accumulate, reduces, vector and a_t, vector and b_t),
             "tf32x3" if dtype == "fp32" else "ieee",
             *(tile.m, tile.n, tile.k, tile.group, tile.halves),
         )
         name = f"linear_{op} {dtype} to {out}, {products} x {segments}" + " bias" * vector + " add" * accumulate
+        name += " uneven" * (not even)
         kernel = _over_rows if op == "wgrad" else _of_rows
         return Variant(name + " pointers" * (not bulk), kernel, types, constants, tile.warps, tile.stages, True, bulk)
 
@@ -368,6 +383,7 @@ def variants(capability: int) -> list[Variant]:
         sums("wgrad", 1, 4, vector=True),
         sums("wgrad", 1, 8, out="bf16"),
         sums("wgrad", 8, 1),
+        sums("wgrad", 8, 1, even=False),
         sums("wgrad", 2, 4, vector=True),
         sums("wgrad", 1, 1, dtype="fp32", accumulate=False),
         sums("dgrad", 1, 4, out="bf16", accumulate=False),
