@@ -16,6 +16,7 @@ NEEDS_TORCH = (
     "clock",
     "engine",
     "microbatches",
+    "mixed_precision",
     "named_state",
     "norms",
     "optimizer",

@@ -181,6 +181,11 @@ class Pipeline:
         """With record=True: after every action of the last step, what the queue and the device's memory held."""
         return self._recorder.samples()
 
+    def abandon(self) -> None:
+        """Drops what was begun, after a failure; the next step opens the connections anew."""
+        self._failed = True
+        self._forget()
+
     def close(self) -> None:
         """Ends the connections to the other ranks; call it on every rank, or use the pipeline as a context manager."""
         self._transport.close()
@@ -217,9 +222,9 @@ class Pipeline:
                 "run or discard pipe.queue first"
             )
         if self._failed:
-            if self.optimizer is not None and self.optimizer.waits:
-                raise PipelineError("the last optimizer step had no verdict when a rank failed; load a checkpoint")
             self._transport.reopen()
+            if self.optimizer is not None:
+                self.optimizer.recover()
             self._failed, self._step = False, 0  # every rank counts anew
         count = self.schedule.microbatches
         self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
@@ -270,12 +275,12 @@ class Pipeline:
                 self._run_oldest()
             activity.begin("none")
         except PipelineError:
-            self._abandon()
+            self.abandon()
             raise
         except Exception as error:
             memory = self._memory() if isinstance(error, torch.OutOfMemoryError) else ""
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{memory}"
-            self._abandon()
+            self.abandon()
             self._transport.fail(reason)
             raise PipelineError(reason) from error
 
@@ -364,10 +369,6 @@ class Pipeline:
 
     def _loss(self) -> Tensor | None:
         return torch.stack(self._losses).sum() if self._losses else None
-
-    def _abandon(self) -> None:
-        self._failed = True
-        self._forget()
 
     def _forget(self) -> None:
         """Drops what was begun."""
