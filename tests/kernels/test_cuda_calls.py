@@ -136,7 +136,7 @@ def test_groups_of_rows(extension: HostExtension, accumulate: bool) -> None:
     ("x", "dy", "dweight", "dbias", "words"),
     [
         (((4, 8), FP32), ((4, 16), FP32), FP32, FP32, "x and dy in bf16 or fp16"),
-        (((4, 8), BF16), ((4, 16), FP16), FP32, FP32, "all torch.bfloat16 and on cpu; got"),
+        (((4, 8), BF16), ((4, 16), FP16), FP32, FP32, "all torch.bfloat16 and on its device; got"),
         (((4, 8), BF16), ((5, 16), BF16), FP32, FP32, r"got \[4, 8\]"),
         (((4, 8), BF16), ((4, 8), BF16), FP32, FP32, r"dy \[M, 16\]"),
         (((4, 8), BF16), ((4, 16), BF16), FP16, FP32, "float32 or x's dtype"),
@@ -154,9 +154,22 @@ def test_a_matrix_without_contiguous_rows_or_columns_is_refused() -> None:
         cuda.linear_wgrad(segments_of([4], 16, 8, BF16), (torch.zeros(16, 16)[:, ::2], None), False)
 
 
-def test_a_bias_with_gaps_is_refused() -> None:
-    with pytest.raises(ValueError, match="contiguous"):
-        cuda.linear_wgrad(segments_of([4], 16, 8, BF16), (torch.zeros(16, 8), torch.zeros(32)[::2]), False)
+def test_a_bias_with_gaps_is_summed_beside_the_product() -> None:
+    segments = segments_of([4, 5], 16, 8, BF16)
+    outputs = torch.randn(16, 8), torch.randn(32)[::2]
+    want = expected(segments, outputs, True)
+    cuda.linear_wgrad(segments, outputs, True)
+    for got, wide in zip(outputs, want, strict=True):
+        testing.assert_close(got, wide.float(), "output")
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 8), (8, 0)])
+def test_a_weight_without_elements(extension: HostExtension, n: int, k: int) -> None:
+    dbias = torch.ones(n)
+    segment = torch.zeros(4, k, dtype=BF16), torch.ones(4, n, dtype=BF16)
+    cuda.linear_wgrad([segment], (torch.zeros(n, k), dbias), True)
+    assert dbias.tolist() == [5.0] * n
+    assert not extension.launches
 
 
 def adam_state(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[list[Tensor], ...]:

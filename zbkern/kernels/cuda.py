@@ -96,31 +96,32 @@ def linear_wgrads(
     room = 0
     copies: list[Tensor] = []  # their memory must not be given away before the launch
     for segments, (dweight, dbias) in products:
-        if dweight is None or dweight.stride(1) != 1:
+        (n, k), (step, unit) = ((0, 0), (0, 1)) if dweight is None else (dweight.shape, dweight.stride())
+        if unit != 1 or not (n and k) or (dbias is not None and not dbias.is_contiguous()):
             _add_bias(segments, dbias, accumulate)
-            if dweight is None:
+            dbias = None
+            if not (n and k):
                 continue
-            # a transposed view: the same product with its factors exchanged
-            segments, dweight, dbias = [(dy, x) for x, dy in segments], dweight.t(), None
-            if dweight.stride(1) != 1:
+            if unit != 1:  # a transposed view: the same product with its factors exchanged
+                segments, dweight = [(dy, x) for x, dy in segments], dweight.t()
+                n, k, step, unit = k, n, unit, step
+            if unit != 1:
                 raise ValueError(f"linear_wgrad: dweight must have contiguous rows; got strides {dweight.t().stride()}")
-        parts = _addresses(segments, dweight, copies)
+        device, dtype = dweight.get_device(), segments[0][0].dtype if segments else None
+        parts = _addresses(segments, n, k, device, dtype, copies)
         if not parts:
             _add_bias((), dbias, accumulate)
             if not accumulate:
                 dweight.zero_()
             continue
-        kinds = _kinds(segments[0][0].dtype, dweight.dtype, None if dbias is None else dbias.dtype)
-        same = kinds, dweight.get_device()
-        if dbias is not None and dbias.stride(0) != 1:
-            raise ValueError(f"linear_wgrad: dbias must be contiguous; got strides {dbias.stride()}")
-        target = (dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), *dweight.shape, dweight.stride(0))
+        same = _kinds(dtype, dweight.dtype, None if dbias is None else dbias.dtype), device
+        target = dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), n, k, step
         if len(parts) > _cuda.MAX_SEGMENTS:
             for first in range(0, len(parts), _cuda.MAX_SEGMENTS):
                 some = parts[first : first + _cuda.MAX_SEGMENTS]
                 _launch([(*target, some)], same, accumulate or first > 0, sms, max_tiles)
             continue
-        if batch and (same != like or len(parts) > room or len(batch) == _most_products(same[1])):
+        if batch and (same != like or len(parts) > room or len(batch) == _most_products(device)):
             _launch(batch, like, accumulate, sms, max_tiles)
             batch = []
         if not batch:
@@ -138,27 +139,25 @@ def _launch(products: list[tuple], like: tuple, accumulate: bool, sms: int | Non
     _cuda.wgrad(products, *kinds, accumulate, sms, max_tiles, hopper, device, raw_stream(device))
 
 
-def _addresses(segments: Segments, dweight: Tensor, copies: list[Tensor]) -> list[tuple]:
+def _addresses(
+    segments: Segments, n: int, k: int, device: int, dtype: torch.dtype | None, copies: list[Tensor]
+) -> list[tuple[int, int, int, int, int]]:
     """(x, dy, rows, row stride of x, of dy) of the segments that have rows.
 
     Rows that are not contiguous or not at multiples of 16 bytes are copied, to `copies`. Every attribute of a tensor
     costs the host 30 to 60 ns, so each is read once.
     """
     parts = []
-    n, k = dweight.shape
-    device, dtype = dweight.get_device(), None
     for x, dy in segments:
         (rows, columns), (x_step, x_unit), x_at = x.shape, x.stride(), x.data_ptr()
         (dy_rows, dy_columns), (dy_step, dy_unit), dy_at = dy.shape, dy.stride(), dy.data_ptr()
-        x_dtype = x.dtype
-        dtype = dtype or x_dtype
         if (
-            columns != k or dy_columns != n or dy_rows != rows or x_dtype is not dtype or dy.dtype is not dtype
+            columns != k or dy_columns != n or dy_rows != rows or x.dtype is not dtype or dy.dtype is not dtype
             or x.get_device() != device or dy.get_device() != device
         ):  # fmt: skip
             raise ValueError(
-                f"linear_wgrad: x must be [M, {k}] and dy [M, {n}] for dweight [{n}, {k}], all {dtype} and on "
-                f"{dweight.device}; got {[*x.shape]} {x.dtype} {x.device} and {[*dy.shape]} {dy.dtype} {dy.device}"
+                f"linear_wgrad: x must be [M, {k}] and dy [M, {n}] for dweight [{n}, {k}], all {dtype} and on its "
+                f"device; got {[*x.shape]} {x.dtype} {x.device} and {[*dy.shape]} {dy.dtype} {dy.device}"
             )
         if not rows:
             continue
