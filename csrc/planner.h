@@ -32,7 +32,7 @@ struct Problem {
 // How the list scheduler decides; see lists.py, `Rule` and `forward_caps`.
 struct Rule {
   int priority, patience;
-  bool late_forward, late_backward, fuse;
+  bool foresight, late_forward, late_backward, fuse;
   std::vector<int> caps;  // [chunks] how many forwards each may be ahead of its backwards
 };
 
@@ -44,13 +44,14 @@ struct Orders {
   Time cost = 0;
 };
 
-// Empty rows when the rule comes to a dead end.
-Orders list_schedule(const Problem& problem, const Rule& rule);
+// Empty rows when the rule comes to a dead end, or to a cost above `cutoff`.
+Orders list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
 
 struct AnnealOptions {
   std::uint64_t seed = 0;
   std::vector<Time> temperatures;  // one after the other, in units of `ranks` times the time unit
   std::int64_t moves = 0;          // tried at each temperature
+  Time spread = 0;                 // weight of the mean span beside the largest
   Time target = 0;                 // stop at this cost
   bool may_fuse = false;
   double seconds = 0;              // stop after this long (checked now and then)

@@ -11,7 +11,6 @@ namespace zbkern {
 namespace {
 
 constexpr Time kForever = INT64_MAX / 4;
-constexpr Time kSpread = 3;  // weight of the mean span beside the largest
 
 class Random {  // SplitMix64
  public:
@@ -112,7 +111,7 @@ class Annealer {
   Time energy(const std::vector<Time>& span) const {
     Time largest = 0, sum = 0;
     for (Time each : span) largest = std::max(largest, each), sum += each;
-    return p_.ranks * largest + kSpread * sum;
+    return p_.ranks * largest + spread_ * sum;
   }
 
   const Problem& p_;
@@ -131,7 +130,7 @@ class Annealer {
   std::vector<std::pair<int, int>> critical_;
   std::vector<Shift> done_;
   int toggled_ = -1;
-  Time from_ = 0;
+  Time from_ = 0, spread_ = 0;
 };
 
 // What every pass has at least after it, minus the start of the rank that waits: lets a lost move stop early.
@@ -385,6 +384,7 @@ void Annealer::undo() {
 
 AnnealResult Annealer::anneal(const AnnealOptions& options) {
   Random random(options.seed);
+  spread_ = options.spread;
   AnnealResult result;
   const auto largest = [](const std::vector<Time>& span) { return *std::max_element(span.begin(), span.end()); };
   result.best = {rows_, fused_, largest(span_)};
@@ -401,7 +401,7 @@ AnnealResult Annealer::anneal(const AnnealOptions& options) {
       if (!propose(random, options)) continue;
       const Time threshold = now + (temperature >> 16) * random.exponential();
       // The largest span of a move that could be accepted, all others being as small as their work allows.
-      const bool kept = run(from_, (threshold - kSpread * least_sum_) / p_.ranks) && energy(trial_span_) <= threshold;
+      const bool kept = run(from_, (threshold - spread_ * least_sum_) / p_.ranks) && energy(trial_span_) <= threshold;
       if (!kept) {
         undo();
         continue;

@@ -31,20 +31,20 @@ py::tuple tuple_from(const Orders& orders) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled. Its Python twin is the specification.";
-  module.def("list_schedule", [](const py::object& source, int priority, int patience, bool late_forward,
-                                 bool late_backward, bool fuse, const std::vector<int>& caps) {
+  module.def("list_schedule", [](const py::object& source, int priority, int patience, bool foresight, bool late_forward,
+                                 bool late_backward, bool fuse, const std::vector<int>& caps, Time cutoff) {
     const Problem problem = problem_from(source);
-    return tuple_from(list_schedule(problem, {priority, patience, late_forward, late_backward, fuse, caps}));
+    return tuple_from(list_schedule(problem, {priority, patience, foresight, late_forward, late_backward, fuse, caps}, cutoff));
   });
   module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, std::uint64_t seed,
-                          const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool may_fuse,
+                          const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target, bool may_fuse,
                           double seconds) {
     const Problem problem = problem_from(source);
     const Orders start{rows, std::vector<char>(fused.begin(), fused.end()), 0};
     AnnealResult result;
     {
       py::gil_scoped_release release;
-      result = anneal(problem, start, {seed, temperatures, moves, target, may_fuse, seconds});
+      result = anneal(problem, start, {seed, temperatures, moves, spread, target, may_fuse, seconds});
     }
     return py::make_tuple(tuple_from(result.best), result.finished);
   });

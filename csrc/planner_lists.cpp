@@ -1,5 +1,8 @@
 // The list scheduler: every rank decides what to run next by one rule. Specification: planner/lists.py.
 #include <algorithm>
+#include <functional>
+#include <queue>
+#include <utility>
 
 #include "planner.h"
 
@@ -7,6 +10,7 @@ namespace zbkern {
 namespace {
 
 constexpr Time kNever = INT64_MAX / 4;
+constexpr int kForeseen = 3;  // chunks
 
 struct RankState {
   Time clock = 0, memory = 0, held = 0, start = -1;
@@ -17,7 +21,7 @@ struct RankState {
 
 }  // namespace
 
-Orders list_schedule(const Problem& p, const Rule& rule) {
+Orders list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
   const int n = p.chunks, m = p.microbatches;
   std::vector<RankState> ranks(p.ranks);
   for (int c = 0; c < n; c++) ranks[p.placement[c]].chunks.push_back(c);
@@ -29,22 +33,39 @@ Orders list_schedule(const Problem& p, const Rule& rule) {
   result.rows.resize(p.ranks);
   result.fused.assign(static_cast<std::size_t>(n) * m, rule.fuse);
 
+  // The earliest that the gradient of a microbatch can arrive, if the backward before it is near.
+  const auto foreseen = [&](int chunk, int microbatch) {
+    const auto at_of = [&](int c) { return backward_at[static_cast<std::size_t>(c) * m + microbatch]; };
+    int source = chunk + 1;
+    while (at_of(source) >= kNever)
+      if (++source > chunk + kForeseen) return kNever;
+    if (forwards[source] <= microbatch) return kNever;
+    Time at = at_of(source);
+    for (int c = source; c > chunk; c--)
+      at = std::max(at, ranks[p.placement[c]].clock) + p.communication[c - 1] + (rule.fuse ? p.fused[c] : p.backward[c]);
+    return at;
+  };
+  // The ranks that are not idle, the earliest first, of equals the first.
+  using Turn = std::pair<Time, int>;
+  std::priority_queue<Turn, std::vector<Turn>, std::greater<Turn>> turns;
+  for (int r = 0; r < p.ranks; r++) turns.push({0, r});
   for (int left = p.passes(); left > 0;) {
-    int rank = -1;
-    for (int r = 0; r < p.ranks; r++)
-      if (!ranks[r].idle && (rank < 0 || ranks[r].clock < ranks[rank].clock)) rank = r;
-    if (rank < 0) return Orders{};
+    if (turns.empty()) return Orders{};
+    const auto [now, rank] = turns.top();
+    turns.pop();
     RankState& state = ranks[rank];
-    const Time now = state.clock;
 
     int forward = -1, backward = -1;
-    Time next = kNever;
+    Time next = kNever;  // when an input arrives
     int oldest = m;  // the first microbatch that has a forward left here: there must always be room to finish it
     for (int c : state.chunks) oldest = std::min(oldest, forwards[c]);
     for (int c : state.chunks) {
       if (backwards[c] < forwards[c]) {
-        const Time at = backward_at[static_cast<std::size_t>(c) * m + backwards[c]];
-        if (at > now) next = std::min(next, at);
+        Time at = backward_at[static_cast<std::size_t>(c) * m + backwards[c]];
+        if (at >= kNever && rule.foresight) {
+          at = foreseen(c, backwards[c]);
+          if (at > now) next = std::min(next, at);
+        } else if (at > now) next = std::min(next, at);
         else if (backward < 0 || rule.late_backward) backward = c;
       }
       if (forwards[c] < m && forwards[c] - backwards[c] < rule.caps[c]) {
@@ -73,8 +94,9 @@ Orders list_schedule(const Problem& p, const Rule& rule) {
       if (pending && (next >= kNever || 4 * (next - now) >= rule.patience * p.weight[state.pending[state.next_weight]])) {
         kind = kWeight;
       } else {
-        if (next < kNever) state.clock = next;
-        else state.idle = true;
+        state.clock = next < kNever ? next : now;
+        state.idle = next >= kNever;
+        if (!state.idle) turns.push({next, rank});
         continue;
       }
     }
@@ -105,6 +127,7 @@ Orders list_schedule(const Problem& p, const Rule& rule) {
     }
     if (state.start < 0) state.start = now;
     state.clock = now + length;
+    turns.push({state.clock, rank});
     left--;
     result.rows[rank].push_back((kind * n + chunk) * m + microbatch);
     if (kind != kWeight) state.last_was_forward = kind == kForward;
@@ -113,6 +136,7 @@ Orders list_schedule(const Problem& p, const Rule& rule) {
       left--;
     }
     result.cost = std::max(result.cost, state.clock - (p.makespan ? 0 : state.start));
+    if (result.cost > cutoff) return Orders{};
     const int consumer = kind == kForward ? chunk + 1 : kind == kBackward ? chunk - 1 : -1;
     if (consumer < 0 || consumer >= n) continue;
     auto& arrivals = kind == kForward ? forward_at : backward_at;
@@ -121,6 +145,7 @@ Orders list_schedule(const Problem& p, const Rule& rule) {
     if (peer.idle) {
       peer.idle = false;
       peer.clock = std::max(peer.clock, now);
+      turns.push({peer.clock, p.placement[consumer]});
     }
   }
   return result;

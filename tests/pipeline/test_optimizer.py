@@ -266,12 +266,12 @@ def test_a_failing_step_reaches_the_other_ranks() -> None:
         weight = nn.Parameter(torch.ones(3))
         weight.grad = torch.ones(3)
         optimizer = Optimizer(torch.optim.SGD([weight], lr=0.1), transport, timeout=20)
-        if transport.rank == 1:
+        if transport.rank == 2:
             optimizer.optimizer.step = lambda: 1 / 0
         optimizer.step()
         optimizer.validate()
 
-    with pytest.raises(PipelineError, match="rank 1, optimizer step 1: ZeroDivisionError"):
+    with pytest.raises(PipelineError, match="rank 2, optimizer step 1: ZeroDivisionError"):
         on_threads(3, rank_loop)
 
 

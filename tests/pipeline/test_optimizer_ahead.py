@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zbkern
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.warmup import forwards_ahead
 
 WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
@@ -216,6 +217,105 @@ def test_evaluation_waits_for_the_verdict() -> None:
                 h = module(h)
                 module.eval()
         torch.testing.assert_close(value, nn.functional.mse_loss(nn.Sequential(*plain)(inputs), targets))
+
+
+def train_through_failures(
+    before_forward: Callable[[int, int], None], before_update: Callable[[int, int], None]
+) -> tuple[list[nn.Module], list[list[str]]]:
+    """Four ranks, four steps; after a failure every rank tries its step again, after two it begins from the start.
+
+    The arguments are called with rank and step where they say, and may raise. Returns every rank's errors, too.
+    """
+    model = make_model(4)
+
+    def rank_loop(transport: LocalTransport) -> list[str]:
+        rank, module, step, errors = transport.rank, zbkern.convert(model[transport.rank]), 0, []
+        module.register_forward_pre_hook(lambda *_: before_forward(rank, step))
+        with Pipeline(module, schedules.zb_h2(4, MICROBATCHES), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM)
+            start = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+            while step < 4:
+                inputs, targets = batch(step)
+                seen = module.seen.clone()
+                optimizer.zero_grad()
+                try:
+                    pipe.step(inputs if rank == 0 else None, targets if rank == 3 else None)
+                    before_update(rank, step)
+                    optimizer.step()
+                    step += 1
+                except PipelineError as error:
+                    pipe.abandon()
+                    errors.append(str(error))
+                    module.seen.copy_(seen)
+                    if len(errors) == 2:
+                        module.load_state_dict(start[0])
+                        optimizer.load_state_dict(start[1])
+                        step = 0
+            optimizer.validate()
+        return errors
+
+    return model, on_threads(4, rank_loop)
+
+
+def assert_trained(model: list[nn.Module]) -> None:
+    expected, _ = plain_loop(4, 4, {})
+    for ours, theirs in zip(model, expected, strict=True):
+        torch.testing.assert_close(ours.linear.weight, theirs.linear.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_without_verdict_is_settled_after_a_failure() -> None:
+    """Rank 0 fails in its second forward that runs ahead; rank 3 knows the verdict, others may not have heard it."""
+    begun, known, failed = threading.Event(), threading.Event(), []
+
+    def before_forward(rank: int, step: int) -> None:
+        if step != 1 or failed:
+            return
+        if rank == 3:
+            known.set()  # it has done its step
+        if rank == 0 and not begun.is_set():
+            begun.set()
+        elif rank == 0:
+            assert known.wait(20)
+            failed.append(rank)
+            raise ArithmeticError("a broken forward")
+
+    model, errors = train_through_failures(before_forward, lambda rank, step: None)
+    assert [len(found) for found in errors] == [1] * 4
+    assert "ArithmeticError: a broken forward" in errors[0][0]
+    assert_trained(model)
+
+
+def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint() -> None:
+    """Rank 3 fails before its optimizer step, when rank 0 has done it and begun the next forwards."""
+    ahead, failed = threading.Event(), []
+
+    def before_forward(rank: int, step: int) -> None:
+        if rank == 0 and step == 2:
+            ahead.set()
+
+    def before_update(rank: int, step: int) -> None:
+        if rank == 3 and step == 1 and not failed:
+            failed.append(rank)
+            assert ahead.wait(20)
+            transports[3].fail("rank 3: a broken W")
+            raise PipelineError("rank 3: a broken W")
+
+    transports: list[LocalTransport] = []
+    ring = LocalTransport.ring
+
+    def keep(size: int) -> list[LocalTransport]:
+        transports[:] = ring(size)
+        return transports
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalTransport, "ring", keep)
+        model, errors = train_through_failures(before_forward, before_update)
+    for found in errors:
+        assert found == [
+            "rank 3: a broken W",
+            "optimizer step 2 was done on some ranks only when a rank failed; load a checkpoint",
+        ]
+    assert_trained(model)
 
 
 def test_a_second_optimizer_is_refused() -> None:

@@ -114,8 +114,8 @@ def load(
         )
     if path is None:
         return None
-    if hasattr(optimizer, "validate"):
-        optimizer.validate()
+    if hasattr(optimizer, "abandon"):
+        optimizer.abandon()
     reader = dcp.FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
     wanted = state.targets(stored)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,6 @@ class LocalTransport:
         self.rank, self.size = rank, len(ring.mailboxes)
         self.activity = Activity(rank)
         self._ring = ring
-        self._postmen: list[threading.Timer] = []
         ring.members.append(self)
 
     @classmethod
@@ -28,9 +29,7 @@ class LocalTransport:
         return [cls(rank, ring) for rank in range(size)]
 
     def send(self, peer: int, tag: Tag, message: Any) -> None:
-        postman = self._ring.post(self.rank, peer, tag, message)
-        if postman is not None:
-            self._postmen.append(postman)
+        self._ring.post(self.rank, peer, tag, message)
 
     def deliver(self, tag: Tag, message: Any) -> None:
         self._ring.mailboxes[self.rank].put(tag, message)
@@ -73,10 +72,7 @@ class LocalTransport:
         return values
 
     def close(self) -> None:
-        for postman in self._postmen:
-            postman.join()
-        for mailbox in self._ring.mailboxes:
-            mailbox.closed(self.rank)
+        self._ring.close(self.rank)
 
 
 class _Ring:
@@ -88,20 +84,24 @@ class _Ring:
         self.board: list[Any] = [None] * size
         self.members: list[Any] = []
         self._delay = delay
+        self._postman = _Postman() if delay else None
         self._successor: _Ring | None = None
         self._lock = threading.Lock()
 
-    def post(self, sender: int, receiver: int, tag: Any, message: Any) -> threading.Timer | None:
-        """Files the message, or lets a timer do so later."""
-        mailbox = self.mailboxes[receiver]
+    def post(self, sender: int, receiver: int, tag: Any, message: Any) -> None:
+        """Files the message, or lets the postman do so later."""
         seconds = self._delay(sender, receiver, tag) if self._delay else 0.0
-        if seconds <= 0:
-            mailbox.put(tag, message)
-            return None
-        postman = threading.Timer(seconds, mailbox.put, (tag, message))
-        postman.daemon = True
-        postman.start()
-        return postman
+        if seconds > 0:
+            self._postman.post(seconds, lambda: self.mailboxes[receiver].put(tag, message))
+        else:
+            self.mailboxes[receiver].put(tag, message)
+
+    def close(self, rank: int) -> None:
+        """Tells all ranks, after what this one has sent, that nothing more will come from it."""
+        if self._postman is not None:
+            self._postman.wait()
+        for mailbox in self.mailboxes:
+            mailbox.closed(rank)
 
     def successor(self) -> _Ring:
         """The ring that all members move to after a failure of this one."""
@@ -110,3 +110,37 @@ class _Ring:
                 self._successor = _Ring(len(self.mailboxes), self._delay)
                 self._successor.members = list(self.members)
             return self._successor
+
+
+class _Postman:
+    """Files messages when they are due, from a thread that lives while some are under way."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0  # messages that are due at one time keep their order
+        self._walking = False
+        self._changed = threading.Condition()
+
+    def post(self, seconds: float, file: Callable[[], None]) -> None:
+        with self._changed:
+            self._count += 1
+            heapq.heappush(self._due, (time.monotonic() + seconds, self._count, file))
+            self._changed.notify_all()
+            if not self._walking:
+                self._walking = True
+                threading.Thread(target=self._walk, daemon=True).start()
+
+    def wait(self) -> None:
+        """Until nothing is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._due)
+
+    def _walk(self) -> None:
+        with self._changed:
+            while self._due:
+                if self._due[0][0] <= time.monotonic():
+                    heapq.heappop(self._due)[2]()
+                else:
+                    self._changed.wait(self._due[0][0] - time.monotonic())
+            self._walking = False
+            self._changed.notify_all()

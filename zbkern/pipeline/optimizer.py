@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbkern.pipeline.mailbox import PipelineError
+from zbkern.pipeline.mixed_precision import install_masters, load_gradients, publish, unscale, update_scale
 from zbkern.pipeline.norms import coefficient, scale_, squares
 from zbkern.pipeline.transport import DistributedTransport
 from zbkern.pipeline.undo import UNDO, hyperparameters, parameters
@@ -109,7 +110,7 @@ class Optimizer:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         tied = getattr(pipe, "tied", {}) if tied is None else tied
-        self.masters = _with_masters(optimizer) if master_weights else []
+        self.masters = install_masters(optimizer) if master_weights else []
         self._undo = UNDO[undo](optimizer) if undo is not None else None
         self._transport, ranks = _connect(pipe, self._device)
         self._owned = self._transport if not hasattr(pipe, "schedule") and self._transport is not pipe else None
@@ -117,11 +118,13 @@ class Optimizer:
         self._previous = ranks[place - 1] if place > 0 else None
         self._next = ranks[place + 1] if place + 1 < len(ranks) else None
         self._uncounted = self._held_by(ranks[:place], dict(tied))
-        self._number = self._taken = 0
+        self._number = self._settled = self._taken = 0
+        self._total: Tensor | None = None
         self._pending: _Step | None = None
         self._wary = False
-        if hasattr(pipe, "schedule"):
-            pipe.optimizer = self
+        self._pipe = pipe if hasattr(pipe, "schedule") else None
+        if self._pipe is not None:
+            self._pipe.optimizer = self
 
     # ---- what a training loop calls
 
@@ -151,6 +154,7 @@ class Optimizer:
             before = hyperparameters(self.optimizer)
             if self._next is None:
                 self._pending = _Step([(p, g, g._version) for p, g in gradients], before, before, stepped=False)
+                self._pass_back(total)
                 self._conclude(total)
                 return
             stepped = self._undo is not None and not self._wary and self._harmless(total)
@@ -169,7 +173,9 @@ class Optimizer:
         if self._pending is None:
             return
         with self._failing_together():
-            self._conclude(self._transport.receive(self._next, Message(self._number, "all"), self.timeout))
+            total = self._transport.receive(self._next, Message(self._number, "all"), self.timeout)
+            self._pass_back(total)
+            self._conclude(total)
 
     def poll(self) -> bool:
         """Validates if that is possible without waiting; True when no step is without its verdict."""
@@ -202,13 +208,13 @@ class Optimizer:
         return {"optimizer": self.optimizer.state_dict(), "masters": masters, "common": self.common_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave, with the same parameters on this rank."""
-        self.validate()
+        """Takes what `state_dict` gave, with the same parameters on this rank; on all ranks."""
+        self.abandon()
         self.optimizer.load_state_dict(state["optimizer"])
         with torch.no_grad():
             for (_, master), saved in zip(self.masters, state["masters"], strict=True):
                 master.copy_(saved)
-        self._publish()
+        publish(self.masters)
         self.load_common_state(state["common"])
 
     def common_state(self) -> dict[str, Any]:
@@ -220,6 +226,31 @@ class Optimizer:
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
         self._wary = state.get("wary", False)
+
+    def abandon(self) -> None:
+        """Gives up a step without verdict, because everything is about to be loaded; on all ranks."""
+        self._pending, self._settled = None, self._number
+        self._taken = self.clipped + self.skipped
+
+    def recover(self) -> None:
+        """Settles the last step after a failure, over a transport that works again; collective.
+
+        Raises PipelineError on all ranks where that cannot be: some have stepped, and others did not get that far.
+        """
+        mine = None if self._settled == self._number else "waits" if self._pending is not None else "broken"
+        total = None if self._total is None else self._total.tolist()
+        ranks = self._transport.gather((self._number, mine, total))
+        newest = max(number for number, _, _ in ranks)
+        known = [total for number, state, total in ranks if (number, state) == (newest, None)]
+        if any(state is not None for _, state, _ in ranks):
+            if {number for number, _, _ in ranks} != {newest} or not known or "broken" in {s for _, s, _ in ranks}:
+                raise PipelineError(
+                    f"optimizer step {newest} was done on some ranks only when a rank failed; load a checkpoint"
+                )
+            if self._pending is not None:
+                self._conclude(torch.tensor(known[0], dtype=torch.float64, device=self._device))
+        self._number = self._settled = newest
+        self._taken = self.clipped + self.skipped
 
     def close(self) -> None:
         """Ends the connections that were made for a process group; call it on every rank."""
@@ -238,16 +269,18 @@ class Optimizer:
             self._transport.send(self._next, Message(self._number, "previous"), own)
         return own
 
+    def _pass_back(self, total: Tensor) -> None:
+        if self._previous is not None:
+            self._transport.send(self._previous, Message(self._number, "all"), total)
+
     def _harmless(self, total: Tensor) -> bool:
         """True when gradients with this sum of squares are finite and need no clipping."""
         norm = math.sqrt(total.item())
         return math.isfinite(norm) and coefficient(norm, self.max_norm) == 1
 
     def _conclude(self, total: Tensor) -> None:
-        """All squares are known: passes them back, and makes the step what it should have been."""
-        if self._previous is not None:
-            self._transport.send(self._previous, Message(self._number, "all"), total)
-        step, self._pending = self._pending, None
+        """All squares are known: makes the step what it should have been."""
+        step, self._pending, self._total = self._pending, None, total
         self.last_norm = norm = math.sqrt(total.item())
         finite, factor = math.isfinite(norm), coefficient(norm, self.max_norm)
         self._wary = self.adaptive and not (finite and factor == 1)
@@ -255,7 +288,7 @@ class Optimizer:
             with self._as_at(step):
                 if step.stepped:
                     self._undo.restore(self.optimizer)
-                    self._publish()
+                    publish(self.masters)
                     self.undone += 1
                 if finite:
                     scale_([gradient for _, gradient, _ in step.gradients], factor)
@@ -263,19 +296,14 @@ class Optimizer:
         self.skipped += not finite
         self.clipped += factor < 1
         if self._scaler is not None:
-            _update_scale(self._scaler, self.optimizer, not finite, self._device)
+            update_scale(self._scaler, self.optimizer, not finite, self._device)
         for _, master in self.masters:
             master.grad = None
+        self._settled = self._number
 
     def _update(self) -> None:
         self.optimizer.step()
-        self._publish()
-
-    def _publish(self) -> None:
-        """Rounds the master weights into the model's."""
-        if self.masters:
-            with torch.no_grad():
-                torch._foreach_copy_([p for p, _ in self.masters], [master for _, master in self.masters])
+        publish(self.masters)
 
     @contextmanager
     def _as_at(self, step: _Step) -> Iterator[None]:
@@ -304,15 +332,12 @@ class Optimizer:
 
     def _collect(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
-        for parameter, master in self.masters:
-            gradient = _gradient(parameter)
-            master.grad = None if gradient is None else gradient.to(master.dtype)
+        load_gradients(self.masters)
         for parameter in parameters(self.optimizer):
-            if parameter.grad is None or getattr(parameter, "main_grad", None) is not None:
-                parameter.grad = _gradient(parameter)
+            if getattr(parameter, "main_grad", None) is not None:
+                parameter.grad = parameter.main_grad
         if self._scaler is not None:
-            self._scaler.scale(torch.ones((), device=self._device))  # a scaler that has scaled nothing has no scale
-            self._scaler.unscale_(self.optimizer)
+            unscale(self._scaler, self.optimizer, self._device)
         return [(parameter, parameter.grad) for parameter in parameters(self.optimizer) if parameter.grad is not None]
 
     def _model_parameters(self) -> Iterator[Tensor]:
@@ -331,9 +356,11 @@ class Optimizer:
     def _failing_together(self) -> Iterator[None]:
         try:
             yield
-        except PipelineError:
-            raise
         except Exception as error:
+            if self._pipe is not None:
+                self._pipe.abandon()
+            if isinstance(error, PipelineError):
+                raise
             reason = f"rank {self._transport.rank}, optimizer step {self._number}: {type(error).__name__}: {error}"
             self._transport.fail(reason)
             raise PipelineError(reason) from error
@@ -347,35 +374,3 @@ def _connect(pipe: Any, device: torch.device) -> tuple[Any, list[int]]:
         rank, size = dist.get_rank(pipe), dist.get_world_size(pipe)
         pipe = DistributedTransport(pipe, {rank - 1, rank + 1} & set(range(size)), device)
     return pipe, list(range(pipe.size))
-
-
-def _with_masters(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Puts fp32 copies in the place of the optimizer's smaller parameters; returns (parameter, copy) of each."""
-    pairs = []
-    for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            if not parameter.is_floating_point() or parameter.dtype.itemsize >= 4:
-                continue
-            master = parameter.detach().float()
-            group["params"][index] = master
-            if parameter in optimizer.state:
-                optimizer.state[master] = optimizer.state.pop(parameter)
-            pairs.append((parameter, master))
-    return pairs
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    gradient = getattr(parameter, "main_grad", None)
-    return parameter.grad if gradient is None else gradient
-
-
-def _update_scale(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: bool, device: torch.device
-) -> None:
-    """The scaler's `update`, with what all ranks have found in the place of what this one has."""
-    mine = scaler._found_inf_per_device(optimizer)
-    if not mine:  # this rank has no gradients
-        mine[device] = torch.zeros((), device=device)
-    for index, value in enumerate(mine.values()):
-        value.fill_(float(found and index == 0))
-    scaler.update()

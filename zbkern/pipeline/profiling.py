@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from zbkern.pipeline import measured
 from zbkern.pipeline.actions import Action, Schedule
@@ -36,11 +38,17 @@ def profile(
     `repeats` steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were;
     buffers that a forward updates (running statistics) are not.
     """
-    modules = [_SavedBytes(module) for module in modules]
+    modules = [_Counted(module) for module in modules]
     schedule = _all_forwards_first(tuple(placement), microbatches)
     parameters = [p for module in modules for p in module.parameters()]
     gradients = [p.grad for p in parameters]
-    with torch.random.fork_rng(), Pipeline(modules, schedule, loss_fn, group, device) as pipe:
+
+    def loss(output: Any, target: Any) -> Tensor:
+        return modules[-1].loss(loss_fn, output, target)
+
+    with torch.random.fork_rng(), Pipeline(modules, schedule, loss, group, device) as pipe:
+        if 0 in pipe.modules:
+            pipe.modules[0].keeps_inputs = True
         pipe.queue.merge = False  # schedules seldom have two W of a chunk in a row
         timelines = []
         for _ in range(1 + repeats):
@@ -79,27 +87,52 @@ def _in_milliseconds(timeline: Timeline) -> Timeline:
     return replace(timeline, events=tuple(tuple(row) for row in events), unit="ms")
 
 
-class _SavedBytes(torch.nn.Module):
-    """Runs a module and counts the bytes that its forward saves for backward, parameters excluded, storages once."""
+class _Counted(torch.nn.Module):
+    """A chunk whose first forward counts the bytes that live until its backward, every storage once.
+
+    They are what autograd saves, in the loss, too, and the inputs that came in a message; not what is there anyway:
+    parameters, buffers, and on the first and last chunk the batch.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.saved_bytes = 0
+        self.keeps_inputs = False
+        self._calls = 0
+        self._storages: dict[int, int] = {}
+        self._kept = {_address(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    @property
+    def saved_bytes(self) -> int:
+        """What one microbatch holds from F to B."""
+        return sum(size for address, size in self._storages.items() if address not in self._kept)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        if self.saved_bytes:
+        self._calls += 1
+        for leaf in pytree.tree_leaves((inputs, keywords)):
+            if isinstance(leaf, Tensor):
+                self._keep(leaf) if self.keeps_inputs else self._save(leaf)
+        with self._counting():
             return self.module(*inputs, **keywords)
-        own = {p.untyped_storage().data_ptr() for p in self.parameters()}
-        storages: dict[int, int] = {}
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
+    def loss(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Tensor:
+        for leaf in pytree.tree_leaves(target):
+            if isinstance(leaf, Tensor):
+                self._keep(leaf)
+        with self._counting():
+            return loss_fn(output, target)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = self.module(*inputs, **keywords)
-        self.saved_bytes = sum(storages.values())
-        return outputs
+    def _counting(self) -> AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        if self._calls == 1:
+            self._storages[_address(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._kept.add(_address(tensor))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

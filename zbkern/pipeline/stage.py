@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from zbkern.wgrad import WGradQueue
@@ -32,7 +33,7 @@ class Stage:
         self.queue = queue
         self.loss_fn = loss_fn
         self.microbatches = microbatches
-        self._saved: dict[int, tuple[Any, Any]] = {}
+        self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
     def forward(self, microbatch: int, inputs: Any, target: Any = None) -> Any:
         """F: the output to send on, detached; on the last chunk this microbatch's share of the mean loss."""
@@ -41,7 +42,7 @@ class Stage:
             if self.loss_fn is not None:
                 outputs = self.loss_fn(outputs, target) / self.microbatches
         if torch.is_grad_enabled():
-            self._saved[microbatch] = (inputs, outputs)
+            self._saved[microbatch] = (inputs, [self._root(leaf) for leaf in pytree.tree_leaves(outputs)])
         return pytree.tree_map_only(Tensor, _detach, outputs)
 
     def backward_input(self, microbatch: int, gradients: Any) -> Any:
@@ -49,17 +50,17 @@ class Stage:
 
         The gradients come and go in the tree of the outputs and inputs, None where a tensor takes none.
         """
-        inputs, outputs = self._saved.pop(microbatch)
-        output_leaves = pytree.tree_leaves(outputs)
-        gradient_leaves = [None] * len(output_leaves) if self.loss_fn is not None else pytree.tree_leaves(gradients)
-        roots = [
-            (output, gradient)
-            for output, gradient in zip(output_leaves, gradient_leaves, strict=True)
-            if isinstance(output, Tensor) and output.requires_grad and (gradient is not None or self.loss_fn)
+        inputs, roots = self._saved.pop(microbatch)
+        loss = self.loss_fn is not None
+        leaves = [None] if loss else pytree.tree_leaves(gradients)
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(roots, leaves, strict=True)
+            if root is not None and (gradient is not None or loss)
         ]
-        if roots:
+        if pairs:
             with self.queue.defer((self.chunk, microbatch)):
-                torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+                torch.autograd.backward(*zip(*pairs, strict=True))
         return pytree.tree_map(_take_gradient, inputs)
 
     def weight(self, *microbatches: int) -> None:
@@ -75,6 +76,12 @@ class Stage:
     def reset(self) -> None:
         """Forgets microbatches that were begun and not finished."""
         self._saved.clear()
+
+    def _root(self, output: Any) -> Tensor | GradientEdge | None:
+        """Where this output's gradient enters the graph: the output itself need not live on to its B."""
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return None
+        return output if self.loss_fn is not None else get_gradient_edge(output)
 
     def _call(self, inputs: Any) -> Any:
         if isinstance(inputs, dict):

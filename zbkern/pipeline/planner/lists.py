@@ -22,6 +22,7 @@ except ImportError:  # no compiler when this was installed
     compiled = None
 
 _NEVER = 2**61
+_FORESEEN = 3  # chunks
 
 
 class Rule(NamedTuple):
@@ -29,6 +30,7 @@ class Rule(NamedTuple):
 
     priority: with a forward and a backward ready, run 0 the backward, 1 the forward, 2 the one that was not run last.
     patience: a W may start when the next input is at least this many quarters of its length away, or not yet sent.
+    foresight: also when that input is a gradient not yet sent, at the earliest that it can be here, a few chunks back.
     slope: how fast the number of forwards a chunk may be ahead falls towards the last chunk, in percent of what fits
     the memory; 0 for no such cap. late_forward, late_backward: of several chunks ready, run the last.
     fuse: all backwards are fused.
@@ -36,6 +38,7 @@ class Rule(NamedTuple):
 
     priority: int
     patience: int
+    foresight: bool
     slope: int
     late_forward: bool
     late_backward: bool
@@ -47,25 +50,35 @@ def rules(problem: Problem) -> Iterator[Rule]:
     several = (True, False) if problem.chunks > problem.ranks else (True,)
     fuse = (False, True) if problem.may_fuse else (False,)
     slopes = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
-    for each in product(range(3), range(5), slopes, several, several, fuse):
-        yield Rule(*each)
+    waits = [(0, False), (1, False), (2, False), (3, False), (4, False), (2, True), (4, True)]
+    for priority, wait, slope, late_forward, late_backward, fused in product(
+        range(3), waits, slopes, several, several, fuse
+    ):
+        yield Rule(priority, *wait, slope, late_forward, late_backward, fused)
 
 
-def list_schedule(problem: Problem, rule: Rule, caps: Sequence[int] | None = None) -> Orders | None:
-    """The orders that `rule` comes to; None when it comes to a dead end.
+def list_schedule(
+    problem: Problem, rule: Rule, caps: Sequence[int] | None = None, cutoff: int | None = None
+) -> Orders | None:
+    """The orders that `rule` comes to; None when it comes to a dead end, or to a cost above `cutoff`.
 
     caps: how many forwards each chunk may be ahead of its backwards, instead of what the rule's slope says.
     """
     caps = forward_caps(problem, rule.slope) if caps is None else list(caps)
+    cutoff = _NEVER if cutoff is None else cutoff
     if compiled is not None:
-        priority, patience, _, late_forward, late_backward, fuse = rule
-        orders = Orders(*compiled.list_schedule(problem, priority, patience, late_forward, late_backward, fuse, caps))
+        priority, patience, foresight, _, late_forward, late_backward, fuse = rule
+        choices = (priority, patience, foresight, late_forward, late_backward, fuse, caps, cutoff)
+        orders = Orders(*compiled.list_schedule(problem, *choices))
         return orders if orders.rows else None
-    return _Lists(problem, rule, caps).run()
+    return _Lists(problem, rule, caps).run(cutoff)
 
 
-def refine(problem: Problem, rule: Rule, tries: int, seed: int) -> Orders | None:
-    """The best orders that `rule` comes to with caps changed at random, some neighbouring chunks at a time."""
+def refine(problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0) -> Orders | None:
+    """The best orders that `rule` comes to with caps changed at random, some neighbouring chunks at a time.
+
+    target: a cost at which to stop.
+    """
     random = Random(seed)
     caps = forward_caps(problem, rule.slope)
     best = now = list_schedule(problem, rule, caps)
@@ -79,11 +92,13 @@ def refine(problem: Problem, rule: Rule, tries: int, seed: int) -> Orders | None
         if changed == caps:
             continue
         trial = rule._replace(patience=random.below(5)) if random.percent(20) else rule
-        orders = list_schedule(problem, trial, changed)
-        if orders is not None and orders.cost <= now.cost:
+        orders = list_schedule(problem, trial, changed, now.cost)
+        if orders is not None:
             caps, now, rule = changed, orders, trial
             if now.cost < best.cost:
                 best = now
+            if best.cost <= target:
+                break
     return best
 
 
@@ -107,7 +122,7 @@ class _Lists:
         self.rows: Rows = [[] for _ in range(ranks)]
         self.cost = 0
 
-    def run(self) -> Orders | None:
+    def run(self, cutoff: int) -> Orders | None:
         left = self.problem.passes
         while left:
             rank = min(
@@ -116,20 +131,28 @@ class _Lists:
             if rank is None:
                 return None
             left -= self._step(rank)
+            if self.cost > cutoff:
+                return None
         return Orders(self.cost, self.rows, [int(self.rule.fuse)] * (self.problem.chunks * self.problem.microbatches))
 
-    def _ready(self, rank: int) -> tuple[int | None, int | None, int]:
-        """The chunk whose forward may run now, the one whose backward may, and when the next input arrives."""
+    def _ready(self, rank: int) -> tuple[int | None, int | None, int, int]:
+        """The chunk whose forward may run now, the one whose backward may, and when the next input arrives.
+
+        Last, when the next gradient that is not sent yet can arrive; never, when that is not foreseen.
+        """
         problem, now = self.problem, self.clock[rank]
         forwards, backwards = self.done[FORWARD], self.done[BACKWARD]
         forward = backward = None
-        coming = _NEVER
+        coming = expected = _NEVER
         # The first microbatch with a forward left here must always find room, or the pipeline locks up.
         oldest = min(forwards[chunk] for chunk in self.chunks[rank])
         for chunk in self.chunks[rank]:
             if backwards[chunk] < forwards[chunk]:
                 at = self.backward_at[chunk][backwards[chunk]]
-                if at > now:
+                if at >= _NEVER and self.rule.foresight:
+                    at = self._foreseen(chunk, backwards[chunk])
+                    expected = min(expected, at if at > now else _NEVER)
+                elif at > now:
                     coming = min(coming, at)
                 elif backward is None or self.rule.late_backward:
                     backward = chunk
@@ -146,12 +169,28 @@ class _Lists:
                     coming = min(coming, at)
                 elif forward is None or self.rule.late_forward:
                     forward = chunk
-        return forward, backward, coming
+        return forward, backward, coming, expected
+
+    def _foreseen(self, chunk: int, microbatch: int) -> int:
+        """The earliest that this gradient can arrive, if the backward before it is at most `_FORESEEN` chunks away."""
+        problem, source = self.problem, chunk + 1
+        while self.backward_at[source][microbatch] >= _NEVER:
+            source += 1
+            if source > chunk + _FORESEEN:
+                return _NEVER
+        if self.done[FORWARD][source] <= microbatch:
+            return _NEVER
+        at = self.backward_at[source][microbatch]
+        for each in range(source, chunk, -1):
+            at = max(at, self.clock[problem.placement[each]]) + problem.communication[each - 1]
+            at += problem.fused[each] if self.rule.fuse else problem.backward[each]
+        return at
 
     def _step(self, rank: int) -> int:
         """One decision of `rank`; how many passes it ran."""
         problem, now = self.problem, self.clock[rank]
-        forward, backward, coming = self._ready(rank)
+        forward, backward, coming, expected = self._ready(rank)
+        next_ = min(coming, expected)
         forward_first = self.rule.priority == 1 or (self.rule.priority == 2 and not self.last_was_forward[rank])
         if forward is not None and (backward is None or forward_first):
             full = self.memory[rank] + problem.activation[forward] > problem.limit[rank]
@@ -159,12 +198,12 @@ class _Lists:
         elif backward is not None:
             kind = BACKWARD
         elif self.pending[rank] and (
-            coming >= _NEVER or 4 * (coming - now) >= self.rule.patience * problem.weight[self.pending[rank][0]]
+            next_ >= _NEVER or 4 * (next_ - now) >= self.rule.patience * problem.weight[self.pending[rank][0]]
         ):
             kind = WEIGHT
         else:
-            if coming < _NEVER:
-                self.clock[rank] = coming
+            if next_ < _NEVER:
+                self.clock[rank] = next_
             else:
                 self.idle[rank] = True
             return 0

@@ -24,7 +24,8 @@ class Plan:
 
     lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of
     ranks times makespan that is idle. optimal: it is proven that no schedule is better. mean_cost: with jitter, the
-    mean of the objective over the samples; otherwise the objective itself.
+    mean of the objective over the samples; otherwise the objective itself. effort: the rounds of search that came to
+    their end; `plan(..., effort=)` with the same seed repeats them.
     """
 
     schedule: Schedule
@@ -32,6 +33,7 @@ class Plan:
     lower_bound: float
     optimal: bool
     mean_cost: float
+    effort: int = 0
 
     @property
     def bubble_rate(self) -> float:
@@ -51,6 +53,7 @@ def plan(
     jitter: float = 0.0,
     samples: int = 16,
     seed: int = 0,
+    effort: int | None = None,
 ) -> Plan:
     """The best schedule found in about `time_limit` seconds on one core.
 
@@ -61,14 +64,16 @@ def plan(
     (see `Timeline`). jitter, samples: of the best plans, the one whose mean over `samples` simulations in which every
     pass takes its cost times a normal variate of this deviation is least.
 
-    The search spends `time_limit` in moves of nominal speed, so that the plan depends on the seed and not on the
-    machine, as long as that is no slower than nominal; 0 seconds give the constructive answer alone. Every published
-    schedule that fits takes part, so that none of them is better. Sources: arXiv 2401.10241, 2405.15362.
+    The search is a sequence of rounds, each twice as long as the one before, that depends on `seed` alone; the clock
+    only decides where it ends. So two runs may differ when the clock stops them at different moments, and a longer one
+    is never worse than a shorter. `effort`, a number of rounds (0: the constructive answer alone), ends it instead of
+    the clock: then the plan is the same on every machine. Every published schedule that fits takes part, so that none
+    of them is better (with more than 40,000 passes only when there is time). Sources: arXiv 2401.10241, 2405.15362.
 
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
     """
-    _check(stages, microbatches, chunks, objective, jitter, samples, time_limit)
+    _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
     name, homes = _placement(placement, stages, chunks)
     flat = costs.per_chunk(len(homes))
     unlimited = microbatches * sum(flat.activation)
@@ -77,8 +82,9 @@ def plan(
     limits = [min(limit, unlimited) for limit in limits]
     problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
-    found = portfolio.search(problem, bound, time_limit, seed, keep=8 if jitter else 1)
-    chosen, mean = _steadiest(found, problem, costs, objective, jitter, samples, seed)
+    pool = portfolio.Pool(8 if jitter else 1, bound)
+    rounds = portfolio.search(problem, pool, portfolio.Clock(time_limit, effort), seed)
+    chosen, mean = _steadiest(pool.orders, problem, costs, objective, jitter, samples, seed)
     schedule = schedule_of(chosen, problem, f"plan-{name}")
     timeline = simulate(schedule, costs)
     reached = timeline.cost if objective == "cost" else timeline.makespan
@@ -86,7 +92,7 @@ def plan(
     optimal = reached - least <= _ROUNDING * reached
     available = stages * least
     lower = max(0.0, 1.0 - sum(timeline.busy) / available) if available > 0 else 0.0
-    return Plan(schedule, timeline, lower, optimal, reached if mean is None else mean)
+    return Plan(schedule, timeline, lower, optimal, reached if mean is None else mean, rounds)
 
 
 def _steadiest(
@@ -105,14 +111,23 @@ def _steadiest(
 
 
 def _check(
-    stages: int, microbatches: int, chunks: int, objective: str, jitter: float, samples: int, time_limit: float
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    objective: str,
+    jitter: float,
+    samples: int,
+    time_limit: float,
+    effort: int | None,
 ) -> None:
     counts = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "samples": samples}
+    if effort is not None:
+        counts["effort"] = effort
     for what, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"plan: {what} must be an int; got {type(count).__name__} {count!r}")
-        if count < 1:
-            raise ValueError(f"plan: {what} must be at least 1; got {count}")
+        if count < (least := 0 if what == "effort" else 1):
+            raise ValueError(f"plan: {what} must be at least {least}; got {count}")
     if objective not in OBJECTIVES:
         raise ValueError(f"plan: objective must be one of {OBJECTIVES}; got {objective!r}")
     if not jitter >= 0 or not time_limit >= 0:

@@ -3,75 +3,110 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule, ScheduleError
-from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, refine, rules
-from zbkern.pipeline.planner.problem import Orders, Problem, orders_of
+from zbkern.pipeline.planner.bounds import cost_bound
+from zbkern.pipeline.planner.lists import Rule, compiled, forward_caps, list_schedule, refine, rules
+from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of
 from zbkern.pipeline.planner.search import anneal, grown
 
-# Passes run per second of `time_limit`. A 2.5 GHz core does about half as many again, so that a busy one keeps up.
-_SPEED = 120e6 if compiled is not None else 0.3e6
+# The search is a sequence of rounds, each twice as long as the one before, that depends on the seed alone.
+_FIRST = 8_000_000 if compiled is not None else 10_000  # passes that the first round runs: a tenth of a second
 _SHARE = 0.25  # of all passes, that a move has to run again in the compiled search
-# Each round of annealing starts this hot, in parts of the mean length of a pass, and ends at 1/20 of that or less.
+# Annealing in a round starts by turns this hot, in parts of the mean length of a pass, and ends at `_COLD`.
 _HEATS = (0.5, 0.25, 1.0, 0.5, 0.15, 2.0, 0.5, 0.3)
 _COLD = 0.02
-_STEPS = 60  # temperatures per round
+_STEPS = 60  # temperatures, one after the other
 _RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
-_REFINED = 4  # rules whose caps are refined
+_REFINED = 2  # rules per limit whose caps are refined
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
+_QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
 
 
-def search(problem: Problem, bound: int, seconds: float, seed: int, keep: int) -> list[Orders]:
-    """Up to `keep` orders, the best first; every published schedule that fits is no better than the first."""
-    begin = time.monotonic()
-    pool = _Pool(keep)
-    for orders in construct(problem):
-        pool.add(orders)
-    for orders in published(problem):
-        pool.add(orders)
-    if compiled is None and seconds - (time.monotonic() - begin) <= 0:
-        return pool.orders
-    budget = seconds * _SPEED
-    for orders in _refined(problem, bound, budget / 8, seed, pool):
-        pool.add(orders)
+class Clock:
+    """When to stop: after some seconds, or after a number of rounds whatever the time."""
+
+    def __init__(self, seconds: float, rounds: int | None) -> None:
+        self._end = time.monotonic() + seconds if rounds is None else float("inf")
+        self._rounds = rounds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def allows(self, round_: int) -> bool:
+        return self.left > 0 if self._rounds is None else round_ < self._rounds
+
+
+def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
+    """Fills the pool; how many rounds came to their end. No published schedule that fits is better than the first."""
+    candidates = construct(problem, pool)
+    if problem.passes <= _QUICK_PASSES or clock.allows(0):
+        for orders in published(problem):
+            pool.add(orders)
+    fewer = _fewer(problem)
+    best: Pool | None = None
+    round_ = 0
+    while not pool.optimal and clock.allows(round_):
+        passes, turn = _FIRST * 2**round_, seed * 64 + round_
+        _refine(candidates, passes // 8, turn, pool, clock)
+        if fewer is not None:
+            if best is None:
+                best = Pool(2, cost_bound(fewer))
+                construct(fewer, best)
+                for orders in published(fewer):
+                    best.add(orders)
+            _anneal(fewer, best, passes // 2, turn, clock)
+            for orders in best.orders:
+                for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
+                    pool.add(_costed(problem, each))
+        _anneal(problem, pool, passes, turn, clock)
+        if clock.left > 0:
+            round_ += 1
+    return round_
+
+
+def _fewer(problem: Problem) -> Problem | None:
+    """Warm-up and cool-down are the hard part, and nearly the same for any number of microbatches: search with few."""
     small = min(problem.microbatches, 3 * problem.ranks)
-    if problem.microbatches >= 4 * problem.ranks // 3 and small < problem.microbatches:
-        # Warm-up and cool-down are the hard part, and nearly the same for any number of microbatches: search with few.
-        fewer = problem.with_microbatches(small)
-        best = _Pool(2)
-        for orders in [*construct(fewer), *published(fewer)]:
-            best.add(orders)
-        _anneal(fewer, best, 0, budget / 2, seed, lambda: begin + 0.6 * seconds)
-        for orders in best.orders:
-            for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
-                pool.add(_costed(problem, each))
-        budget /= 2
-    narrow = _narrowed(problem)
-    if narrow is not None:
-        _anneal(narrow, pool, bound, budget / 2, seed, lambda: begin + 0.8 * seconds)
-        budget /= 2
-    _anneal(problem, pool, bound, budget, seed, lambda: begin + seconds)
-    return pool.orders
+    worth = problem.microbatches >= 4 * problem.ranks // 3 and small < problem.microbatches
+    return problem.with_microbatches(small) if worth else None
 
 
-class _Pool:
+class Pool:
     """The best orders found, of different cost, best first."""
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self, keep: int, bound: int) -> None:
         self.orders: list[Orders] = []
-        self._keep = keep
+        self.bound = bound
+        self._keep = max(keep, 1)
 
     def add(self, orders: Orders | None) -> None:
         if orders is not None and all(orders.cost != other.cost for other in self.orders):
-            self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: max(self._keep, 1)]
+            self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self._keep]
+
+    @property
+    def optimal(self) -> bool:
+        return bool(self.orders) and self.orders[0].cost <= self.bound
 
 
-def construct(problem: Problem) -> list[Orders]:
-    """What the list scheduler finds, for this limit and for smaller ones: more memory never makes it worse.
+class Candidate(NamedTuple):
+    """A rule, what it came to, and the problem, with this limit or a smaller one, that it was tried on."""
 
-    With many passes all rules are tried on fewer microbatches, and those that do best there on all.
+    cost: int
+    name: int  # of limit and rule, the same for any larger limit
+    rule: Rule
+    problem: Problem
+
+
+def construct(problem: Problem, pool: Pool) -> list[Candidate]:
+    """Adds what the list scheduler finds, for this limit and for smaller ones: more memory never makes it worse.
+
+    Returns the best candidates for every limit, best first. With many passes all rules are tried on fewer microbatches,
+    and those that do best there on all.
     """
     every = list(rules(problem))
     levels = _levels(problem)
@@ -81,67 +116,54 @@ def construct(problem: Problem) -> list[Orders]:
     trial = problem
     if passes > _TRIAL_PASSES:
         trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
-    found = []
-    for limit in levels:
-        ranked: list[tuple[int, int, Rule]] = []
-        best: Orders | None = None
-        for index, rule in enumerate(every):
-            orders = list_schedule(trial.with_limit(limit), rule)
-            if orders is None:
+    candidates: list[Candidate] = []
+    for name, limit in levels:
+        here = trial.with_limit(limit)
+        caps = {slope: forward_caps(here, slope) for slope in {rule.slope for rule in every}}
+        some: list[Candidate] = []
+        for place, rule in enumerate(every):
+            cutoff = some[-1].cost - 1 if len(some) == _REFINED else None
+            orders = list_schedule(here, rule, caps[rule.slope], cutoff)
+            if orders is None or any(orders.cost == each.cost for each in some):
                 continue
-            ranked.append((orders.cost, index, rule))
-            if trial is problem and (best is None or orders.cost < best.cost):
-                best = orders
-        if trial is not problem:
-            full = [list_schedule(problem.with_limit(limit), rule) for _, _, rule in sorted(ranked)[:3]]
-            best = min((orders for orders in full if orders is not None), key=lambda each: each.cost, default=None)
-        if best is not None:
-            found.append(best)
-    return found
+            some = sorted([*some, Candidate(orders.cost, name * len(every) + place, rule, here)])[:_REFINED]
+            if trial is problem:
+                pool.add(orders)
+                if pool.optimal:
+                    return []
+        candidates += some
+    candidates.sort()
+    if trial is not problem:
+        count = problem.microbatches
+        candidates = [each._replace(problem=each.problem.with_microbatches(count)) for each in candidates]
+        for each in candidates[:3]:
+            pool.add(list_schedule(each.problem, each.rule))
+    return candidates
 
 
-def _refined(problem: Problem, bound: int, budget: float, seed: int, pool: _Pool) -> Iterator[Orders]:
-    """The best rules with their caps changed at random."""
-    tries = int(budget / (_RULE_PASSES * problem.passes * _REFINED))
-    if tries < 1:
-        return
-    ranked = []
-    for index, rule in enumerate(rules(problem)):
-        orders = list_schedule(problem, rule)
-        if orders is not None:
-            ranked.append((orders.cost, index, rule))
-    for _, index, rule in sorted(ranked)[:_REFINED]:
-        if pool.orders and pool.orders[0].cost <= bound:
+def _refine(candidates: Sequence[Candidate], passes: int, seed: int, pool: Pool, clock: Clock) -> None:
+    """The candidates with their caps changed at random, each with a seed of its own, whatever the limit."""
+    for each in candidates:
+        tries = passes // (_RULE_PASSES * each.problem.passes * _REFINED)
+        if not tries or pool.optimal or not clock.left:
             return
-        orders = refine(problem, rule, tries, seed * len(ranked) + index)
-        if orders is not None:
-            yield orders
+        pool.add(refine(each.problem, each.rule, tries, seed << 32 | each.name, pool.bound))
 
 
-def _levels(problem: Problem) -> list[tuple[int, ...]]:
-    """The limit itself, then smaller ones: eighths of what 1F1B holds, the same for any limit."""
+def _levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
+    """The limit itself, then smaller ones: eighths of what 1F1B holds, the same for any limit. Each with a number."""
     needs = [sum(problem.activation[chunk] for chunk in problem.chunks_of(rank)) for rank in range(problem.ranks)]
-    unit = _unit(problem)
-    levels = [problem.limit]
+    unit = max(needs) * problem.ranks  # what 1F1B holds: as many microbatches as ranks, in all chunks of a rank
+    levels = [(0, problem.limit)]
     eighths = 8 * min(problem.limit) // unit if unit else 0
     for eighth in range(min(eighths, 24), 0, -1):
         slack = unit >> 30  # activations are rounded; see Problem
         level = tuple(min(limit, unit * eighth // 8 + slack) for limit in problem.limit)
-        if level != levels[-1] and all(need <= limit for need, limit in zip(needs, level, strict=True)):
-            levels.append(level)
+        if level == problem.limit:
+            levels = [(eighth, level)]
+        elif all(need <= limit for need, limit in zip(needs, level, strict=True)):
+            levels.append((eighth, level))
     return levels
-
-
-def _narrowed(problem: Problem) -> Problem | None:
-    """With more memory than 9/4 of what 1F1B holds, the problem with that much: fewer orders, hardly a worse one."""
-    levels = [level for level in _levels(problem) if 4 * min(level) >= 9 * _unit(problem)]
-    return problem.with_limit(levels[-1]) if len(levels) > 1 else None
-
-
-def _unit(problem: Problem) -> int:
-    """What 1F1B holds: as many microbatches as ranks, in all chunks of a rank."""
-    needs = [sum(problem.activation[chunk] for chunk in problem.chunks_of(rank)) for rank in range(problem.ranks)]
-    return max(needs) * problem.ranks
 
 
 def published(problem: Problem) -> Iterator[Orders]:
@@ -168,21 +190,10 @@ def published(problem: Problem) -> Iterator[Orders]:
         except ScheduleError:  # it needs more microbatches
             continue
         orders = orders_of(schedule)
-        if _fits(problem, schedule):
+        if fits(problem, orders):
             costed = _costed(problem, orders)
             if costed is not None:
                 yield costed
-
-
-def _fits(problem: Problem, schedule: Schedule) -> bool:
-    for row, limit in zip(schedule.actions, problem.limit, strict=True):
-        memory = 0
-        for kind, chunk, _, _ in row:
-            activation, held = problem.activation[chunk], problem.held[chunk]
-            memory += {"F": activation, "B": held - activation, "W": -held, "BW": -activation}[kind]
-            if memory > limit:
-                return False
-    return True
 
 
 def _costed(problem: Problem, orders: Orders) -> Orders | None:
@@ -192,30 +203,26 @@ def _costed(problem: Problem, orders: Orders) -> Orders | None:
         return None
 
 
-def _anneal(problem: Problem, pool: _Pool, bound: int, budget: float, seed: int, deadline: Callable[[], float]) -> None:
-    """Rounds of annealing until `budget` passes have run, by turns from what was constructed and from the best."""
-    rounds = len(_HEATS)
-    moves = int(budget / (rounds * _STEPS * (_SHARE * problem.passes + 50)))
+def _anneal(problem: Problem, pool: Pool, passes: int, seed: int, clock: Clock) -> None:
+    """Annealing until about so many passes have run, by turns from the best orders and from those at the start."""
+    moves = int(passes / (len(_HEATS) * _STEPS * (_SHARE * problem.passes + 50)))
     if moves < 1 or not pool.orders:
         return
-    total = sum(problem.forward) + sum(problem.backward) + sum(problem.weight)
-    mean = total // (3 * problem.chunks)
-    constructed = list(pool.orders)
+    mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
+    given = pool.orders[0]
     for turn, heat in enumerate(_HEATS):
-        seconds = deadline() - time.monotonic()
-        if seconds <= 0 or pool.orders[0].cost <= bound:
+        if pool.optimal or not clock.left:
             return
-        start = pool.orders[0] if turn % 2 else constructed[turn // 2 % len(constructed)]
-        temperatures = [int(mean * heat * (_COLD / heat) ** (step / (_STEPS - 1))) for step in range(_STEPS)]
-        found, finished = anneal(
+        start = given if turn % 3 == 2 else pool.orders[0]
+        cold = min(_COLD / heat, 1.0)
+        temperatures = [int(mean * heat * cold ** (step / (_STEPS - 1))) for step in range(_STEPS)]
+        found, _ = anneal(
             problem,
             start,
-            seed=seed * rounds + turn,
+            seed=seed * len(_HEATS) + turn,
             temperatures=temperatures,
             moves=moves,
-            target=bound,
-            seconds=seconds,
+            target=pool.bound,
+            seconds=clock.left,
         )
         pool.add(found)
-        if not finished:
-            return

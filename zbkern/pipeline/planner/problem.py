@@ -130,6 +130,21 @@ class Orders:
     fused: list[int]
 
 
+def fits(problem: Problem, orders: Orders) -> bool:
+    """Whether every rank stays within its limit."""
+    size = problem.chunks * problem.microbatches
+    for row, limit in zip(orders.rows, problem.limit, strict=True):
+        memory = 0
+        for number in row:
+            kind, rest = divmod(number, size)
+            activation = problem.activation[rest // problem.microbatches]
+            held = 0 if orders.fused[rest] else problem.held[rest // problem.microbatches]
+            memory += (activation, held - activation, -held)[kind]
+            if memory > limit:
+                return False
+    return True
+
+
 def orders_of(schedule: Schedule) -> Orders:
     """A schedule as orders; its cost is not worked out. Slices of W and other orders of microbatches are lost."""
     chunks, microbatches = len(schedule.placement), schedule.microbatches

@@ -3,7 +3,8 @@
 A move takes one pass of one rank to an earlier or later place of its row, as far as order and memory there allow. Half
 of the moves take their pass from the critical path; a fifth move a wave: the same pass of the microbatch in the
 neighbouring chunks, or of the next microbatches on the rank, since a better order mostly needs one change in many
-places. What is minimised is the largest span plus three times the mean span: the largest alone is blind to most moves.
+places. What is minimised is the largest span plus `spread` times the mean span: the largest alone is blind to most
+moves, and the mean alone would rather fill a gap on every rank than end the last pass a little earlier.
 
 `_Annealer` is the specification, and the fallback where no compiler was: it runs the whole schedule for every move.
 csrc/planner_anneal.cpp makes the same moves a thousand times faster.
@@ -18,8 +19,6 @@ from zbkern.pipeline.planner.lists import compiled
 from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem
 from zbkern.pipeline.planner.randomness import Random
 
-SPREAD = 3  # weight of the mean span beside the largest
-
 
 def anneal(
     problem: Problem,
@@ -28,21 +27,30 @@ def anneal(
     seed: int = 0,
     temperatures: Sequence[int] = (),
     moves: int = 0,
+    spread: int = 3,
     target: int = 0,
     seconds: float = float("inf"),
 ) -> tuple[Orders, bool]:
     """The best orders found from `start`, and whether the search came to its end before `seconds` were over.
 
-    temperatures: one after the other, in units of time, `moves` tried at each. target: a cost at which to stop; a
-    lower bound, say. With no moves it works out the cost of `start`. Raises ValueError when `start` cannot run.
+    temperatures: one after the other, in units of time, `moves` tried at each. spread: the weight of the mean span
+    beside the largest. target: a cost at which to stop; a lower bound, say. With no moves it works out the cost of
+    `start`. Raises ValueError when `start` cannot run.
     """
     scaled = [problem.ranks * temperature for temperature in temperatures]
     if compiled is not None:
         found, finished = compiled.anneal(
-            problem, start.rows, start.fused, seed, scaled, moves, target, problem.may_fuse, seconds
+            problem, start.rows, start.fused, seed, scaled, moves, spread, target, problem.may_fuse, seconds
         )
         return Orders(*found), finished
-    return _Annealer(problem, start).anneal(seed, scaled, moves, target, seconds)
+    return _Annealer(problem, start).anneal(seed, scaled, moves, spread, target, seconds)
+
+
+def starts_of(problem: Problem, orders: Orders) -> dict[int, int]:
+    """When every pass starts. Raises ValueError when the orders cannot run."""
+    annealer = _Annealer(problem, orders)
+    pairs = zip(annealer.rows, annealer.starts, strict=True)
+    return {number: at for row, starts in pairs for number, at in zip(row, starts, strict=True)}
 
 
 class _Annealer:
@@ -71,8 +79,9 @@ class _Annealer:
         self._commit(trial)
 
     def anneal(
-        self, seed: int, temperatures: Sequence[int], moves: int, target: int, seconds: float
+        self, seed: int, temperatures: Sequence[int], moves: int, spread: int, target: int, seconds: float
     ) -> tuple[Orders, bool]:
+        self.spread = spread
         random, deadline = Random(seed), time.monotonic() + seconds
         best = self._snapshot()
         energy = self._energy(self.spans)
@@ -100,7 +109,7 @@ class _Annealer:
         return Orders(max(self.spans), [list(row) for row in self.rows], list(self.fused))
 
     def _energy(self, spans: Sequence[int]) -> int:
-        return self.problem.ranks * max(spans) + SPREAD * sum(spans)
+        return self.problem.ranks * max(spans) + self.spread * sum(spans)
 
     def _number(self, kind: int, chunk: int, microbatch: int) -> int:
         return (kind * self.problem.chunks + chunk) * self.problem.microbatches + microbatch

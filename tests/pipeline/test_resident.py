@@ -1,0 +1,95 @@
+"""Memory of real ranks, as the operating system counts it: what was planned is what is held, and nothing stays."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from zbkern.pipeline import Pipeline, profile, schedules, simulate
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+WIDTH, TOKENS, LAYERS, MICROBATCHES = 128, 512, 8, 4
+M_MMAP_THRESHOLD = -3
+
+
+class Resident:
+    """Within it, `peak` and at its end `growth`: bytes that this process has more than at the beginning."""
+
+    def __enter__(self) -> Resident:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = _status("VmHWM") - self._before
+        self.growth = _status("VmRSS") - self._before
+
+
+def give_back_what_is_freed() -> None:
+    """From now on, as far as this process is concerned: no tensor lives in memory that another one has left."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    libc.malloc_trim(0)
+
+
+def _status(name: str) -> int:
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def planned_and_held(name: str, fill: str) -> tuple[float, float]:
+    """Bytes at this rank's peak: of the simulation with measured costs, of the process in a step."""
+    give_back_what_is_freed()
+    schedule = getattr(schedules, name)(2, MICROBATCHES)
+    rank = torch.distributed.get_rank()
+    modules = [zbkern.convert(nn.Sequential(*(Layer(WIDTH) for _ in range(LAYERS)))) for _ in schedule.chunks_of(rank)]
+    inputs, targets = torch.randn(2, MICROBATCHES * TOKENS, WIDTH)
+    arguments = (nn.functional.mse_loss, inputs[: 2 * TOKENS], targets[: 2 * TOKENS])
+    costs = profile(modules, schedule.placement, *arguments, microbatches=2, repeats=1)
+    with Pipeline(modules, schedule, nn.functional.mse_loss, fill=fill) as pipe:
+        pipe.step(inputs, targets)  # makes the gradients
+        with Resident() as resident:
+            pipe.step(inputs, targets)
+    return simulate(schedule, costs, fill=fill).peak_memory[rank], resident.peak
+
+
+@pytest.mark.parametrize(("name", "fill"), [("zb_h1", "planned"), ("zb_h2", "eager"), ("zb_v", "planned")])
+def test_the_peak_is_the_planned_one(two_ranks: Any, name: str, fill: str) -> None:
+    for planned, held in two_ranks.run(planned_and_held, name, fill):
+        assert planned == pytest.approx(held, rel=0.1)
+
+
+def growth(steps: int) -> int:
+    """Bytes that a tiny pipeline gains in so many steps after the first hundred."""
+    give_back_what_is_freed()
+    schedule = schedules.zb_h1(2, 2)
+    modules = [zbkern.convert(nn.Linear(64, 64))]
+    data = torch.randn(2 * 64, 64)
+    with Pipeline(modules, schedule, nn.functional.mse_loss, fill="eager", record=True) as pipe:
+        for _ in range(100):
+            pipe.step(data, data)
+        with Resident() as resident:
+            for _ in range(steps):
+                pipe.step(data, data)
+    return resident.growth
+
+
+def test_five_hundred_steps_leave_nothing_behind(two_ranks: Any) -> None:
+    assert max(two_ranks.run(growth, 500)) < 2**20
