@@ -54,6 +54,7 @@ def _devices() -> list[str]:
 def _ops() -> list[str]:
     import torch
 
+    from zbkern.functions import attention_paths
     from zbkern.kernels import dispatch, spec
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,6 +63,9 @@ def _ops() -> list[str]:
         reasons = {impl: dispatch.why_not(op, impl, device) for impl in spec.IMPLEMENTATIONS}
         chosen = next((impl for impl in dispatch.candidates(device) if reasons[impl] is None), "nothing")
         passed = [f"  not {impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
+        if op == "attention" and device == "cuda":  # which has more to choose from
+            groups["impl='auto' on cuda\n" + "\n".join(attention_paths.lines(device, reasons["triton"]))] = [op]
+            continue
         groups.setdefault("\n".join([f"run through {chosen} on {device}", *passed]), []).append(op)
     return [f"{', '.join(ops)}\n  {text}" for text, ops in groups.items()]
 
