@@ -60,14 +60,18 @@ def fastest(
     """attention(q, k, v) through the first core that can. ours: the Triton launches, or None and why not."""
     case = case_of(q, k, options)
     for name in order(case):
-        if name == "triton":
-            if ours is not None and why_not(name, case) is None:
-                _announce(case, name, why_not_ours)
-                return attention(ours, q, k, v, options)
-        elif why_not(name, case) is None and _accepts(name, q, k, v, options):
+        reason = why_not_ours if name == "triton" else None
+        if reason is None and why_not(name, case) is None and accepts(name, q, k, v, options):
             _announce(case, name, why_not_ours)
-            return _RUN[name](q, k, v, options)
+            return through(name, q, k, v, options, ours)
     return attention_with_torch(q, k, v, options)
+
+
+def through(
+    name: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, ours: ModuleType | None = None
+) -> Tensor:
+    """attention(q, k, v) through that core, which can run it."""
+    return _RUN[name](q, k, v, options) if ours is None or name != "triton" else attention(ours, q, k, v, options)
 
 
 def case_of(q: Tensor, k: Tensor, options: AttentionOptions) -> Case:
@@ -141,8 +145,8 @@ def why_not(name: str, case: Case) -> str | None:
     return None
 
 
-def _accepts(name: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
-    """torch looks at the tensors themselves, and at its own versions of the libraries."""
+def accepts(name: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    """What `why_not` could not tell: torch looks at the tensors, and at its own versions of the libraries."""
     if not name.startswith("torch "):
         return True
     heads = (t.transpose(1, 2) for t in (q, k, v))
