@@ -273,6 +273,7 @@ class Pipeline:
                     self._handlers[action.kind](*group)
             while self.queue.pending():  # eager: what no wait had room for
                 self._run_oldest()
+            self.queue.join()
             activity.begin("none")
         except PipelineError:
             self.abandon()
