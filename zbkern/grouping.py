@@ -35,16 +35,21 @@ def by_weight(selected: Iterable[WGradTask], merge: bool) -> list[list[WGradTask
 def by_launch(groups: Iterable[list[WGradTask]]) -> Iterator[list[list[WGradTask]]]:
     """Neighbouring groups that their launch takes at once (`launch.several`): on one device, no parameter in two."""
     batch: list[list[WGradTask]] = []
-    mode, parameters = None, set()  # type: ignore[var-annotated]
+    kind, taken = None, set()  # type: ignore[var-annotated]
     for group in groups:
         task = group[0]
         several = getattr(task.launch, "several", None)
-        own = None if several is None or task.delivers else (several, task.tensors[0].device)
-        mine = {id(p) for p in task.parameters if p is not None}
-        if batch and (own is None or own != mode or mine & parameters):
+        if several is None or task.delivers:
+            if batch:
+                yield batch
+                batch, taken = [], set()
+            yield [group]
+            continue
+        parameters = {id(p) for p in task.parameters if p is not None}
+        if batch and (kind != (several, task.tensors[0].device) or parameters & taken):
             yield batch
-            batch, parameters = [], set()
+            batch, taken = [], set()
         batch.append(group)
-        mode, parameters = own, parameters | mine
+        kind, taken = (several, task.tensors[0].device), taken | parameters
     if batch:
         yield batch
