@@ -366,7 +366,8 @@ void launch(const Wgrad& task) {
   constexpr int bytes = sizeof(typename C::SharedStorage);
   static_assert(bytes <= 232448, "shared memory of a block");
   auto* kernel = reinterpret_cast<const void*>(&wgrad_kernel<C>);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "wgrad: shared memory");
+  static std::atomic<std::uint64_t> allowed{0};
+  allow_shared_memory(kernel, bytes, task.device, allowed);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3((task.blocks + 1) / 2 * 2);
   config.blockDim = dim3(C::kThreads);
