@@ -33,3 +33,13 @@ def two_ranks() -> Iterator:
     ranks = Ranks(2)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator:
+    """Four gloo processes, for two stages of two replicas."""
+    from ranks import Ranks
+
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()

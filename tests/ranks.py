@@ -14,6 +14,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 GRACE = 15  # seconds that ranks get to end after another one has failed
+# Ranks are forked from a process that has imported these, which takes seconds. torch's optimizers import dynamo.
+PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "zbkern.nn",
+    "zbkern.pipeline.checkpoint",
+    "zbkern.pipeline.engine",
+]
 
 
 class Ranks:
@@ -60,7 +68,8 @@ class Ranks:
         self._kill()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -22,6 +22,7 @@ NEEDS_TORCH = (
     "optimizer",
     "profiling",
     "recorder",
+    "replicas",
     "stage",
     "tied",
     "torch_pipelining",

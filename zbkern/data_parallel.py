@@ -2,7 +2,7 @@
 
 `fully_shard` reduces in its own post-backward, which comes with B; the gradients that wait in a queue are not there
 yet. Here the same post-backward runs once more for every group that W completes. DistributedDataParallel needs nothing
-of this: its reducer listens to the accumulation of gradients, which W goes through.
+of this: its reducer listens to the accumulation of gradients, which W goes through. A Pipeline does it by itself.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class ShardedReduction:
                 f"ShardedReduction: model must have been through fully_shard; got {type(model).__name__}. "
                 "DistributedDataParallel needs no ShardedReduction"
             )
+        self._model = model
         self._root = fully_shard.state(model)
         self._queue = queue
         queue.listeners.append(self._landed)
@@ -51,21 +52,25 @@ class ShardedReduction:
     def _landed(self, tasks: Sequence[WGradTask]) -> None:
         landed = {id(p) for task in tasks for p in task.parameters if p is not None}
         waiting = {id(p) for task in self._queue.tasks() for p in task.parameters if p is not None}
-        for group in self._groups():
-            mine = {id(parameter) for parameter in _unsharded(group)}
+        for group in parameter_groups(self._model):
+            mine = {id(parameter) for parameter in unsharded(group)}
             if mine & landed and not mine & waiting:
                 group.post_backward()
 
-    def _groups(self) -> list[Any]:
-        """FSDP's parameter groups; torch before 2.12 keeps one per state under another name."""
-        found = []
-        for state in self._root._state_ctx.all_states:
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                groups = [state._fsdp_param_group]
-            found += [group for group in groups if group is not None]
-        return found
+
+def parameter_groups(root: Any) -> list[Any]:
+    """What FSDP2 gathers and reduces together under this root, in the order of the model; none before it has run."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for state in fully_shard.state(root)._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.12 keeps one per state under another name
+            groups = [state._fsdp_param_group]
+        found += [group for group in groups if group is not None]
+    return found
 
 
-def _unsharded(group: Any) -> list[Tensor]:
-    return [parameter._unsharded_param for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+def unsharded(group: Any) -> list[Tensor]:
+    """The gathered parameters of a group: those that layers compute with, and whose gradients W writes."""
+    return [part._unsharded_param for part in group.fsdp_params if hasattr(part, "_unsharded_param")]

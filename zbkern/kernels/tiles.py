@@ -53,8 +53,18 @@ _SINGLE = (
 )
 
 
-def choose(op: str, p: int, q: int, r: int, dtype: str, capability: int, num_sms: int, bulk: bool = True) -> Tile:
-    """The tile for out [p, q] = sum over r.
+def choose(
+    op: str,
+    p: int,
+    q: int,
+    r: int,
+    dtype: str,
+    capability: int,
+    num_sms: int,
+    bulk: bool = True,
+    others: tuple[tuple[int, int], ...] = (),
+) -> Tile:
+    """The tile for out [p, q] = sum over r, and for `others` [p, q] in the same launch.
 
     op: "fwd", "dgrad" or "wgrad". dtype: of the inputs, "bfloat16", "float16" or "float32". capability: 90 for 9.0.
     num_sms: how many the launch may use, which may be fewer than the GPU has. bulk: operands come by bulk tensor
@@ -62,15 +72,14 @@ def choose(op: str, p: int, q: int, r: int, dtype: str, capability: int, num_sms
     """
     bulk = bulk and capability >= 90
     measured = table().get(key(op, p, q, r, dtype, capability))
-    if measured is not None and bulk:
+    if measured is not None and bulk and not others:
         return measured
     size = 4 if dtype == "float32" else 2
     limit = 1024 * SHARED_MEMORY.get(capability, 99)
 
     def cost(candidate: tuple[Tile, float]) -> float:
         tile, factor = candidate
-        count = -(-p // tile.m) * -(-q // tile.n)
-        waves = -(-count // num_sms)
+        waves = -(-count(tile, (p, q), *others) // num_sms)
         return waves * tile.m * tile.n * factor
 
     def fits(tile: Tile) -> bool:
@@ -82,6 +91,11 @@ def choose(op: str, p: int, q: int, r: int, dtype: str, capability: int, num_sms
         if (fitting := [t for s in range(tile.stages, 1, -1) if fits(t := replace(tile, stages=s))])
     ]
     return min(candidates, key=cost)[0]
+
+
+def count(tile: Tile, *shapes: tuple[int, int]) -> int:
+    """How many of these tiles cover outputs of these shapes."""
+    return sum(-(-p // tile.m) * -(-q // tile.n) for p, q in shapes)
 
 
 def shared_memory(tile: Tile, op: str, size: int, capability: int) -> int:

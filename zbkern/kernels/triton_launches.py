@@ -8,10 +8,14 @@ from zbkern.kernels.triton_activation import gated_bwd as gated_bwd
 from zbkern.kernels.triton_activation import gated_fwd as gated_fwd
 from zbkern.kernels.triton_gated import gated_linear_dgrad as gated_linear_dgrad
 from zbkern.kernels.triton_gated import gated_linear_fwd as gated_linear_fwd
+from zbkern.kernels.triton_grouped import grouped_linear_dgrad as grouped_linear_dgrad
+from zbkern.kernels.triton_grouped import grouped_linear_fwd as grouped_linear_fwd
+from zbkern.kernels.triton_grouped import grouped_linear_wgrad as grouped_linear_wgrad
 from zbkern.kernels.triton_linear import linear_dgrad as linear_dgrad
-from zbkern.kernels.triton_linear import linear_dgrad_sum as linear_dgrad_sum
 from zbkern.kernels.triton_linear import linear_fwd as linear_fwd
-from zbkern.kernels.triton_linear import linear_wgrad as linear_wgrad
+from zbkern.kernels.triton_linear_sums import linear_dgrad_sum as linear_dgrad_sum
+from zbkern.kernels.triton_linear_sums import linear_wgrad as linear_wgrad
+from zbkern.kernels.triton_linear_sums import linear_wgrads as linear_wgrads
 from zbkern.kernels.triton_norm import layer_norm_dgrad as layer_norm_dgrad
 from zbkern.kernels.triton_norm import layer_norm_fwd as layer_norm_fwd
 from zbkern.kernels.triton_norm import norm_partials as norm_partials

@@ -23,6 +23,7 @@ from zbkern.pipeline.microbatches import split
 from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
 from zbkern.pipeline.recorder import Recorder, Sample
 from zbkern.pipeline.replanning import Replanner
+from zbkern.pipeline.replicas import Replicas
 from zbkern.pipeline.stage import Stage
 from zbkern.pipeline.tied import TiedWeights
 from zbkern.pipeline.timeline import Event, Timeline
@@ -99,9 +100,10 @@ class Pipeline:
         self.device = _device(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
         last = len(schedule.placement) - 1
+        self._replicas = Replicas(dict(zip(chunks, modules, strict=True)), self.queue)
         self._stages = {
             chunk: Stage(module, chunk, self.queue, loss_fn if chunk == last else None, schedule.microbatches)
-            for chunk, module in zip(chunks, modules, strict=True)
+            for chunk, module in self._replicas.modules.items()
         }
         self._last = last
         self._transport = group if _is_transport(group) else self._connect(group, schedule)
@@ -109,7 +111,12 @@ class Pipeline:
         self.tied = dict(tied or {})
         self.optimizer: Any = None  # an Optimizer of this pipeline sets itself here
         self._tied = TiedWeights(self.tied, self._transport, None if _is_transport(group) else group)
-        self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._fused}
+        self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._backward}
+        if replan_every and self._replicas.gathers:
+            raise ValueError(
+                "Pipeline: replan_every must be 0 with FSDP2 stages: replicas that measure different times would take "
+                f"different schedules, and gather in different orders; got {replan_every}"
+            )
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
         self._steps = 0
         self._take(schedule)
@@ -126,7 +133,7 @@ class Pipeline:
         """
         self._begin(inputs, targets)
         begun = self._run_ahead() if self.optimizer is not None else 0
-        self._run(self._program[begun:])
+        self._run(self._program[begun:], self._replicas.finish)
         self._tied.sum_gradients()
         self._steps += 1
         if self._replanner is not None and self._steps % self._replanner.every == 0:
@@ -150,6 +157,7 @@ class Pipeline:
         finally:
             for module, mode in zip(modules, training, strict=True):
                 module.train(mode)
+            self._replicas.void()
         return self._loss()
 
     @property
@@ -222,6 +230,8 @@ class Pipeline:
                 "run or discard pipe.queue first"
             )
         if self._failed:
+            if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
+                raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
             self._transport.reopen()
             if self.optimizer is not None:
                 self.optimizer.recover()
@@ -234,6 +244,7 @@ class Pipeline:
         self._in_flight = 0
         self._step += 1
         self._count_setbacks()
+        self._replicas.begin(count)
 
     def _run_ahead(self) -> int:
         """Runs forwards until the last optimizer step has its verdict; how many of them count.
@@ -241,7 +252,7 @@ class Pipeline:
         All ranks hear the same verdict. Where it changes the weights, all start over, with other tags.
         """
         begun, optimizer, before = 0, self.optimizer, None
-        while not optimizer.poll():
+        while optimizer.waits if self._replicas.gathers else not optimizer.poll():
             if begun == self._ahead or not optimizer.stepped:
                 optimizer.validate()
                 continue
@@ -263,7 +274,7 @@ class Pipeline:
             self._transport.forget(self._step)
         return new > 0
 
-    def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
+    def _run(self, program: Iterable[tuple[Action, ...]], finish: Callable[[], object] | None = None) -> None:
         activity, recorder = self._transport.activity, self._recorder
         try:
             for group in program:
@@ -273,6 +284,9 @@ class Pipeline:
                     self._handlers[action.kind](*group)
             while self.queue.pending():  # eager: what no wait had room for
                 self._run_oldest()
+            if finish is not None:
+                activity.begin("reduction over replicas")
+                finish()
             activity.begin("none")
         except PipelineError:
             self.abandon()
@@ -302,13 +316,18 @@ class Pipeline:
         self._recorder.done((action,), start)
 
     def _backward(self, action: Action) -> None:
-        _, chunk, microbatch, _ = action
+        kind, chunk, microbatch, _ = action
         gradients = None if chunk == self._last else self._await("B", action)
         start = self._recorder.now()
         outputs = self._stages[chunk].backward_input(microbatch, gradients)
+        if kind == "BW":
+            self._replicas.backward_done(chunk)
+            self._stages[chunk].weight(microbatch)
         self._in_flight -= 1
         if chunk > 0:
             self._send(chunk - 1, "B", microbatch, outputs)
+        if kind == "B":
+            self._replicas.backward_done(chunk)
         self._recorder.done((action,), start)
 
     def _weight(self, *actions: Action) -> None:
@@ -321,17 +340,6 @@ class Pipeline:
         else:
             self._stages[chunk].weight_part(actions[0].microbatch, *part)
         self._recorder.done(actions, start)
-
-    def _fused(self, action: Action) -> None:
-        _, chunk, microbatch, _ = action
-        gradients = None if chunk == self._last else self._await("B", action)
-        start = self._recorder.now()
-        outputs = self._stages[chunk].backward_input(microbatch, gradients)
-        self._stages[chunk].weight(microbatch)
-        self._in_flight -= 1
-        if chunk > 0:
-            self._send(chunk - 1, "B", microbatch, outputs)
-        self._recorder.done((action,), start)
 
     # ---- waiting, sending, filling
 
@@ -373,6 +381,7 @@ class Pipeline:
     def _forget(self) -> None:
         """Drops what was begun."""
         self.queue.discard()
+        self._replicas.void()
         for stage in self._stages.values():
             stage.reset()
 

@@ -27,9 +27,16 @@ def gated(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
     return functional.gated_mlp(x, *weights, impl=impl)
 
 
+def grouped(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
+    rows = x.flatten(0, 1)
+    counts = torch.tensor([3, 0, len(rows) - 3])
+    return functional.grouped_linear(rows, weights[0], counts, weights[1], impl=impl)
+
+
 MODELS = {
     "linear": (linear, [(48, 32), (48,), (24, 48)]),
     "transposed": (transposed, [(32, 24), (24,)]),
+    "grouped": (grouped, [(3, 24, 32), (3, 24)]),
     "gated": (gated, [(40, 32), (40, 32), (24, 40), (40,), (40,), (24,)]),
 }
 

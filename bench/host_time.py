@@ -1,0 +1,157 @@
+"""What an action costs the host: engines on tiny stages, where next to nothing is computed; ours and torch's.
+
+Every chunk is one Linear of 8 features on one row, so that what is measured is the engine's loop, autograd and, with
+two ranks, messages through gloo. "plain" is the same work in a loop without any engine. Every contestant's gradients
+are compared with plain backward() first.
+
+    python -m bench.host_time [--microbatches 64] [--rounds 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import socket
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import zbkern
+from bench.report import environment, table, write_json
+from zbkern.pipeline import Pipeline, Schedule, schedules
+
+WIDTH = 8
+
+
+class Contestant(NamedTuple):
+    """One engine with one schedule. actions: how many F, B, W and BW this rank runs in a step."""
+
+    name: str
+    step: Callable[[], Any]
+    actions: int
+    layers: dict[int, nn.Module]
+    close: Callable[[], None] | None = None
+
+
+def our_contestant(
+    name: str, schedule: Schedule, model: list[nn.Module], x: Tensor, y: Tensor, **options: Any
+) -> Contestant:
+    rank = dist.get_rank()
+    layers = {chunk: zbkern.convert(copy.deepcopy(model[chunk])) for chunk in schedule.chunks_of(rank)}
+    pipe = Pipeline(layers.values(), schedule, nn.functional.mse_loss, **options)
+    return Contestant(f"zbkern {name}", lambda: pipe.step(x, y), len(schedule.actions[rank]), layers, pipe.close)
+
+
+def torch_contestant(
+    kind: str, placement: tuple[int, ...], passes: int, model: list[nn.Module], x: Tensor, y: Tensor, microbatches: int
+) -> Contestant:
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules as stock
+
+    rank, count = dist.get_rank(), len(placement)
+    layers = {chunk: copy.deepcopy(model[chunk]) for chunk in range(count) if placement[chunk] == rank}
+    stages = [pipelining.PipelineStage(part, chunk, count, torch.device("cpu")) for chunk, part in layers.items()]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target) / microbatches
+
+    single = count == dist.get_world_size()
+    schedule = getattr(stock, kind)(stages[0] if single else stages, microbatches, loss_fn=loss_fn, scale_grads=False)
+    arguments = (x,) if placement[0] == rank else ()
+    keywords = {"target": y, "losses": []} if placement[-1] == rank else {}
+    return Contestant(
+        f"torch {kind.removeprefix('Schedule')}",
+        lambda: schedule.step(*arguments, **keywords),
+        passes * microbatches * len(layers),
+        layers,
+    )
+
+
+def plain_step(layers: list[nn.Module], x: Tensor, y: Tensor, microbatches: int) -> None:
+    for inputs, targets in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
+        for layer in layers:
+            inputs = layer(inputs)
+        (nn.functional.mse_loss(inputs, targets) / microbatches).backward()
+
+
+def contestants(model: list[nn.Module], microbatches: int) -> list[Contestant]:
+    ranks = dist.get_world_size()
+    x, y = torch.randn(2, microbatches, WIDTH)
+    line, vee = tuple(range(ranks)), (*range(ranks), *reversed(range(ranks)))
+    found = []
+    for name, build in (("1F1B", schedules.one_f_one_b), ("ZB-H1", schedules.zb_h1), ("ZB-V", schedules.zb_v)):
+        found.append(our_contestant(name, build(ranks, microbatches), model, x, y))
+    found.append(our_contestant("ZB-H1, recorded", schedules.zb_h1(ranks, microbatches), model, x, y, record=True))
+    found.append(torch_contestant("Schedule1F1B", line, 2, model, x, y, microbatches))
+    found.append(torch_contestant("ScheduleZBVZeroBubble", vee, 3, model, x, y, microbatches))
+    for contestant in found:
+        chunks = 2 * ranks if "V" in contestant.name else ranks
+        check(contestant, model[:chunks], x, y, microbatches)
+    if ranks == 1:
+        for name, layers in (("plain, one layer", model[:1]), ("plain, two layers", model[:2])):
+            step = lambda layers=layers: plain_step(layers, x, y, microbatches)  # noqa: E731
+            found.append(Contestant(name, step, 2 * microbatches * len(layers), {}))
+    return found
+
+
+def check(contestant: Contestant, model: list[nn.Module], x: Tensor, y: Tensor, microbatches: int) -> None:
+    """One step's gradients against plain backward(); raises when they differ by more than fp32 rounding."""
+    expected = copy.deepcopy(model)
+    plain_step(expected, x, y, microbatches)
+    contestant.step()
+    for chunk, layer in contestant.layers.items():
+        torch.testing.assert_close(layer.weight.grad, expected[chunk].weight.grad, rtol=1e-4, atol=1e-7)
+
+
+def run(rank: int, ranks: int, port: int, microbatches: int, rounds: int, results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    entries = contestants([nn.Linear(WIDTH, WIDTH) for _ in range(2 * ranks)], microbatches)
+    times: dict[str, list[float]] = {entry.name: [] for entry in entries}
+    for _ in range(rounds):
+        for entry in entries:
+            dist.barrier()
+            start = time.perf_counter()
+            entry.step()
+            times[entry.name].append((time.perf_counter() - start) * 1e6 / entry.actions)
+    for entry in entries:
+        if entry.close is not None:
+            entry.close()
+    if rank == 0:
+        results[ranks] = times
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    figures = {}
+    for ranks in (1, 2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        results = mp.Manager().dict()
+        mp.spawn(run, args=(ranks, port, arguments.microbatches, arguments.rounds, results), nprocs=ranks)
+        times = results[ranks]
+        figures[f"{ranks} ranks"] = times
+        rows = [(name, f"{statistics.median(each):.1f}") for name, each in times.items()]
+        print(f"\n{ranks} rank{'s' * (ranks > 1)}, {arguments.microbatches} microbatches, gradients equal backward()\n")
+        print(table(("contestant", "us per action"), rows), flush=True)
+    print(f"\n{environment()}\nwritten to {write_json('host_time', figures)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""Data-parallel stages in a Pipeline: two stages of two replicas against one process with the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_optimizer import clip_in_float64
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zbkern
+from zbkern.pipeline import Pipeline, schedules
+
+pytestmark = pytest.mark.dist
+
+WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
+KINDS = ("ddp", "fsdp")
+
+
+class Forced(torch.autograd.Function):
+    """x * gain, with any gradient of the gain that a test wants."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, value: float | None) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        ctx.value = value
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, gain = ctx.saved_tensors
+        found = (dy * x).sum().reshape(1) if ctx.value is None else torch.full_like(gain, ctx.value)
+        return dy * gain, found, None
+
+
+class Block(nn.Module):
+    """Converted layers, and parameters that zbkern does not know, one of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.force: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Forced.apply(x + torch.tanh(self.linear(self.norm(x))), self.gain, self.force)
+
+
+def make_model(chunks: int, dtype: torch.dtype = torch.float64) -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(Block(), Block()).to(dtype) for _ in range(chunks)]
+
+
+def batch(step: int, replica: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * replica + step)
+    return torch.randn(2, MICROBATCHES, 3, WIDTH, generator=generator).to(dtype).unbind()
+
+
+def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs.float() if outputs.dtype.itemsize < 4 else outputs, targets)
+
+
+def mesh() -> DeviceMesh:
+    if not hasattr(mesh, "found"):
+        mesh.found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    return mesh.found
+
+
+def wrap(kind: str, module: nn.Sequential, **options: Any) -> nn.Module:
+    zbkern.convert(module)
+    if kind == "ddp":
+        options.setdefault("bucket_cap_mb", 0.0003)
+        return nn.parallel.DistributedDataParallel(module, process_group=mesh().get_group("replica"), **options)
+    from torch.distributed.fsdp import fully_shard
+
+    options.setdefault("reshard_after_forward", False)
+    for block in module:
+        fully_shard(block, mesh=mesh()["replica"], **options)
+    return fully_shard(module, mesh=mesh()["replica"], **options)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class Setup:
+    """This rank's part of the pipeline that its replica is."""
+
+    def __init__(self, kind: str, name: str, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        self.schedule = getattr(schedules, name)(2, MICROBATCHES)
+        self.replica, self.stage = divmod(dist.get_rank(), 2)
+        self.chunks = self.schedule.chunks_of(self.stage)
+        model = make_model(len(self.schedule.placement), dtype)
+        self.plain = [model[chunk] for chunk in self.chunks]
+        self.modules = [wrap(kind, module, **options) for module in self.plain]
+        self.dtype = dtype
+
+    def pipe(self, **options: Any) -> Pipeline:
+        options = {"timeout": 30, **options}
+        return Pipeline(self.modules, self.schedule, mean_square, mesh().get_group("stage"), **options)
+
+    def data(self, step: int) -> tuple[Tensor | None, Tensor | None]:
+        inputs, targets = batch(step, self.replica, self.dtype)
+        last = len(self.schedule.placement) - 1
+        return (inputs if 0 in self.chunks else None, targets if last in self.chunks else None)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for module in self.plain for p in module.parameters()]
+
+    def named(self, read: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return {
+            f"{chunk}.{name}": whole(read(p)).detach().clone()
+            for chunk, module in zip(self.chunks, self.plain, strict=True)
+            for name, p in module.named_parameters()
+        }
+
+
+def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def plain_steps(
+    chunks: int, steps: int, forced: dict[tuple[int, int], float] | None = None
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[float]]:
+    """One process and both replicas' data: gradients and weights after every step, losses of replica 0."""
+    model = make_model(chunks)
+    named = {f"{c}.{name}": p for c, module in enumerate(model) for name, p in module.named_parameters()}
+    optimizer = make_optimizer(list(named.values()))
+    gradients, weights, losses = [], [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for replica in range(2):
+            for index, (x, y) in enumerate(zip(*(part.split(1) for part in batch(step, replica)), strict=True)):
+                for chunk, module in enumerate(model):
+                    module[1].force = (forced or {}).get((chunk, step)) if (replica, index) == (1, 2) else None
+                loss = mean_square(nn.Sequential(*model)(x), y) / MICROBATCHES
+                (loss / 2).backward()
+                if replica == 0:
+                    losses = [*losses, 0.0] if index == 0 else losses
+                    losses[-1] += loss.item()
+        gradients.append({name: p.grad.clone() for name, p in named.items()})
+        if forced is None or math.isfinite(clip_in_float64(list(named.values()), MAX_NORM)):
+            optimizer.step()
+        weights.append({name: p.detach().clone() for name, p in named.items()})
+    return gradients, weights, losses
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], at: Any, **tolerance: float) -> None:
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], **tolerance, msg=lambda m, n=name: f"{at}, {n}: {m}")
+
+
+# ---- gradients and steps
+
+
+def train(kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any]) -> None:
+    setup = Setup(kind, name, **options)
+    expected, weights, losses = plain_steps(len(setup.schedule.placement), 3)
+    optimizer = make_optimizer(setup.parameters())
+    with setup.pipe(fill=fill, **planned) as pipe:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = pipe.step(*setup.data(step))
+            if loss is not None and setup.replica == 0:
+                assert loss.item() == pytest.approx(losses[step], rel=1e-9)
+            assert_close(setup.named(lambda p: p.grad), expected[step], step)
+            optimizer.step()
+            assert_close(setup.named(lambda p: p), weights[step], step)
+        value = pipe.evaluate(*setup.data(0))
+        again = pipe.evaluate(*setup.data(0))
+        assert value is None or torch.equal(value, again)
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h2", "zb_v"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_one_process(four_ranks: Any, kind: str, name: str, fill: str) -> None:
+    four_ranks.run(train, kind, name, fill, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("ddp", {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}),
+        ("fsdp", {"reshard_after_forward": True}),
+    ],
+)
+def test_options_of_the_wrappers(four_ranks: Any, kind: str, options: dict[str, Any]) -> None:
+    four_ranks.run(train, kind, "zb_v", "eager", options, {"max_wgrad_bytes": 2000})
+
+
+# ---- when reductions start
+
+
+def record(kind: str, name: str) -> list[tuple[str, set[int]]]:
+    """What happened in the second step, with the parameters that it was about: "B" done, "W", "reduce" begun."""
+    setup = Setup(kind, name)
+    events: list[tuple[str, set[int]]] = []
+    with setup.pipe() as pipe, pytest.MonkeyPatch.context() as patch:
+        if kind == "ddp":
+
+            def hook(state, bucket):  # unannotated: DDP wants the types themselves, not their names
+                events.append(("reduce", {id(p) for p in bucket.parameters()}))
+                work = dist.all_reduce(bucket.buffer().div_(2), group=state, async_op=True)
+                return work.get_future().then(lambda future: future.value()[0])
+
+            for module in setup.modules:
+                module.register_comm_hook(mesh().get_group("replica"), hook)
+        else:
+            from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+            reduce = groups.foreach_reduce
+
+            def recorded(parts: Any, *arguments: Any, **options: Any) -> Any:
+                events.append(("reduce", {id(part._unsharded_param) for part in parts}))
+                return reduce(parts, *arguments, **options)
+
+            patch.setattr(groups, "foreach_reduce", recorded)
+        done = pipe._replicas.backward_done
+        patch.setattr(pipe._replicas, "backward_done", lambda chunk: (events.append(("B", set())), done(chunk)))
+        landed = lambda tasks: events.append(("W", {id(p) for task in tasks for p in task.parameters}))  # noqa: E731
+        pipe.queue.listeners.insert(0, landed)
+        for _ in range(2):  # DDP settles its buckets in the first, FSDP2 makes its parameters
+            events.clear()
+            pipe.step(*setup.data(0))
+    return events
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h2", "zb_v"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reduction_starts_after_its_last_w_and_under_the_others(four_ranks: Any, kind: str, name: str) -> None:
+    chunks = 2 if name == "zb_v" else 1
+    for events in four_ranks.run(record, kind, name):
+        reductions = [index for index, (what, _) in enumerate(events) if what == "reduce"]
+        reduced = [parameter for index in reductions for parameter in events[index][1]]
+        assert len(reduced) == len(set(reduced)) == chunks * 10, "not every gradient is reduced once a step"
+        assert len(reductions) >= 2 * chunks
+        for index in reductions:
+            later = set().union(*(parameters for what, parameters in events[index:] if what == "W"))
+            assert not events[index][1] & later, "reduced before its last W"
+        first = reductions[0]
+        assert [what for what, _ in events[:first]].count("B") >= MICROBATCHES
+        assert events[first - 1][0] == "W"
+        assert events[first - 1][1] & events[first][1], "not reduced as soon as its last W had landed"
+        assert "W" in {what for what, _ in events[first:]}, "no W is left to cover it"
+
+
+def refuse() -> list[str]:
+    messages = []
+    module = make_model(1)[0]
+    setup = Setup("ddp", "zb_h1", static_graph=True)
+    attempts = [setup.modules[0], wrap("ddp", module, find_unused_parameters=True)]
+    attempts.append(nn.Sequential(wrap("ddp", make_model(1)[0])))
+    for attempt in attempts:
+        with pytest.raises(ValueError, match="Pipeline: the module of chunk") as caught:
+            Pipeline(attempt, setup.schedule, mean_square, mesh().get_group("stage"))
+        messages.append(str(caught.value))
+    with pytest.raises(ValueError, match="replan_every must be 0 with FSDP2 stages") as caught:
+        Setup("fsdp", "zb_h1").pipe(replan_every=5)
+    return [*messages, str(caught.value)]
+
+
+def test_what_cannot_be_is_refused(four_ranks: Any) -> None:
+    for static, unused, inside, replanned in four_ranks.run(refuse):
+        assert "static_graph=True, which is of no use here" in static
+        assert "find_unused_parameters=True" in unused
+        assert "has DistributedDataParallel inside; wrap the whole module in it" in inside
+        assert replanned.endswith("got 5")
+
+
+def no_sync() -> None:
+    """Two steps add up on each replica, the second reduces both."""
+    setup = Setup("ddp", "zb_h1")
+    expected = plain_gradients(2)
+    with setup.pipe() as pipe:
+        with setup.modules[0].no_sync():
+            pipe.step(*setup.data(0))
+        pipe.step(*setup.data(1))
+    both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
+    assert_close(setup.named(lambda p: p.grad), both, "both steps")
+
+
+def accumulate(kind: str) -> None:
+    """The same when each step reduces."""
+    setup = Setup(kind, "zb_h1")
+    expected = plain_gradients(2)
+    with setup.pipe() as pipe:
+        for step in range(2):
+            pipe.step(*setup.data(step))
+    both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
+    assert_close(setup.named(lambda p: p.grad), both, "both steps")
+
+
+def plain_gradients(steps: int) -> list[dict[str, Tensor]]:
+    """Those of steps with the same weights."""
+    model = make_model(2)
+    found = []
+    for step in range(steps):
+        for replica in range(2):
+            inputs, targets = batch(step, replica)
+            (mean_square(nn.Sequential(*model)(inputs), targets) / 2).backward()
+        found.append({f"{c}.{n}": p.grad.clone() for c, m in enumerate(model) for n, p in m.named_parameters()})
+        nn.Sequential(*model).zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_several_steps_add_up(four_ranks: Any, kind: str) -> None:
+    four_ranks.run(accumulate, kind)
+
+
+def test_no_sync_keeps_gradients_on_their_replica(four_ranks: Any) -> None:
+    four_ranks.run(no_sync)
