@@ -286,7 +286,7 @@ class DistributedTransport:
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """The backend through which this group's tensors on this device go; a group may have one for each kind of device."""
+    """The backend of this group's tensors on this device; a group may have one for each kind of device."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     backends = dict(pair.split(":", 1) for pair in config.split(","))
     if device.type not in backends:
