@@ -17,7 +17,7 @@ endif
 # The CUDA kernels take minutes to compile: they are built where a GPU is visible, or by `make cuda`.
 export ZBKERN_BUILD ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,cpu)
 export OMP_NUM_THREADS ?= 1
-.PHONY: help setup cuda demo test lint bench-pipeline bench-split kernels-report clean
+.PHONY: help setup cuda demo test test-gpu lint bench-pipeline bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -44,6 +44,9 @@ demo: $(READY) ## compare schedules on this machine, then train with the best on
 
 test: $(READY) ## all tests that need no GPU
 	$(PYTHON) -m pytest
+
+test-gpu: $(READY) ## every launch on a GPU: against float64, on streams of its own, in CUDA graphs
+	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu tests/gpu
 
 lint: $(READY) ## style and imports
 	$(PYTHON) -m ruff check
