@@ -14,6 +14,7 @@ PACKAGE = ROOT / "zbkern"
 NEEDS_TORCH = (
     "checkpoint",
     "clock",
+    "connection",
     "engine",
     "microbatches",
     "mixed_precision",
