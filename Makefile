@@ -6,16 +6,17 @@ TORCH ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),torch==2.13.0
 RANKS ?= 2
 PIP    = $(PYTHON) -m pip --disable-pip-version-check
 
-ifeq ($(origin PYTHON),undefined)
-PYTHON := .venv/bin/python
-READY  := .venv/ready
-else
-override PYTHON := $(shell command -v $(PYTHON))
-READY  := .cache/ready-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
-endif
-
 # The CUDA kernels take minutes to compile: they are built where a GPU is visible, or by `make cuda`.
 export ZBKERN_BUILD ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,cpu)
+
+ifeq ($(origin PYTHON),undefined)
+PYTHON := .venv/bin/python
+READY  := .venv/ready-$(ZBKERN_BUILD)
+else
+override PYTHON := $(shell command -v $(PYTHON))
+READY  := .cache/ready-$(ZBKERN_BUILD)-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
+endif
+
 export OMP_NUM_THREADS ?= 1
 .PHONY: help setup cuda demo test lint bench-pipeline bench-split kernels-report clean
 
@@ -36,8 +37,8 @@ $(READY): pyproject.toml $(wildcard setup.py build_tools/*.py csrc/*) | $(PYTHON
 	$(PIP) install --quiet --editable '.[dev,test]'
 	@mkdir -p $(@D) && touch $@
 
-cuda: $(READY) ## compile the CUDA kernels (nvcc needed, no GPU)
-	ZBKERN_BUILD=cuda $(PIP) install --verbose --no-deps --editable .
+cuda: ## set up with the CUDA kernels (nvcc needed, no GPU)
+	$(MAKE) setup ZBKERN_BUILD=cuda
 
 demo: $(READY) ## compare schedules on this machine, then train with the best one
 	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --out demo

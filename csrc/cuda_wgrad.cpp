@@ -1,6 +1,8 @@
 // What W decides on the host: the kernel, the tile, the number of blocks, and whether it can run at all.
 #include "cuda_wgrad.h"
 
+#include <cudaTypedefs.h>
+
 #include <algorithm>
 
 namespace zbkern {
@@ -9,25 +11,42 @@ namespace {
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-void require(bool condition, const std::string& message) {
-  if (!condition) throw std::invalid_argument("zbkern: wgrad: " + message);
-}
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("zbkern: wgrad: " + message); }
 
 void check_matrix(const char* name, const void* data, std::int64_t stride, int element_size) {
-  require(reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride * element_size % 16 == 0,
-          std::string(name) + " must begin, and each of its rows, at a multiple of 16 bytes");
+  if ((reinterpret_cast<std::uintptr_t>(data) | stride * element_size) % 16 != 0) {
+    refuse(std::string(name) + " must begin, and each of its rows, at a multiple of 16 bytes; use impl='triton'");
+  }
 }
 
 void check_product(const Wgrad& task, const Product& product) {
-  require(product.n > 0 && product.k > 0, "a weight must have elements");
-  require(product.n % 8 == 0 && product.k % 8 == 0, "N and K must be multiples of 8");
-  require(!product.segments.empty(), "a product needs a segment with rows");
+  if (product.n <= 0 || product.k <= 0 || (product.n | product.k) % 8 != 0) {
+    refuse("dweight must be [N, K] with N and K multiples of 8; got [" + std::to_string(product.n) + ", " +
+           std::to_string(product.k) + "]; use impl='triton'");
+  }
+  if (product.segments.empty()) refuse("a product needs a segment with rows");
   check_matrix("dweight", product.dweight, product.dweight_stride, size_of(task.dweight));
   for (const Segment& segment : product.segments) {
-    require(segment.rows > 0, "a segment must have rows");
+    if (segment.rows <= 0) refuse("a segment must have rows");
     check_matrix("x", segment.x, segment.x_stride, size_of(task.input));
     check_matrix("dy", segment.dy, segment.dy_stride, size_of(task.input));
   }
+}
+
+// The driver's function, found at run time, for a module that is linked to the driver loads nowhere else. CUTLASS would
+// look it up for each descriptor, of which a launch has 4 to 40, and would go on with an empty one where it fails.
+PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result),
+        "looking up cuTensorMapEncodeTiled");
+#else
+  check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result),
+        "looking up cuTensorMapEncodeTiled");
+#endif
+  if (found == nullptr) throw std::runtime_error("zbkern: wgrad: the driver has no cuTensorMapEncodeTiled; update it");
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
 }
 
 }  // namespace
@@ -46,33 +65,43 @@ std::int64_t count_tiles(std::int64_t n, std::int64_t k, int tile_k) {
   return ceil_div(n, 2 * kTileN) * 2 * ceil_div(k, tile_k);
 }
 
-int choose_blocks(std::int64_t tiles, int sms, int max_tiles) {
-  std::int64_t blocks = std::min<std::int64_t>(tiles, sms);
-  if (max_tiles > 0) blocks = std::max(blocks, ceil_div(tiles, max_tiles));
-  return static_cast<int>(std::max<std::int64_t>(2, blocks / 2 * 2));
+int choose_blocks(std::int64_t tiles, int places, int max_tiles) {
+  std::int64_t pairs = std::max<std::int64_t>(1, std::min<std::int64_t>(tiles, places) / 2);
+  if (max_tiles > 0) pairs = std::max(pairs, ceil_div(tiles, 2 * max_tiles));
+  return static_cast<int>(2 * pairs);
 }
 
-void validate(const Wgrad& task, bool hopper) {
-  require(task.input != Kind::float32, "x and dy must be bfloat16 or float16");
-  require(task.dweight == task.input || task.dweight == Kind::float32, "dweight must be float32 or of x's type");
-  require(task.dbias == task.input || task.dbias == Kind::float32, "dbias must be float32 or of x's type");
-  require(!task.products.empty() && task.products.size() <= kMaxProducts,
-          "a launch takes 1 to " + std::to_string(kMaxProducts) + " weights");
-  require(task.tile_k == 128 || task.tile_k == 256, "tile_k must be 128 or 256");
-  require(task.blocks > 0, "blocks must be positive");
+void choose_grid(Wgrad& task, int sms, int max_tiles) {
+  sms = std::max(2, sms);
+  task.tile_k = 128;
+  if (task.hopper) {
+    for (const Product& product : task.products) task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, sms));
+  }
+  std::int64_t tiles = 0;
+  for (const Product& product : task.products) tiles += count_tiles(product.n, product.k, task.tile_k);
+  task.blocks = choose_blocks(tiles, task.hopper ? sms : 2 * sms, max_tiles);  // before Hopper two blocks fit on an SM
+}
+
+void validate(const Wgrad& task) {
+  if (task.input == Kind::float32) refuse("x and dy must be bfloat16 or float16");
+  if (task.dweight != task.input && task.dweight != Kind::float32) refuse("dweight must be float32 or of x's type");
+  if (task.dbias != task.input && task.dbias != Kind::float32) refuse("dbias must be float32 or of x's type");
+  if (task.products.empty() || task.products.size() > kMaxProducts) {
+    refuse("a launch takes 1 to " + std::to_string(kMaxProducts) + " weights");
+  }
   std::size_t segments = 0;
   for (const Product& product : task.products) {
     check_product(task, product);
     segments += product.segments.size();
   }
-  require(segments <= kMaxSegments, "a launch takes at most " + std::to_string(kMaxSegments) + " segments");
-  require(!hopper || has_sm90(), "this build has no code for 9.0a");
-  require(hopper || task.products.size() == 1, "only GPUs of compute capability 9.0 take several weights in a launch");
+  if (segments > kMaxSegments) refuse("a launch takes at most " + std::to_string(kMaxSegments) + " segments");
+  if (task.hopper && !has_sm90()) refuse("this build has no code for 9.0a");
+  if (!task.hopper && task.products.size() > 1) refuse("only compute capability 9.0 takes several weights in a launch");
 }
 
-void wgrad(const Wgrad& task, bool hopper) {
+void wgrad(const Wgrad& task) {
   const bool brain = task.input == Kind::bfloat16;
-  if (hopper) {
+  if (task.hopper) {
     brain ? wgrad_bfloat16_sm90(task) : wgrad_float16_sm90(task);
   } else {
     brain ? wgrad_bfloat16_sm80(task) : wgrad_float16_sm80(task);
@@ -80,3 +109,16 @@ void wgrad(const Wgrad& task, bool hopper) {
 }
 
 }  // namespace zbkern
+
+extern "C" __attribute__((visibility("hidden"))) CUresult CUDAAPI cuTensorMapEncodeTiled(
+    CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address, const cuuint64_t* shape,
+    const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave interleave,
+    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  static const auto encode = zbkern::encode_tiled();
+  const CUresult status =
+      encode(map, type, rank, address, shape, strides, box, steps, interleave, swizzle, promotion, fill);
+  if (status != CUDA_SUCCESS) {
+    throw std::runtime_error("zbkern: wgrad: the driver refuses a TMA descriptor, error " + std::to_string(status));
+  }
+  return status;
+}

@@ -28,9 +28,11 @@ struct Wgrad {
   Kind dweight;             // input or float32
   Kind dbias;               // input or float32
   bool accumulate;          // add to the outputs, or overwrite them
-  int blocks;               // to launch; each takes every blocks-th tile
-  int tile_k;               // columns of a tile of dweight: 128 or 256
+  bool hopper;              // run the kernels for 9.0; else those for 8.0 and later, which take one product
+  int device;
   cudaStream_t stream;
+  int tile_k = 0;           // columns of a tile of dweight: 128 or 256
+  int blocks = 0;           // to launch; each takes every blocks-th tile
 };
 
 // The descriptors of all products of a launch travel as kernel parameters: 16 KB of at most 32, copied at each launch.
@@ -51,10 +53,13 @@ ZBKERN_HOST_DEVICE inline TilePlace tile_place(int index, int rows, int columns,
 }
 
 // Throws std::invalid_argument where wgrad cannot run the task; needs no GPU.
-void validate(const Wgrad& task, bool hopper);
+void validate(const Wgrad& task);
 
-// Runs a valid task. hopper: with the kernels for 9.0a; else with those for 8.0 and later, which take one product.
-void wgrad(const Wgrad& task, bool hopper);
+// Sets tile_k and blocks for a launch on at most that many SMs; max_tiles as below.
+void choose_grid(Wgrad& task, int sms, int max_tiles);
+
+// Runs a valid task whose grid is chosen.
+void wgrad(const Wgrad& task);
 
 // Columns of a tile, 128 or 256, for one weight on that many SMs.
 int choose_tile(std::int64_t n, std::int64_t k, int sms);
@@ -62,9 +67,9 @@ int choose_tile(std::int64_t n, std::int64_t k, int sms);
 // Tiles of one weight; blocks come in pairs, so their rows are even.
 std::int64_t count_tiles(std::int64_t n, std::int64_t k, int tile_k);
 
-// Blocks of a launch: at most one per SM that it may use, and more where a block may not take above max_tiles tiles
-// (0: any number), so that a kernel beside it gets its SMs back soon. Even, for blocks come in pairs.
-int choose_blocks(std::int64_t tiles, int sms, int max_tiles);
+// Blocks of a launch: at most `places`, and more where a block may not take above max_tiles tiles (0: any number), so
+// that a kernel beside it gets its SMs back soon. Even, for blocks come in pairs.
+int choose_blocks(std::int64_t tiles, int places, int max_tiles);
 
 bool has_sm90();  // compiled for 9.0a
 void wgrad_bfloat16_sm90(const Wgrad& task);

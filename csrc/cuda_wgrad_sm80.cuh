@@ -170,7 +170,8 @@ void launch(const Wgrad& task) {
 
   constexpr int bytes = sizeof(typename C::SharedStorage);
   auto* kernel = reinterpret_cast<const void*>(&wgrad_kernel<C>);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "wgrad: shared memory");
+  static std::atomic<std::uint64_t> allowed{0};
+  allow_shared_memory(kernel, bytes, task.device, allowed);
   void* arguments[] = {&params};
   check(cudaLaunchKernel(kernel, dim3(task.blocks), dim3(C::kThreads), arguments, bytes, task.stream), "wgrad: launch");
 }

@@ -16,6 +16,7 @@
 // 2048 x 2048 of dweight at a time, whose rows and columns of dy and x fit L2 together.
 #pragma once
 
+#define CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL  // of the cuTensorMapEncodeTiled in cuda_wgrad.cpp
 #include <cute/tensor.hpp>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
@@ -366,7 +367,8 @@ void launch(const Wgrad& task) {
   constexpr int bytes = sizeof(typename C::SharedStorage);
   static_assert(bytes <= 232448, "shared memory of a block");
   auto* kernel = reinterpret_cast<const void*>(&wgrad_kernel<C>);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "wgrad: shared memory");
+  static std::atomic<std::uint64_t> allowed{0};
+  allow_shared_memory(kernel, bytes, task.device, allowed);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3((task.blocks + 1) / 2 * 2);
   config.blockDim = dim3(C::kThreads);

@@ -139,3 +139,58 @@ def gated_linear(
     reference.gated_linear_dgrad(dy.double(), down.double(), gate.double(), up.double(), activation, *wide)
     for name, got, expected in zip(("dgate", "dup", "h"), outputs, wide, strict=True):
         check(name, got, expected)
+
+
+def linear_wgrads(
+    launches: ModuleType, random: Random, shapes: Sequence[tuple[int, int, Sequence[int]]],
+    layouts: Sequence[str] = ("plain",) * 3, accumulate: bool = False, bias: bool = True,
+) -> None:  # fmt: skip
+    """Several weights at once; shapes: (N, K, rows of every segment) of each."""
+    layers, start = [], 1.0 if accumulate else float("nan")
+    for n, k, rows in shapes:
+        segments = [(random(m, k, layout=layouts[0]), random(m, n, layout=layouts[1])) for m in rows]
+        dweight = output((n, k), torch.float32, random.device, layouts[2], start)
+        dbias = torch.full((n,), start, device=random.device) if bias else None
+        layers.append((segments, (dweight, dbias)))
+    launches.linear_wgrads(layers, accumulate)
+    for number, (segments, (dweight, dbias)) in enumerate(layers):
+        wide, columns = torch.zeros_like(dweight, dtype=torch.float64), 0
+        for x, dy in segments:
+            wide += dy.double().t() @ x.double()
+            columns += dy.double().sum(0)
+        check(f"dweight {number}", dweight, wide + accumulate)
+        if dbias is not None:
+            check(f"dbias {number}", dbias, columns + torch.full_like(dbias, accumulate, dtype=torch.float64))
+
+
+def grouped_linear(
+    launches: ModuleType, random: Random, counts: Sequence[Sequence[int]], n: int, k: int,
+    layouts: Sequence[str] = ("plain",) * 3, out: torch.dtype | None = None, accumulate: bool = False,
+    bias: bool = True,
+) -> None:  # fmt: skip
+    """Forward and dgrad of the first segment, wgrad of all; counts: rows of every group, per segment."""
+    device, groups = random.device, len(counts[0])
+    weight, b = random(groups, n, k), random(groups, n) if bias else None
+    segments = []
+    for mine in counts:
+        rows = (sum(mine), k), (sum(mine), n)
+        segments.append((random(*rows[0], layout=layouts[0]), random(*rows[1], layout=layouts[1]), torch.tensor(mine)))
+    x, dy, sizes = segments[0]
+    y, dx = (output(like.shape, random.dtype, device, layouts[2]) for like in (dy, x))
+    launches.grouped_linear_fwd(x, weight, b, sizes, y)
+    launches.grouped_linear_dgrad(dy, weight, sizes, dx)
+    wide = torch.empty_like(y, dtype=torch.float64), torch.empty_like(dx, dtype=torch.float64)
+    reference.grouped_linear_fwd(x.double(), weight.double(), None if b is None else b.double(), sizes, wide[0])
+    reference.grouped_linear_dgrad(dy.double(), weight.double(), sizes, wide[1])
+    check("y", y, wide[0])
+    check("dx", dx, wide[1])
+    start = 1.0 if accumulate else float("nan")
+    outputs = [
+        torch.full(shape, start, dtype=out or random.dtype, device=device) for shape in ((groups, n, k), (groups, n))
+    ]
+    wanted = [value.double() for value in outputs]
+    launches.grouped_linear_wgrad(segments, (outputs[0], outputs[1] if bias else None), accumulate)
+    reference.grouped_linear_wgrad([(x.double(), dy.double(), sizes) for x, dy, sizes in segments], wanted, accumulate)
+    check("dweight", outputs[0], wanted[0])
+    if bias:
+        check("dbias", outputs[1], wanted[1])

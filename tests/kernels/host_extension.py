@@ -7,7 +7,6 @@ segments are split over launches, and what is copied first.
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any
 
 import torch
@@ -36,15 +35,6 @@ class HostExtension:
 
     def has_sm90(self) -> bool:
         return True
-
-    def choose_tile(self, n: int, k: int, sms: int) -> int:
-        return 256
-
-    def count_tiles(self, n: int, k: int, tile_k: int) -> int:
-        return math.ceil(n / 256) * 2 * math.ceil(k / tile_k)
-
-    def choose_blocks(self, tiles: int, sms: int, max_tiles: int) -> int:
-        return min(tiles, sms)
 
     def wgrad(
         self, products: list[tuple], x_kind: int, dweight_kind: int, dbias_kind: int, accumulate: bool, *rest: Any

@@ -83,9 +83,11 @@ def test_tiles_and_blocks(extension: ModuleType, n: int, k: int, sms: int) -> No
     blocks = extension.choose_blocks(tiles, sms, 0)
     assert blocks % 2 == 0
     assert 2 <= blocks <= max(2, sms)
-    bounded = extension.choose_blocks(tiles, sms, 1)
-    assert bounded >= max(2, min(tiles, sms) - 1)
-    assert -(-tiles // bounded) <= 1
+    for most in (1, 3, 4):
+        bounded = extension.choose_blocks(tiles, sms, most)
+        assert bounded % 2 == 0
+        assert bounded >= blocks
+        assert -(-tiles // bounded) <= most
 
 
 def test_a_wide_tile_is_chosen_where_there_are_many_and_a_narrow_one_where_few(extension: ModuleType) -> None:
@@ -141,7 +143,7 @@ def product(extension: ModuleType, **change: object) -> tuple[list[tuple], list[
     ("change", "words"),
     [
         ({"n": 60}, "multiples of 8"),
-        ({"n": 0}, "must have elements"),
+        ({"n": 0}, r"multiples of 8; got \[0, 64\]"),
         ({"x": 2056}, "x must begin"),
         ({"dy": 4098}, "dy must begin"),
         ({"stride": 65}, "dweight must begin"),
@@ -154,7 +156,7 @@ def product(extension: ModuleType, **change: object) -> tuple[list[tuple], list[
 )
 def test_wgrad_refuses_what_it_cannot_run(extension: ModuleType, change: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        extension.wgrad(product(extension, **change), 1, 0, 0, True, 2, 128, extension.has_sm90(), 0, 0)
+        extension.wgrad(product(extension, **change), 1, 0, 0, True, 132, 0, extension.has_sm90(), 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_wgrad_refuses_what_it_cannot_run(extension: ModuleType, change: dict[st
     [(1, 0, "bfloat16 or float16"), (1, 3, "a dtype is 0"), (2, 2, "dweight must be"), (3, 2, "dbias must be")],
 )
 def test_wgrad_refuses_dtypes(extension: ModuleType, place: int, value: int, words: str) -> None:
-    arguments = [product(extension), 1, 0, 0, True, 2, 128, False, 0, 0]
+    arguments = [product(extension), 1, 0, 0, True, 132, 0, False, 0, 0]
     arguments[place] = value
     with pytest.raises(ValueError, match=words):
         extension.wgrad(*arguments)
@@ -171,7 +173,7 @@ def test_wgrad_refuses_dtypes(extension: ModuleType, place: int, value: int, wor
 @needs_no_gpu
 def test_a_launch_without_a_gpu_is_an_error_not_a_crash(extension: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="zbkern: asking for the device"):
-        extension.wgrad(product(extension), 1, 0, 0, True, 2, 128, False, 0, 0)
+        extension.wgrad(product(extension), 1, 0, 0, True, 0, 0, False, 0, 0)
     with pytest.raises(RuntimeError, match="zbkern: asking for the device"):
         extension.copy_all([(1024, 2048, 16)], 0, 0)
 

@@ -24,11 +24,9 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostExtension]:
         monkeypatch.setattr(module, "_cuda", host)
         monkeypatch.setattr(module, "raw_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for cached in (cuda._choice, cuda._on_hopper):
-        cached.cache_clear()
+    cuda._gpu.cache_clear()
     yield host
-    for cached in (cuda._choice, cuda._on_hopper):
-        cached.cache_clear()
+    cuda._gpu.cache_clear()
 
 
 def placed(values: Tensor, layout: str) -> Tensor:
@@ -107,6 +105,19 @@ def test_several_weights_in_one_launch(extension: HostExtension) -> None:
         testing.assert_close(outputs[1], wide[1].float(), "dbias")
 
 
+def test_a_launch_takes_neighbours_of_the_same_dtypes(extension: HostExtension) -> None:
+    kinds = [(BF16, FP32), (BF16, FP32), (BF16, BF16), (FP16, FP32)]
+    rows = [[8] * 9, [8] * 8, [8], [8] * 20]  # 17 segments are too many for a launch, 20 are two on their own
+    products = [
+        (segments_of(r, 16, 24, a), (torch.randn(16, 24).to(b), None)) for r, (a, b) in zip(rows, kinds, strict=True)
+    ]
+    want = [expected(segments, outputs, False) for segments, outputs in products]
+    cuda.linear_wgrads(products, False)
+    assert sorted(extension.launches) == [(1, 1), (1, 4), (1, 8), (1, 9), (1, 16)]
+    for (_, outputs), wide in zip(products, want, strict=True):
+        testing.assert_close(outputs[0], wide[0].to(outputs[0].dtype), "dweight")
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_groups_of_rows(extension: HostExtension, accumulate: bool) -> None:
     groups, n, k = 6, 16, 24
@@ -125,7 +136,7 @@ def test_groups_of_rows(extension: HostExtension, accumulate: bool) -> None:
     ("x", "dy", "dweight", "dbias", "words"),
     [
         (((4, 8), FP32), ((4, 16), FP32), FP32, FP32, "x and dy in bf16 or fp16"),
-        (((4, 8), BF16), ((4, 16), FP16), FP32, FP32, "both torch.bfloat16; got"),
+        (((4, 8), BF16), ((4, 16), FP16), FP32, FP32, "all torch.bfloat16 and on its device; got"),
         (((4, 8), BF16), ((5, 16), BF16), FP32, FP32, r"got \[4, 8\]"),
         (((4, 8), BF16), ((4, 8), BF16), FP32, FP32, r"dy \[M, 16\]"),
         (((4, 8), BF16), ((4, 16), BF16), FP16, FP32, "float32 or x's dtype"),
@@ -138,9 +149,27 @@ def test_what_is_refused(x: tuple, dy: tuple, dweight: torch.dtype, dbias: torch
         cuda.linear_wgrad([segment], (torch.zeros(16, 8, dtype=dweight), torch.zeros(16, dtype=dbias)), False)
 
 
-def test_a_bias_with_gaps_is_refused() -> None:
-    with pytest.raises(ValueError, match="contiguous"):
-        cuda.linear_wgrad(segments_of([4], 16, 8, BF16), (torch.zeros(16, 8), torch.zeros(32)[::2]), False)
+def test_a_matrix_without_contiguous_rows_or_columns_is_refused() -> None:
+    with pytest.raises(ValueError, match="dweight must have contiguous rows"):
+        cuda.linear_wgrad(segments_of([4], 16, 8, BF16), (torch.zeros(16, 16)[:, ::2], None), False)
+
+
+def test_a_bias_with_gaps_is_summed_beside_the_product() -> None:
+    segments = segments_of([4, 5], 16, 8, BF16)
+    outputs = torch.randn(16, 8), torch.randn(32)[::2]
+    want = expected(segments, outputs, True)
+    cuda.linear_wgrad(segments, outputs, True)
+    for got, wide in zip(outputs, want, strict=True):
+        testing.assert_close(got, wide.float(), "output")
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 8), (8, 0)])
+def test_a_weight_without_elements(extension: HostExtension, n: int, k: int) -> None:
+    dbias = torch.ones(n)
+    segment = torch.zeros(4, k, dtype=BF16), torch.ones(4, n, dtype=BF16)
+    cuda.linear_wgrad([segment], (torch.zeros(n, k), dbias), True)
+    assert dbias.tolist() == [5.0] * n
+    assert not extension.launches
 
 
 def adam_state(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[list[Tensor], ...]:

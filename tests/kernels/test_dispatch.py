@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +70,31 @@ def test_the_cuda_extension_borrows_the_launches_that_it_lacks(fresh: None, monk
     assert "need a CUDA device, not cpu" in dispatch.why_not("linear", "cuda", "cpu", torch.bfloat16)
     assert dispatch.resolve("linear", "auto", "cpu", torch.bfloat16) is reference
     dispatch._launches.cache_clear()
+
+
+def test_auto_takes_w_by_shape_where_that_is_measured(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zbkern.kernels import measured
+
+    ran = []
+    for name in ("cuda", "triton"):
+        module = SimpleNamespace(linear_wgrad=lambda *_, name=name: ran.append(name))
+        monkeypatch.setitem(dispatch._MODULES, name, module)
+    monkeypatch.setattr(dispatch, "_launches", lambda impl: dispatch._MODULES[impl])
+    monkeypatch.setattr(dispatch, "why_not", lambda op, impl, device, dtype: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    dispatch._by_shape.cache_clear()
+    assert dispatch.resolve("linear", "auto", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
+
+    table = {(1024, 4096, 4096): "cuda", (8192, 4096, 4096): "triton", (1024, 512, 512): "triton"}
+    monkeypatch.setitem(measured.WGRAD, (9, 0), table)
+    dispatch.resolve.cache_clear()
+    dispatch._by_shape.cache_clear()
+    launches = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
+    for m, n, k in [(1024, 4096, 4096), (600, 2048, 8192), (5000, 4096, 4096), (1024, 256, 512), (1024, 4100, 4096)]:
+        half = torch.empty(m // 2, 1).expand(m // 2, k), torch.empty(m // 2, 1).expand(m // 2, n)
+        launches.linear_wgrad([half, half], (None, None), True)
+    assert ran == ["cuda", "cuda", "triton", "triton", "triton"]  # 4100 is no multiple of 8
+    dispatch._by_shape.cache_clear()
 
 
 def test_auto_on_a_cpu_never_imports_triton() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import launch_checks
 import pytest
 import torch
 from torch import Tensor
@@ -132,3 +133,9 @@ def test_attention_launches(heads: tuple[int, int], causal: bool, window: int | 
 
 def test_the_reference_has_every_launch() -> None:
     assert [name for name in spec.LAUNCHES if not hasattr(reference, name)] == []
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weights_of_several_layers(accumulate: bool) -> None:
+    random = launch_checks.Random(torch.float32, "cpu")
+    launch_checks.linear_wgrads(reference, random, [(4, 5, [3, 0, 2]), (6, 1, [0]), (2, 5, [7])], accumulate=accumulate)

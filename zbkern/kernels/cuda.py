@@ -15,8 +15,10 @@ from torch import Tensor
 
 try:
     from zbkern import _cuda
-except ImportError:  # not built; why_not says so
-    _cuda = None
+
+    _problem = None
+except ImportError as error:
+    _cuda, _problem = None, error
 
 # how the extension names dtypes
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -29,7 +31,7 @@ Outputs = Sequence[Tensor | None]
 def why_not(device: torch.device | str | None = None) -> str | None:
     """Why nothing of this module can run on a device, and what would change it; None when it can."""
     if _cuda is None:
-        return "the CUDA kernels are not built; with nvcc at hand: ZBKERN_BUILD=cuda pip install zbkern"
+        return f"the CUDA kernels are not built, or not for this Python: ZBKERN_BUILD=cuda pip install . ({_problem})"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     return unfit(torch.version.cuda, _cuda.CUDA_VERSION, _cuda.ARCHITECTURES, torch.cuda.get_device_capability(device))
@@ -55,121 +57,140 @@ def unfit(torch_cuda: str | None, built_with: int, built_for: str, capability: t
             return None
     return (
         f"the CUDA kernels were built for {built_for} and this GPU is {major}.{minor}; "
-        f"build them for it: TORCH_CUDA_ARCH_LIST={major}.{minor} ZBKERN_BUILD=cuda pip install zbkern"
+        f"build them for it: TORCH_CUDA_ARCH_LIST={major}.{minor} ZBKERN_BUILD=cuda pip install ."
     )
 
 
 def linear_wgrad(
-    segments: Segments, outputs: Outputs, accumulate: bool, *, sms: int | None = None, max_tiles: int = 0
+    segments: Segments, outputs: Outputs, accumulate: bool, *, num_sms: int | None = None, max_tiles: int = 0
 ) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
-    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. sms: blocks run on at most
-    that many multiprocessors, None for all. max_tiles: a block ends after so many tiles of dweight, so that others get
-    its multiprocessor; 0 for no bound. Raises ValueError.
+    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. num_sms: blocks run on at
+    most that many multiprocessors (two at least), None for all. max_tiles: a block ends after so many tiles of dweight,
+    so that others get its multiprocessor, 0 for no bound; where that takes more blocks than num_sms, num_sms gives way.
+    Raises ValueError.
     """
-    dweight, dbias = outputs
-    segments = [segment for segment in segments if segment[0].shape[0]]
-    if dweight is None or not segments:
-        _add_bias(segments, dbias, accumulate)
-        if dweight is not None and not accumulate:
-            dweight.zero_()
-        return
-    if dweight.stride(1) != 1:  # a transposed view: the same product with its factors exchanged
-        linear_wgrad([(dy, x) for x, dy in segments], (dweight.t(), None), accumulate, sms=sms, max_tiles=max_tiles)
-        _add_bias(segments, dbias, accumulate)
-        return
-    for first in range(0, len(segments), _cuda.MAX_SEGMENTS):
-        part = segments[first : first + _cuda.MAX_SEGMENTS]
-        linear_wgrads([(part, outputs)], accumulate, sms=sms, max_tiles=max_tiles)
-        accumulate = True
-
-
-def linear_wgrads(
-    products: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, sms: int | None = None, max_tiles: int = 0
-) -> None:
-    """linear_wgrad of several weights in one launch, so that no multiprocessor idles between two of them.
-
-    For GPUs of compute capability 9.0; others take one weight. All of the same dtypes, every dweight [N, K] with
-    contiguous rows and its own memory, every segment with rows; at most MAX_PRODUCTS weights and MAX_SEGMENTS segments.
-    """
-    dtype, (dweight, _) = products[0][0][0][0].dtype, products[0][1]
-    dbias = next((bias for _, (_, bias) in products if bias is not None), None)
-    dtypes = dweight.dtype, dtype if dbias is None else dbias.dtype
-    if dtype not in DTYPES or any(out not in (dtype, torch.float32) for out in dtypes):
-        raise ValueError(
-            "linear_wgrad: impl='cuda' takes x and dy in bf16 or fp16, dweight and dbias in float32 or x's dtype; "
-            f"got x {dtype}, dweight {dtypes[0]}, dbias {dtypes[1]}; use impl='triton' or impl='torch'"
-        )
-    fields, shapes, alive = [], [], []
-    for segments, (dweight, dbias) in products:
-        if dweight.dtype != dtypes[0] or (dbias is not None and (dbias.dtype != dtypes[1] or dbias.stride(0) != 1)):
-            raise ValueError(f"linear_wgrad: each dweight must be {dtypes[0]}, each dbias {dtypes[1]} and contiguous")
-        n, k = dweight.shape
-        parts = []
-        for x, dy in segments:
-            if x.dtype != dtype or dy.dtype != dtype or x.shape[1] != k or dy.shape != (x.shape[0], n):
-                raise ValueError(
-                    f"linear_wgrad: x must be [M, {k}] and dy [M, {n}] for dweight [{n}, {k}], both {dtype}; "
-                    f"got {list(x.shape)} {x.dtype} and {list(dy.shape)} {dy.dtype}"
-                )
-            x, dy = _aligned(x), _aligned(dy)
-            alive += (x, dy)  # a copy's memory must not become the next one's before the launch
-            parts.append((x.data_ptr(), dy.data_ptr(), x.shape[0], x.stride(0), dy.stride(0)))
-        fields.append((dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), n, k, dweight.stride(0), parts))
-        shapes.append((n, k))
-    device = dweight.device.index
-    tile, blocks, hopper = _choice(tuple(shapes), device, sms, max_tiles)
-    kinds = KINDS[dtype], KINDS[dtypes[0]], KINDS[dtypes[1]]
-    _cuda.wgrad(fields, *kinds, accumulate, blocks, tile, hopper, device, raw_stream(device))
+    linear_wgrads(((segments, outputs),), accumulate, num_sms=num_sms, max_tiles=max_tiles)
 
 
 def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
-    """linear_wgrad of every group of rows: outputs [E, ..], segments (x, dy, counts). On Hopper 4 groups a launch."""
+    """linear_wgrad of every group of rows: outputs [E, ..], segments (x, dy, counts)."""
     parts = [(x.split(counts.tolist()), dy.split(counts.tolist())) for x, dy, counts in segments]
     groups = next(output for output in outputs if output is not None).shape[0]
-    full: list[tuple[Segments, Outputs]] = []
+    products = []
     for group in range(groups):
-        mine = [(xs[group], dys[group]) for xs, dys in parts if xs[group].shape[0]]
-        targets = tuple(None if output is None else output[group] for output in outputs)
-        if mine and targets[0] is not None and len(mine) <= _cuda.MAX_SEGMENTS and targets[0].stride(1) == 1:
-            full.append((mine, targets))
-        else:
-            linear_wgrad(mine, targets, accumulate)
-    while full:
-        count = _in_one_launch(full)
-        linear_wgrads(full[:count], accumulate)
-        full = full[count:]
+        targets = [None if output is None else output[group] for output in outputs]
+        products.append(([(xs[group], dys[group]) for xs, dys in parts], targets))
+    linear_wgrads(products, accumulate)
 
 
-def _in_one_launch(products: Sequence[tuple[Segments, Outputs]]) -> int:
-    """How many of the first products a launch takes."""
-    if not _on_hopper(products[0][1][0].device.index):
-        return 1
-    segments = 0
-    for count, (mine, _) in enumerate(products[: _cuda.MAX_PRODUCTS]):
-        segments += len(mine)
-        if segments > _cuda.MAX_SEGMENTS:
-            return count
-    return min(len(products), _cuda.MAX_PRODUCTS)
+def linear_wgrads(
+    products: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, num_sms: int | None = None, max_tiles: int = 0
+) -> None:
+    """linear_wgrad of several weights, each dweight and dbias in memory of its own, in as few launches as possible.
+
+    One launch takes neighbours of the same dtypes, on compute capability 9.0 up to MAX_PRODUCTS weights with together
+    MAX_SEGMENTS segments: no multiprocessor idles between two of them. On other GPUs it takes one weight.
+    """
+    batch: list[tuple] = []  # of one launch, as the extension takes it
+    like: tuple = ()  # what they have in common
+    room = 0
+    copies: list[Tensor] = []  # their memory must not be given away before the launch
+    for segments, (dweight, dbias) in products:
+        (n, k), (step, unit) = ((0, 0), (0, 1)) if dweight is None else (dweight.shape, dweight.stride())
+        if unit != 1 or not (n and k) or (dbias is not None and not dbias.is_contiguous()):
+            _add_bias(segments, dbias, accumulate)
+            dbias = None
+            if not (n and k):
+                continue
+            if unit != 1:  # a transposed view: the same product with its factors exchanged
+                segments, dweight = [(dy, x) for x, dy in segments], dweight.t()
+                n, k, step, unit = k, n, unit, step
+            if unit != 1:
+                raise ValueError(f"linear_wgrad: dweight must have contiguous rows; got strides {dweight.t().stride()}")
+        device, dtype = dweight.get_device(), segments[0][0].dtype if segments else None
+        parts = _addresses(segments, n, k, device, dtype, copies)
+        if not parts:
+            _add_bias((), dbias, accumulate)
+            if not accumulate:
+                dweight.zero_()
+            continue
+        same = _kinds(dtype, dweight.dtype, None if dbias is None else dbias.dtype), device
+        target = dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), n, k, step
+        if len(parts) > _cuda.MAX_SEGMENTS:
+            for first in range(0, len(parts), _cuda.MAX_SEGMENTS):
+                some = parts[first : first + _cuda.MAX_SEGMENTS]
+                _launch([(*target, some)], same, accumulate or first > 0, num_sms, max_tiles)
+            continue
+        if batch and (same != like or len(parts) > room or len(batch) == _most_products(device)):
+            _launch(batch, like, accumulate, num_sms, max_tiles)
+            batch = []
+        if not batch:
+            like, room = same, _cuda.MAX_SEGMENTS
+        batch.append((*target, parts))
+        room -= len(parts)
+    if batch:
+        _launch(batch, like, accumulate, num_sms, max_tiles)
 
 
-@functools.lru_cache(maxsize=1024)
-def _choice(shapes: tuple[tuple[int, int], ...], device: int, sms: int | None, max_tiles: int) -> tuple[int, int, bool]:
-    """Columns of a tile, number of blocks, and whether the kernels for 9.0 run."""
-    properties = torch.cuda.get_device_properties(device)
-    hopper = _on_hopper(device)
-    places = properties.multi_processor_count if sms is None else min(sms, properties.multi_processor_count)
-    if not hopper:
-        places *= 2  # two blocks fit on a multiprocessor
-    tile = max(_cuda.choose_tile(n, k, places) for n, k in shapes) if hopper else 128
-    tiles = sum(_cuda.count_tiles(n, k, tile) for n, k in shapes)
-    return tile, _cuda.choose_blocks(tiles, places, max_tiles), hopper
+def _launch(products: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
+    kinds, device = like
+    count, hopper = _gpu(device)
+    count = count if num_sms is None else min(num_sms, count)
+    _cuda.wgrad(products, *kinds, accumulate, count, max_tiles, hopper, device, raw_stream(device))
+
+
+def _addresses(
+    segments: Segments, n: int, k: int, device: int, dtype: torch.dtype | None, copies: list[Tensor]
+) -> list[tuple[int, int, int, int, int]]:
+    """(x, dy, rows, row stride of x, of dy) of the segments that have rows.
+
+    Rows that are not contiguous or not at multiples of 16 bytes are copied, to `copies`. Every attribute of a tensor
+    costs the host 30 to 60 ns, so each is read once.
+    """
+    parts = []
+    for x, dy in segments:
+        (rows, columns), (x_step, x_unit), x_at = x.shape, x.stride(), x.data_ptr()
+        (dy_rows, dy_columns), (dy_step, dy_unit), dy_at = dy.shape, dy.stride(), dy.data_ptr()
+        if (
+            columns != k or dy_columns != n or dy_rows != rows or x.dtype is not dtype or dy.dtype is not dtype
+            or x.get_device() != device or dy.get_device() != device
+        ):  # fmt: skip
+            raise ValueError(
+                f"linear_wgrad: x must be [M, {k}] and dy [M, {n}] for dweight [{n}, {k}], all {dtype} and on its "
+                f"device; got {[*x.shape]} {x.dtype} {x.device} and {[*dy.shape]} {dy.dtype} {dy.device}"
+            )
+        if not rows:
+            continue
+        if (x_at | dy_at) & 15 or (x_step | dy_step) & 7 or x_unit != 1 or dy_unit != 1:
+            x, dy = _aligned(x), _aligned(dy)
+            copies += (x, dy)
+            x_at, dy_at, x_step, dy_step = x.data_ptr(), dy.data_ptr(), x.stride(0), dy.stride(0)
+        parts.append((x_at, dy_at, rows, x_step, dy_step))
+    return parts
 
 
 @functools.cache
-def _on_hopper(device: int) -> bool:
-    return torch.cuda.get_device_properties(device).major == 9 and _cuda.has_sm90()
+def _kinds(dtype: torch.dtype, dweight: torch.dtype, dbias: torch.dtype | None) -> tuple[int, int, int]:
+    """As the extension names them."""
+    if dtype not in DTYPES or not {dweight, dbias or dtype} <= {dtype, torch.float32}:
+        raise ValueError(
+            "linear_wgrad: impl='cuda' takes x and dy in bf16 or fp16, dweight and dbias in float32 or x's dtype; "
+            f"got x {dtype}, dweight {dweight}, dbias {dbias}; use impl='triton' or impl='torch'"
+        )
+    return KINDS[dtype], KINDS[dweight], KINDS[dbias or dtype]
+
+
+@functools.cache
+def _gpu(device: int) -> tuple[int, bool]:
+    """Its number of multiprocessors, and whether the kernels for 9.0 run on it."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major == 9 and _cuda.has_sm90()
+
+
+def _most_products(device: int) -> int:
+    return _cuda.MAX_PRODUCTS if _gpu(device)[1] else 1
 
 
 def _aligned(matrix: Tensor) -> Tensor:

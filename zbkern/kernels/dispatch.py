@@ -1,7 +1,8 @@
-"""Which implementation runs an op: named ones run or raise, "auto" takes the first of cuda, triton, torch that can.
+"""Which implementation runs an op: named ones run or raise, "auto" takes the first that can.
 
 An implementation is a module that has the launches of `spec.py` as functions. It is imported when first asked for. The
-CUDA extension has only the launches that it does better than Triton; the others of an op it borrows from there.
+CUDA extension has only the launches that it does better than Triton; the others of an op it borrows from there. "auto"
+takes its W by shape, where `measured.py` has figures for the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-from zbkern.kernels import spec
+from zbkern.kernels import measured, spec
 
 _MODULES = {
     "cuda": "zbkern.kernels.cuda",
@@ -56,15 +57,16 @@ def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     for candidate in candidates(device) if impl == "auto" else (impl,):
         reason = why_not(op, candidate, device, dtype)
         if reason is None:
-            return _launches(candidate)
+            by_shape = impl == "auto" and candidate == "triton" and why_not(op, "cuda", device, dtype) is None
+            return _by_shape(torch.cuda.get_device_capability(device)) if by_shape else _launches(candidate)
     raise UnavailableError(f"{op}: impl={impl!r} cannot run on {device}: {reason}")
 
 
 def candidates(device: torch.device | str) -> tuple[str, ...]:
     """What "auto" chooses from, in order.
 
-    On a CPU Triton is an interpreter, for tests. The CUDA extension has not been measured against Triton yet. Both run
-    where they are named.
+    On a CPU Triton is an interpreter, for tests; it runs where it is named. Of the CUDA extension "auto" takes no op as
+    a whole, but the launches that are faster (`_by_shape`).
     """
     return ("triton", "torch") if torch.device(device).type == "cuda" else ("torch",)
 
@@ -79,6 +81,19 @@ def _launches(impl: str) -> ModuleType:
         for owner in (module, _launches(_LENDERS[impl])):
             if not hasattr(joined, name) and hasattr(owner, name):
                 setattr(joined, name, getattr(owner, name))
+    return joined
+
+
+@functools.cache
+def _by_shape(capability: tuple[int, int]) -> ModuleType:
+    """Triton's launches, but for W whichever was the faster at its shape on such a GPU."""
+    triton = _launches("triton")
+    if capability not in measured.WGRAD:
+        return triton
+    joined = ModuleType("triton, W by shape")
+    vars(joined).update({name: getattr(triton, name) for name in spec.LAUNCHES if hasattr(triton, name)})
+    named = {"cuda": _launches("cuda"), "triton": triton}
+    joined.linear_wgrad = measured.linear_wgrad(measured.WGRAD[capability], named)
     return joined
 
 

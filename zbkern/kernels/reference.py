@@ -90,6 +90,14 @@ def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tenso
         accumulate = True
 
 
+def linear_wgrads(
+    layers: Sequence[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]], accumulate: bool
+) -> None:
+    """linear_wgrad of every (segments, outputs)."""
+    for segments, outputs in layers:
+        linear_wgrad(segments, outputs, accumulate)
+
+
 def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
     """y = activation(z)."""
     y.copy_(_FORWARD[activation](z))

@@ -20,6 +20,7 @@ from zbkern.kernels.triton_product import (
     has_bulk_copies,
     load,
     multiply,
+    operand,
     place,
     plan,
     precision,
@@ -51,10 +52,7 @@ def _gated_fwd(
                 first, x, weight_gate, p, q, step * K, P, Q, R, x_outer, x_inner, w_outer, w_inner,
                 X_T, W_T, DESCRIPTORS, PRECISION, M, N, K,
             )  # fmt: skip
-            if W_T:
-                factor = load(weight_up, q, step * K, Q, R, w_outer, w_inner, N, K, DESCRIPTORS).T
-            else:
-                factor = load(weight_up, step * K, q, R, Q, w_outer, w_inner, K, N, DESCRIPTORS)
+            factor = operand(weight_up, step * K, q, R, Q, w_outer, w_inner, W_T, DESCRIPTORS, K, N)
             second = dot(part, factor, second, PRECISION)
         if bias_gate is not None:
             j = q + tl.arange(0, N)

@@ -64,20 +64,31 @@ def rounded(value, target, DESCRIPTOR: tl.constexpr):
 
 
 @triton.jit
+def operand(
+    source, row, column, rows, columns, outer, inner,
+    TRANSPOSED: tl.constexpr, DESCRIPTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] from (row, column) on of a matrix, which is stored [columns, rows] if TRANSPOSED.
+
+    Pointers are laid out as the product wants them: sm_80 cannot copy ahead what is transposed after it was loaded.
+    """
+    if not TRANSPOSED:
+        return load(source, row, column, rows, columns, outer, inner, ROWS, COLUMNS, DESCRIPTOR)
+    elif DESCRIPTOR:
+        return load(source, column, row, columns, rows, outer, inner, COLUMNS, ROWS, DESCRIPTOR).T
+    else:
+        return load(source, row, column, rows, columns, inner, outer, ROWS, COLUMNS, DESCRIPTOR)
+
+
+@triton.jit
 def multiply(
     accumulator, a, b, p, q, r, P, Q, R, a_outer, a_inner, b_outer, b_inner,
     A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """(accumulator + A[p:p+M, r:r+K] B[r:r+K, q:q+N], the part of A)."""
-    if A_T:
-        x = load(a, r, p, R, P, a_outer, a_inner, K, M, DESCRIPTORS).T
-    else:
-        x = load(a, p, r, P, R, a_outer, a_inner, M, K, DESCRIPTORS)
-    if B_T:
-        y = load(b, q, r, Q, R, b_outer, b_inner, N, K, DESCRIPTORS).T
-    else:
-        y = load(b, r, q, R, Q, b_outer, b_inner, K, N, DESCRIPTORS)
+    x = operand(a, p, r, P, R, a_outer, a_inner, A_T, DESCRIPTORS, M, K)
+    y = operand(b, r, q, R, Q, b_outer, b_inner, B_T, DESCRIPTORS, K, N)
     return dot(x, y, accumulator, PRECISION), x
 
 
@@ -138,14 +149,22 @@ def _machine(device: torch.device) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    op: str, p: int, q: int, r: int, dtype: torch.dtype, device: torch.device, describable: bool, num_sms: int | None
+    op: str,
+    p: int,
+    q: int,
+    r: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    describable: bool,
+    num_sms: int | None,
+    others: tuple[tuple[int, int], ...] = (),
 ) -> tuple[tiles.Tile, bool, int]:
-    """(tile, whether the operands come by bulk copies, programs to start)."""
+    """(tile, whether the operands come by bulk copies, programs to start) for [p, q] and `others` in one launch."""
     capability, available = _machine(device)
     sms = min(available, num_sms or available)
     bulk = describable and capability >= 90
-    tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, bulk)
-    return tile, bulk, min(sms, triton.cdiv(p, tile.m) * triton.cdiv(q, tile.n))
+    tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, bulk, others)
+    return tile, bulk, min(sms, tiles.count(tile, (p, q), *others))
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -284,6 +284,7 @@ class Pipeline:
                     self._handlers[action.kind](*group)
             while self.queue.pending():  # eager: what no wait had room for
                 self._run_oldest()
+            self.queue.join()
             if finish is not None:
                 activity.begin("reduction over replicas")
                 finish()

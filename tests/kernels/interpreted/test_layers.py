@@ -27,9 +27,16 @@ def gated(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
     return functional.gated_mlp(x, *weights, impl=impl)
 
 
+def grouped(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
+    rows = x.flatten(0, 1)
+    counts = torch.tensor([3, 0, len(rows) - 3])
+    return functional.grouped_linear(rows, weights[0], counts, weights[1], impl=impl)
+
+
 MODELS = {
     "linear": (linear, [(48, 32), (48,), (24, 48)]),
     "transposed": (transposed, [(32, 24), (24,)]),
+    "grouped": (grouped, [(3, 24, 32), (3, 24)]),
     "gated": (gated, [(40, 32), (40, 32), (24, 40), (40,), (40,), (24,)]),
 }
 
@@ -70,3 +77,26 @@ def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPa
             functional.linear(torch.randn(rows, 16), weight, impl="triton").sum().backward()
     queue.run()
     assert calls == [[3, 4, 5]]
+
+
+def test_weights_of_several_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    several = triton_launches.linear_wgrad.several
+    monkeypatch.setattr(
+        triton_launches.linear_wgrad, "several", lambda layers, a: (calls.append(len(layers)), several(layers, a))
+    )
+    weights = [torch.randn(*shape, requires_grad=True) for shape in [(8, 16), (24, 8), (16, 24)]]
+    queue = zbkern.WGradQueue()
+    x = torch.randn(5, 16)
+    with queue.defer():
+        h = x
+        for weight in weights:
+            h = functional.linear(h, weight, impl="triton")
+        h.sum().backward()
+    queue.run()
+    assert calls == [3]
+    h = x
+    for weight in weights:
+        h = h @ weight.t()
+    for got, expected in zip(weights, torch.autograd.grad(h.sum(), weights), strict=True):
+        testing.assert_close(got.grad, expected)

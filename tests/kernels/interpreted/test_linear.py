@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbkern.kernels import spec, tiles, triton_gated, triton_launches, triton_linear, triton_product
+from zbkern.kernels import spec, tiles, triton_gated, triton_launches, triton_linear, triton_linear_sums, triton_product
 
 SIZES = [
     1,
@@ -29,6 +29,7 @@ SIZES = [
 DTYPES = [torch.float32, torch.float16]
 
 properties = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fewer = settings(properties, max_examples=10)
 
 
 class Small(tiles.Tile):
@@ -82,6 +83,26 @@ def test_weight_gradient(data: st.DataObject, rows: list[int], n: int, k: int, l
     checks.linear_wgrad(triton_launches, random, rows, n, k, layouts, out, data.draw(st.booleans()), bias, weight)
 
 
+@fewer
+@given(st.data(), layouts)
+def test_weight_gradients_of_several_layers(data: st.DataObject, layouts: tuple[str, ...]) -> None:
+    rows = st.lists(st.integers(0, 40), min_size=1, max_size=data.draw(st.sampled_from([1, 3]), label="segments"))
+    shapes = data.draw(st.lists(st.tuples(sizes, sizes, rows), min_size=1, max_size=9))
+    accumulate, bias = data.draw(st.booleans()), data.draw(st.booleans())
+    checks.linear_wgrads(triton_launches, draw(data), shapes, layouts, accumulate, bias)
+
+
+@fewer
+@given(st.data(), st.integers(1, 10), sizes, sizes, layouts)
+def test_groups(data: st.DataObject, groups: int, n: int, k: int, layouts: tuple[str, ...]) -> None:
+    rows = st.lists(st.sampled_from([0, 1, 8, 15, 16, 17, 40]), min_size=groups, max_size=groups)
+    counts = data.draw(st.lists(rows, min_size=1, max_size=3))
+    random = draw(data, scale=0.5)
+    out = data.draw(st.sampled_from([random.dtype, torch.float32]))
+    accumulate, bias = data.draw(st.booleans()), data.draw(st.booleans())
+    checks.grouped_linear(triton_launches, random, counts, n, k, layouts, out, accumulate, bias)
+
+
 @properties
 @given(st.data(), st.lists(sizes, min_size=1, max_size=3), st.integers(0, 40), sizes, layouts)
 def test_input_gradient_of_several_layers(
@@ -113,8 +134,8 @@ def test_descriptors_and_pointers_agree(bulk: bool, monkeypatch: pytest.MonkeyPa
     """The same numbers either way: sm_80 and odd alignments take pointers."""
     monkeypatch.setattr(triton_product, "_machine", lambda device: (90 if bulk else 80, 3))
     seen = []
-    kernel = triton_linear._sum_of_products
-    monkeypatch.setattr(triton_linear, "_sum_of_products", lambda *a, **k: (seen.append(a[2][3]), kernel(*a, **k)))
+    kernel = triton_linear_sums._over_rows
+    monkeypatch.setattr(triton_linear_sums, "_over_rows", lambda *a, **k: (seen.append(a[2][5]), kernel(*a, **k)))
     checks.linear_wgrad(triton_launches, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
     assert seen == [bulk]
 
@@ -131,3 +152,35 @@ def test_fewer_sms(monkeypatch: pytest.MonkeyPatch) -> None:
         triton_launches.linear_fwd(x, weight, None, y, num_sms=num_sms)
         checks.check("y", y, x.double() @ weight.double().t())
     assert grids == [4, 2, 1]
+
+
+def test_layers_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven weights of different shapes are one launch; a fourth segment makes it two weights a launch."""
+    grids = []
+    kernel = triton_linear_sums._over_rows
+    monkeypatch.setattr(triton_linear_sums, "_over_rows", lambda *a, **k: (grids.append(a[2][:2]), kernel(*a, **k)))
+    random = checks.Random(torch.float16, "cpu")
+    shapes = [(16, 24), (40, 16), (8, 8), (32, 32), (8, 48), (24, 8), (16, 16)]
+    for segments, expected in ((1, [(8, 1)]), (4, [(2, 4)] * 3 + [(1, 4)])):
+        grids.clear()
+        checks.linear_wgrads(triton_launches, random, [(n, k, [16] * segments) for n, k in shapes], accumulate=True)
+        assert grids == expected
+
+
+def test_a_group_never_sees_its_neighbours() -> None:
+    """What is not finite in one group stays there."""
+    counts, bad = torch.tensor([5, 20, 9]), slice(5, 25)
+    random = checks.Random(torch.float32, "cpu")
+    x, dy, weight = random(34, 32), random(34, 16), random(3, 16, 32)
+    x[bad], dy[bad] = float("inf"), float("nan")
+    y, dx, dweight = torch.empty(34, 16), torch.empty(34, 32), torch.empty(3, 16, 32)
+    triton_launches.grouped_linear_fwd(x, weight, None, counts, y)
+    triton_launches.grouped_linear_dgrad(dy, weight, counts, dx)
+    triton_launches.grouped_linear_wgrad([(x, dy, counts)], (dweight, None), False)
+    for result in (y, dx):
+        assert not result[bad].isfinite().any()
+        assert result[:5].isfinite().all()
+        assert result[25:].isfinite().all()
+    assert dweight[0].isfinite().all()
+    assert dweight[2].isfinite().all()
+    assert not dweight[1].isfinite().any()

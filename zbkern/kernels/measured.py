@@ -1,0 +1,45 @@
+"""Whose W is the faster at which shape, the CUDA extension's or Triton's, as measured: impl="auto" asks at each launch.
+
+`python -m bench.cuda_wgrad` measures both on a GPU and prints the entry of WGRAD for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+
+from torch import Tensor
+
+WGRAD: dict[tuple[int, int], dict[tuple[int, int, int], str]] = {}
+"""compute capability -> (tokens, N, K) -> "cuda" or "triton". Not measured yet: "auto" never takes the extension."""
+
+
+def nearest(table: Mapping[tuple[int, int, int], str], shape: tuple[int, int, int]) -> str:
+    """What was the faster at the measured shape nearest to this one, in ratios of the sizes."""
+
+    def distance(other: tuple[int, int, int]) -> float:
+        return sum(abs(math.log(mine / its)) for mine, its in zip(shape, other, strict=True))
+
+    return table[min(table, key=distance)]
+
+
+def linear_wgrad(
+    table: Mapping[tuple[int, int, int], str], implementations: Mapping[str, ModuleType]
+) -> Callable[[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None], bool], None]:
+    """A launch like spec.py's linear_wgrad that runs the faster one at its shape; tokens are those of all segments."""
+
+    @functools.lru_cache(maxsize=4096)
+    def faster(tokens: int, n: int, k: int) -> Callable[..., None]:
+        name = nearest(table, (tokens, n, k))
+        if n % 8 or k % 8:  # not for the extension
+            name = "triton"
+        return implementations[name].linear_wgrad
+
+    def run(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+        x, dy = segments[0]
+        tokens = sum([x.shape[0] for x, _ in segments])
+        faster(max(1, tokens), dy.shape[1], x.shape[1])(segments, outputs, accumulate)
+
+    return run

@@ -1,0 +1,397 @@
+"""Sums of products as Triton kernels: W of one weight over microbatches, W of several weights, dx of several layers.
+
+One launch takes up to eight pairs of factors: eight products, or one product that sums over eight, or two over four.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zbkern.kernels import tiles
+from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, widen
+from zbkern.kernels.triton_product import (
+    Matrix,
+    halve,
+    has_bulk_copies,
+    load,
+    multiply,
+    place,
+    plan,
+    precision,
+    store,
+)
+
+SLOTS = 8
+"""Pairs of factors that one launch takes; more run as further launches."""
+
+
+@triton.jit
+def _land(
+    value, p, q, out, bias, P, Q, o_outer, o_inner,
+    ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, BIAS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Writes or adds a tile. REDUCE: the addition happens on its way to memory, in L2."""
+    if BIAS:
+        j = q + tl.arange(0, N)
+        value += widen(tl.load(bias + j, j < Q, 0.0))[None, :]
+    if REDUCE:
+        out.atomic_add([p, q], value)
+    else:
+        if ACCUMULATE:
+            value += widen(load(out, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTOR))
+        store(out, value, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTOR)
+
+
+def _sums(
+    a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, r0, r1, r2, r3, r4, r5, r6, r7,
+    o0, o1, o2, o3, o4, o5, o6, o7, v0, v1, v2, v3, v4, v5, v6, v7,
+    p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7,
+    a_outer: tl.int64, a_inner: tl.int64, b_outer: tl.int64, b_inner: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
+    PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, A_T: tl.constexpr,
+    B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
+    REDUCE: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """out_i [P_i, Q_i] (+)= sum over the segments s of product i and rows r < r_s of A_s[p, r] B_s[r, q].
+
+    COLUMNS: v_i [P_i] (+)= sum over s, r of A_s[p, r], the gradient of a bias. BIAS: v_i [Q_i] is added to every row.
+    Segments SEGMENTS i to SEGMENTS (i + 1) are product i's. One program computes every num_programs-th tile [M, N],
+    through all products without a pause. The segments are one loop: each step picks its operands by its number, so
+    copies run ahead across the border of two segments, and an output is read and written once. EVEN: all products have
+    as many steps; then the loop over tiles and the one over steps become one, and copies run ahead across tiles, too.
+    """
+    a_s = (a0, a1, a2, a3, a4, a5, a6, a7)
+    b_s = (b0, b1, b2, b3, b4, b5, b6, b7)
+    r_s = (r0, r1, r2, r3, r4, r5, r6, r7)
+    outs = (o0, o1, o2, o3, o4, o5, o6, o7)
+    vectors = (v0, v1, v2, v3, v4, v5, v6, v7)
+    p_s = (p0, p1, p2, p3, p4, p5, p6, p7)
+    q_s = (q0, q1, q2, q3, q4, q5, q6, q7)
+    steps = (tl.cdiv(r0, K),)  # the step after the last of each segment, counted through all products
+    for s in tl.static_range(1, PRODUCTS * SEGMENTS):
+        steps = steps + (steps[s - 1] + tl.cdiv(r_s[s], K),)  # noqa: RUF005 (Triton has no unpacking)
+    ends = (tl.cdiv(p0, M) * tl.cdiv(q0, N),)  # the tile after the last of each product
+    for i in tl.static_range(1, PRODUCTS):
+        ends = ends + (ends[i - 1] + tl.cdiv(p_s[i], M) * tl.cdiv(q_s[i], N),)  # noqa: RUF005
+    for tile in tl.range(tl.program_id(0), ends[PRODUCTS - 1], tl.num_programs(0), flatten=True):
+        out, vector, P, Q = o0, v0, p0, q0
+        a, b, rows = a0, b0, r0
+        first, begin, before, length = 0, 0, 0, steps[SEGMENTS - 1]
+        for i in tl.static_range(1, PRODUCTS):
+            if tile >= ends[i - 1]:
+                out, vector, P, Q = outs[i], vectors[i], p_s[i], q_s[i]
+                a, b, rows = a_s[SEGMENTS * i], b_s[SEGMENTS * i], r_s[SEGMENTS * i]
+                first, begin, before = ends[i - 1], steps[SEGMENTS * i - 1], steps[SEGMENTS * i - 1]
+                if not EVEN:
+                    length = steps[SEGMENTS * (i + 1) - 1] - begin
+        p, q = place(tile - first, P, Q, M, N, GROUP)
+        accumulator = tl.zeros((M, N), tl.float32)
+        columns = tl.zeros((M,), tl.float32)
+        for turn in range(length):
+            step = begin + turn
+            if SEGMENTS > 1:
+                a, b, rows, before = a0, b0, r0, 0
+                for s in tl.static_range(1, PRODUCTS * SEGMENTS):
+                    if step >= steps[s - 1]:
+                        a, b, rows, before = a_s[s], b_s[s], r_s[s], steps[s - 1]
+            accumulator, part = multiply(
+                accumulator, a, b, p, q, (step - before) * K, P, Q, rows, a_outer, a_inner, b_outer, b_inner,
+                A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
+            )  # fmt: skip
+            if COLUMNS:
+                if q == 0:
+                    columns += tl.sum(widen(part), 1)
+        if HALVES == 2:
+            left, right = halve(accumulator, M, N)
+            _land(
+                left, p, q, out, vector, P, Q, o_outer, o_inner,
+                ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // 2,
+            )  # fmt: skip
+            _land(
+                right, p, q + N // 2, out, vector, P, Q, o_outer, o_inner,
+                ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // 2,
+            )  # fmt: skip
+        else:
+            _land(
+                accumulator, p, q, out, vector, P, Q, o_outer, o_inner,
+                ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N,
+            )  # fmt: skip
+        if COLUMNS:
+            j = p + tl.arange(0, M)
+            mine = (j < P) & (q == 0)
+            if ACCUMULATE:
+                columns += widen(tl.load(vector + j, mine, 0.0))
+            tl.store(vector + j, columns.to(vector.dtype.element_ty), mine)
+
+
+# What changes from one microbatch to the next is never compiled in: the rows that W sums over, those that a group has.
+_over_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"r{i}" for i in range(SLOTS)]))
+_of_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"p{i}" for i in range(SLOTS)]))
+
+
+@Kernel
+@triton.jit(do_not_specialize=["M"])
+def _sum_rows(
+    dy, dbias, M, N, outer: tl.int64, inner: tl.int64, step: tl.int64,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dbias [N] (+)= sum over rows of dy [M, N]. One program: all rows of COLUMNS columns, in order."""
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, M, ROWS):
+        i = first + tl.arange(0, ROWS)
+        place = dy + (i[:, None] * outer + j[None, :] * inner)
+        total += widen(tl.load(place, (i < M)[:, None] & (j < N)[None, :], 0.0))
+    value = tl.sum(total, 0)
+    if ADD:
+        value += widen(tl.load(dbias + j * step, j < N, 0.0))
+    tl.store(dbias + j * step, value.to(dbias.dtype.element_ty), j < N)
+
+
+def linear_wgrad(
+    segments: Sequence[tuple[Tensor, ...]],
+    outputs: Sequence[Tensor | None],
+    accumulate: bool,
+    num_sms: int | None = None,
+) -> None:
+    """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N])."""
+    linear_wgrads([(segments, outputs)], accumulate, num_sms)
+
+
+def linear_wgrads(
+    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
+    accumulate: bool,
+    num_sms: int | None = None,
+) -> None:
+    """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
+    products = []
+    for segments, (dweight, dbias) in layers:
+        pairs = [(dy.t(), x) for x, dy in segments if x.shape[0]]
+        if not pairs:
+            if not accumulate:
+                for output in (dweight, dbias):
+                    if output is not None:
+                        output.zero_()
+            continue
+        exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
+        if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
+            sum_rows([dy for _, dy in segments], dbias, accumulate)
+            dbias = None
+        if dweight is not None and dweight.numel():
+            if exchanged:  # the same product with its factors exchanged
+                dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
+            products.append(Product(pairs, dweight, dbias))
+    run("wgrad", products, accumulate, num_sms)
+
+
+linear_wgrad.several = linear_wgrads  # how a queue finds it
+
+
+def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
+    """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
+    if dx.numel():
+        run("dgrad", [Product(segments, dx)], False, num_sms)
+
+
+def sum_rows(gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool) -> None:
+    """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no product takes it along."""
+    for dy in gradients:
+        m, n = dy.shape
+        arguments = (dy, dbias, m, n, *dy.stride(), *dbias.stride())
+        _sum_rows(triton.cdiv(n, 64), arguments, (accumulate, 32, 64), warps=4, stages=3)
+        accumulate = True
+
+
+class Product(NamedTuple):
+    """out [P, Q] = sum of a b over pairs (a [P, R_i], b [R_i, Q]).
+
+    vector: for op="wgrad", [P] for the sum of all columns of every a; for "fwd", [Q] to be added to every row.
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    out: Tensor
+    vector: Tensor | None = None
+
+
+class _Part(NamedTuple):
+    """What one launch takes of a product."""
+
+    factors: list[tuple[Matrix, Matrix]]
+    result: Matrix
+    vector: Tensor | None
+    add: bool
+
+
+class _Kind(NamedTuple):
+    """Equal for parts that may share a launch."""
+
+    segments: int
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+    left: tuple
+    right: tuple
+    result: tuple
+    add: bool
+    reads: bool
+    writes: bool
+
+
+def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None) -> None:
+    """Every product, or (accumulate) added to what its output has. Outputs are not empty, and share no memory."""
+    rounds: list[dict[_Kind, list[_Part]]] = []  # the second part of a product adds to what the first has written
+    for product in products:
+        for turn, part in enumerate(_parts(product, accumulate)):
+            if turn == len(rounds):
+                rounds.append({})
+            rounds[turn].setdefault(_kind(part), []).append(part)
+    for groups in rounds:
+        for kind, parts in groups.items():
+            together = SLOTS // kind.segments
+            for first in range(0, len(parts), together):
+                _launch(op, kind, parts[first : first + together], num_sms)
+
+
+def _parts(product: Product, add: bool) -> Iterable[_Part]:
+    """Factors of one layout at a time, SLOTS at most; the first part writes (unless it adds), the others add."""
+    rest, result = [(Matrix(a), Matrix(b)) for a, b in product.pairs], Matrix(product.out)
+    while rest:
+        left, right = rest[0]
+        same = [pair for pair in rest if pair[0].layout == left.layout and pair[1].layout == right.layout][:SLOTS]
+        rest = [pair for pair in rest if pair not in same]
+        yield _Part(same, result, product.vector, add)
+        add = True
+
+
+def _kind(part: _Part) -> _Kind:
+    left, right = part.factors[0]
+    out, vector, bulk = part.result.tensor, part.vector, has_bulk_copies(part.result.tensor.device)
+    reads = bulk and left.describable and right.describable
+    writes = bulk and part.result.describable and not part.result.transposed
+    return _Kind(
+        triton.next_power_of_2(len(part.factors)),
+        (left.tensor.dtype, out.dtype, None if vector is None else vector.dtype),
+        (left.transposed,) if reads else left.layout,  # descriptors carry the strides
+        (right.transposed,) if reads else right.layout,
+        () if writes else out.stride(),
+        part.add,
+        reads,
+        writes,
+    )
+
+
+def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None) -> None:
+    left, right = parts[0].factors[0]
+    shapes = [part.result.tensor.shape for part in parts]
+    rows = [[a.tensor.shape[1] for a, _ in part.factors] for part in parts]
+    (p, q), others = shapes[0], tuple(tuple(shape) for shape in shapes[1:])
+    described = left.describable and right.describable
+    r = max(map(sum, rows))
+    tile, _, programs = plan(op, p, q, r, left.tensor.dtype, left.tensor.device, described, num_sms, others)
+    slots: list[tuple[Any, Any, int]] = []
+    for part, counts in zip(parts, rows, strict=True):
+        if kind.reads:
+            pairs = [(a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)) for a, b in part.factors]
+        else:
+            pairs = [(a.tensor, b.tensor) for a, b in part.factors]
+        slots += [(a, b, count) for (a, b), count in zip(pairs, counts, strict=True)]
+        slots += [(*pairs[0], 0)] * (kind.segments - len(pairs))
+    if kind.writes:
+        outs = [part.result.descriptor(tile.m, tile.n // tile.halves) for part in parts]
+    else:
+        outs = [part.result.tensor for part in parts]
+    targets = [(out, part.vector, *shape) for out, part, shape in zip(outs, parts, shapes, strict=True)]
+    count = triton.next_power_of_2(len(parts))
+    targets += [(outs[0], parts[0].vector, 0, q)] * (count - len(parts))  # products of no rows
+    slots += [(slots[0][0], slots[0][1], 0)] * (kind.segments * count - len(slots))
+    strides = (1, 1, 1, 1) if kind.reads else (left.outer, left.inner, right.outer, right.inner)
+    strides += (1, 1) if kind.writes else kind.result
+    columns, bias = (kind.dtypes[2] is not None and op == wanted for wanted in ("wgrad", "fwd"))
+    reduces = kind.writes and kind.add and kind.dtypes[1] == torch.float32 and not INTERPRETED
+    steps = {sum(-(-size // tile.k) for size in counts) for counts in rows}
+    flags = (
+        count,
+        kind.segments,
+        len(steps) == 1,
+        left.transposed,
+        right.transposed,
+        kind.reads,
+        kind.writes,
+        kind.add,
+        reduces,
+    )
+    sizes = (tile.m, tile.n, tile.k, tile.group, tile.halves)
+    kernel = _over_rows if op == "wgrad" else _of_rows
+    kernel(
+        programs,
+        (*_columns(slots, 3), *_columns(targets, 4), *strides),
+        (*flags, columns, bias, precision(left.tensor.dtype), *sizes),
+        tile.warps,
+        tile.stages,
+    )
+
+
+def _columns(entries: Sequence[tuple], width: int) -> list[Any]:
+    """The kernel's arguments: all first values, then all second values, SLOTS of each."""
+    padded = [*entries, *[(None,) * width] * (SLOTS - len(entries))]
+    return [entry[column] for column in range(width) for entry in padded]
+
+
+def variants(capability: int) -> list[Variant]:
+    """W of large bf16 layers: one weight, merged, several weights; one in float32; a shape that bulk copies refuse."""
+    bulk = capability >= 90
+    sms = {80: 108, 90: 132, 100: 148}[capability]
+
+    def sums(
+        op: str, products: int, segments: int, dtype: str = "bf16", out: str = "fp32", accumulate: bool = True,
+        vector: bool = False, even: bool = True, bulk: bool = bulk,
+    ) -> Variant:  # fmt: skip
+        long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk)
+        a_t, b_t = op == "wgrad", op == "fwd"
+
+        def operand(*block: int) -> str:
+            return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else f"*{dtype}"
+
+        def slots(kind: str | None, count: int) -> tuple[str | None, ...]:
+            return (kind,) * count + (None,) * (SLOTS - count)
+
+        used = products * segments
+        types = (
+            *slots(operand(tile.k, tile.m) if a_t else operand(tile.m, tile.k), used),
+            *slots(operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n), used),
+            *slots("i32" if op == "wgrad" else "i32:16", used),
+            *slots(f"tensordesc<{out}[{tile.m}, {tile.n // tile.halves}]>" if bulk else f"*{out}", products),
+            *slots(f"*{out}" if vector else None, products),
+            *slots("i32:16" if op == "wgrad" else "i32", products),
+            *slots("i32:16", products),
+            *((1,) * 6 if bulk else ("i64:16", 1) * 3),
+        )
+        reduces = bulk and accumulate and out == "fp32"
+        constants = (
+            *(products, segments, even, a_t, b_t, bulk, bulk, accumulate, reduces, vector and a_t, vector and b_t),
+            "tf32x3" if dtype == "fp32" else "ieee",
+            *(tile.m, tile.n, tile.k, tile.group, tile.halves),
+        )
+        name = f"linear_{op} {dtype} to {out}, {products} x {segments}" + " bias" * vector + " add" * accumulate
+        name += " uneven" * (not even)
+        kernel = _over_rows if op == "wgrad" else _of_rows
+        return Variant(name + " pointers" * (not bulk), kernel, types, constants, tile.warps, tile.stages, True, bulk)
+
+    return [
+        sums("wgrad", 1, 1),
+        sums("wgrad", 1, 4, vector=True),
+        sums("wgrad", 1, 8, out="bf16"),
+        sums("wgrad", 8, 1),
+        sums("wgrad", 8, 1, even=False),
+        sums("wgrad", 2, 4, vector=True),
+        sums("wgrad", 1, 1, dtype="fp32", accumulate=False),
+        sums("dgrad", 1, 4, out="bf16", accumulate=False),
+        sums("fwd", 8, 1, out="bf16", accumulate=False, vector=True),
+        sums("dgrad", 8, 1, out="bf16", accumulate=False),
+        *([sums("wgrad", 1, 2, bulk=False)] if bulk else []),
+        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", "i64:16", 1, 1), (True, 32, 64), 4, 3),
+    ]
