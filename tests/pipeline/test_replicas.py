@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbkern
-from zbkern.pipeline import Optimizer, Pipeline, norms, schedules
+from zbkern.pipeline import Optimizer, Pipeline, checkpoint, norms, schedules
 from zbkern.pipeline.mailbox import PipelineError
 
 pytestmark = pytest.mark.dist
 
 WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
 KINDS = ("ddp", "fsdp")
+PAGE = Path(__file__).parents[2] / "docs" / "data_parallel.md"
 
 
 class Forced(torch.autograd.Function):
@@ -322,6 +325,44 @@ def test_no_sync_keeps_gradients_on_their_replica(four_ranks: Any) -> None:
     four_ranks.run(no_sync)
 
 
+def sum_tied(kind: str) -> None:
+    """A weight on both stages, and on both replicas."""
+    setup = Setup(kind, "zb_h1")
+    (expected,) = plain_gradients(1)
+    weight = setup.plain[0][0].linear.weight
+    with setup.pipe(tied={"shared": weight}) as pipe:
+        pipe.step(*setup.data(0))
+    both = expected["0.0.linear.weight"] + expected["1.0.linear.weight"]
+    torch.testing.assert_close(whole(weight.grad), both)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_weights_of_replicas(four_ranks: Any, kind: str) -> None:
+    four_ranks.run(sum_tied, kind)
+
+
+def run_page(shard: bool) -> list[Tensor]:
+    """The example of the page; the weights that it comes to."""
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
+    if shard:
+        line = re.findall(r"`(fully_shard\(chunk.*?)`", PAGE.read_text(encoding="utf-8"))[0]
+        wrapped = re.findall(r"chunk = nn.parallel.*", code)[0]
+        code = code.replace(wrapped, f"from torch.distributed.fsdp import fully_shard\n{line}")
+    found: dict[str, Any] = {}
+    torch.manual_seed(dist.get_rank() % 2)  # replicas start alike
+    exec(code, found)
+    return [whole(parameter).detach() for parameter in found["chunk"].parameters()]
+
+
+def test_the_page_of_the_documentation_runs(four_ranks: Any) -> None:
+    replicated, sharded = four_ranks.run(run_page, False), four_ranks.run(run_page, True)
+    for rank in range(4):
+        for ours, theirs, other in zip(replicated[rank], sharded[rank], replicated[rank ^ 2], strict=True):
+            assert torch.equal(ours, other), "replicas differ"
+            torch.testing.assert_close(ours, theirs)
+    assert not torch.equal(replicated[0][0], replicated[1][0])
+
+
 # ---- the optimizer without a barrier
 
 
@@ -481,3 +522,57 @@ def go_on_after_a_failure() -> str:
 
 def test_replicas_do_not_go_on_after_a_failure(four_ranks: Any) -> None:
     assert all("restart all" in message for message in four_ranks.run(go_on_after_a_failure))
+
+
+# ---- checkpoints
+
+
+def rename(chunk: int, key: str) -> str:
+    return f"chunk{chunk}.{key}"
+
+
+def state(chunks: dict[int, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found = {}
+    for chunk, module in chunks.items():
+        for key, p in module.named_parameters():
+            found[f"{chunk}.{key}"] = whole(p).detach().clone()
+            found[f"{chunk}.{key}/exp_avg"] = whole(optimizer.state[p]["exp_avg"]).clone()
+    return found
+
+
+def save_or_load(folder: Path, kind: str, save: bool) -> dict[str, Tensor]:
+    setup = Setup(kind, "zb_h1")
+    with setup.pipe() as pipe:
+        optimizer = Optimizer(make_optimizer(setup.parameters()), pipe, max_norm=MAX_NORM)
+        for step in range(2 if save else 1):
+            optimizer.zero_grad()
+            pipe.step(*setup.data(step if save else 7))
+            optimizer.step()
+        if save:
+            checkpoint.save(folder, 2, pipe, optimizer, {"position": 2}, rename=rename)
+        else:
+            assert checkpoint.load(folder, pipe, optimizer, rename=rename) == (2, {"position": 2})
+        found = state(dict(zip(setup.chunks, setup.plain, strict=True)), optimizer.optimizer)
+        optimizer.zero_grad()
+        pipe.step(*setup.data(2))
+        optimizer.step()
+        optimizer.validate()
+        return {**found, **{f"{name}/next": value for name, value in setup.named(lambda p: p).items()}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_of_replicas(four_ranks: Any, tmp_path: Path, kind: str) -> None:
+    """Saved with one wrapper, loaded with both and in one process; steps after it are the same."""
+    saved = four_ranks.run(save_or_load, tmp_path, kind, True)
+    for other in KINDS:
+        for rank, loaded in enumerate(four_ranks.run(save_or_load, tmp_path, other, False)):
+            for key, value in loaded.items():
+                if key.endswith("/next"):
+                    torch.testing.assert_close(value, saved[rank][key], msg=lambda m, k=key: f"{k}: {m}")
+                else:
+                    assert torch.equal(value, saved[rank][key]), key
+    chunks = dict(enumerate(make_model(2)))
+    optimizer = make_optimizer([p for module in chunks.values() for p in module.parameters()])
+    checkpoint.load(tmp_path, chunks, optimizer, rename=rename)
+    for key, value in state(chunks, optimizer).items():
+        assert torch.equal(value, saved[int(key[0])][key]), key
