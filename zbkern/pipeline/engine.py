@@ -38,16 +38,18 @@ FILLS = ("planned", "eager")
 class Pipeline:
     """This rank's part of a pipeline: its chunks of the model, driven by a schedule.
 
-    modules: this rank's chunks in model order; convert them (`zbkern.convert`) so that their W can wait. loss_fn:
-    called as loss_fn(output, target) for one microbatch on the last chunk's rank. group: the pipeline's ranks, None for
-    all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
-    at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
-    their gradients. timeout: seconds to wait for one message before the step fails. fill_with: called where the rank
-    would wait and no W is left; it does a little work of yours and returns True while there is more. nonfinite:
-    "raise" ends the step with the microbatch whose loss is not finite (it waits for the device once per loss), "ignore"
-    leaves that to an Optimizer, which skips. record: keep samples of the W queue and of memory (`samples`).
-    replan_every: steps after which costs are measured and, if another schedule is better for them within the memory of
-    this one, it takes over; 0 for never. costs: whose `activation` and `held` that memory is reckoned with.
+    modules: this rank's chunks in model order; convert them (`zbkern.convert`) so that their W can wait. They may then
+    be wrapped in DistributedDataParallel or sharded by `fully_shard`, over ranks that hold the same chunks of other
+    pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). loss_fn: called as loss_fn(output,
+    target) for one microbatch on the last chunk's rank. group: the pipeline's ranks, None for all; or a Transport.
+    fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run at once. tied:
+    {name: parameter} of weights that several ranks hold: those that give the same name get the sum of their gradients.
+    timeout: seconds to wait for one message before the step fails. fill_with: called where the rank would wait and no W
+    is left; it does a little work of yours and returns True while there is more. nonfinite: "raise" ends the step with
+    the microbatch whose loss is not finite (it waits for the device once per loss), "ignore" leaves that to an
+    Optimizer, which skips. record: keep samples of the W queue and of memory (`samples`). replan_every: steps after
+    which costs are measured and, if another schedule is better for them within the memory of this one, it takes over; 0
+    for never. costs: whose `activation` and `held` that memory is reckoned with.
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together.
 
     A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
