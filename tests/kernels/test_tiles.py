@@ -60,3 +60,32 @@ def test_the_choice_prints() -> None:
     )
     assert done.returncode == 0
     assert "sm_90 bfloat16 wgrad Tile(m=128, n=256, k=64, warps=8, stages=3, group=8)" in done.stdout
+
+
+@pytest.mark.parametrize("capability", [*tiles.SHARED_MEMORY, 110])
+@pytest.mark.parametrize("size", [1, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_fits_the_chip(capability: int, size: int, dtype: str, packed: bool) -> None:
+    chosen = {launch: tiles.attention(launch, size, dtype, capability, packed) for launch in ("fwd", "dq", "dkdv")}
+    room = 64 if size <= 64 else 128 if size <= 128 else 256
+    for launch, tile in chosen.items():
+        used = tiles.attention_shared_memory(tile, launch, room, 4 if dtype == "float32" else 2)
+        assert used <= 1024 * tiles.SHARED_MEMORY.get(capability, 99)
+        assert min(tile.queries, tile.keys) >= 16
+        assert all(edge & (edge - 1) == 0 for edge in (tile.queries, tile.keys))
+    # dkdv reads what dq has left in blocks of a line: a line is whole blocks of either
+    assert 128 % chosen["dq"].queries == 0
+    assert chosen["dq"].queries % chosen["dkdv"].queries == 0
+
+
+def test_measured_attention_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "tiles.json"
+    table.write_text(json.dumps({"sm90 bfloat16 attention dkdv 128 False": [32, 64, 4, 2, True]}))
+    monkeypatch.setattr(tiles, "TABLE", table)
+    tiles.table.cache_clear()
+    try:
+        assert tiles.attention("dkdv", 128, "bfloat16", 90) == tiles.AttentionTile(32, 64, 4, 2, split=True)
+        assert tiles.attention("dkdv", 128, "bfloat16", 90, packed=True).keys == 128
+    finally:
+        tiles.table.cache_clear()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +119,10 @@ def run_schedule(name: str, kind: str, stock: bool, data_parallel: bool = False,
         x, target = data(step)
         arguments = (x,) if 0 in places[rank] else ()
         options = {"target": target} if stages - 1 in places[rank] else {}
+        if not stock and not data_parallel:
+            outputs = schedule.eval(*arguments, **options)
+            if stages - 1 in places[rank]:
+                testing.assert_close(outputs, functools.reduce(lambda y, module: module(y), expected, x), "outputs")
         schedule.step(*arguments, **options)
         assert queue.pending() == 0
         assert queue.bytes == 0
@@ -179,6 +185,17 @@ def test_stock_fails_where_a_stage_ends_in_a_view_or_reuses_a_weight() -> None:
 
 
 @stock
+def test_stock_cannot_evaluate_where_neighbouring_chunks_share_a_rank() -> None:
+    """`eval` runs the backward's actions, too: the stage hands on gradients that do not exist."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    stage = SimpleNamespace(has_backward=False, is_first=False, is_last=False)
+    with pytest.raises(AssertionError, match="doesn't have backward"):
+        _PipelineStageBase.get_local_bwd_output(stage, 0)
+    with pytest.raises(AssertionError, match="doesn't have backward"):
+        _PipelineStageBase.set_local_bwd_input(stage, (), 0)
+
+
 def test_stock_loses_gradients_after_a_frozen_stage_silently() -> None:
     (module,) = make("block", 1)
     stock_split(module, torch.randn(2, WIDTH))  # what a frozen stage sends requires no gradient

@@ -1,6 +1,7 @@
-"""How a matrix product is cut into tiles: a pure function of its shape, its dtype and the GPU.
+"""How a matrix product or attention is cut into tiles: pure functions of shape, dtype and GPU.
 
-`python -m zbkern.kernels.tiles M N K` prints the choice for the three products of a linear layer. `bench/tune.py`
+`python -m zbkern.kernels.tiles M N K` prints the choice for the three products of a linear layer, and that for
+attention. `bench/tune.py`
 measures on a GPU and writes `tiles.json` beside this file; what it has measured is preferred to the rules here.
 """
 
@@ -72,7 +73,7 @@ def choose(
     """
     bulk = bulk and capability >= 90
     measured = table().get(key(op, p, q, r, dtype, capability))
-    if measured is not None and bulk and not others:
+    if isinstance(measured, Tile) and bulk and not others:
         return measured
     size = 4 if dtype == "float32" else 2
     limit = 1024 * SHARED_MEMORY.get(capability, 99)
@@ -111,20 +112,95 @@ def shared_memory(tile: Tile, op: str, size: int, capability: int) -> int:
     return operands + tile.m * tile.n * wide // parts
 
 
+@dataclass(frozen=True)
+class AttentionTile:
+    """queries x keys that one program multiplies at a time: it holds one side and streams the other.
+
+    stages: blocks in flight of what is streamed. split: dk and dv are launches of their own, where both accumulators
+    together do not fit into registers; the scores are then computed once more.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    split: bool = False
+
+
+# By what multiplies matrices: mma.sync before 9.0 (and from 12.0 on), wgmma on 9.0, tcgen05 on 10.x. Within each, for
+# heads of up to 64, 128 and 256: the largest of a dozen tries that does not spill. Halves of 128 x 256 in float32 are
+# 128 registers of each thread, so that dkdv, which has two accumulators, needs a split from there on.
+_HEADS = (64, 128, 256)
+_ATTENTION = {
+    ("mma", "fwd"): ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+    ("mma", "dq"): ((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2)),
+    ("mma", "dkdv"): ((32, 128, 8, 3), (64, 64, 8, 2), (32, 64, 8, 2, True)),
+    ("wgmma", "fwd"): ((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    ("wgmma", "dq"): ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
+    ("wgmma", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 2, True)),
+    ("tcgen05", "fwd"): ((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    ("tcgen05", "dq"): ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
+    ("tcgen05", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
+}
+_ATTENTION_PACKED = {  # which have code for the end of each sequence, and fewer registers left
+    ("wgmma", "fwd", 256): (128, 32, 8, 2),
+    ("wgmma", "dkdv", 256): (16, 64, 8, 2, True),
+}
+_ATTENTION_SINGLE = {  # three products each; heads of more than 128 spill
+    "fwd": ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2)),
+    "dq": ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2)),
+    "dkdv": ((16, 16, 4, 2, True), (16, 16, 4, 2, True), (16, 16, 4, 2, True)),
+}
+
+
+def attention(launch: str, size: int, dtype: str, capability: int, packed: bool = False) -> AttentionTile:
+    """The tile of a launch, "fwd", "dq" or "dkdv", for heads of `size` <= 256.
+
+    packed: sequences of different lengths, whose code for the end of each takes registers. Other arguments as `choose`.
+    """
+    measured = table().get(f"sm{capability} {dtype} attention {launch} {size} {packed}")
+    if isinstance(measured, AttentionTile):
+        return measured
+    unit = "wgmma" if capability == 90 else "tcgen05" if 100 <= capability < 120 else "mma"
+    place = next(i for i, limit in enumerate(_HEADS) if size <= limit)
+    row = (_ATTENTION_SINGLE[launch] if dtype == "float32" else _ATTENTION[unit, launch])[place]
+    if packed and dtype != "float32":
+        row = _ATTENTION_PACKED.get((unit, launch, _HEADS[place]), row)
+    tile = AttentionTile(*row)
+    streamed = "queries" if launch == "dkdv" else "keys"
+    limit = 1024 * SHARED_MEMORY.get(capability, 99)
+    while attention_shared_memory(tile, launch, _HEADS[place], 4 if dtype == "float32" else 2) > limit:
+        rows = getattr(tile, streamed)
+        fewer = tile.stages > 2 or rows == 16
+        tile = replace(tile, stages=tile.stages - 1) if fewer else replace(tile, **{streamed: rows // 2})
+    return tile
+
+
+def attention_shared_memory(tile: AttentionTile, launch: str, size: int, itemsize: int) -> int:
+    """Bytes for what a program holds and what is in flight."""
+    held, streamed = {
+        "fwd": (tile.queries, 2 * tile.keys),
+        "dq": (2 * tile.queries, 2 * tile.keys),
+        "dkdv": (2 * tile.keys, 2 * tile.queries),
+    }[launch]
+    return (held + tile.stages * streamed) * size * itemsize
+
+
 def key(op: str, p: int, q: int, r: int, dtype: str, capability: int) -> str:
     """Shapes within the same powers of two share what was measured."""
     return f"sm{capability} {dtype} {op} {p.bit_length()} {q.bit_length()} {r.bit_length()}"
 
 
 @functools.cache
-def table() -> dict[str, Tile]:
+def table() -> dict[str, Tile | AttentionTile]:
     if not TABLE.exists():
         return {}
-    return {key: Tile(*values) for key, values in json.loads(TABLE.read_text()).items()}
+    stored = json.loads(TABLE.read_text())
+    return {key: AttentionTile(*v) if " attention " in key else Tile(*v) for key, v in stored.items()}
 
 
 def main() -> int:
-    """Prints the tiles of a linear layer with M rows, N outputs and K inputs."""
+    """Prints the tiles of a linear layer with M rows, N outputs and K inputs, and those of attention."""
     if len(sys.argv) != 4 or not all(argument.isdigit() for argument in sys.argv[1:]):
         print("usage: python -m zbkern.kernels.tiles M N K", file=sys.stderr)
         return 2
@@ -133,6 +209,10 @@ def main() -> int:
         for dtype in ("bfloat16", "float32"):
             for op, (p, q, r) in {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}.items():
                 print(f"sm_{capability} {dtype:<8} {op:<5} {choose(op, p, q, r, dtype, capability, num_sms)}")
+            for launch in ("fwd", "dq", "dkdv"):
+                for size in _HEADS:
+                    tile = attention(launch, size, dtype, capability)
+                    print(f"sm_{capability} {dtype:<8} attention {launch:<4} {size:>3} {tile}")
     return 0
 
 

@@ -7,9 +7,8 @@ whole and needs no mask. Sequences of one length are found by arithmetic; others
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,34 +16,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from zbkern.kernels import tiles
 from zbkern.kernels.spec import AttentionOptions
-from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot, widen
+from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot
+from zbkern.kernels.triton_product import precision
 
 LOG2_E = math.log2(math.e)
 
 _LN_2 = tl.constexpr(math.log(2))
 
+LINE = 128
+"""Where the backward keeps a number per query, sequences begin at multiples of this: no tile meets two of them."""
 
-class Tile(NamedTuple):
-    """queries x keys that one program of so many warps multiplies at a time, `stages` blocks of them in flight."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def attention_tile(head_size: int, itemsize: int, capability: int) -> Tile:
-    """Tiles of the forward, for heads of up to `head_size`: the largest whose accumulators and blocks do not spill."""
-    if INTERPRETED:
-        return Tile(32, 16, 4, 1)
-    if itemsize == 4:
-        return Tile(64, 32, 4, 2) if head_size <= 128 else Tile(32, 32, 4, 2)
-    if head_size <= 64:
-        return Tile(128, 64, 4, 3) if capability < 90 else Tile(128, 64, 8, 3)
-    if head_size <= 128:
-        return Tile(128, 64, 8, 3) if capability < 90 else Tile(128, 128, 8, 3)
-    return Tile(64, 64, 8, 2) if capability < 90 else Tile(128, 64, 8, 2)
+_LINE = tl.constexpr(LINE)
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
@@ -55,19 +39,34 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y:
         return
     check_head_size(size)
     q, k, v, out = rows_dense(q), rows_dense(k), rows_dense(v), rows_dense(y, copy=False)
-    tile = attention_tile(size, q.element_size(), capability_of(q.device))
+    q, exponent = positive(q, options.scale)
+    tile = tile_of("fwd", q, options)
     places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
-    # A negative scale would turn the maximum into a minimum, and zero would turn -inf into nan: both go into q.
-    sign = math.copysign(1.0, options.scale) if options.scale else 0.0
-    scale = (abs(options.scale) or 1.0) * LOG2_E
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
     streamed = describe((k, v), sequences, tile.keys)
-    arguments = (q, *streamed, out, lse, *places, options.window, sign, scale, tokens, heads // k.shape[1], *strides)
-    constants = (options.causal, size, size_block(size), tile.queries, tile.keys, precision_of(q.dtype))
+    arguments = (q, *streamed, out, lse, *places, options.window, exponent, tokens, heads // k.shape[1], *strides)
+    constants = (options.causal, size, size_block(size), tile.queries, tile.keys, precision(q.dtype))
     constants = (*constants, streamed[0] is not k)
     _forward((grid, heads), arguments, constants, warps=tile.warps, stages=tile.stages)
     if out is not y:
         y.copy_(out)
+
+
+def positive(factor: Tensor, scale: float) -> tuple[Tensor, float]:
+    """(one factor of the scores, log2(e) times their scale), so that the scale is positive and the scores the same.
+
+    A negative one would turn the largest score into the smallest, and zero would turn -inf into nan.
+    """
+    if scale > 0:
+        return factor, scale * LOG2_E
+    return factor * (-1 if scale else 0), (-scale or 1.0) * LOG2_E
+
+
+def tile_of(launch: str, q: Tensor, options: AttentionOptions) -> tiles.AttentionTile:
+    """The tile of "fwd", "dq" or "dkdv"."""
+    packed = _uniform(options.queries, options.keys) is None
+    dtype = str(q.dtype).removeprefix("torch.")
+    return tiles.attention(launch, q.shape[2], dtype, capability_of(q.device), packed)
 
 
 def check_head_size(size: int) -> None:
@@ -88,13 +87,8 @@ def rows_dense(tensor: Tensor, copy: bool = True) -> Tensor:
     return tensor.contiguous() if copy else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def precision_of(dtype: torch.dtype) -> str:
-    """How float32 is multiplied, as torch's own products are: in full, or as TensorFloat-32 where that is allowed."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
 def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Tensor | TensorDescriptor, ...]:
-    """Descriptors that load blocks of so many rows of one head by TMA, or the tensors where one does not fit it.
+    """Descriptors that load blocks of so many rows of one head by TMA, or the tensors where one does not fit.
 
     Of [sequences, length, heads, D]: where all have one length, no block reads into the next sequence.
     """
@@ -114,9 +108,9 @@ def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Te
 
 @functools.cache
 def capability_of(device: torch.device) -> int:
-    """90 for 9.0; 0 where there is no GPU."""
-    if device.type != "cuda":
-        return 0
+    """90 for 9.0, and in the interpreter."""
+    if INTERPRETED:
+        return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -136,6 +130,12 @@ def place_tiles(options: AttentionOptions, side: str, block: int, device: torch.
 
 
 @functools.lru_cache(maxsize=256)
+def line_length(queries: tuple[int, ...]) -> int:
+    """Numbers in a line that has one for each query, when every sequence begins at a multiple of LINE."""
+    return sum(triton.cdiv(end - start, LINE) * LINE for start, end in pairwise(queries))
+
+
+@functools.lru_cache(maxsize=256)
 def _uniform(queries: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, int, int] | None:
     """(sequences, queries of each, keys of each) when all have one length."""
     lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True)}
@@ -144,14 +144,15 @@ def _uniform(queries: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, int,
 
 @functools.lru_cache(maxsize=64)
 def _table(options: AttentionOptions, side: str, block: int, pinned: bool) -> Tensor:
-    """[tiles, 5] int32 on the CPU, what `place` returns of each tile; most work first, so that none ends long after."""
+    """[tiles, 6] int32 on the CPU, what `place` returns of each tile; most work first, so that none ends long after."""
     rows = sorted(_tiles(options, side, block), reverse=True)
-    table = torch.tensor([row[1:] for row in rows], dtype=torch.int32).view(-1, 5)
+    table = torch.tensor([row[1:] for row in rows], dtype=torch.int32).view(-1, 6)
     return table.pin_memory() if pinned else table
 
 
 def _tiles(options: AttentionOptions, side: str, block: int) -> Iterator[tuple[int, ...]]:
-    """(how much it must look at, first query, queries, first key, keys, first row within the sequence) of each tile."""
+    """(how much it must look at, and the columns of the table) of each tile."""
+    line = 0
     for (q0, q1), (k0, k1) in zip(pairwise(options.queries), pairwise(options.keys), strict=True):
         queries, keys = q1 - q0, k1 - k0
         shift, span = keys - queries, keys + queries if options.window is None else options.window
@@ -163,7 +164,8 @@ def _tiles(options: AttentionOptions, side: str, block: int) -> Iterator[tuple[i
                 start, stop = max(0, first + shift - span + 1), min(keys, last + shift + 1)
             elif options.causal:
                 start, stop = max(0, first - shift), min(queries, last - shift + span)
-            yield max(stop - start, 0), q0, queries, k0, keys, first
+            yield max(stop - start, 0), q0, queries, k0, keys, first, line
+        line += triton.cdiv(queries, LINE) * LINE
 
 
 _CAPTURED: list[Tensor] = []
@@ -180,20 +182,22 @@ def _on_device(table: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def place(table, queries, keys, blocks, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """(sequence, first query, queries, first key, keys) of this program and the first row of its tile in the sequence.
+    """(sequence, first query, queries, first key, keys) of this program, the first row of its tile in the sequence, and
+    where the sequence begins in a line of `line_length`.
 
     Without a table all sequences have `queries` and `keys`, and `blocks` tiles each. LAST_FIRST: the last tile of a
     causal forward sees the most keys, and a long tile should not start last. With a table all is one sequence.
     """
     program = tl.program_id(0)
     if table is not None:
-        row = table + program.to(tl.int64) * 5
-        return 0, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+        row = table + program.to(tl.int64) * 6
+        place = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+        return 0, place[0], place[1], place[2], place[3], place[4], place[5]
     else:
         sequence, block = program // blocks, program % blocks
         if LAST_FIRST:
             block = blocks - 1 - block
-        return sequence, 0, queries, 0, keys, block * BLOCK
+        return sequence, 0, queries, 0, keys, block * BLOCK, sequence * tl.cdiv(queries, _LINE) * _LINE
 
 
 @triton.jit
@@ -208,25 +212,21 @@ def rows_of(base, sequence, first, length, head, row, head_stride, TMA: tl.const
 @triton.jit
 def load_rows(
     base, sequence, first, head, start, length, stride,
-    ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, SIZE] from row `start` of a head [length, D], 0 beyond. WHOLE: all these rows exist.
+    """[ROWS, SIZE] from row `start` of a head [length, D], 0 beyond.
 
-    base: the head's first row (`rows_of`), or a descriptor of [sequences, length, heads, D]. Where sequences follow
-    each other without a table's help, a descriptor would read into the next one; what it finds there is left out.
+    base: the head's first row (`rows_of`), or a descriptor of [sequences, length, heads, D]. Where a table has all
+    sequences in one, a descriptor reads on into the next; CLEAN leaves out what it finds there.
     """
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
     if TMA:
         value = base.load([sequence, first + start, head, 0]).reshape(ROWS, SIZE)
-        return value if WHOLE else tl.where(row < length - start, value, 0.0)
+        return tl.where(row < length - start, value, 0.0) if CLEAN else value
     else:
         pointers = base + tl.cast(start, tl.int64) * stride + row * stride + column
-        if not WHOLE:
-            return tl.load(pointers, (row < length - start) & (column < D), other=0)
-        elif D < SIZE:
-            return tl.load(pointers, column < D, other=0)
-        else:
-            return tl.load(pointers)
+        mask = row < length - start
+        return tl.load(pointers, mask & (column < D) if D < SIZE else mask, other=0)
 
 
 @triton.jit
@@ -239,20 +239,20 @@ def store_rows(base, start, length, stride, value, ROWS: tl.constexpr, D: tl.con
 
 @triton.jit
 def key_ranges(first, queries, keys, window, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """start <= whole <= partial <= stop: the tile's queries see keys start..stop, all of them see whole..partial.
+    """(start, whole, partial, stop): the tile's queries see keys start..stop, all of them see whole..partial.
 
-    All but `stop` are multiples of KEYS. Only the queries that exist count.
+    `start` is a multiple of KEYS. Only the queries that exist count.
     """
     shift = keys - queries
     last = tl.minimum(first + QUERIES, queries) - 1
     start, whole, partial, stop = first * 0, first * 0, first * 0 + keys, first * 0 + keys
     if CAUSAL:
         stop = tl.maximum(tl.minimum(keys, last + shift + 1), 0)
-        partial = tl.maximum(tl.minimum(keys, first + shift + 1), 0)
+        partial = tl.minimum(keys, first + shift + 1)
         if window is not None:
             start = tl.maximum(first + shift - window + 1, 0) // KEYS * KEYS
-            whole = tl.cdiv(tl.minimum(tl.maximum(last + shift - window + 1, 0), stop), KEYS) * KEYS
-    return start, whole, tl.maximum(partial // KEYS * KEYS, whole), stop
+            whole = last + shift - window + 1
+    return start, whole, partial, stop
 
 
 @triton.jit
@@ -269,25 +269,28 @@ def sees(query, key, queries, keys, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _attend(
-    total, sums, largest, q, k, v, k_row, v_row, sequence, k_first, head, start, stop, query, queries, keys, window,
-    scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    total, sums, largest, q, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop, query, queries,
+    keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far."""
+    """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far.
+
+    One loop, in which a branch masks what needs a mask: one after the other for whole and partial blocks would keep
+    the accumulators of each apart, and spill.
+    """
     for begin in tl.range(start, stop, KEYS):
-        some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, TMA or not MASKED, TMA)
+        some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, False, TMA)
         scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
-        if MASKED:
+        if (begin < whole) | (begin + KEYS > partial):
             key = begin + tl.arange(0, KEYS)
             scores = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), scores, float("-inf"))
         found = tl.maximum(largest, tl.max(scores, 1))
-        level = found * scale
-        if MASKED:  # a query that has seen nothing yet: -inf - -inf would be nan
-            level = tl.where(found == float("-inf"), 0.0, level)
-        weights = tl.exp2(scores * scale - level[:, None])
-        shrink = tl.exp2(largest * scale - level)
+        # A query that has seen nothing yet: -inf - -inf would be nan.
+        level = tl.where(found == float("-inf"), 0.0, found * exponent)
+        weights = tl.exp2(scores * exponent - level[:, None])
+        shrink = tl.exp2(largest * exponent - level)
         sums = sums * shrink + tl.sum(weights, 1)
-        some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, D, SIZE, not MASKED, TMA)
+        some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, D, SIZE, CLEAN, TMA)
         total = dot(weights.to(some_v.dtype), some_v, total * shrink[:, None], PRECISION)
         largest = found
     return total, sums, largest
@@ -296,66 +299,90 @@ def _attend(
 @Kernel
 @triton.jit
 def _forward(
-    q, k, v, y, lse, table, queries, keys, blocks, window, sign, scale, tokens, group,
+    q, k, v, y, lse, table, queries, keys, blocks, window, exponent, tokens, group,
     q_row, q_head, k_row, k_head, v_row, v_head, y_row, y_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """y = softmax(sign scale q k^T + mask) v and lse; q, y [T, Hq, D], k, v [T', Hk, D], lse [Hq, T]; scale in base 2.
+    """y = softmax(scale q k^T + mask) v and lse; q, y [T, Hq, D], k, v [T', Hk, D], lse [Hq, T].
 
     One program: QUERIES rows of one head against all keys they see. Programs of one head follow each other, so that
     its keys and values stay in the L2 cache.
     """
-    sequence, q_first, queries, k_first, keys, first = place(table, queries, keys, blocks, QUERIES, CAUSAL)
+    sequence, q_first, queries, k_first, keys, first, _ = place(table, queries, keys, blocks, QUERIES, CAUSAL)
     head = tl.program_id(1)
     q = rows_of(q, sequence, q_first, queries, head, q_row, q_head, False)
     y = rows_of(y, sequence, q_first, queries, head, y_row, y_head, False)
     k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
     v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
     mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
-    mine = (widen(mine) * sign).to(q.dtype.element_ty)
     query = first + tl.arange(0, QUERIES)
     total = tl.zeros([QUERIES, SIZE], tl.float32)
     sums = tl.zeros([QUERIES], tl.float32)
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
-    if window is not None:
+    until = stop if table is None else tl.minimum(stop, keys // KEYS * KEYS)
+    total, sums, largest = _attend(
+        total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, start, whole, partial, until,
+        query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PRECISION, False, TMA,
+    )  # fmt: skip
+    if table is not None:
         total, sums, largest = _attend(
-            total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, start, whole,
-            query, queries, keys, window, scale, True, CAUSAL, D, SIZE, KEYS, PRECISION, TMA,
+            total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, tl.maximum(start, until),
+            whole, partial, stop, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PRECISION, True, TMA,
         )  # fmt: skip
-    total, sums, largest = _attend(
-        total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, whole, partial,
-        query, queries, keys, window, scale, False, CAUSAL, D, SIZE, KEYS, PRECISION, TMA,
-    )  # fmt: skip
-    total, sums, largest = _attend(
-        total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, partial, stop,
-        query, queries, keys, window, scale, True, CAUSAL, D, SIZE, KEYS, PRECISION, TMA,
-    )  # fmt: skip
     some = sums != 0
     total = total / tl.where(some, sums, 1.0)[:, None]
     store_rows(y, first, queries, y_row, total, QUERIES, D, SIZE)
-    found = tl.where(some, (largest * scale + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
+    found = tl.where(some, (largest * exponent + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
     places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
     tl.store(lse + places, found, query < queries)
 
 
+SHAPES = (
+    # dtype, head size, causal, window, sequences of different lengths
+    ("bf16", 64, True, False, False),
+    ("bf16", 96, True, False, False),
+    ("bf16", 128, False, False, False),
+    ("bf16", 128, True, False, False),
+    ("bf16", 128, True, True, True),
+    ("bf16", 256, True, False, False),
+    ("bf16", 256, True, False, True),
+    ("fp32", 128, True, False, False),
+)
+"""What is compiled ahead of time: every head size that has tiles of its own, and the longest code of each."""
+
+
+class Shape:
+    """One of SHAPES on a GPU, and what the variants of all launches have in common."""
+
+    def __init__(self, capability: int, dtype: str, size: int, causal: bool, window: bool, packed: bool) -> None:
+        self.tma, self.tensor, self.dtype = capability >= 90, f"*{dtype}", dtype
+        self.places = ("*i32" if packed else None, "i32", "i32", "i32", "i32:16" if window else None)
+        self.name = f"{dtype} {size}" + " causal" * causal + " window" * window + " packed" * packed
+        self._causal, self._size = causal, size
+        self._choice = size, {"bf16": "bfloat16", "fp32": "float32"}[dtype], capability, packed
+
+    def tile(self, launch: str) -> tiles.AttentionTile:
+        return tiles.attention(launch, *self._choice)
+
+    def streamed(self, rows: int) -> tuple[str, str]:
+        """The types of two tensors of which blocks of so many rows are read."""
+        return (f"tensordesc<{self.dtype}[1, {rows}, 1, {size_block(self._size)}]>" if self.tma else self.tensor,) * 2
+
+    def variant(self, part: str, kernel: Kernel, types: Sequence, tile: tiles.AttentionTile) -> Variant:
+        half = self.dtype == "bf16"
+        constants = (self._causal, self._size, size_block(self._size), tile.queries, tile.keys)
+        constants = (*constants, "ieee" if half else "tf32x3", self.tma)
+        name = f"attention {part} {self.name}"
+        return Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=half, bulk=self.tma)
+
+
 def variants(capability: int) -> list[Variant]:
-    """bf16, heads of every size that has its own tile; causal, with a window, and of different lengths."""
+    """bf16, and float32 where it is multiplied as three products."""
     found = []
-    for size, causal, window, table in (
-        (64, True, None, None),
-        (96, True, None, None),
-        (128, False, None, None),
-        (128, True, None, None),
-        (128, True, "i32:16", "*i32"),
-        (256, True, None, None),
-    ):
-        tile, padded, tma = attention_tile(size, 2, capability), size_block(size), capability >= 90
-        streamed = f"tensordesc<bf16[1, {tile.keys}, 1, {padded}]>" if tma else "*bf16"
-        places = (table, "i32", "i32", "i32", window, "fp32", "fp32", "i32", "i32")
-        types = ("*bf16", streamed, streamed, "*bf16", "*fp32", *places, *("i32:16",) * 8)
-        constants = (causal, size, padded, tile.queries, tile.keys, "ieee", tma)
-        name = f"attention {size}" + " causal" * causal + " window" * bool(window) + " table" * bool(table)
-        found.append(Variant(name, _forward, types, constants, tile.warps, tile.stages, wgmma=True, bulk=tma))
+    for shape in (Shape(capability, *row) for row in SHAPES):
+        tile = shape.tile("fwd")
+        types = (shape.tensor, *shape.streamed(tile.keys), shape.tensor, "*fp32", *shape.places)
+        found.append(shape.variant("fwd", _forward, (*types, "fp32", "i32", "i32", *("i32:16",) * 8), tile))
     return found

@@ -4,54 +4,35 @@ Two launches that each compute the scores again: 7 products where one kernel wou
 from many programs, in an order that changes from run to run. Here every output has one writer.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.triton_attention import (
     LOG2_E,
-    Tile,
-    capability_of,
+    SHAPES,
+    Shape,
     check_head_size,
     describe,
     key_ranges,
+    line_length,
     load_rows,
     place,
     place_tiles,
-    precision_of,
+    positive,
     rows_dense,
     rows_of,
     sees,
     size_block,
     store_rows,
+    tile_of,
 )
-from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot
+from zbkern.kernels.triton_common import Kernel, Variant, dot
+from zbkern.kernels.triton_product import precision
 
 _LOG2_E = tl.constexpr(LOG2_E)
-
-
-class Tiles(NamedTuple):
-    """The tiles of both launches."""
-
-    dq: Tile
-    dkdv: Tile
-
-
-def dgrad_tiles(head_size: int, itemsize: int, capability: int) -> Tiles:
-    """Tiles for heads of up to `head_size`: dk and dv are two accumulators, so their tiles are smaller."""
-    if INTERPRETED:
-        return Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1))
-    if itemsize == 4:
-        return Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
-    if head_size <= 64:
-        return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 3))
-    if head_size <= 128:
-        return Tiles(Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
-    return Tiles(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2))
 
 
 def attention_dgrad(
@@ -73,38 +54,43 @@ def attention_dgrad(
     check_head_size(size)
     dy, q, k, v, y = (rows_dense(t) for t in (dy, q, k, v, y))
     outputs = [(given, rows_dense(given, copy=False)) for given in (dq, dk, dv)]
-    delta = torch.empty_like(lse)
-    tiles = dgrad_tiles(size, q.element_size(), capability_of(q.device))
-    common = (options.window, options.scale, tokens, heads // k.shape[1])
-    strides = tuple(stride for t in (q, dy, k, v) for stride in t.stride()[:2])
     out_q, out_k, out_v = (out for _, out in outputs)
+    line = line_length(options.queries)
+    lines = lse.new_empty(2, heads, line)
+    group = heads // k.shape[1]
+    strides = tuple(stride for t in (q, dy, k, v) for stride in t.stride()[:2])
     constants = (options.causal, size, size_block(size))
-    tile = tiles.dq
+    tile = tile_of("dq", q, options)
     places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
     if grid:
+        factor, exponent = positive(q, options.scale)
         streamed = describe((k, v), sequences, tile.keys)
-        arguments = (q, dy, *streamed, y, out_q, lse, delta, *places, *common, *strides)
-        tma = streamed[0] is not k
+        arguments = (factor, dy, *streamed, y, out_q, lse, lines, *places, options.window, options.scale, exponent)
         _dq(
             (grid, heads),
-            (*arguments, *y.stride()[:2], *out_q.stride()[:2]),
-            (*constants, tile.queries, tile.keys, precision_of(q.dtype), tma),
+            (*arguments, tokens, line, group, *factor.stride()[:2], *strides[2:], *y.stride()[:2], *out_q.stride()[:2]),
+            (*constants, tile.queries, tile.keys, precision(q.dtype), streamed[0] is not k),
             warps=tile.warps,
             stages=tile.stages,
         )
-    tile = tiles.dkdv
+    tile = tile_of("dkdv", q, options)
     places, grid, sequences = place_tiles(options, "keys", tile.keys, q.device)
     if grid:
+        factor, exponent = positive(k, options.scale)
         streamed = describe((q, dy), sequences, tile.queries)
-        arguments = (*streamed, k, v, out_k, out_v, lse, delta, *places, *common, *strides)
-        tma = streamed[0] is not q
-        _dkdv(
-            (grid, k.shape[1]),
-            (*arguments, *out_k.stride()[:2], *out_v.stride()[:2]),
-            (*constants, tile.queries, tile.keys, precision_of(q.dtype), tma),
-            warps=tile.warps,
-            stages=tile.stages,
-        )
+        described = streamed[0] is not q
+        if described:
+            lines = TensorDescriptor(lines, [lines.numel() // line, line], [line, 1], [1, tile.queries])
+        strides = (*strides[:4], *factor.stride()[:2], *strides[6:], *out_k.stride()[:2], *out_v.stride()[:2])
+        for pair in ((out_k, None), (None, out_v)) if tile.split else ((out_k, out_v),):
+            arguments = (*streamed, factor, v, *pair, lines, *places, options.window, options.scale, exponent)
+            _dkdv(
+                (grid, k.shape[1]),
+                (*arguments, line, group, *strides),
+                (*constants, tile.queries, tile.keys, precision(q.dtype), described),
+                warps=tile.warps,
+                stages=tile.stages,
+            )
     for given, out in outputs:
         if out is not given:
             given.copy_(out)
@@ -112,18 +98,18 @@ def attention_dgrad(
 
 @triton.jit
 def _dq_range(
-    total, q, dy, lse, delta, k, v, k_row, v_row, sequence, k_first, head, start, stop, query, queries, keys, window,
-    scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    total, q, dy, lse, delta, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop, query, queries,
+    keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Adds ds k of the keys start..stop to a tile of dq."""
     zeros = tl.zeros([q.shape[0], KEYS], tl.float32)
     for begin in tl.range(start, stop, KEYS):
-        some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, not MASKED, TMA)
-        some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, D, SIZE, TMA or not MASKED, TMA)
-        weights = tl.exp2(dot(q, tl.trans(some_k), zeros, PRECISION) * scale - lse[:, None])
+        some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, CLEAN, TMA)
+        some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, D, SIZE, CLEAN, TMA)
+        weights = tl.exp2(dot(q, tl.trans(some_k), zeros, PRECISION) * exponent - lse[:, None])
         ds = weights * (dot(dy, tl.trans(some_v), zeros, PRECISION) - delta[:, None])
-        if MASKED:
+        if (begin < whole) | (begin + KEYS > partial):
             key = begin + tl.arange(0, KEYS)
             ds = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), ds, 0.0)
         total = dot(ds.to(some_k.dtype), some_k, total, PRECISION)
@@ -133,16 +119,17 @@ def _dq_range(
 @Kernel
 @triton.jit
 def _dq(
-    q, dy, k, v, y, dq, lse, delta, table, queries, keys, blocks, window, scale, tokens, group,
+    q, dy, k, v, y, dq, lse, lines, table, queries, keys, blocks, window, scale, exponent, tokens, length, group,
     q_row, q_head, dy_row, dy_head, k_row, k_head, v_row, v_head, y_row, y_head, dq_row, dq_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale ds k, and delta = sum(dy y) for the next launch; q, dy, y, dq [T, Hq, D], k, v [T', Hk, D].
+    """dq = scale ds k; q, dy, y, dq [T, Hq, D], k, v [T', Hk, D], lse [Hq, T], lines [2, Hq, length].
 
-    One program: QUERIES rows of one head against all keys they see, in the order of the forward and for its reason.
+    lines: for the next launch -lse in base 2 and -sum(dy y), of queries that do not exist -inf and 0. One program:
+    QUERIES rows of one head against all keys they see, in the order of the forward and for its reason.
     """
-    sequence, q_first, queries, k_first, keys, first = place(table, queries, keys, blocks, QUERIES, CAUSAL)
+    sequence, q_first, queries, k_first, keys, first, line = place(table, queries, keys, blocks, QUERIES, CAUSAL)
     head = tl.program_id(1)
     q = rows_of(q, sequence, q_first, queries, head, q_row, q_head, False)
     dy = rows_of(dy, sequence, q_first, queries, head, dy_row, dy_head, False)
@@ -156,149 +143,147 @@ def _dq(
     sums = tl.sum(above.to(tl.float32) * out.to(tl.float32), 1)
     query = first + tl.arange(0, QUERIES)
     places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
-    tl.store(delta + places, sums, query < queries)
     level = tl.load(lse + places, query < queries, other=float("-inf")) * _LOG2_E
     level = tl.where(level == float("-inf"), float("inf"), level)  # a query that sees nothing: all its weights are 0
+    places = tl.cast(head, tl.int64) * length + line + query
+    tl.store(lines + places, -level)
+    tl.store(lines + places + tl.cast(tl.num_programs(1), tl.int64) * length, -sums)
     total = tl.zeros([QUERIES, SIZE], tl.float32)
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
-    fast = scale * _LOG2_E
-    if window is not None:
+    until = stop if table is None else tl.minimum(stop, keys // KEYS * KEYS)
+    total = _dq_range(
+        total, mine, above, level, sums, k, v, k_row, v_row, sequence, k_first, head // group, start, whole, partial,
+        until, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PRECISION, False, TMA,
+    )  # fmt: skip
+    if table is not None:
         total = _dq_range(
-            total, mine, above, level, sums, k, v, k_row, v_row, sequence, k_first, head // group, start, whole,
-            query, queries, keys, window, fast, True, CAUSAL, D, SIZE, KEYS, PRECISION, TMA,
+            total, mine, above, level, sums, k, v, k_row, v_row, sequence, k_first, head // group,
+            tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
+            CAUSAL, D, SIZE, KEYS, PRECISION, True, TMA,
         )  # fmt: skip
-    total = _dq_range(
-        total, mine, above, level, sums, k, v, k_row, v_row, sequence, k_first, head // group, whole, partial,
-        query, queries, keys, window, fast, False, CAUSAL, D, SIZE, KEYS, PRECISION, TMA,
-    )  # fmt: skip
-    total = _dq_range(
-        total, mine, above, level, sums, k, v, k_row, v_row, sequence, k_first, head // group, partial, stop,
-        query, queries, keys, window, fast, True, CAUSAL, D, SIZE, KEYS, PRECISION, TMA,
-    )  # fmt: skip
     store_rows(dq, first, queries, dq_row, total * scale, QUERIES, D, SIZE)
 
 
 @triton.jit
 def _query_ranges(first, queries, keys, window, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """start <= whole <= partial <= stop: queries start..stop see some key of the tile, whole..partial see all.
+    """(start, whole, partial, stop): queries start..stop see some key of the tile, those of whole..partial see all.
 
-    All but `stop` are multiples of QUERIES. Only the keys that exist count.
+    `start` is a multiple of QUERIES. Only the keys that exist count.
     """
     shift = keys - queries
     last = tl.minimum(first + KEYS, keys) - 1
     start, whole, partial, stop = first * 0, first * 0, first * 0 + queries, first * 0 + queries
     if CAUSAL:
         start = tl.minimum(tl.maximum(first - shift, 0), queries) // QUERIES * QUERIES
-        whole = tl.minimum(tl.maximum(last - shift, 0), queries)
+        whole = last - shift
         if window is not None:
             stop = tl.minimum(tl.maximum(last - shift + window, 0), queries)
-            partial = tl.minimum(tl.maximum(first - shift + window, 0), queries)
-        whole = tl.cdiv(tl.minimum(whole, stop), QUERIES) * QUERIES
-    return start, whole, tl.maximum(partial // QUERIES * QUERIES, whole), stop
+            partial = tl.minimum(first - shift + window, queries)
+    return start, whole, partial, stop
+
+
+@triton.jit
+def _load_line(lines, line, place, length, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS] numbers of one of the lines. As plain loads they would be fetched ahead one by one: 64 registers."""
+    if TMA:
+        return lines.load([line, place]).reshape(ROWS)
+    else:
+        return tl.load(lines + tl.cast(line, tl.int64) * length + place + tl.arange(0, ROWS))
 
 
 @triton.jit
 def _dkdv_range(
-    dk, dv, q, dy, lse, delta, k, v, q_row, dy_row, sequence, q_first, head, start, stop, key, queries, keys, window,
-    scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    dk, dv, q, dy, lines, line, heads, length, k, v, q_row, q_head, dy_row, dy_head, sequence, q_first, head, group,
+    start, whole, partial, stop, key, queries, keys, window, exponent, DK: tl.constexpr, DV: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
+    CLEAN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries start..stop of one head give to a tile of dk and dv. Scores are [keys, queries]."""
+    """Adds what the queries start..stop of all heads of a group give to a tile of dk and dv. Scores: [keys, queries].
+
+    Queries that do not exist have -inf in their line and so no weight, without a mask. One loop for all heads: between
+    two, the accumulators would have to leave Blackwell's tensor memory, and copies would not run ahead.
+    """
     zeros = tl.zeros([k.shape[0], QUERIES], tl.float32)
-    for begin in tl.range(start, stop, QUERIES):
-        query = begin + tl.arange(0, QUERIES)
-        some_q = load_rows(q, sequence, q_first, head, begin, queries, q_row, QUERIES, D, SIZE, not MASKED, TMA)
-        above = load_rows(dy, sequence, q_first, head, begin, queries, dy_row, QUERIES, D, SIZE, not MASKED, TMA)
-        if MASKED:
-            level = tl.load(lse + query, query < queries, other=float("-inf")) * _LOG2_E
-            sums = tl.load(delta + query, query < queries, other=0)
-        else:
-            level = tl.load(lse + query) * _LOG2_E
-            sums = tl.load(delta + query)
-        level = tl.where(level == float("-inf"), float("inf"), level)
-        weights = tl.exp2(dot(k, tl.trans(some_q), zeros, PRECISION) * scale - level[None, :])
-        if MASKED:
-            weights = tl.where(sees(query[None, :], key[:, None], queries, keys, window, CAUSAL), weights, 0.0)
-        dv = dot(weights.to(above.dtype), above, dv, PRECISION)
-        ds = weights * (dot(v, tl.trans(above), zeros, PRECISION) - sums[None, :])
-        dk = dot(ds.to(some_q.dtype), some_q, dk, PRECISION)
+    blocks = tl.cdiv(tl.maximum(stop - start, 0), QUERIES)
+    for step in tl.range(0, group * blocks, num_stages=1 if CLEAN else None):
+        one = head * group + step // blocks
+        begin = start + step % blocks * QUERIES
+        q_one = rows_of(q, sequence, q_first, queries, one, q_row, q_head, TMA)
+        some_q = load_rows(q_one, sequence, q_first, one, begin, queries, q_row, QUERIES, D, SIZE, CLEAN, TMA)
+        scores = dot(k, tl.trans(some_q), zeros, PRECISION) * exponent
+        weights = tl.exp2(scores + _load_line(lines, one, line + begin, length, QUERIES, TMA)[None, :])
+        if CAUSAL:
+            if (begin < whole) | (begin + QUERIES > partial):
+                query = begin + tl.arange(0, QUERIES)
+                seen = sees(query[None, :], key[:, None], queries, keys, window, CAUSAL)
+                weights = tl.where(seen, weights, 0.0)
+        dy_one = rows_of(dy, sequence, q_first, queries, one, dy_row, dy_head, TMA)
+        above = load_rows(dy_one, sequence, q_first, one, begin, queries, dy_row, QUERIES, D, SIZE, CLEAN, TMA)
+        if DV:
+            dv = dot(weights.to(above.dtype), above, dv, PRECISION)
+        if DK:
+            slopes = dot(v, tl.trans(above), zeros, PRECISION)
+            ds = weights * (slopes + _load_line(lines, heads + one, line + begin, length, QUERIES, TMA)[None, :])
+            dk = dot(ds.to(some_q.dtype), some_q, dk, PRECISION)
     return dk, dv
 
 
 @Kernel
 @triton.jit
 def _dkdv(
-    q, dy, k, v, dk, dv, lse, delta, table, queries, keys, blocks, window, scale, tokens, group,
+    q, dy, k, v, dk, dv, lines, table, queries, keys, blocks, window, scale, exponent, length, group,
     q_row, q_head, dy_row, dy_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dv = p^T dy and dk = scale ds^T q, summed over the query heads of a group; q, dy [T, Hq, D], others [T', Hk, D].
 
-    One program: KEYS rows of one key head against all queries of its group that see them, head after head. The first
-    tile of a causal sequence is seen by most queries and starts first.
+    dk or dv may be None. One program: KEYS rows of one key head against all queries of its group that see them, head
+    after head. The first tile of a causal sequence is seen by most queries and starts first.
     """
-    sequence, q_first, queries, k_first, keys, first = place(table, queries, keys, blocks, KEYS, False)
+    sequence, q_first, queries, k_first, keys, first, line = place(table, queries, keys, blocks, KEYS, False)
     head = tl.program_id(1)
     k = rows_of(k, sequence, k_first, keys, head, k_row, k_head, False)
     v = rows_of(v, sequence, k_first, keys, head, v_row, v_head, False)
-    dk = rows_of(dk, sequence, k_first, keys, head, dk_row, dk_head, False)
-    dv = rows_of(dv, sequence, k_first, keys, head, dv_row, dv_head, False)
     mine = load_rows(k, sequence, k_first, head, first, keys, k_row, KEYS, D, SIZE, False, False)
     values = load_rows(v, sequence, k_first, head, first, keys, v_row, KEYS, D, SIZE, False, False)
     key = first + tl.arange(0, KEYS)
     dk_sum = tl.zeros([KEYS, SIZE], tl.float32)
     dv_sum = tl.zeros([KEYS, SIZE], tl.float32)
     start, whole, partial, stop = _query_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
-    fast = scale * _LOG2_E
-    for member in range(group):
-        one = head * group + member
-        places = tl.cast(one, tl.int64) * tokens + sequence * queries + q_first
-        q_one = rows_of(q, sequence, q_first, queries, one, q_row, q_head, TMA)
-        dy_one = rows_of(dy, sequence, q_first, queries, one, dy_row, dy_head, TMA)
-        if CAUSAL:
-            dk_sum, dv_sum = _dkdv_range(
-                dk_sum, dv_sum, q_one, dy_one, lse + places, delta + places, mine, values, q_row, dy_row,
-                sequence, q_first, one, start, whole, key, queries, keys, window, fast,
-                True, CAUSAL, D, SIZE, QUERIES, PRECISION, TMA,
-            )  # fmt: skip
+    until = stop if table is None else tl.minimum(stop, queries // QUERIES * QUERIES)
+    heads = tl.num_programs(1) * group
+    dk_sum, dv_sum = _dkdv_range(
+        dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, q_row, q_head, dy_row, dy_head, sequence,
+        q_first, head, group, start, whole, partial, until, key, queries, keys, window, exponent,
+        dk is not None, dv is not None, CAUSAL, D, SIZE, QUERIES, PRECISION, False, TMA,
+    )  # fmt: skip
+    if table is not None:
         dk_sum, dv_sum = _dkdv_range(
-            dk_sum, dv_sum, q_one, dy_one, lse + places, delta + places, mine, values, q_row, dy_row,
-            sequence, q_first, one, whole, partial, key, queries, keys, window, fast,
-            False, CAUSAL, D, SIZE, QUERIES, PRECISION, TMA,
+            dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, q_row, q_head, dy_row, dy_head, sequence,
+            q_first, head, group, tl.maximum(start, until), whole, partial, stop, key, queries, keys, window, exponent,
+            dk is not None, dv is not None, CAUSAL, D, SIZE, QUERIES, PRECISION, True, TMA,
         )  # fmt: skip
-        dk_sum, dv_sum = _dkdv_range(
-            dk_sum, dv_sum, q_one, dy_one, lse + places, delta + places, mine, values, q_row, dy_row,
-            sequence, q_first, one, partial, stop, key, queries, keys, window, fast,
-            True, CAUSAL, D, SIZE, QUERIES, PRECISION, TMA,
-        )  # fmt: skip
-    store_rows(dk, first, keys, dk_row, dk_sum * scale, KEYS, D, SIZE)
-    store_rows(dv, first, keys, dv_row, dv_sum, KEYS, D, SIZE)
+    if dk is not None:
+        out = rows_of(dk, sequence, k_first, keys, head, dk_row, dk_head, False)
+        store_rows(out, first, keys, dk_row, dk_sum * scale, KEYS, D, SIZE)
+    if dv is not None:
+        out = rows_of(dv, sequence, k_first, keys, head, dv_row, dv_head, False)
+        store_rows(out, first, keys, dv_row, dv_sum, KEYS, D, SIZE)
 
 
 def variants(capability: int) -> list[Variant]:
-    """bf16, heads of every size that has its own tiles; causal, with a window, and of different lengths."""
+    """As those of the forward."""
     found = []
-    for size, causal, window, table in (
-        (64, True, None, None),
-        (96, True, None, None),
-        (128, False, None, None),
-        (128, True, None, None),
-        (128, True, "i32:16", "*i32"),
-        (256, True, None, None),
-    ):
-        tma, padded = capability >= 90, size_block(size)
-        places = (table, "i32", "i32", "i32", window, "fp32", "i32", "i32", *("i32:16",) * 12)
-        for kernel, tile, rows in (
-            (_dq, dgrad_tiles(size, 2, capability).dq, "keys"),
-            (_dkdv, dgrad_tiles(size, 2, capability).dkdv, "queries"),
-        ):
-            streamed = (f"tensordesc<bf16[1, {getattr(tile, rows)}, 1, {padded}]>" if tma else "*bf16",) * 2
-            held = ("*bf16", "*bf16")
-            types = (*held, *streamed) if kernel is _dq else (*streamed, *held)
-            types = (*types, "*bf16", "*bf16", "*fp32", "*fp32", *places)
-            constants = (causal, size, padded, tile.queries, tile.keys, "ieee", tma)
-            name = f"attention {'dq' if kernel is _dq else 'dkdv'} {size}"
-            name += " causal" * causal + " window" * bool(window) + " table" * bool(table)
-            found.append(Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=True, bulk=tma))
+    for shape in (Shape(capability, *row) for row in SHAPES):
+        tensor, places, rest = shape.tensor, (*shape.places, "fp32", "fp32"), ("i32:16", "i32", *("i32:16",) * 12)
+        tile = shape.tile("dq")
+        types = (tensor, tensor, *shape.streamed(tile.keys), tensor, tensor, "*fp32", "*fp32", *places, "i32", *rest)
+        found.append(shape.variant("dq", _dq, types, tile))
+        tile = shape.tile("dkdv")
+        lines = f"tensordesc<fp32[1, {tile.queries}]>" if shape.tma else "*fp32"
+        parts = {"dk": (tensor, None), "dv": (None, tensor)} if tile.split else {"dkdv": (tensor, tensor)}
+        for part, pair in parts.items():
+            types = (*shape.streamed(tile.queries), tensor, tensor, *pair, lines, *places, *rest)
+            found.append(shape.variant(part, _dkdv, types, tile))
     return found

@@ -6,6 +6,8 @@ from zbkern.kernels.triton_activation import activation_bwd as activation_bwd
 from zbkern.kernels.triton_activation import activation_fwd as activation_fwd
 from zbkern.kernels.triton_activation import gated_bwd as gated_bwd
 from zbkern.kernels.triton_activation import gated_fwd as gated_fwd
+from zbkern.kernels.triton_attention import attention_fwd as attention_fwd
+from zbkern.kernels.triton_attention_dgrad import attention_dgrad as attention_dgrad
 from zbkern.kernels.triton_gated import gated_linear_dgrad as gated_linear_dgrad
 from zbkern.kernels.triton_gated import gated_linear_fwd as gated_linear_fwd
 from zbkern.kernels.triton_grouped import grouped_linear_dgrad as grouped_linear_dgrad

@@ -189,6 +189,9 @@ def linear_wgrads(
     run("wgrad", products, accumulate, num_sms)
 
 
+linear_wgrad.several = linear_wgrads  # how a queue finds it
+
+
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
     """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
     if dx.numel():

@@ -82,6 +82,15 @@ class PipelineStage(pipelining.PipelineStage):
             self.submod.reducer.prepare_for_backward([])
             landing.hand_over([(p, torch.zeros_like(p, requires_grad=False)) for p in parameters])
 
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """What the chunk before, on the same rank, takes as its gradients; nothing in `eval`, where stock fails."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Takes the gradients from the chunk behind, on the same rank; there are none in `eval`."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def _waiting(self) -> list[Any]:
         keys = self.queue.keys()
         return [key for key in keys if key[0] == self.stage_index]

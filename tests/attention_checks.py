@@ -1,0 +1,90 @@
+"""The attention launches of any implementation on any device against the reference in float64, for the interpreter's
+tests and the GPU's. Outputs start as nan inside larger buffers: every element is written, and none beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from zbkern import testing
+from zbkern.kernels import reference
+from zbkern.kernels.spec import AttentionOptions
+
+LAYOUTS = ("plain", "joined", "heads first", "odd", "step")
+
+
+def place(values: Tensor, layout: str) -> Tensor:
+    """The same [T, H, D], laid out in a larger buffer of nan.
+
+    joined: beside others in one projection's output. heads first: [H, T, D] in memory. odd: nothing is aligned. step:
+    every second element.
+    """
+    tokens, heads, size = values.shape
+    if layout == "joined":
+        view = values.new_full((tokens, 3 * heads, size), float("nan"))[:, heads : 2 * heads]
+    elif layout == "heads first":
+        view = values.new_full((heads, tokens + 1, size), float("nan"))[:, :tokens].transpose(0, 1)
+    elif layout == "odd":
+        view = values.new_full((tokens, heads, size + 3), float("nan"))[:, :, 1 : size + 1]
+    elif layout == "step":
+        view = values.new_full((tokens, heads, 2 * size), float("nan"))[:, :, ::2]
+    else:
+        view = torch.empty_like(values)
+    return view.copy_(values)
+
+
+def check(name: str, got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    testing.assert_close(got, expected.to(got.device), name, tolerance, scale=0.1)
+    if got._base is not None:
+        untouched = int(got._base.isnan().sum())
+        assert untouched == got._base.numel() - got.numel(), f"{name}: wrote beside its output"
+
+
+def attention(
+    launches: ModuleType,
+    dtype: torch.dtype,
+    queries: Sequence[int],
+    keys: Sequence[int] | None = None,
+    heads: tuple[int, int] = (2, 2),
+    size: int = 64,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    layouts: Sequence[str] = ("plain",) * 3,
+    device: str = "cpu",
+    seed: int = 0,
+) -> list[Tensor]:
+    """Forward and dgrad of sequences of those lengths; returns all outputs. layouts: of q, of k and v, of outputs."""
+    keys = queries if keys is None else keys
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(tokens: int, count: int, layout: str) -> Tensor:
+        values = torch.randn(tokens, count, size, generator=generator, dtype=torch.float64).to(dtype)
+        return place(values.to(device), layout)
+
+    ends = tuple(tuple(accumulate(lengths, initial=0)) for lengths in (queries, keys))
+    scale = 1 / math.sqrt(size) if scale is None else scale
+    options = AttentionOptions(scale, causal, window, *ends)
+    q, dy = draw(ends[0][-1], heads[0], layouts[0]), draw(ends[0][-1], heads[0], layouts[0])
+    k, v = draw(ends[1][-1], heads[1], layouts[1]), draw(ends[1][-1], heads[1], layouts[1])
+    lse = torch.full((heads[0], q.shape[0]), float("nan"), device=device)
+    y, dq, dk, dv = (place(torch.full_like(t, float("nan")), layouts[2]) for t in (q, q, k, v))
+    launches.attention_fwd(q, k, v, options, y, lse)
+    launches.attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)
+
+    wide = [t.double().cpu() for t in (dy, q, k, v)]
+    exact = [torch.empty(t.shape, dtype=torch.float64) for t in (y, dq, dk, dv)]
+    exact_lse = torch.empty(lse.shape, dtype=torch.float64)
+    reference.attention_fwd(*wide[1:], options, exact[0], exact_lse)
+    reference.attention_dgrad(*wide, exact[0], exact_lse, options, *exact[1:])
+    unseen = exact_lse == -math.inf
+    assert torch.equal(lse.cpu() == -math.inf, unseen), "lse is -inf exactly where a query sees no key"
+    check("lse", lse.cpu().masked_fill(unseen, 0), exact_lse.masked_fill(unseen, 0))
+    for name, got, expected in zip(("y", "dq", "dk", "dv"), (y, dq, dk, dv), exact, strict=True):
+        check(name, got, expected)
+    return [y, lse, dq, dk, dv]

@@ -1,0 +1,143 @@
+"""Triton attention in the interpreter against the reference in float64, in tiles so small that every edge is met."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import attention_checks as checks
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zbkern.kernels import tiles, triton_attention, triton_launches
+from zbkern.kernels.spec import AttentionOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
+
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one holds 32 queries the other streams 16, so a line's padding is met; dk and dv apart for large heads."""
+
+    def choose(launch: str, size: int, *_: object) -> tiles.AttentionTile:
+        tile = tiles.AttentionTile(32, 16, 4, 1)
+        return replace(tile, queries=16, keys=32, split=size > 64) if launch == "dkdv" else tile
+
+    monkeypatch.setattr(tiles, "attention", choose)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+def test_head_sizes(size: int, dtype: torch.dtype) -> None:
+    checks.attention(triton_launches, dtype, [35], heads=(1, 1), size=size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"queries": [31], "keys": [33], "causal": False},
+        {"queries": [33, 33], "keys": [16, 16], "heads": (2, 1)},  # the first queries see nothing
+        {"queries": [17, 17], "keys": [50, 50], "heads": (2, 1), "window": 20},
+        {"queries": [40], "window": 1},
+        {"queries": [1, 0, 33, 16], "heads": (2, 1)},
+        {"queries": [1, 0, 33, 16], "keys": [20, 3, 0, 18], "causal": False},
+        {"queries": [40, 3], "keys": [20, 17], "window": 7},
+        {"queries": [33], "scale": -0.3},
+        {"queries": [18], "scale": 0.0},
+        {"queries": [20], "size": 1},
+    ],
+    ids=str,
+)
+def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
+    checks.attention(triton_launches, dtype, **{"size": 16, **arguments})
+
+
+@pytest.mark.parametrize("layout", checks.LAYOUTS)
+def test_layouts(layout: str) -> None:
+    """By descriptor where the tensors allow it, by pointers elsewhere."""
+    others = checks.LAYOUTS[checks.LAYOUTS.index(layout) - 1], layout
+    checks.attention(triton_launches, torch.float16, [19, 19], heads=(4, 2), size=24, layouts=(layout, *others))
+    checks.attention(triton_launches, torch.float16, [19, 5], heads=(4, 2), size=24, layouts=(layout, layout, "plain"))
+
+
+lengths = st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33])
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(lengths, lengths), min_size=1, max_size=3),
+    st.sampled_from([(1, 1), (2, 1), (2, 2)]),
+    st.sampled_from([8, 16, 40]),
+    st.sampled_from([None, 1, 5, 30]),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+)
+def test_any_lengths(
+    pairs: list[tuple[int, int]],
+    heads: tuple[int, int],
+    size: int,
+    window: int | None,
+    causal: bool,
+    dtype: torch.dtype,
+) -> None:
+    queries, keys = zip(*pairs, strict=True)
+    checks.attention(triton_launches, dtype, queries, keys, heads, size, causal, window if causal else None)
+
+
+def test_before_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs before 9.0."""
+    monkeypatch.setattr(triton_attention, "capability_of", lambda device: 80)
+    checks.attention(triton_launches, torch.float16, [33, 33], heads=(2, 1), size=16, window=20)
+    checks.attention(triton_launches, torch.float16, [33, 7], heads=(2, 1), size=24)
+
+
+def test_runs_are_equal_bit_for_bit() -> None:
+    first, second = (
+        checks.attention(triton_launches, torch.float16, [33, 20], heads=(2, 1), size=16) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_nan_and_infinity_stay_in_their_sequence(batched: bool) -> None:
+    """Also where blocks of a descriptor read on into the next sequence."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dy = (torch.randn(50, 1, 16, generator=generator, dtype=torch.float32) for _ in range(4))
+    ends = (0, 25, 50) if batched else (0, 20, 50)
+    options = AttentionOptions(0.25, False, None, ends, ends)
+    results = []
+    for poison in (0.0, math.nan):
+        for tensor in (q, k, v, dy):
+            tensor[ends[1] :] += poison
+        y, dq, dk, dv = (torch.empty_like(q) for _ in range(4))
+        lse = torch.empty(1, 50)
+        triton_launches.attention_fwd(q, k, v, options, y, lse)
+        triton_launches.attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)
+        results.append([t[: ends[1]] for t in (y, dq, dk, dv)])
+    assert y[ends[1] :].isnan().all()
+    for clean, beside_nan in zip(*results, strict=True):
+        assert torch.equal(clean, beside_nan)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q = torch.full((20, 1, 16), 100.0)
+    options = AttentionOptions(1.0, True, None, (0, 20), (0, 20))
+    y, lse = torch.empty_like(q), torch.empty(1, 20)
+    triton_launches.attention_fwd(q, q, q, options, y, lse)
+    assert torch.equal(y, q)
+    assert torch.allclose(lse, 160_000 + torch.arange(1, 21).log())
+
+
+def test_too_large_heads_are_refused() -> None:
+    q = torch.empty(2, 1, 257)
+    options = AttentionOptions(1.0, True, None, (0, 2), (0, 2))
+    with pytest.raises(ValueError, match="heads of up to 256; got 257"):
+        triton_launches.attention_fwd(q, q, q, options, q, torch.empty(1, 2))
