@@ -18,7 +18,7 @@ READY  := .cache/ready-$(ZBKERN_BUILD)-$(shell echo $(PYTHON) | cksum | cut -d' 
 endif
 
 export OMP_NUM_THREADS ?= 1
-.PHONY: help setup cuda demo test lint bench-pipeline bench-split kernels-report clean
+.PHONY: help setup cuda demo test test-gpu lint bench-pipeline bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -45,6 +45,9 @@ demo: $(READY) ## compare schedules on this machine, then train with the best on
 
 test: $(READY) ## all tests that need no GPU
 	$(PYTHON) -m pytest
+
+test-gpu: $(READY) ## every launch on a GPU: against float64, on streams of its own, in CUDA graphs
+	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu tests/gpu
 
 lint: $(READY) ## style and imports
 	$(PYTHON) -m ruff check

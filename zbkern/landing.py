@@ -71,10 +71,30 @@ def accumulate(batch: Sequence[list[WGradTask]]) -> None:
 
     batch: groups of tasks; those of a group have one weight, and several groups have a launch that takes them all.
     """
+    if len(batch) == 1:  # the usual case without a Target: 0.6 us less of about 8 us per small W
+        group = batch[0]
+        gradients = _present(group[0].parameters)
+        if gradients is not None:
+            group[0].launch([task.tensors for task in group], gradients, True)
+            return
     targets = [Target(group[0]) for group in batch]
     launch(batch, targets)
     for target in targets:
         target.arrive()
+
+
+def _present(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """The `.grad` of each, None for those that take none; None when one is not there to be added to in place."""
+    gradients: list[Tensor | None] = []
+    for parameter in parameters:
+        if parameter is None or not parameter.requires_grad:
+            gradients.append(None)
+            continue
+        gradient = parameter.grad
+        if gradient is None or gradient.requires_grad or gradient.is_sparse or hasattr(parameter, "main_grad"):
+            return None
+        gradients.append(gradient)
+    return gradients
 
 
 def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target]) -> None:

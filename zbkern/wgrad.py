@@ -57,7 +57,7 @@ class WGradQueue:
         self.merge = merge
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
-        self._pinned: dict[int, int] = {}  # storage -> how many task tensors live in it
+        self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes
         self._bytes = 0
         self._lock = threading.RLock()
         self.stream = stream
@@ -103,11 +103,13 @@ class WGradQueue:
             for tensor in task.tensors:
                 storage = tensor.untyped_storage()
                 address = storage._cdata
+                task.storages.append(address)
                 if address in pinned:
-                    pinned[address] += 1
+                    pinned[address][0] += 1
                 else:
-                    pinned[address] = 1
-                    self._bytes += storage.nbytes()
+                    size = storage.nbytes()
+                    pinned[address] = [1, size]
+                    self._bytes += size
             if self.max_bytes is not None and self._bytes > self.max_bytes:
                 self._run_early()
             if self._bytes > self.peak_bytes:
@@ -226,14 +228,14 @@ class WGradQueue:
                     f"WGradQueue: a tensor that {task} needs was modified in place between B and W; "
                     "run the queue before the modification, or modify a copy"
                 )
-        first, side = tasks[0], None
-        if self.merge == "exact" and len(tasks) > 1 and not first.delivers:
+        first, side, gradients = tasks[0], None, None
+        delivers = first.delivers
+        if self.merge == "exact" and len(tasks) > 1 and not delivers:
             for task in tasks:
                 self._run_batch([[task]])
             return
-        gradients = None
         try:
-            if first.delivers:
+            if delivers:
                 self.join()
                 gradients = landing.sum_gradients(tasks)
             elif first.ready is not None:
@@ -298,15 +300,12 @@ class WGradQueue:
     def _unpin(self, tasks: Iterable[WGradTask]) -> None:
         pinned = self._pinned
         for task in tasks:
-            for tensor in task.tensors:
-                storage = tensor.untyped_storage()
-                address = storage._cdata
-                uses = pinned[address] - 1
-                if uses:
-                    pinned[address] = uses
-                else:
+            for address in task.storages:
+                storage = pinned[address]
+                storage[0] -= 1
+                if not storage[0]:
                     del pinned[address]
-                    self._bytes -= storage.nbytes()
+                    self._bytes -= storage[1]
 
 
 class _Scope:

@@ -95,6 +95,13 @@ def test_transposed_weight_and_unaligned_operands() -> None:
     testing.assert_close(dweight, wide([(x, dy)])[0], "dweight")
 
 
+def test_an_expanded_gradient() -> None:  # of a sum over rows
+    x, dy = random(100, 256, BF16), random(1, 128, BF16).expand(100, 128)
+    dweight = torch.zeros(128, 256, device=DEVICE)
+    cuda.linear_wgrad([(x, dy)], (dweight, None), False)
+    testing.assert_close(dweight, wide([(x, dy)])[0], "dweight")
+
+
 def test_in_a_graph_and_on_another_stream() -> None:
     segments = segments_of([256, 256], 512, 512, BF16)
     dweight = torch.zeros(512, 512, device=DEVICE)

@@ -50,6 +50,8 @@ class HostExtension:
             for x_at, dy_at, rows, x_stride, dy_stride in segments:
                 assert rows > 0
                 self._aligned(x_at, dy_at, 2 * x_stride, 2 * dy_stride)
+                assert x_stride >= k, "rows of x overlap"
+                assert dy_stride >= n, "rows of dy overlap"
                 dy = tensor_at(dy_at, x_kind, (rows, n), dy_stride).double()
                 total += dy.t() @ tensor_at(x_at, x_kind, (rows, k), x_stride).double()
                 bias += dy.sum(0)

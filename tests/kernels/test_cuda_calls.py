@@ -36,6 +36,8 @@ def placed(values: Tensor, layout: str) -> Tensor:
         view = values.new_full((rows, columns + 8), float("nan"))[:, :columns]
     elif layout == "odd":
         view = values.new_full((rows, columns + 3), float("nan"))[:, 1 : columns + 1]
+    elif layout == "expanded":
+        return values[:1].expand(rows, columns)
     elif layout == "transposed":
         view = values.new_full((columns, rows + 8), float("nan"))[:, :rows].t()
     else:
@@ -58,7 +60,10 @@ def expected(segments: list[tuple], outputs: tuple, accumulate: bool) -> list[Te
 @pytest.mark.parametrize("rows", [[64], [17, 0, 64, 1], [0], [5] * 37])
 @pytest.mark.parametrize(
     ("layout", "out_layout"),
-    [("plain", "plain"), ("padded", "padded"), ("odd", "plain"), ("transposed", "plain"), ("plain", "transposed")],
+    [
+        *(("plain", "plain"), ("padded", "padded"), ("odd", "plain"), ("transposed", "plain"), ("expanded", "plain")),
+        *(("plain", "transposed"), ("padded", "transposed")),
+    ],
 )
 def test_linear_wgrad(
     extension: HostExtension, rows: list[int], accumulate: bool, layout: str, out_layout: str

@@ -95,7 +95,7 @@ class DistributedTransport:
         self._control = _new_group(ranks, "gloo")
         self._up = self._down = self._control
         if self._device.type != "cpu":
-            self._up, self._down = (_new_group(ranks, dist.get_backend(self._group)) for _ in range(2))
+            self._up, self._down = (_new_group(ranks, backend_of(self._group, self._device)) for _ in range(2))
         self._mailbox = Mailbox()
         self._lost = False
         self._ended = threading.Lock()
@@ -283,6 +283,18 @@ class DistributedTransport:
                 except Exception as error:  # the receiver is gone; its receiver thread here says so
                     logger.debug("rank %d: a send was not finished: %s", self.rank, error)
             del works
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend of this group's tensors on this device; a group may have one for each kind of device."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    backends = dict(pair.split(":", 1) for pair in config.split(","))
+    if device.type not in backends:
+        raise ValueError(
+            f"Pipeline: the process group has no backend for {device.type} tensors ({config}); call "
+            f"torch.distributed.init_process_group() without a backend, or with one for {device.type}"
+        )
+    return backends[device.type]
 
 
 def _new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:

@@ -184,3 +184,9 @@ def test_a_group_never_sees_its_neighbours() -> None:
     assert dweight[0].isfinite().all()
     assert dweight[2].isfinite().all()
     assert not dweight[1].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", checks.KINDS[1:])
+def test_adversarial_values(kind: str, dtype: torch.dtype) -> None:
+    checks.adversarial_linear(triton_launches, dtype, "cpu", kind, 40, 48, 56)
