@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ranks
 from test_optimizer import clip_in_float64
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -443,6 +447,18 @@ def test_optimizer_of_replicas_equals_one_process(four_ranks: Any, kind: str, na
     assert {count[1:] for count in counts} == {(3, 2)}
 
 
+def train_gathering() -> int:
+    """With weights that every forward gathers anew, also those that run ahead and are void."""
+    trained = Trained("fsdp", "zb_v", BAD, wrapper={"reshard_after_forward": True}, adaptive=False)
+    _, expected, _ = plain_steps(4, 7, BAD)
+    assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
+    return trained.counts[0]
+
+
+def test_forwards_that_gather_run_ahead(four_ranks: Any) -> None:
+    assert four_ranks.run(train_gathering) == [3, 0, 3, 0]
+
+
 def train_inverse(kind: str) -> int:
     trained = Trained(kind, "zb_h2", BAD, undo="inverse", adaptive=False)
     _, expected, _ = plain_steps(2, 7, BAD)
@@ -505,6 +521,72 @@ def test_a_sharded_gradient_counts_once_in_norms(four_ranks: Any, kind: str) -> 
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     for found in four_ranks.run(take_norms, kind):
         assert found == pytest.approx([norm, norm, norm / 4], rel=1e-5)
+
+
+class Counting(nn.Module):
+    """A buffer that every training forward changes, on every replica by another number."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.by = by
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += self.by
+        return self.linear(x)
+
+
+def count_forwards() -> list[float]:
+    module = Counting(1 + dist.get_rank() // 2)
+    wrapped = wrap("ddp", module)
+    found = []
+    with Pipeline(
+        wrapped, schedules.zb_h1(2, 2), nn.functional.mse_loss, mesh().get_group("stage"), timeout=30
+    ) as pipe:
+        for _ in range(2):
+            pipe.step(*torch.ones(2, 2, WIDTH))
+            found.append(module.seen.item())
+        pipe.evaluate(*torch.ones(2, 2, WIDTH))
+        return [*found, module.seen.item()]
+
+
+def test_buffers_come_from_the_first_replica_once_a_step(four_ranks: Any) -> None:
+    first, _, second, _ = four_ranks.run(count_forwards)
+    assert first == [2, 4, 4]
+    assert second == [4, 2 + 4, 4]
+
+
+def die_at_the_third_step(folder: Path) -> None:
+    """Rank 3 does; the others end as scripts do, and leave what they have to say."""
+    setup, rank = Setup("ddp", "zb_h1"), dist.get_rank()
+    try:
+        with setup.pipe() as pipe:
+            for step in range(50):
+                if step == 2 and rank == 3:
+                    (folder / "start").write_text(str(time.monotonic()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                pipe.step(*setup.data(step))
+    except PipelineError as error:
+        (folder / f"{rank}").write_text(f"{time.monotonic()} {error}")
+        os._exit(1)
+
+
+def test_a_rank_that_dies_ends_all_replicas(tmp_path: Path) -> None:
+    """Its own pipeline hears of it as always, the other when a reduction with it fails."""
+    ranks = Ranks(4)
+    try:
+        with pytest.raises(AssertionError):
+            ranks.run(die_at_the_third_step, tmp_path)
+    finally:
+        ranks.close()
+    start = float((tmp_path / "start").read_text())
+    expected = {**dict.fromkeys((0, 1), "action reduction over replicas"), 2: "rank 1 ended without a word"}
+    for rank, message in expected.items():
+        when, _, said = (tmp_path / str(rank)).read_text().partition(" ")
+        assert float(when) - start < 10
+        assert message in said, f"rank {rank}: {said}"
 
 
 def go_on_after_a_failure() -> str:
