@@ -6,18 +6,19 @@ TORCH ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),torch==2.13.0
 RANKS ?= 2
 PIP    = $(PYTHON) -m pip --disable-pip-version-check
 
-ifeq ($(origin PYTHON),undefined)
-PYTHON := .venv/bin/python
-READY  := .venv/ready
-else
-override PYTHON := $(shell command -v $(PYTHON))
-READY  := .cache/ready-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
-endif
-
 # The CUDA kernels take minutes to compile: they are built where a GPU is visible, or by `make cuda`.
 export ZBKERN_BUILD ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,cpu)
+
+ifeq ($(origin PYTHON),undefined)
+PYTHON := .venv/bin/python
+READY  := .venv/ready-$(ZBKERN_BUILD)
+else
+override PYTHON := $(shell command -v $(PYTHON))
+READY  := .cache/ready-$(ZBKERN_BUILD)-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
+endif
+
 export OMP_NUM_THREADS ?= 1
-.PHONY: help setup cuda demo test lint bench-pipeline bench-split kernels-report clean
+.PHONY: help setup cuda demo test test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -36,14 +37,17 @@ $(READY): pyproject.toml $(wildcard setup.py build_tools/*.py csrc/*) | $(PYTHON
 	$(PIP) install --quiet --editable '.[dev,test]'
 	@mkdir -p $(@D) && touch $@
 
-cuda: $(READY) ## compile the CUDA kernels (nvcc needed, no GPU)
-	ZBKERN_BUILD=cuda $(PIP) install --verbose --no-deps --editable .
+cuda: ## set up with the CUDA kernels (nvcc needed, no GPU)
+	$(MAKE) setup ZBKERN_BUILD=cuda
 
 demo: $(READY) ## compare schedules on this machine, then train with the best one
 	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --out demo
 
 test: $(READY) ## all tests that need no GPU
 	$(PYTHON) -m pytest
+
+test-gpu: $(READY) ## every launch on a GPU: against float64, on streams of its own, in CUDA graphs
+	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu tests/gpu
 
 lint: $(READY) ## style and imports
 	$(PYTHON) -m ruff check
@@ -54,6 +58,9 @@ bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 
 kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for sm_80, sm_90 and sm_100
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.kernels_report
+
+bench-gpu: $(READY) ## our launches on a GPU beside torch's and other libraries', in 7 minutes at most
+	TRITON_INTERPRET=0 $(PYTHON) -m bench.gpu
 
 bench-split: $(READY) ## what the split of backward into B and W costs
 	$(PYTHON) -m bench.split

@@ -1,22 +1,24 @@
-"""W of the CUDA extension beside torch's: one microbatch, four merged, and the host's share of a launch.
+"""W of the CUDA extension beside torch's: one microbatch, four merged, a layer's weights at once, the host's share.
 
     python -m bench.cuda_wgrad
 
 The peers are `torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)` for one microbatch, and four
-of those for four. Every answer is held against the peer's before a time is printed. Random data; contestants in turn.
+of those for four; Triton's launch is timed beside them. Every answer is held against the peer's before a time is
+printed. Random data; contestants in turn. The last line is what zbkern/kernels/measured.py wants to know of this GPU.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from bench import report
 from zbkern import testing
-from zbkern.kernels import cuda
+from zbkern.kernels import cuda, triton_launches
 
 SHAPES = [(4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192)]  # N, K
 TOKENS = [1024, 2048, 4096, 8192]
@@ -27,23 +29,25 @@ def main() -> int:
     if reason is not None:
         print(f"cannot run: {reason}")
         return 1
-    rows, figures = [], []
+    figures, faster = [], {}
     for n, k in SHAPES:
         for tokens in TOKENS:
             figures.append(compare(n, k, tokens))
-            rows.append([figures[-1][column] for column in COLUMNS])
-    print(report.table(list(COLUMNS), rows))
+            faster[tokens, n, k] = figures[-1]["faster"]
+            faster[4 * tokens, n, k] = figures[-1]["faster of 4"]
+    print(report.table(list(figures[0]), [list(row.values()) for row in figures]))
+    together = [layer(hidden, tokens) for hidden in (2048, 4096) for tokens in TOKENS]
+    print("\n" + report.table(list(together[0]), [list(row.values()) for row in together]))
     microseconds = host_time()
     print(f"\nhost time of a launch: {microseconds:.1f} us")
-    print(f"written to {report.write_json('cuda_wgrad', {'products': figures, 'host_us': microseconds})}")
+    everything = {"products": figures, "layers": together, "host_us": microseconds}
+    print(f"written to {report.write_json('cuda_wgrad', everything)}")
+    print(f"\n{torch.cuda.get_device_capability()}: {faster},")
     return 0
 
 
-COLUMNS = ("N", "K", "tokens", "TFLOP/s", "of addmm", "merged 4, TFLOP/s", "of 4 addmm")
-
-
-def compare(n: int, k: int, tokens: int) -> dict[str, float]:
-    """Rates, and the peer's time over ours in the same round."""
+def compare(n: int, k: int, tokens: int) -> dict[str, float | str]:
+    """Rates, and the time of a peer over that of the extension in the same round."""
     segments = [(operand(tokens, k), operand(tokens, n)) for _ in range(4)]
     ours, theirs = (torch.zeros(n, k, device="cuda") for _ in range(2))
 
@@ -51,23 +55,58 @@ def compare(n: int, k: int, tokens: int) -> dict[str, float]:
         for x, dy in segments[:count]:
             torch.addmm(theirs, dy.t(), x, out_dtype=torch.float32, out=theirs)
 
-    def wgrad(count: int) -> None:
-        cuda.linear_wgrad(segments[:count], (ours, None), True)
+    def launch(module: ModuleType, count: int) -> None:
+        module.linear_wgrad(segments[:count], (ours, None), True)
 
-    wgrad(4), addmm(4)
-    testing.assert_close(ours, theirs, f"dweight [{n}, {k}] of 4 x {tokens} tokens")
-    candidates = {"ours": lambda: [lambda: wgrad(1)], "addmm": lambda: [lambda: addmm(1)],
-                  "merged": lambda: [lambda: wgrad(4)], "four": lambda: [lambda: addmm(4)]}  # fmt: skip
+    addmm(4)
+    for module in (cuda, triton_launches):
+        ours.zero_()
+        launch(module, 4)
+        testing.assert_close(ours, theirs, f"{module.__name__}: dweight [{n}, {k}] of 4 x {tokens} tokens")
+    candidates = {
+        ("cuda", 1): lambda: [lambda: launch(cuda, 1)],
+        ("cuda", 4): lambda: [lambda: launch(cuda, 4)],
+        ("triton", 1): lambda: [lambda: launch(triton_launches, 1)],
+        ("triton", 4): lambda: [lambda: launch(triton_launches, 4)],
+        ("torch", 1): lambda: [lambda: addmm(1)],
+        ("torch", 4): lambda: [lambda: addmm(4)],
+    }
     times = testing.measure(candidates, rounds=30, device="cuda")
     flops = testing.linear_flops(tokens, k, n) / 1e12
+    figures: dict[str, float | str] = {"N": n, "K": k, "tokens": tokens}
+    for count, of in ((1, ""), (4, " of 4")):
+        ours_now = times["cuda", count]
+        figures[f"TFLOP/s{of}"] = round(count * flops / ours_now.median)
+        figures[f"addmm{of}"] = round(times["torch", count].ratio(ours_now), 3)
+        figures[f"triton{of}"] = round(times["triton", count].ratio(ours_now), 3)
+        figures[f"faster{of}"] = min(("cuda", "triton"), key=lambda name: times[name, count].median)
+    return figures
+
+
+def layer(hidden: int, tokens: int) -> dict[str, float]:
+    """The four weights of a transformer's layer in one launch, against a launch each."""
+    shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+    operands = [[(operand(tokens, k), operand(tokens, n))] for n, k in shapes]
+    once, each = ([(o, (torch.zeros(n, k, device="cuda"), None)) for o, (n, k) in zip(operands, shapes, strict=True)]
+                  for _ in range(2))  # fmt: skip
+
+    def one_launch() -> None:
+        cuda.linear_wgrads(once, True)
+
+    def four_launches() -> None:
+        for segments, outputs in each:
+            cuda.linear_wgrad(segments, outputs, True)
+
+    one_launch(), four_launches()
+    for (_, (got, _)), (_, (expected, _)) in zip(once, each, strict=True):
+        testing.assert_close(got, expected, f"a layer of {hidden}, {tokens} tokens")
+    times = testing.measure({"one": lambda: [one_launch], "four": lambda: [four_launches]}, rounds=30, device="cuda")
+    flops = sum(testing.linear_flops(tokens, k, n) for n, k in shapes) / 1e12
     return {
-        "N": n,
-        "K": k,
+        "hidden": hidden,
         "tokens": tokens,
-        "TFLOP/s": round(flops / times["ours"].median),
-        "of addmm": round(times["addmm"].ratio(times["ours"]), 3),
-        "merged 4, TFLOP/s": round(4 * flops / times["merged"].median),
-        "of 4 addmm": round(times["four"].ratio(times["merged"]), 3),
+        "one launch, TFLOP/s": round(flops / times["one"].median),
+        "of four launches": round(times["four"].ratio(times["one"]), 3),
     }
 
 

@@ -18,10 +18,16 @@ PARTS = ("planner", "cuda")
 DEFAULT_ARCHITECTURES = ("8.0", "9.0a", "10.0")
 """Where no GPU is visible: A100, H100 and B200, and their kin of the same major number."""
 
+OLDEST_CUDA = (12, 1)  # whose kernels take more than 4 KB of parameters
+OLDEST_CUDA_OF_BLACKWELL = (12, 8)
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What the decision depends on. compiler, nvcc: their paths, or None. visible: compute capabilities of its GPUs."""
+    """What the decision depends on. compiler, nvcc: their paths, or None. visible: compute capabilities of its GPUs.
+
+    cuda: the version of nvcc.
+    """
 
     environment: Mapping[str, str]
     compiler: str | None
@@ -29,6 +35,7 @@ class Machine:
     visible: Sequence[str] = ()
     cores: int = 1
     platform: str = "linux"
+    cuda: tuple[int, int] = (13, 0)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def decide(machine: Machine) -> Decision:
     if mode == "cpu" or reason is not None:
         return Decision(planner, (), jobs)
     listed = machine.environment.get("TORCH_CUDA_ARCH_LIST", "")
-    return Decision((*planner, "cuda"), architectures(listed, machine.visible), jobs)
+    return Decision((*planner, "cuda"), architectures(listed, machine.visible, machine.cuda), jobs)
 
 
 def why_no_cuda(machine: Machine) -> str | None:
@@ -64,18 +71,24 @@ def why_no_cuda(machine: Machine) -> str | None:
         return f"the CUDA kernels are built on Linux only; this is {machine.platform}"
     if machine.nvcc is None:
         return "no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda; install the CUDA toolkit or set CUDA_HOME"
+    if machine.cuda < OLDEST_CUDA:
+        found, oldest = (".".join(map(str, version)) for version in (machine.cuda, OLDEST_CUDA))
+        return (
+            f"{machine.nvcc} is of CUDA {found} and the kernels need {oldest}; install a newer toolkit or set CUDA_HOME"
+        )
     if machine.compiler is None:
         return "nvcc needs a C++ compiler and there is none; install g++ or clang++, or set CXX"
     return None
 
 
-def architectures(listed: str, visible: Sequence[str]) -> tuple[str, ...]:
+def architectures(listed: str, visible: Sequence[str], cuda: tuple[int, int]) -> tuple[str, ...]:
     """What to compile for: TORCH_CUDA_ARCH_LIST if it is set, else the visible GPUs, else DEFAULT_ARCHITECTURES.
 
     9.0 becomes 9.0a, whose code runs on every GPU of 9.0 and may use its tensor cores fully. What is older than 8.0 is
     left out: it has no bf16. Raises ValueError for a name that is no number, and when nothing is left.
     """
-    names = re.split(r"[;,\s]+", listed.strip()) if listed.strip() else list(visible or DEFAULT_ARCHITECTURES)
+    default = [name for name in DEFAULT_ARCHITECTURES if name != "10.0" or cuda >= OLDEST_CUDA_OF_BLACKWELL]
+    names = re.split(r"[;,\s]+", listed.strip()) if listed.strip() else list(visible or default)
     chosen = []
     for name in filter(None, names):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
@@ -103,8 +116,10 @@ def jobs_at_a_time(environment: Mapping[str, str], cores: int) -> int:
 def this_machine(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Machine:
     """The machine at hand."""
     nvcc = find_nvcc(environment)
-    visible = visible_architectures() if nvcc is not None else ()
-    return Machine(environment, find_compiler(environment, platform), nvcc, visible, cores(), platform)
+    compiler = find_compiler(environment, platform)
+    if nvcc is None:
+        return Machine(environment, compiler, None, (), cores(), platform)
+    return Machine(environment, compiler, nvcc, visible_architectures(), cores(), platform, cuda_version(nvcc))
 
 
 def find_compiler(environment: Mapping[str, str], platform: str) -> str | None:
@@ -120,6 +135,16 @@ def find_nvcc(environment: Mapping[str, str], default: str = "/usr/local/cuda") 
     homes = [environment[name] for name in ("CUDA_HOME", "CUDA_PATH") if environment.get(name)]
     places = [*(str(Path(home) / "bin") for home in homes), environment.get("PATH", ""), str(Path(default) / "bin")]
     return next((path for place in places if place and (path := shutil.which("nvcc", path=place))), None)
+
+
+def cuda_version(nvcc: str) -> tuple[int, int]:
+    """Such as (13, 0); (0, 0) when it does not say, because it does not run or is no nvcc."""
+    try:
+        answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return (0, 0)
+    release = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    return (int(release[1]), int(release[2])) if release is not None else (0, 0)
 
 
 def visible_architectures() -> tuple[str, ...]:

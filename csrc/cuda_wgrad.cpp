@@ -1,6 +1,8 @@
 // What W decides on the host: the kernel, the tile, the number of blocks, and whether it can run at all.
 #include "cuda_wgrad.h"
 
+#include <cudaTypedefs.h>
+
 #include <algorithm>
 
 namespace zbkern {
@@ -31,6 +33,22 @@ void check_product(const Wgrad& task, const Product& product) {
   }
 }
 
+// The driver's function, found at run time, for a module that is linked to the driver loads nowhere else. CUTLASS would
+// look it up for each descriptor, of which a launch has 4 to 40, and would go on with an empty one where it fails.
+PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result),
+        "looking up cuTensorMapEncodeTiled");
+#else
+  check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result),
+        "looking up cuTensorMapEncodeTiled");
+#endif
+  if (found == nullptr) throw std::runtime_error("zbkern: wgrad: the driver has no cuTensorMapEncodeTiled; update it");
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+}
+
 }  // namespace
 
 // A tile of 256 columns needs a quarter less traffic between shared memory and the tensor cores per product than one
@@ -53,15 +71,15 @@ int choose_blocks(std::int64_t tiles, int places, int max_tiles) {
   return static_cast<int>(2 * pairs);
 }
 
-void choose_grid(Wgrad& task, int sms, int max_tiles) {
-  sms = std::max(2, sms);
+void choose_grid(Wgrad& task, int places, int max_tiles) {
+  places = std::max(2, places);
   task.tile_k = 128;
   if (task.hopper) {
-    for (const Product& product : task.products) task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, sms));
+    for (const Product& product : task.products) task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, places));
   }
   std::int64_t tiles = 0;
   for (const Product& product : task.products) tiles += count_tiles(product.n, product.k, task.tile_k);
-  task.blocks = choose_blocks(tiles, task.hopper ? sms : 2 * sms, max_tiles);  // before Hopper two blocks fit on an SM
+  task.blocks = choose_blocks(tiles, places, max_tiles);
 }
 
 void validate(const Wgrad& task) {
@@ -91,3 +109,16 @@ void wgrad(const Wgrad& task) {
 }
 
 }  // namespace zbkern
+
+extern "C" __attribute__((visibility("hidden"))) CUresult CUDAAPI cuTensorMapEncodeTiled(
+    CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address, const cuuint64_t* shape,
+    const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave interleave,
+    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  static const auto encode = zbkern::encode_tiled();
+  const CUresult status =
+      encode(map, type, rank, address, shape, strides, box, steps, interleave, swizzle, promotion, fill);
+  if (status != CUDA_SUCCESS) {
+    throw std::runtime_error("zbkern: wgrad: the driver refuses a TMA descriptor, error " + std::to_string(status));
+  }
+  return status;
+}

@@ -16,6 +16,7 @@
 // 2048 x 2048 of dweight at a time, whose rows and columns of dy and x fit L2 together.
 #pragma once
 
+#define CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL  // of the cuTensorMapEncodeTiled in cuda_wgrad.cpp
 #include <cute/tensor.hpp>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>

@@ -4,6 +4,12 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --schedule zb_h1    # train with this one
     torchrun --nproc-per-node 2 examples/train_gpt.py --check             # losses against a plain one-process loop
 
+With checkpoints a run survives its processes. Torch keeps one store over restarts, unless told not to, in which ranks
+then find the addresses of those that have ended (torch 2.13):
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py \\
+        --checkpoint-every 50
+
 Ranks use NCCL and bf16 where every one has a GPU, else gloo and fp32.
 """
 
@@ -31,11 +37,13 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(arguments, text, schedule, arguments.fill)
     folder, start = out / "checkpoint", 0
-    if arguments.resume:
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if arguments.resume or restarted:
         loaded = checkpoint.load(folder, trainer.pipe, trainer.optimizer)
-        if loaded is None:
+        if loaded is not None:
+            start = loaded.step  # which is the data position, too: a step's batch depends on nothing else
+        elif not restarted:
             raise SystemExit(f"--resume: there is no checkpoint in {folder}; run without --resume first")
-        start = loaded.step  # which is the data position, too: a step's batch depends on nothing else
     say(f"\ntraining with {schedule.name}, steps {start} to {arguments.steps}; log in {out / 'train.log'}")
     tokens = arguments.rows * arguments.microbatches * arguments.context
     began, reported = time.perf_counter(), start

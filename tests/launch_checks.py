@@ -42,21 +42,46 @@ def output(
 
 
 def check(name: str, got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    testing.assert_close(got, expected.to(got.device), name, tolerance)
+    """What is not finite must be so in the same places; the rest is compared by value."""
+    expected = expected.to(got.device)
+    finite = expected.isfinite()
+    assert torch.equal(got.isfinite(), finite), f"{name}: values that are not finite are in other places"
+    testing.assert_close(got.where(finite, 0), expected.where(finite, 0), name, tolerance)
     if got._base is not None:
-        untouched = int(got._base.isnan().sum())
+        untouched = int(got._base.isnan().sum()) - int(got.isnan().sum())
         assert untouched == got._base.numel() - got.numel(), f"{name}: wrote beside its output"
 
 
-class Random:
-    """Random tensors of one dtype on one device. scale: their standard deviation."""
+KINDS = ("normal", "large", "denormal", "special")
 
-    def __init__(self, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0) -> None:
-        self.dtype, self.device, self.scale = dtype, device, scale
+
+class Random:
+    """Random tensors of one dtype on one device. scale: their standard deviation.
+
+    kind: "large" spreads the rows over many powers of two, as far as products of two stay finite; "denormal" makes
+    every second tensor denormal and the others large; "special" strews nan, both infinities and zeros over them.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0, kind: str = "normal"
+    ) -> None:
+        self.dtype, self.device, self.scale, self.kind = dtype, device, scale, kind
         self.generator = torch.Generator().manual_seed(seed)
+        self.count = 0
 
     def __call__(self, *shape: int, layout: str = "plain") -> Tensor:
         values = torch.randn(*shape, generator=self.generator, dtype=torch.float64) * self.scale
+        self.count += 1
+        half = self.dtype == torch.float16
+        if self.kind == "large":
+            exponents = torch.randint(-6, 4 if half else 40, (*shape[:-1], 1), generator=self.generator)
+            values *= 2.0**exponents
+        elif self.kind == "denormal":
+            tiny = 2.0 ** (-17 if half else -130)
+            values *= tiny if self.count % 2 else (2.0**8 if half else 2.0**100)
+        elif self.kind == "special" and values.numel():
+            places = torch.randint(values.numel(), (4,), generator=self.generator)
+            values.view(-1)[places] = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0]).double()
         values = values.to(self.dtype).to(self.device)
         return values if len(shape) != 2 else place(values, layout)
 
@@ -103,10 +128,10 @@ def linear_wgrad(
     dbias = torch.full((n,), start, dtype=out, device=random.device) if bias else None
     launches.linear_wgrad(segments, (dweight, dbias), accumulate)
     if dweight is not None:
-        wide = sum((dy.double().t() @ x.double() for x, dy in segments), torch.zeros(n, k, dtype=torch.float64))
+        wide = sum((dy.double().t() @ x.double() for x, dy in segments), torch.zeros_like(dweight, dtype=torch.float64))
         check("dweight", dweight, wide + accumulate)
     if dbias is not None:
-        wide = sum((dy.double().sum(0) for _, dy in segments), torch.zeros(n, dtype=torch.float64))
+        wide = sum((dy.double().sum(0) for _, dy in segments), torch.zeros_like(dbias, dtype=torch.float64))
         check("dbias", dbias, wide + accumulate)
 
 
@@ -194,3 +219,20 @@ def grouped_linear(
     check("dweight", outputs[0], wanted[0])
     if bias:
         check("dbias", outputs[1], wanted[1])
+
+
+def adversarial_linear(
+    launches: ModuleType, dtype: torch.dtype, device: str, kind: str, m: int, n: int, k: int
+) -> None:
+    """All products of a linear layer and of a grouped one with inputs of that kind."""
+
+    def random() -> Random:
+        return Random(dtype, device, kind=kind)
+
+    layouts = ("padded",) * 3
+    linear_fwd(launches, random(), m, n, k, layouts)
+    linear_dgrad(launches, random(), m, n, k, layouts)
+    linear_wgrad(launches, random(), [m, 1, m], n, k, layouts, torch.float32, bias=False)
+    linear_wgrad(launches, random(), [m], n, k, layouts, torch.float32, accumulate=kind != "denormal")
+    linear_dgrad_sum(launches, random(), m, [n, n], k)
+    linear_wgrads(launches, random(), [(n, k, [m]), (k, n, [m])])

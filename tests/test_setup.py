@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from build_tools import cuda, decision
@@ -67,6 +67,8 @@ def test_refuses_a_mode_that_is_none(mode: str) -> None:
     [
         ({"nvcc": None}, "no nvcc in CUDA_HOME"),
         ({"compiler": None}, "install g"),
+        ({"cuda": (11, 8)}, "is of CUDA 11.8 and the kernels need 12.1"),
+        ({"cuda": (0, 0)}, "is of CUDA 0.0"),
         ({"platform": "win32"}, "Linux only"),
     ],
 )
@@ -98,13 +100,20 @@ def test_architectures(listed: str, visible: tuple[str, ...], chosen: tuple[str,
 @pytest.mark.parametrize("listed", ["Hopper", "90", "9.0;sm_80", "7.0 7.5"])
 def test_architectures_that_cannot_be(listed: str) -> None:
     with pytest.raises(ValueError, match="TORCH_CUDA_ARCH_LIST"):
-        decision.architectures(listed, ())
+        decision.architectures(listed, (), (13, 0))
 
 
+def test_architectures_that_nvcc_does_not_know_yet() -> None:
+    assert decision.architectures("", (), (12, 4)) == ("8.0", "9.0a")
+    assert decision.architectures("10.0", (), (12, 4)) == ("10.0",)  # asked for: nvcc shall say so
+    assert decision.architectures("", (), (12, 8)) == ("8.0", "9.0a", "10.0")
+
+
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["8.0", "8.6", "9.0", "9.0a", "10.0", "12.0"]), min_size=1))
 def test_architectures_are_each_there_once_whatever_their_order(listed: list[str]) -> None:
-    chosen = decision.architectures(";".join(listed), ())
-    assert chosen == decision.architectures(" ".join(reversed(listed)), ())
+    chosen = decision.architectures(";".join(listed), (), (13, 0))
+    assert chosen == decision.architectures(" ".join(reversed(listed)), (), (13, 0))
     assert len(set(chosen)) == len(chosen)
     assert {name.rstrip("a") for name in chosen} == {name.rstrip("a") for name in listed}
 
@@ -130,6 +139,12 @@ def test_finds_nvcc_in_order(tmp_path: Path) -> None:
     for where in (default / "bin", on_path, path / "bin", home / "bin"):  # the later, the more it counts
         nvcc = executable(where / "nvcc")
         assert decision.find_nvcc(environment, str(default)) == nvcc
+
+
+def test_asks_nvcc_for_its_version(tmp_path: Path) -> None:
+    assert decision.cuda_version(executable(tmp_path / "nvcc", FAKE_NVCC.format(log=tmp_path / "log"))) == (13, 0)
+    assert decision.cuda_version(executable(tmp_path / "other", "#!/bin/sh\necho 1.2\n")) == (0, 0)
+    assert decision.cuda_version(str(tmp_path / "absent")) == (0, 0)
 
 
 def test_code_flags_of_sources() -> None:
@@ -184,7 +199,7 @@ def toolkit_of_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     nvcc = executable(tmp_path / "nvcc", FAKE_NVCC.format(log=log))
     monkeypatch.setattr(cuda, "SOURCES", sources)
     monkeypatch.setattr(cuda, "REPORT", tmp_path / "report")
-    monkeypatch.setattr(cuda, "find_toolkit", lambda nvcc: cuda.Toolkit(nvcc, "13.0", Path("/x"), "4.2.0"))
+    monkeypatch.setattr(cuda, "find_toolkit", lambda nvcc, version: cuda.Toolkit(nvcc, "13.0", Path("/x"), "4.2.0"))
     environment = {"ZBKERN_BUILD_CACHE": str(tmp_path / "cache"), "PATH": os.environ["PATH"]}
     machine = Machine(environment, GCC, nvcc, ("9.0",))
 
@@ -214,11 +229,10 @@ def test_a_failing_compile_names_its_command_and_leaves_nothing_half_built(toolk
     assert not list(toolkit_of_shell.cache.glob("*broken*"))
 
 
-def test_without_cutlass_headers_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvcc = executable(tmp_path / "nvcc", FAKE_NVCC.format(log=tmp_path / "log"))
+def test_without_cutlass_headers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install 'nvidia-cutlass"):
-        cuda.find_toolkit(nvcc)
+        cuda.find_toolkit(NVCC, (13, 0))
 
 
 def test_sources_need_no_torch() -> None:

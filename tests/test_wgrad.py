@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import zbkern
-from zbkern import wgrad
+from zbkern import grouping, wgrad
 
 
 def make_pair(seed: int = 0) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -427,3 +427,54 @@ def test_flops_are_counted() -> None:
         layer(torch.randn(2, 3, 8)).sum().backward()
     assert [task.flops for task in queue.tasks()] == [2 * 6 * 8 * 4]
     queue.discard()
+
+
+def test_weights_whose_launch_takes_several_share_it() -> None:
+    """Those that are written and those that are added to apart, and never two groups with one parameter."""
+    calls: list[tuple[int, bool]] = []
+
+    def one(segments, outputs, accumulate):
+        several([(segments, outputs)], accumulate)
+
+    def several(layers, accumulate):
+        calls.append((len(layers), accumulate))
+        for segments, outputs in layers:
+            recorder([])(segments, outputs, accumulate)
+
+    one.several = several
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    parameters[1].grad = torch.ones(2)
+    queue = zbkern.WGradQueue()
+    fill(queue, one, parameters)
+    queue.run([0, 1])
+    assert calls == [(3, False), (1, True)]
+    queue.run()
+    assert calls[2:] == [(4, True)]
+    assert [parameter.grad[0].item() for parameter in parameters] == [111, 112, 111, 111]
+
+    calls.clear()
+    shared = (parameters[0],)
+    queue.add(wgrad.WGradTask(one, (torch.ones(2),), shared))
+    queue.add(wgrad.WGradTask(lambda *arguments: one(*arguments), (torch.ones(2),), (parameters[1],)))
+    queue.add(wgrad.WGradTask(one, (torch.ones(2), torch.ones(2)), (parameters[0], parameters[2])))
+    groups = list(grouping.by_launch(grouping.by_weight(queue.tasks(), True)))
+    assert [len(batch) for batch in groups] == [1, 1, 1]
+    tied = [group for batch in groups for group in batch if group[0].launch is one]
+    assert [len(batch) for batch in grouping.by_launch(tied)] == [1, 1]
+    queue.discard()
+
+
+@pytest.mark.parametrize("merge", [False, "exact"])
+def test_weights_share_a_launch_only_when_merging(merge: bool | str) -> None:
+    def one(segments, outputs, accumulate):
+        recorder([])(segments, outputs, accumulate)
+
+    def never(layers, accumulate):
+        raise AssertionError
+
+    one.several = never
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    queue = zbkern.WGradQueue(merge=merge)
+    fill(queue, one, parameters)
+    queue.run()
+    assert [parameter.grad[0].item() for parameter in parameters] == [111, 111]

@@ -14,43 +14,107 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from zbkern.wgrad import Segment, WGradTask
+    from zbkern.task import Segment, WGradTask
 
 
-def accumulate(task: WGradTask, segments: list[Segment]) -> None:
-    """Runs one launch straight into the gradients: added in place where one exists, written where none does."""
-    outputs: list[Tensor | None] = []
-    unset: list[tuple[Tensor, Tensor]] = []  # (parameter, output) to be assigned once the launch has run
-    overwritten: list[Tensor] = []
-    owned: list[Tensor] = []  # parameters with a main_grad
-    for parameter in task.parameters:
-        if parameter is None or not parameter.requires_grad:  # frozen since its backward: autograd drops it, too
-            outputs.append(None)
-            continue
-        gradient = getattr(parameter, "main_grad", None)
-        if gradient is not None:
-            owned.append(parameter)
-            if getattr(parameter, "overwrite_main_grad", False):
-                overwritten.append(gradient)
-        else:
-            gradient = parameter.grad
-            if gradient is None or gradient.requires_grad or gradient.is_sparse:
-                gradient = torch.empty_like(parameter, requires_grad=False)
-                unset.append((parameter, gradient))
-        outputs.append(gradient)
-    if not unset and not overwritten:
-        task.launch(segments, outputs, True)
-    else:
-        fresh = [*overwritten, *(gradient for _, gradient in unset)]
-        add = len(fresh) < sum(output is not None for output in outputs)
-        if add:  # one launch has one mode: start those that are to be written at zero, and add to all
-            for gradient in fresh:
-                gradient.zero_()
-        task.launch(segments, outputs, add)
-        for parameter, gradient in unset:
+class Target:
+    """Where one launch of a task writes: the gradients that exist, to be added to, or new ones, to be written.
+
+    outputs, add: for the launch. fresh: something was allocated or zeroed for it, on the current stream. replaces: when
+    the launch has run, `arrive` adds to a gradient that it could not write in place.
+    """
+
+    __slots__ = ("_owned", "_unset", "add", "fresh", "outputs", "replaces")
+
+    def __init__(self, task: WGradTask) -> None:
+        outputs: list[Tensor | None] = []
+        unset: list[tuple[Tensor, Tensor]] = []  # (parameter, output) to be assigned once the launch has run
+        overwritten: list[Tensor] = []
+        owned: list[Tensor] = []  # parameters with a main_grad
+        self.replaces = False
+        for parameter in task.parameters:
+            if parameter is None or not parameter.requires_grad:  # frozen since its backward: autograd drops it, too
+                outputs.append(None)
+                continue
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None:
+                owned.append(parameter)
+                if getattr(parameter, "overwrite_main_grad", False):
+                    overwritten.append(gradient)
+            else:
+                gradient = parameter.grad
+                if gradient is None or gradient.requires_grad or gradient.is_sparse:
+                    self.replaces = self.replaces or gradient is not None
+                    gradient = torch.empty_like(parameter, requires_grad=False)
+                    unset.append((parameter, gradient))
+            outputs.append(gradient)
+        self.add = True
+        if unset or overwritten:
+            new = [*overwritten, *(gradient for _, gradient in unset)]
+            self.add = len(new) < sum(output is not None for output in outputs)
+            if self.add:  # one launch has one mode: start those that are to be written at zero, and add to all
+                for gradient in new:
+                    gradient.zero_()
+        self.fresh = bool(unset or overwritten)
+        self.outputs, self._unset, self._owned = outputs, unset, owned
+
+    def arrive(self) -> None:
+        """The launch has run: new gradients become their parameters', and frameworks hear of theirs."""
+        for parameter, gradient in self._unset:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    for parameter in owned:
-        _announce(parameter)
+        for parameter in self._owned:
+            _announce(parameter)
+
+
+def accumulate(batch: Sequence[list[WGradTask]]) -> None:
+    """Runs W straight into the gradients: added in place where one exists, written where none does.
+
+    batch: groups of tasks; those of a group have one weight, and several groups have a launch that takes them all.
+    """
+    if len(batch) == 1:  # the usual case without a Target: 0.6 us less of about 8 us per small W
+        group = batch[0]
+        gradients = _present(group[0].parameters)
+        if gradients is not None:
+            group[0].launch([task.tensors for task in group], gradients, True)
+            return
+    targets = [Target(group[0]) for group in batch]
+    launch(batch, targets)
+    for target in targets:
+        target.arrive()
+
+
+def _present(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """The `.grad` of each, None for those that take none; None when one is not there to be added to in place."""
+    gradients: list[Tensor | None] = []
+    for parameter in parameters:
+        if parameter is None or not parameter.requires_grad:
+            gradients.append(None)
+            continue
+        gradient = parameter.grad
+        if gradient is None or gradient.requires_grad or gradient.is_sparse or hasattr(parameter, "main_grad"):
+            return None
+        gradients.append(gradient)
+    return gradients
+
+
+def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
+    """Runs every group into its target: several of them as one launch for all that are written, one for the others.
+
+    options: for launches that take several weights; the others have none.
+    """
+    several = getattr(batch[0][0].launch, "several", None)
+    if len(batch) == 1 and (several is None or not options):
+        target = targets[0]
+        batch[0][0].launch([task.tensors for task in batch[0]], target.outputs, target.add)
+        return
+    for add in (False, True):  # what is written first: if the next one fails, nothing has been added twice
+        layers = [
+            ([task.tensors for task in group], target.outputs)
+            for group, target in zip(batch, targets, strict=True)
+            if target.add is add
+        ]
+        if layers:
+            several(layers, add, **options)
 
 
 def _announce(parameter: Tensor) -> None:

@@ -11,69 +11,15 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 
 import torch
-from torch import Tensor
 
-from zbkern import landing
-
-Segment = tuple[Tensor, ...]
-Launch = Callable[[Sequence[Segment], Sequence["Tensor | None"], bool], None]
-
-
-class WGradTask:
-    """One W: run `launch(segments, outputs, accumulate)` into the gradients of `parameters`.
-
-    launch: a raw wgrad launch (`kernels/spec.py`); it sums over `segments` and writes or adds to each output, aligned
-    with `parameters` (None where a parameter takes no gradient). tensors: what this task's one segment holds, usually
-    the layer's input and its output gradient, detached. arithmetic: the launch's flops, or a function of `tensors`
-    that counts them when somebody asks. listened: something that leaves no trace on the parameters waits for their
-    gradients at autograd's accumulation, as DistributedDataParallel's reducer does.
-    """
-
-    __slots__ = ("_arithmetic", "key", "launch", "listened", "name", "parameters", "tensors", "version", "weight")
-
-    def __init__(
-        self,
-        launch: Launch,
-        tensors: Segment,
-        parameters: tuple[Tensor | None, ...],
-        arithmetic: int | Callable[[Segment], int] = 0,
-        name: str = "",
-        listened: bool = False,
-    ) -> None:
-        self.launch = launch
-        self.tensors = tensors
-        self.parameters = parameters
-        self._arithmetic = arithmetic
-        self.name = name
-        self.listened = listened
-        self.key: Hashable = None
-        version = 0  # grows whenever one of the tensors is modified in place
-        for tensor in tensors:
-            version += tensor._version
-        self.version = version
-        self.weight = (launch, *map(id, parameters))  # equal for tasks that can be one launch
-
-    @property
-    def flops(self) -> int:
-        """The arithmetic of the launch."""
-        return self._arithmetic if isinstance(self._arithmetic, int) else self._arithmetic(self.tensors)
-
-    @property
-    def delivers(self) -> bool:
-        """True when the gradients must go through autograd's accumulation, because hooks wait for them there."""
-        if self.listened:
-            return True
-        for parameter in self.parameters:  # a loop: half the time of any() over a generator, and this runs per task
-            if parameter is not None and (parameter._post_accumulate_grad_hooks or parameter._backward_hooks):
-                return True
-        return False
-
-    def __repr__(self) -> str:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in self.tensors)
-        return f"WGradTask({self.name or 'unnamed layer'}, {shapes}, key={self.key!r})"
+from zbkern import grouping, landing, streams
+from zbkern.task import Launch as Launch
+from zbkern.task import Segment as Segment
+from zbkern.task import WGradTask as WGradTask
 
 
 class WGradQueue:
@@ -85,13 +31,21 @@ class WGradQueue:
     never groups. listeners: called with the tasks of each launch once their gradients have landed. Every method may be
     called from any thread; a scope of `defer` belongs to the thread that opened it.
 
+    stream: a CUDA stream on which W runs beside other work (`streams.py` says how, and what its priority is worth);
+    None for the current one. Gradients are then complete where `join` or `run()` of everything was called; until
+    then nothing else may touch them, a backward that does not defer included. Gradients with hooks, which may look at
+    them at once, are computed on the current stream.
+
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
     ...     loss.backward()               # B only: input gradients
     >>> queue.run()                       # W: now every .grad is what plain backward() gives
     """
 
-    def __init__(self, max_bytes: int | None = None, merge: bool | str = True) -> None:
+    def __init__(
+        self, max_bytes: int | None = None, merge: bool | str = True, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self._side: streams.SideStream | None = None
         self._tasks: dict[WGradTask, None] = {}  # a dict keeps the order and forgets one task in constant time
         if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 0):
             raise ValueError(
@@ -103,10 +57,29 @@ class WGradQueue:
         self.merge = merge
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
-        self._pinned: dict[int, int] = {}  # storage -> how many task tensors live in it
+        self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes
         self._bytes = 0
         self._lock = threading.RLock()
+        self.stream = stream
         _count(1)
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where W runs; None for the current stream. May be set while no W is pending, else raises RuntimeError."""
+        return None if self._side is None else self._side.stream
+
+    @stream.setter
+    def stream(self, stream: torch.cuda.Stream | None) -> None:
+        with self._lock:
+            if self._tasks:
+                raise RuntimeError(
+                    f"WGradQueue.stream: {len(self)} W are pending, whose inputs no event marks for another stream; "
+                    "run() or discard() them first"
+                )
+            if stream is not None and not hasattr(stream, "wait_event"):
+                raise TypeError(f"WGradQueue: stream must be a torch.cuda.Stream or None; got {stream!r}")
+            self.join()
+            self._side = None if stream is None else streams.SideStream(stream)
 
     def defer(self, key: Hashable = None) -> _Scope:
         """Inside, every `backward()` of this thread runs B only; its W wait here under `key`.
@@ -122,16 +95,21 @@ class WGradQueue:
         """Takes a task over. Layers call this; so can a layer of your own (see `current`)."""
         task.key = key
         with self._lock:
+            if self._side is not None and task.tensors[0].device == self._side.stream.device:
+                task.ready = self._side.mark()
+                self._unpin(self._side.landed())
             self._tasks[task] = None
             pinned = self._pinned
             for tensor in task.tensors:
                 storage = tensor.untyped_storage()
                 address = storage._cdata
+                task.storages.append(address)
                 if address in pinned:
-                    pinned[address] += 1
+                    pinned[address][0] += 1
                 else:
-                    pinned[address] = 1
-                    self._bytes += storage.nbytes()
+                    size = storage.nbytes()
+                    pinned[address] = [1, size]
+                    self._bytes += size
             if self.max_bytes is not None and self._bytes > self.max_bytes:
                 self._run_early()
             if self._bytes > self.peak_bytes:
@@ -142,8 +120,16 @@ class WGradQueue:
         with self._lock:
             selected = self._select(key)
             if selected:
-                self._run_groups(self._groups(selected))
+                self._run_groups(grouping.by_weight(selected, bool(self.merge)))
+            if key is None:
+                self.join()
         return len(selected)
+
+    def join(self) -> None:
+        """Makes the current stream wait for the W on the queue's own stream: from here on their gradients are there."""
+        if self._side is not None:
+            with self._lock:
+                self._unpin(self._side.join())
 
     def run_one(self, key: Hashable | list[Hashable] = None) -> bool:
         """Runs the oldest task (of the given keys), with every pending task of its weight among them when merging.
@@ -156,7 +142,7 @@ class WGradQueue:
             if first is None:
                 return False
             if first.delivers:
-                group = self._groups(self._select([first.key]))[0]
+                group = grouping.by_weight(self._select([first.key]), bool(self.merge))[0]
             elif self.merge:
                 weight = first.weight
                 group = [task for task in selected if task.weight == weight]
@@ -188,7 +174,7 @@ class WGradQueue:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the storages that waiting tasks keep alive, each storage counted once."""
+        """Bytes of the storages that W keep alive, waiting or running on the queue's stream, each storage once."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -204,6 +190,7 @@ class WGradQueue:
         if not hasattr(self, "_lock") or _count is None:  # the constructor refused its arguments; interpreter exit
             return
         _count(-1)
+        self.join()
         if self._tasks:
             warnings.warn(
                 f"a WGradQueue was deleted with {len(self._tasks)} W still pending (first: {next(iter(self._tasks))}): "
@@ -219,41 +206,19 @@ class WGradQueue:
             keys = key if isinstance(key, list) else [key]
             return [task for task in self._tasks if task.key in keys]
 
-    def _groups(self, selected: Iterable[WGradTask]) -> list[list[WGradTask]]:
-        """The tasks in groups that run together, oldest group first.
-
-        May: the same weight, when merging. Must: tasks of one key that share a parameter whose hooks listen, because
-        autograd calls those once per backward, after all its contributions (DistributedDataParallel relies on it).
-        """
-        groups: dict[Hashable, list[WGradTask]] = {}
-        merge = bool(self.merge)
-        joined: dict[tuple[Hashable, int], Hashable] = {}  # (key, parameter) -> its group, where hooks listen
-        for task in selected:
-            if not task.delivers:
-                groups.setdefault(task.weight if merge else task, []).append(task)
-                continue
-            shares = [(task.key, id(p)) for p in task.parameters if p is not None]
-            found = list(dict.fromkeys(joined[share] for share in shares if share in joined))
-            label = found[0] if found else task
-            groups.setdefault(label, []).append(task)
-            for other in found[1:]:
-                groups[label] += groups.pop(other)
-                joined.update((share, label) for share, group in joined.items() if group is other)
-            joined.update((share, label) for share in shares)
-        return list(groups.values())
-
     def _run_groups(self, groups: Sequence[list[WGradTask]]) -> None:
         device = groups[0][0].tensors[0].device.type
         if torch.is_autocast_enabled(device):  # W computes in the dtypes that B left
             with torch.autocast(device, enabled=False):
                 return self._run_groups(groups)
         with torch.no_grad():
-            for tasks in groups:
-                self._run_group(tasks)
+            for batch in grouping.by_launch(groups) if self.merge is True else ([group] for group in groups):
+                self._run_batch(batch)
         return None
 
-    def _run_group(self, tasks: list[WGradTask]) -> None:
-        """Runs tasks that may run together; they leave the queue once their gradients have landed."""
+    def _run_batch(self, batch: list[list[WGradTask]]) -> None:
+        """Runs groups that are one launch; the tasks leave the queue once their gradients have landed."""
+        tasks = batch[0] if len(batch) == 1 else [task for group in batch for task in group]
         for task in tasks:
             version = 0
             for tensor in task.tensors:
@@ -263,27 +228,48 @@ class WGradQueue:
                     f"WGradQueue: a tensor that {task} needs was modified in place between B and W; "
                     "run the queue before the modification, or modify a copy"
                 )
-        first = tasks[0]
-        if first.delivers:
-            try:
-                gradients = landing.sum_gradients(tasks)
-            except Exception as error:
-                raise _failed(first, error) from error
-            self._remove(tasks)  # before the hooks: if one raises, the gradient has landed all the same
-            if gradients:
-                landing.hand_over(gradients)
-        elif self.merge is True or len(tasks) == 1:
-            try:
-                landing.accumulate(first, [task.tensors for task in tasks])
-            except Exception as error:
-                raise _failed(first, error) from error
-            self._remove(tasks)
-        else:
+        first, side, gradients = tasks[0], None, None
+        delivers = first.delivers
+        if self.merge == "exact" and len(tasks) > 1 and not delivers:
             for task in tasks:
-                self._run_group([task])
+                self._run_batch([[task]])
             return
-        for listener in self.listeners:
-            listener(tasks)
+        try:
+            if delivers:
+                self.join()
+                gradients = landing.sum_gradients(tasks)
+            elif first.ready is not None:
+                side = self._side
+                self._launch_beside(batch, tasks)
+            else:
+                landing.accumulate(batch)
+        except Exception as error:
+            raise _failed(first, error) from error
+        for task in tasks:
+            del self._tasks[task]
+        if side is None:
+            self._unpin(tasks)
+        if gradients:  # the tasks are gone by now: if a hook raises, the gradient has landed all the same
+            landing.hand_over(gradients)
+        if self.listeners:
+            with nullcontext() if side is None else streams.on(side.stream):  # after W, whichever stream it is on
+                for listener in self.listeners:
+                    listener(tasks)
+
+    def _launch_beside(self, batch: list[list[WGradTask]], tasks: list[WGradTask]) -> None:
+        side = self._side
+        assert side is not None
+        targets = [landing.Target(group[0]) for group in batch]
+        marks = [task.ready for task in tasks]
+        if any(target.fresh for target in targets):
+            marks.append(side.mark())
+        # No priority takes a multiprocessor from a block that runs, so these end after a tile: 44 us on an H100 where W
+        # sums over 4096 rows.
+        side.launch(lambda: landing.launch(batch, targets, max_tiles=1), marks, tasks)
+        if any(target.replaces for target in targets):
+            self.join()
+        for target in targets:
+            target.arrive()
 
     def _run_early(self) -> None:
         """Runs the oldest W until the limit holds. Where hooks listen, the gradient is computed but kept.
@@ -292,6 +278,8 @@ class WGradQueue:
         """
         assert self.max_bytes is not None
         for task in list(self._tasks):
+            if self._bytes > self.max_bytes:
+                self.join()
             if self._bytes <= self.max_bytes:
                 return
             if not task.delivers:
@@ -303,20 +291,23 @@ class WGradQueue:
                 if gradients:
                     parameters, sums = zip(*gradients, strict=True)
                     self.add(WGradTask(landing.add_gradients, sums, parameters, 0, task.name, task.listened), task.key)
+        if self._bytes > self.max_bytes:
+            self.join()
 
     def _remove(self, tasks: Iterable[WGradTask]) -> None:
-        pinned = self._pinned
         for task in tasks:
             del self._tasks[task]
-            for tensor in task.tensors:
-                storage = tensor.untyped_storage()
-                address = storage._cdata
-                uses = pinned[address] - 1
-                if uses:
-                    pinned[address] = uses
-                else:
+        self._unpin(tasks)
+
+    def _unpin(self, tasks: Iterable[WGradTask]) -> None:
+        pinned = self._pinned
+        for task in tasks:
+            for address in task.storages:
+                storage = pinned[address]
+                storage[0] -= 1
+                if not storage[0]:
                     del pinned[address]
-                    self._bytes -= storage.nbytes()
+                    self._bytes -= storage[1]
 
 
 class _Scope:
@@ -372,7 +363,7 @@ def run_in_backward(task: WGradTask) -> None:
     Autograd, too, calls a parameter's hooks once per backward.
     """
     if not task.delivers:
-        landing.accumulate(task, [task.tensors])
+        landing.accumulate([[task]])
         return
     backward = torch._C._current_graph_task_id()
     queue = _endings.get(backward)

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +136,33 @@ def test_a_run_may_change_its_schedule(two_ranks: Any, tmp_path: Path) -> None:
     whole, parts = final_state(tmp_path / "whole"), final_state(tmp_path / "parts")
     for key in whole:  # other schedules add up gradients in another order
         torch.testing.assert_close(whole[key], parts[key], rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_torchrun_restarts_a_killed_run(tmp_path: Path) -> None:
+    """The command of the documentation, with a rank killed on the way; its losses are those of a whole run."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += [str(EXAMPLES / "train_gpt.py"), "--data", str(EXAMPLES), "--schedule", "zb_h1", "--log-every", "1"]
+    numbers = {"steps": 40, "layers": 2, "width": 32, "context": 16, "heads": 1, "checkpoint-every": 4}
+    command += [f"--{name}={value}" for name, value in numbers.items()]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    for kills in (0, 1):
+        out = tmp_path / str(kills)
+        with subprocess.Popen([*command, "--out", str(out)], env=environment, stderr=subprocess.PIPE, text=True) as run:
+            log, deadline = out / "train.log", time.monotonic() + 120
+            while kills and (not log.exists() or len(losses(out)) < 10):
+                assert run.poll() is None
+                assert time.monotonic() < deadline, "no progress"
+                time.sleep(0.01)
+            if kills:
+                children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+                ranks = [pid for pid in children if b"train_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+                os.kill(int(ranks[1]), signal.SIGKILL)
+            message = run.communicate(timeout=300)[1]
+            assert run.returncode == 0, message
+    assert set(losses(tmp_path / "0")) == set(losses(tmp_path / "1"))
+    assert len(losses(tmp_path / "1")) > 40, "no step was repeated"
 
 
 def compared(out: Path) -> str:

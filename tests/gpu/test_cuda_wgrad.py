@@ -64,7 +64,7 @@ def test_the_same_bits_whatever_the_grid(bias: bool) -> None:
     n, k = 2048, 1536
     segments = segments_of([700, 64, 1300], n, k, BF16)
     results = []
-    for options in ({}, {}, {"sms": 2}, {"sms": 33}, {"max_tiles": 1}):
+    for options in ({}, {}, {"num_sms": 2}, {"num_sms": 33}, {"max_tiles": 1}):
         outputs = torch.zeros(n, k, device=DEVICE), torch.zeros(n, device=DEVICE) if bias else None
         cuda.linear_wgrad(segments, outputs, True, **options)
         results.append(outputs)
@@ -91,6 +91,13 @@ def test_several_weights_in_one_launch() -> None:
 def test_transposed_weight_and_unaligned_operands() -> None:
     x, dy = random(100, 264, BF16, padding=3)[:, 1:257], random(100, 128, BF16).t().contiguous().t()
     dweight = torch.zeros(256, 128, device=DEVICE).t()
+    cuda.linear_wgrad([(x, dy)], (dweight, None), False)
+    testing.assert_close(dweight, wide([(x, dy)])[0], "dweight")
+
+
+def test_an_expanded_gradient() -> None:  # of a sum over rows
+    x, dy = random(100, 256, BF16), random(1, 128, BF16).expand(100, 128)
+    dweight = torch.zeros(128, 256, device=DEVICE)
     cuda.linear_wgrad([(x, dy)], (dweight, None), False)
     testing.assert_close(dweight, wide([(x, dy)])[0], "dweight")
 

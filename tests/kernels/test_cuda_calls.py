@@ -36,6 +36,8 @@ def placed(values: Tensor, layout: str) -> Tensor:
         view = values.new_full((rows, columns + 8), float("nan"))[:, :columns]
     elif layout == "odd":
         view = values.new_full((rows, columns + 3), float("nan"))[:, 1 : columns + 1]
+    elif layout == "expanded":
+        return values[:1].expand(rows, columns)
     elif layout == "transposed":
         view = values.new_full((columns, rows + 8), float("nan"))[:, :rows].t()
     else:
@@ -58,7 +60,10 @@ def expected(segments: list[tuple], outputs: tuple, accumulate: bool) -> list[Te
 @pytest.mark.parametrize("rows", [[64], [17, 0, 64, 1], [0], [5] * 37])
 @pytest.mark.parametrize(
     ("layout", "out_layout"),
-    [("plain", "plain"), ("padded", "padded"), ("odd", "plain"), ("transposed", "plain"), ("plain", "transposed")],
+    [
+        *(("plain", "plain"), ("padded", "padded"), ("odd", "plain"), ("transposed", "plain"), ("expanded", "plain")),
+        *(("plain", "transposed"), ("padded", "transposed")),
+    ],
 )
 def test_linear_wgrad(
     extension: HostExtension, rows: list[int], accumulate: bool, layout: str, out_layout: str
@@ -103,6 +108,20 @@ def test_several_weights_in_one_launch(extension: HostExtension) -> None:
     for (_, outputs), wide in zip(products, want, strict=True):
         testing.assert_close(outputs[0], wide[0].float(), "dweight")
         testing.assert_close(outputs[1], wide[1].float(), "dbias")
+
+
+@pytest.mark.parametrize(("major", "all_places"), [(9, 132), (8, 264)])
+def test_multiprocessors_that_a_launch_may_take(
+    extension: HostExtension, monkeypatch: pytest.MonkeyPatch, major: int, all_places: int
+) -> None:
+    properties = SimpleNamespace(major=major, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for options in ({}, {"num_sms": 40}, {"num_sms": 1000, "max_tiles": 3}):
+        cuda.linear_wgrad(segments_of([8], 16, 24, BF16), (torch.zeros(16, 24), None), False, **options)
+    hopper = major == 9
+    assert extension.grids == [(all_places, 0, hopper), (40, 0, hopper), (all_places, 3, hopper)]
+    cuda.linear_wgrads([(segments_of([8], 16, 24, BF16), (torch.zeros(16, 24), None)) for _ in range(2)], False)
+    assert extension.launches[3:] == ([(2, 2)] if hopper else [(1, 1), (1, 1)])
 
 
 def test_a_launch_takes_neighbours_of_the_same_dtypes(extension: HostExtension) -> None:

@@ -76,7 +76,7 @@ def test_auto_takes_w_by_shape_where_that_is_measured(fresh: None, monkeypatch: 
     from zbkern.kernels import measured
 
     ran = []
-    for name in ("cuda", "triton", "torch"):
+    for name in ("cuda", "triton"):
         module = SimpleNamespace(linear_wgrad=lambda *_, name=name: ran.append(name))
         monkeypatch.setitem(dispatch._MODULES, name, module)
     monkeypatch.setattr(dispatch, "_launches", lambda impl: dispatch._MODULES[impl])
@@ -85,7 +85,7 @@ def test_auto_takes_w_by_shape_where_that_is_measured(fresh: None, monkeypatch: 
     dispatch._by_shape.cache_clear()
     assert dispatch.resolve("linear", "auto", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
 
-    table = {(1024, 4096, 4096): "cuda", (8192, 4096, 4096): "torch", (1024, 512, 512): "triton"}
+    table = {(1024, 4096, 4096): "cuda", (8192, 4096, 4096): "triton", (1024, 512, 512): "triton"}
     monkeypatch.setitem(measured.WGRAD, (9, 0), table)
     dispatch.resolve.cache_clear()
     dispatch._by_shape.cache_clear()
@@ -93,7 +93,7 @@ def test_auto_takes_w_by_shape_where_that_is_measured(fresh: None, monkeypatch: 
     for m, n, k in [(1024, 4096, 4096), (600, 2048, 8192), (5000, 4096, 4096), (1024, 256, 512), (1024, 4100, 4096)]:
         half = torch.empty(m // 2, 1).expand(m // 2, k), torch.empty(m // 2, 1).expand(m // 2, n)
         launches.linear_wgrad([half, half], (None, None), True)
-    assert ran == ["cuda", "cuda", "torch", "triton", "triton"]  # 4100 is no multiple of 8
+    assert ran == ["cuda", "cuda", "triton", "triton", "triton"]  # 4100 is no multiple of 8
     dispatch._by_shape.cache_clear()
 
 

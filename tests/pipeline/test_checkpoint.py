@@ -10,6 +10,7 @@ import signal
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -387,9 +388,23 @@ def test_shards(two_ranks: Any, tmp_path: Path) -> None:
 
 
 def run_rank(rank: int, folder: Path, attempt: int, steps: int, save_every: int) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store{attempt}"), 2), rank=rank, world_size=2)
+    run(folder, steps, save_every)
+
+
+def run_elastic(folder: Path, steps: int, save_every: int, dies: tuple[int, int]) -> int:
+    """The same under torchrun's agent. dies: the rank that does, once, and before which step."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    doomed = attempt == 0 and dist.get_rank() == dies[0]
+    run(folder, steps, save_every, dies[1] if doomed else None)
+    return attempt
+
+
+def run(folder: Path, steps: int, save_every: int, dies_before: int | None = None) -> None:
     """One rank of a run that goes on from the last checkpoint; the last rank logs every loss, exactly."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store{attempt}"), 2), rank=rank, world_size=2)
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     random.seed(rank)
     _, pipe, optimizer = build("zb_h2")
@@ -402,6 +417,8 @@ def run_rank(rank: int, folder: Path, attempt: int, steps: int, save_every: int)
             start = loaded.step
             generator.set_state(loaded.extra["generator"])
         for step in range(start, steps):
+            if step == dies_before:
+                os.kill(os.getpid(), signal.SIGKILL)
             position = order[int(torch.randint(1000, (), generator=generator))]
             noise = random.random()  # Python's random numbers go on, too: the same on this rank as without a break
             (loss,) = train(pipe, optimizer, range(position, position + 1))
@@ -491,3 +508,46 @@ def test_two_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
     kill_and_resume(runs, tmp_path, kills=20, seed=int(time.time()))
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """torchrun's agent installs handlers and leaves them."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    kept = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_after_a_kill(
+    runs: Runs, signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """What `torchrun --max-restarts 1` does: one rank dies by kill -9, all start again and load the checkpoint."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # torch's agent keeps one store over restarts, where ranks then find the addresses of those that have ended
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    runs.finish(whole, 0, 8, 0)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        max_restarts=1,
+        monitor_interval=0.1,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="forkserver",
+    )
+    attempts = elastic_launch(config, run_elastic)(parts, 8, 3, (rank, 5))
+    assert attempts == {0: 1, 1: 1}, "nothing was started again"
+    found = logged(parts)
+    assert set(found) == set(logged(whole))
+    steps = [int(step) for step, *_ in found]
+    assert steps[-5:] == [3, 4, 5, 6, 7], "the second attempt was to go on from step 3"
+    assert steps[:-5] in ([0, 1, 2, 3], [0, 1, 2, 3, 4])  # the other rank may end before it logs step 4

@@ -27,8 +27,14 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
     "adamw maximize": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, decoupled_weight_decay=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
 }
@@ -187,10 +193,11 @@ def check(case: Case, exact: bool = True, **options: Any) -> list[Optimizer]:
 FORCED = {"clip": 3.0, "inf": math.inf, "nan": math.nan}
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, None), (torch.bfloat16, None), (torch.float16, 2.0**10)])
 @pytest.mark.parametrize("what", FORCED)
 @pytest.mark.parametrize("rank", range(5))
-def test_forced_on_every_single_stage(rank: int, what: str) -> None:
-    case = Case(5, 4, {(rank, 1): FORCED[what]})
+def test_forced_on_every_single_stage(rank: int, what: str, dtype: torch.dtype, scale: float | None) -> None:
+    case = Case(5, 4, {(rank, 1): FORCED[what]}, dtype=dtype, scale=scale)
     optimizers = check(case)
     assert [o.undone for o in optimizers] == [int(r < rank) for r in range(5)]
     assert all((o.clipped, o.skipped) == ((1, 0) if what == "clip" else (0, 1)) for o in optimizers)

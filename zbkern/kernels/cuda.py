@@ -15,8 +15,10 @@ from torch import Tensor
 
 try:
     from zbkern import _cuda
-except ImportError:  # not built; why_not says so
-    _cuda = None
+
+    _problem = None
+except ImportError as error:
+    _cuda, _problem = None, error
 
 # how the extension names dtypes
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -29,7 +31,7 @@ Outputs = Sequence[Tensor | None]
 def why_not(device: torch.device | str | None = None) -> str | None:
     """Why nothing of this module can run on a device, and what would change it; None when it can."""
     if _cuda is None:
-        return "the CUDA kernels are not built; with nvcc at hand: ZBKERN_BUILD=cuda pip install zbkern"
+        return f"the CUDA kernels are not built, or not for this Python: ZBKERN_BUILD=cuda pip install . ({_problem})"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     return unfit(torch.version.cuda, _cuda.CUDA_VERSION, _cuda.ARCHITECTURES, torch.cuda.get_device_capability(device))
@@ -55,21 +57,21 @@ def unfit(torch_cuda: str | None, built_with: int, built_for: str, capability: t
             return None
     return (
         f"the CUDA kernels were built for {built_for} and this GPU is {major}.{minor}; "
-        f"build them for it: TORCH_CUDA_ARCH_LIST={major}.{minor} ZBKERN_BUILD=cuda pip install zbkern"
+        f"build them for it: TORCH_CUDA_ARCH_LIST={major}.{minor} ZBKERN_BUILD=cuda pip install ."
     )
 
 
 def linear_wgrad(
-    segments: Segments, outputs: Outputs, accumulate: bool, *, sms: int | None = None, max_tiles: int = 0
+    segments: Segments, outputs: Outputs, accumulate: bool, *, num_sms: int | None = None, max_tiles: int = 0
 ) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
-    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. sms: blocks run on at most
-    that many multiprocessors (two at least), None for all. max_tiles: a block ends after so many tiles of dweight, so
-    that others get its multiprocessor, 0 for no bound; where that takes more blocks than sms, sms gives way. Raises
-    ValueError.
+    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. num_sms: blocks run on at
+    most that many multiprocessors (two at least), None for all. max_tiles: a block ends after so many tiles of dweight,
+    so that others get its multiprocessor, 0 for no bound; where that takes more blocks than num_sms, num_sms gives way.
+    Raises ValueError.
     """
-    linear_wgrads(((segments, outputs),), accumulate, sms=sms, max_tiles=max_tiles)
+    linear_wgrads(((segments, outputs),), accumulate, num_sms=num_sms, max_tiles=max_tiles)
 
 
 def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
@@ -84,7 +86,7 @@ def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool)
 
 
 def linear_wgrads(
-    products: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, sms: int | None = None, max_tiles: int = 0
+    products: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, num_sms: int | None = None, max_tiles: int = 0
 ) -> None:
     """linear_wgrad of several weights, each dweight and dbias in memory of its own, in as few launches as possible.
 
@@ -119,24 +121,25 @@ def linear_wgrads(
         if len(parts) > _cuda.MAX_SEGMENTS:
             for first in range(0, len(parts), _cuda.MAX_SEGMENTS):
                 some = parts[first : first + _cuda.MAX_SEGMENTS]
-                _launch([(*target, some)], same, accumulate or first > 0, sms, max_tiles)
+                _launch([(*target, some)], same, accumulate or first > 0, num_sms, max_tiles)
             continue
         if batch and (same != like or len(parts) > room or len(batch) == _most_products(device)):
-            _launch(batch, like, accumulate, sms, max_tiles)
+            _launch(batch, like, accumulate, num_sms, max_tiles)
             batch = []
         if not batch:
             like, room = same, _cuda.MAX_SEGMENTS
         batch.append((*target, parts))
         room -= len(parts)
     if batch:
-        _launch(batch, like, accumulate, sms, max_tiles)
+        _launch(batch, like, accumulate, num_sms, max_tiles)
 
 
-def _launch(products: list[tuple], like: tuple, accumulate: bool, sms: int | None, max_tiles: int) -> None:
+def _launch(products: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
     kinds, device = like
-    count, hopper = _gpu(device)
-    sms = count if sms is None else min(sms, count)
-    _cuda.wgrad(products, *kinds, accumulate, sms, max_tiles, hopper, device, raw_stream(device))
+    places, hopper = _gpu(device)
+    if num_sms is not None:  # a block each: two of a launch are on one multiprocessor only where all are taken
+        places = min(num_sms, places)
+    _cuda.wgrad(products, *kinds, accumulate, places, max_tiles, hopper, device, raw_stream(device))
 
 
 def _addresses(
@@ -144,8 +147,8 @@ def _addresses(
 ) -> list[tuple[int, int, int, int, int]]:
     """(x, dy, rows, row stride of x, of dy) of the segments that have rows.
 
-    Rows that are not contiguous or not at multiples of 16 bytes are copied, to `copies`. Every attribute of a tensor
-    costs the host 30 to 60 ns, so each is read once.
+    Rows that overlap (an expanded dy), are not contiguous or not at multiples of 16 bytes are copied, to `copies`.
+    Every attribute of a tensor costs the host 30 to 60 ns, so each is read once.
     """
     parts = []
     for x, dy in segments:
@@ -161,7 +164,8 @@ def _addresses(
             )
         if not rows:
             continue
-        if (x_at | dy_at) & 15 or (x_step | dy_step) & 7 or x_unit != 1 or dy_unit != 1:
+        apart = x_step >= k and dy_step >= n and x_unit == dy_unit == 1
+        if not apart or (x_at | dy_at) & 15 or (x_step | dy_step) & 7:
             x, dy = _aligned(x), _aligned(dy)
             copies += (x, dy)
             x_at, dy_at, x_step, dy_step = x.data_ptr(), dy.data_ptr(), x.stride(0), dy.stride(0)
@@ -182,9 +186,10 @@ def _kinds(dtype: torch.dtype, dweight: torch.dtype, dbias: torch.dtype | None) 
 
 @functools.cache
 def _gpu(device: int) -> tuple[int, bool]:
-    """Its number of multiprocessors, and whether the kernels for 9.0 run on it."""
+    """How many blocks run at a time, and whether they are of the kernels for 9.0."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major == 9 and _cuda.has_sm90()
+    hopper = properties.major == 9 and _cuda.has_sm90()
+    return properties.multi_processor_count * (1 if hopper else 2), hopper
 
 
 def _most_products(device: int) -> int:
@@ -192,8 +197,9 @@ def _most_products(device: int) -> int:
 
 
 def _aligned(matrix: Tensor) -> Tensor:
-    """Itself, or a copy whose rows are contiguous and begin at multiples of 16 bytes."""
-    if matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0:
+    """Itself, or a copy whose rows are contiguous, apart, and begin at multiples of 16 bytes."""
+    step, unit = matrix.stride()
+    if unit == 1 and step >= matrix.shape[1] and step % 8 == 0 and matrix.data_ptr() % 16 == 0:
         return matrix
     return matrix.clone(memory_format=torch.contiguous_format)
 

@@ -6,6 +6,9 @@ on the device (`control`). Step, clip and undo then need no synchronisation:
     squared_norm(grads, norm)                     # one pass: the norm and whether all gradients are finite
     control[2:] = factor and skip, from norm      # torch operations on the device
     adamw(params, grads, exp_avgs, exp_avg_sqs, control)
+
+Raw launches, for engines that keep their own optimizer state; nothing in zbkern calls them. `zbkern.pipeline.Optimizer`
+drives any torch optimizer, and waits for the norm on the host.
 """
 
 from __future__ import annotations

@@ -86,13 +86,13 @@ def _launches(impl: str) -> ModuleType:
 
 @functools.cache
 def _by_shape(capability: tuple[int, int]) -> ModuleType:
-    """Triton's launches, but for W whichever was the fastest at its shape on such a GPU."""
+    """Triton's launches, but for W whichever was the faster at its shape on such a GPU."""
     triton = _launches("triton")
     if capability not in measured.WGRAD:
         return triton
     joined = ModuleType("triton, W by shape")
     vars(joined).update({name: getattr(triton, name) for name in spec.LAUNCHES if hasattr(triton, name)})
-    named = {impl: _launches(impl) for impl in _MODULES}
+    named = {"cuda": _launches("cuda"), "triton": triton}
     joined.linear_wgrad = measured.linear_wgrad(measured.WGRAD[capability], named)
     return joined
 

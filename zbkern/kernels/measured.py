@@ -1,6 +1,6 @@
-"""Which implementation's W is the fastest at which shape, as measured: impl="auto" asks here at each launch.
+"""Whose W is the faster at which shape, the CUDA extension's or Triton's, as measured: impl="auto" asks at each launch.
 
-`python -m bench.cuda_wgrad` measures them on a GPU and prints the lines of WGRAD for it.
+`python -m bench.cuda_wgrad` measures both on a GPU and prints the entry of WGRAD for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 WGRAD: dict[tuple[int, int], dict[tuple[int, int, int], str]] = {}
-"""compute capability -> (tokens, N, K) -> implementation. Not measured yet: "auto" never takes the CUDA extension."""
+"""compute capability -> (tokens, N, K) -> "cuda" or "triton". Not measured yet: "auto" never takes the extension."""
 
 ATTENTION: dict[tuple[int, int], dict[tuple[int, int, int], tuple[str, ...]]] = {}
 """compute capability -> (tokens of a sequence, head size, 2 if causal else 1) -> cores, the fastest at forward and
@@ -35,10 +35,10 @@ def nearest(table: Mapping[tuple[int, int, int], Fastest], shape: tuple[int, int
 def linear_wgrad(
     table: Mapping[tuple[int, int, int], str], implementations: Mapping[str, ModuleType]
 ) -> Callable[[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None], bool], None]:
-    """A launch like spec.py's linear_wgrad that runs the fastest one at its shape; tokens are those of all segments."""
+    """A launch like spec.py's linear_wgrad that runs the faster one at its shape; tokens are those of all segments."""
 
     @functools.lru_cache(maxsize=4096)
-    def fastest(tokens: int, n: int, k: int) -> Callable[..., None]:
+    def faster(tokens: int, n: int, k: int) -> Callable[..., None]:
         name = nearest(table, (tokens, n, k))
         if n % 8 or k % 8:  # not for the extension
             name = "triton"
@@ -47,6 +47,6 @@ def linear_wgrad(
     def run(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
         x, dy = segments[0]
         tokens = sum([x.shape[0] for x, _ in segments])
-        fastest(max(1, tokens), dy.shape[1], x.shape[1])(segments, outputs, accumulate)
+        faster(max(1, tokens), dy.shape[1], x.shape[1])(segments, outputs, accumulate)
 
     return run

@@ -18,7 +18,7 @@ Rules
     - Outputs may have a wider dtype than the inputs: a bf16 product accumulates into an fp32 gradient.
     - Zero rows are legal: outputs are written as the sum over nothing.
     - Matrices may be transposed views (a weight that is stored [K, N]); the last two strides decide.
-    - An implementation may take further options by keyword that change no result (triton: num_sms, how many to use).
+    - An implementation may take further options by keyword that change no result (num_sms: how many to use).
 
 Launches
     linear_fwd(x, weight, bias | None, y, activation=None, z=None)
@@ -27,7 +27,10 @@ Launches
                                                                dx (+)= dy weight, times activation'(z) if given
     linear_dgrad_sum([(dy, weight), ...], dx)                  dx = sum dy weight, over layers that share their input
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
-    linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one launch
+    linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one launch.
+                                                               A linear_wgrad has it as `.several` if a queue may use
+                                                               it, then with max_tiles=: a block ends after so many
+                                                               tiles, for work on other streams; 0 for no bound
 
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)

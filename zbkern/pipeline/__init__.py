@@ -16,6 +16,7 @@ from zbkern.pipeline.timeline import Event, Timeline
 _HOME = {
     "Optimizer": "optimizer",
     "Pipeline": "engine",
+    "PipelineError": "mailbox",
     "clip_grad_norm_": "norms",
     "grad_norm": "norms",
     "lower": "lowering",
@@ -30,6 +31,7 @@ __all__ = [
     "Event",
     "Optimizer",
     "Pipeline",
+    "PipelineError",
     "Schedule",
     "ScheduleError",
     "Timeline",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline import trace as trace
     from zbkern.pipeline.engine import Pipeline as Pipeline
     from zbkern.pipeline.lowering import lower as lower
+    from zbkern.pipeline.mailbox import PipelineError as PipelineError
     from zbkern.pipeline.norms import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.norms import grad_norm as grad_norm
     from zbkern.pipeline.optimizer import Optimizer as Optimizer

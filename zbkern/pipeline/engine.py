@@ -8,7 +8,6 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.connection import connect, is_transport, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare
@@ -26,10 +26,10 @@ from zbkern.pipeline.replanning import Replanner
 from zbkern.pipeline.replicas import Replicas
 from zbkern.pipeline.stage import Stage
 from zbkern.pipeline.tied import TiedWeights
-from zbkern.pipeline.timeline import Event, Timeline
-from zbkern.pipeline.transport import DistributedTransport, Transport
+from zbkern.pipeline.timeline import Event, Timeline, measured
+from zbkern.pipeline.transport import Transport
 from zbkern.pipeline.undo import ForwardState
-from zbkern.pipeline.warmup import chain, forwards_ahead
+from zbkern.pipeline.warmup import forwards_ahead
 from zbkern.wgrad import WGradQueue
 
 FILLS = ("planned", "eager")
@@ -38,16 +38,18 @@ FILLS = ("planned", "eager")
 class Pipeline:
     """This rank's part of a pipeline: its chunks of the model, driven by a schedule.
 
-    modules: this rank's chunks in model order; convert them (`zbkern.convert`) so that their W can wait. loss_fn:
-    called as loss_fn(output, target) for one microbatch on the last chunk's rank. group: the pipeline's ranks, None for
-    all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
-    at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
-    their gradients. timeout: seconds to wait for one message before the step fails. fill_with: called where the rank
-    would wait and no W is left; it does a little work of yours and returns True while there is more. nonfinite:
-    "raise" ends the step with the microbatch whose loss is not finite (it waits for the device once per loss), "ignore"
-    leaves that to an Optimizer, which skips. record: keep samples of the W queue and of memory (`samples`).
-    replan_every: steps after which costs are measured and, if another schedule is better for them within the memory of
-    this one, it takes over; 0 for never. costs: whose `activation` and `held` that memory is reckoned with.
+    modules: this rank's chunks in model order; convert them (`zbkern.convert`) so that their W can wait. They may then
+    be wrapped in DistributedDataParallel or sharded by `fully_shard`, over ranks that hold the same chunks of other
+    pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). loss_fn: called as loss_fn(output,
+    target) for one microbatch on the last chunk's rank. group: the pipeline's ranks, None for all; or a Transport.
+    fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run at once. tied:
+    {name: parameter} of weights that several ranks hold: those that give the same name get the sum of their gradients.
+    timeout: seconds to wait for one message before the step fails. fill_with: called where the rank would wait and no W
+    is left; it does a little work of yours and returns True while there is more. nonfinite: "raise" ends the step with
+    the microbatch whose loss is not finite (it waits for the device once per loss), "ignore" leaves that to an
+    Optimizer, which skips. record: keep samples of the W queue and of memory (`samples`). replan_every: steps after
+    which costs are measured and, if another schedule is better for them within the memory of this one, it takes over; 0
+    for never. costs: whose `activation` and `held` that memory is reckoned with.
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together.
 
     A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
@@ -81,7 +83,7 @@ class Pipeline:
         if nonfinite not in ("ignore", "raise"):
             raise ValueError(f'Pipeline: nonfinite must be "ignore" or "raise"; got {nonfinite!r}')
         schedule.validate()
-        rank, size = _place(group)
+        rank, size = place(group)
         if size != schedule.stages:
             raise ScheduleError(
                 f"Pipeline: the schedule has {schedule.stages} stages and the group {size} ranks; "
@@ -106,11 +108,11 @@ class Pipeline:
             for chunk, module in self._replicas.modules.items()
         }
         self._last = last
-        self._transport = group if _is_transport(group) else self._connect(group, schedule)
+        self._transport = connect(group, schedule, self.device)
         self.rank = rank
         self.tied = dict(tied or {})
         self.optimizer: Any = None  # an Optimizer of this pipeline sets itself here
-        self._tied = TiedWeights(self.tied, self._transport, None if _is_transport(group) else group)
+        self._tied = TiedWeights(self.tied, self._transport, None if is_transport(group) else group)
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._backward}
         if replan_every and self._replicas.gathers:
             raise ValueError(
@@ -175,14 +177,14 @@ class Pipeline:
         """When this rank's actions of the last step ran, in seconds since its first; other ranks' rows are empty."""
         rows: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
         rows[self.rank] = self._recorder.events()
-        return _timeline(self.schedule, rows)
+        return measured(self.schedule, rows)
 
     def gather_timeline(self) -> Timeline:
         """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective."""
         own = [(event.rank, tuple(event.action), *event[2:]) for event in self._recorder.events()]
         rows = self._transport.gather(own)
         events = [[Event(rank, Action(*action), start, end) for rank, action, start, end in row] for row in rows]
-        return _timeline(self.schedule, events)
+        return measured(self.schedule, events)
 
     @property
     def samples(self) -> list[Sample]:
@@ -284,6 +286,7 @@ class Pipeline:
                     self._handlers[action.kind](*group)
             while self.queue.pending():  # eager: what no wait had room for
                 self._run_oldest()
+            self.queue.join()
             if finish is not None:
                 activity.begin("reduction over replicas")
                 finish()
@@ -392,34 +395,6 @@ class Pipeline:
         if self.device.type == "cuda":
             held += f", {torch.cuda.max_memory_allocated(self.device) / 2**20:.0f} MiB were allocated at most"
         return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
-
-    def _connect(self, group: dist.ProcessGroup | None, schedule: Schedule) -> Transport:
-        rank = dist.get_rank(group)
-        edges = {*pairwise(schedule.placement), *pairwise(chain(schedule))}  # activations; the optimizer's norms
-        peers = {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}
-        return DistributedTransport(group, peers, self.device)
-
-
-def _timeline(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> Timeline:
-    """A measured timeline that begins at zero."""
-    first = min((row[0].start for row in rows if row), default=0.0)
-    shifted = [tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows]
-    return Timeline(schedule, tuple(shifted), unit="s")
-
-
-def _is_transport(group: Any) -> bool:
-    return hasattr(group, "deliver")
-
-
-def _place(group: Any) -> tuple[int, int]:
-    if _is_transport(group):
-        return group.rank, group.size
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "Pipeline: torch.distributed is not initialised; call torch.distributed.init_process_group() "
-            "in a script that torchrun starts"
-        )
-    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def _device(device: torch.device | str | None, modules: Sequence[torch.nn.Module]) -> torch.device:

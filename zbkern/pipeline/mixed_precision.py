@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zbkern.pipeline.undo import copy_
+
 Pairs = list[tuple[Tensor, Tensor]]  # a parameter below fp32, its fp32 master
 
 
@@ -36,11 +38,9 @@ def load_gradients(pairs: Pairs) -> None:
         master.grad = None if gradient is None else gradient.to(master.dtype)
 
 
-@torch.no_grad()
 def publish(pairs: Pairs) -> None:
     """Rounds the masters into the model's parameters."""
-    if pairs:
-        torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
+    copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from zbkern.pipeline.connection import connect_row
 from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.mixed_precision import install_masters, load_gradients, publish, unscale, update_scale
 from zbkern.pipeline.norms import coefficient, scale_, squares
-from zbkern.pipeline.transport import DistributedTransport
 from zbkern.pipeline.undo import UNDO, hyperparameters, parameters
 from zbkern.pipeline.warmup import chain
 
@@ -112,8 +111,11 @@ class Optimizer:
         tied = getattr(pipe, "tied", {}) if tied is None else tied
         self.masters = install_masters(optimizer) if master_weights else []
         self._undo = UNDO[undo](optimizer) if undo is not None else None
-        self._transport, ranks = _connect(pipe, self._device)
-        self._owned = self._transport if not hasattr(pipe, "schedule") and self._transport is not pipe else None
+        planned = hasattr(pipe, "schedule")
+        self._transport = pipe.transport if planned else connect_row(pipe, self._device)
+        # the order in which the sum travels is that in which the model meets the ranks
+        ranks = chain(pipe.schedule) if planned else list(range(self._transport.size))
+        self._owned = self._transport if not planned and self._transport is not pipe else None
         place = ranks.index(self._transport.rank)
         self._previous = ranks[place - 1] if place > 0 else None
         self._next = ranks[place + 1] if place + 1 < len(ranks) else None
@@ -122,7 +124,7 @@ class Optimizer:
         self._total: Tensor | None = None
         self._pending: _Step | None = None
         self._wary = False
-        self._pipe = pipe if hasattr(pipe, "schedule") else None
+        self._pipe = pipe if planned else None
         if self._pipe is not None:
             self._pipe.optimizer = self
 
@@ -364,13 +366,3 @@ class Optimizer:
             reason = f"rank {self._transport.rank}, optimizer step {self._number}: {type(error).__name__}: {error}"
             self._transport.fail(reason)
             raise PipelineError(reason) from error
-
-
-def _connect(pipe: Any, device: torch.device) -> tuple[Any, list[int]]:
-    """The transport, and the ranks in the order in which the sum travels: that in which the model meets them."""
-    if hasattr(pipe, "schedule"):
-        return pipe.transport, chain(pipe.schedule)
-    if not hasattr(pipe, "deliver"):
-        rank, size = dist.get_rank(pipe), dist.get_world_size(pipe)
-        pipe = DistributedTransport(pipe, {rank - 1, rank + 1} & set(range(size)), device)
-    return pipe, list(range(pipe.size))

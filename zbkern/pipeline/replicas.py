@@ -8,6 +8,7 @@ end, whatever order their W take: communicators are not matched in any other way
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -229,10 +230,8 @@ class _Sharded:
             _state(root)._root_post_backward_final_callback()
 
     def void(self) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         for part in self.module.modules():
-            if isinstance(part, FSDPModule):
+            if _is_sharded(part):
                 part.reshard()
 
     def _synchronise(self, last: bool) -> None:
@@ -257,15 +256,19 @@ def _share_of(chunk: int, module: nn.Module) -> _Share | None:
         raise ValueError(
             f"Pipeline: the module of chunk {chunk} has DistributedDataParallel inside; wrap the whole module in it"
         )
-    roots = list(_outermost_shards(module))
+    roots = list(_outermost(module))
     return _Sharded(module, roots) if roots else None
 
 
-def _outermost_shards(module: nn.Module) -> Iterator[nn.Module]:
-    from torch.distributed.fsdp import FSDPModule
+def _is_sharded(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has such a module has imported it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
-    if isinstance(module, FSDPModule):
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """The roots of FSDP2 in a module: those that no other holds."""
+    if _is_sharded(module):
         yield module
         return
     for child in module.children():
-        yield from _outermost_shards(child)
+        yield from _outermost(child)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.transport import DistributedTransport, Transport
 
@@ -32,4 +33,5 @@ class TiedWeights:
         for parameter, group in self._shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+            gradient = parameter.grad
+            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)

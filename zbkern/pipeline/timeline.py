@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -60,3 +61,10 @@ class Timeline:
         from zbkern.pipeline import draw, trace
 
         return (trace if Path(path).suffix == ".json" else draw).save([self], path)
+
+
+def measured(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> Timeline:
+    """Events in seconds, by rank, as a timeline that begins at zero."""
+    first = min((row[0].start for row in rows if row), default=0.0)
+    shifted = [tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows]
+    return Timeline(schedule, tuple(shifted), unit="s")

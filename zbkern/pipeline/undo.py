@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class Snapshot:
@@ -37,10 +38,10 @@ class Snapshot:
         )
         if not same:
             self._copies = [torch.empty_like(original, requires_grad=False) for original in self._originals]
-        _copy(self._copies, self._originals)
+        copy_(self._copies, self._originals)
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        _copy(self._originals, self._copies)
+        copy_(self._originals, self._copies)
         for key in [key for key in optimizer.state if key not in self._entries]:
             del optimizer.state[key]  # came into being with the step
         for key, entries in self._entries.items():
@@ -151,15 +152,22 @@ def _like(a: Tensor, b: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """One launch per device and dtype: a counter on the CPU would put the whole list on the slow path."""
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, of any dtype; of shards (DTensor) the part that is here.
+
+    One launch per device and dtype: a counter on the CPU would put the whole list on the slow path.
+    """
     kinds: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        lists = kinds.setdefault((target.device, target.dtype, type(target)), ([], []))
-        lists[0].append(target)
-        lists[1].append(source)
+        lists = kinds.setdefault((target.device, target.dtype), ([], []))
+        lists[0].append(_here(target))
+        lists[1].append(_here(source))
     for target_list, source_list in kinds.values():
         torch._foreach_copy_(target_list, source_list)
+
+
+def _here(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ForwardState:
@@ -172,7 +180,7 @@ class ForwardState:
         self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
 
     def restore(self) -> None:
-        _copy(self._buffers, self._copies)
+        copy_(self._buffers, self._copies)
         torch.set_rng_state(self._random)
         if self._cuda is not None:
             device, state = self._cuda

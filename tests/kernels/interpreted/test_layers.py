@@ -77,3 +77,26 @@ def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPa
             functional.linear(torch.randn(rows, 16), weight, impl="triton").sum().backward()
     queue.run()
     assert calls == [[3, 4, 5]]
+
+
+def test_weights_of_several_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    several = triton_launches.linear_wgrad.several
+    monkeypatch.setattr(
+        triton_launches.linear_wgrad, "several", lambda layers, a: (calls.append(len(layers)), several(layers, a))
+    )
+    weights = [torch.randn(*shape, requires_grad=True) for shape in [(8, 16), (24, 8), (16, 24)]]
+    queue = zbkern.WGradQueue()
+    x = torch.randn(5, 16)
+    with queue.defer():
+        h = x
+        for weight in weights:
+            h = functional.linear(h, weight, impl="triton")
+        h.sum().backward()
+    queue.run()
+    assert calls == [3]
+    h = x
+    for weight in weights:
+        h = h @ weight.t()
+    for got, expected in zip(weights, torch.autograd.grad(h.sum(), weights), strict=True):
+        testing.assert_close(got.grad, expected)

@@ -1,0 +1,63 @@
+"""compute-sanitizer finds nothing in a small run of every CUDA kernel: reads and writes out of bounds, races."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from zbkern.kernels import cuda
+
+SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.why_not() is not None, reason=str(cuda.why_not())),
+    pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer; it comes with CUDA's toolkit"),
+]
+
+SMALL_RUN = """
+import torch
+from zbkern.kernels import cuda, cuda_optimizer
+
+def random(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+for dtype in (torch.bfloat16, torch.float16):
+    for out in (torch.float32, dtype):
+        for n, k in ((136, 264), (264, 72), (1024, 1024)):  # ragged tiles, the narrow tile, the wide one
+            segments = [(random(m, k, dtype=dtype), random(m, n, dtype=dtype)) for m in (65, 128, 1)]
+            dweight, dbias = random(n, k, dtype=out), random(n, dtype=out)
+            for options in ({}, {"num_sms": 2}, {"max_tiles": 1}):
+                for outputs in ((dweight, dbias), (dweight, None)):
+                    cuda.linear_wgrad(segments, outputs, True, **options)
+                    cuda.linear_wgrad(segments, outputs, False, **options)
+products = [([(random(m, k), random(m, n))], (random(n, k, dtype=torch.float32), random(n, dtype=torch.float32)))
+            for m, n, k in ((64, 136, 264), (100, 512, 256), (1, 8, 8), (70, 256, 128), (64, 128, 128))]
+cuda.linear_wgrads(products, True)
+for dtype in (torch.float32, torch.bfloat16):
+    params, grads = ([random(size, dtype=dtype) for size in (1, 16385, 40000)] for _ in range(2))
+    moments = [[torch.zeros(p.shape, device="cuda") for p in params] for _ in range(3)]
+    control = cuda_optimizer.control("cuda")
+    for masters in (None, moments[2]):
+        for undo in (False, True):
+            cuda_optimizer.adamw(params, grads, *moments[:2], control, masters=masters, undo=undo)
+    cuda_optimizer.squared_norm(grads, torch.zeros(2, device="cuda"))
+    cuda_optimizer.copy_all(params, grads)
+    cuda_optimizer.copy_all([p[1:] for p in params], [g[1:] for g in grads])  # not aligned
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool: str) -> None:
+    command = [SANITIZER, "--tool", tool, "--error-exitcode", "1", sys.executable, "-c", SMALL_RUN]
+    environment = os.environ | {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
+    }  # each tensor its own allocation, whose end is seen
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in result.stdout or "0 hazards" in result.stdout, result.stdout[-2000:]

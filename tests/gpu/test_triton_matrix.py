@@ -1,0 +1,151 @@
+"""The Triton products on a GPU against float64: dtypes, layouts, shapes around the production tiles, hostile values."""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+
+import launch_checks as checks
+import needs_gpu
+import pytest
+import torch
+
+from zbkern.kernels import dispatch, spec
+
+pytestmark = needs_gpu.MARKS
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# an edge of every tile is among them: one row, one less and one more than 64, 128 and 256, several waves of tiles
+SHAPES = [(1, 8, 8), (63, 129, 65), (64, 128, 256), (255, 257, 127), (1000, 1016, 520), (2048, 4096, 1024)]
+LAYOUTS = [("plain",) * 3, ("padded",) * 3, ("transposed",) * 3, ("odd",) * 3, ("plain", "transposed", "step")]
+
+
+@pytest.fixture(scope="module")
+def launches() -> ModuleType:
+    return dispatch.resolve("linear", "triton", "cuda", torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    """float32 as three products of tf32 parts, as close to float64 as the tolerance of float32 asks."""
+    torch.set_float32_matmul_precision("highest")
+
+
+CASES = [
+    *((shape, LAYOUTS[0]) for shape in SHAPES),
+    *((shape, layout) for shape in SHAPES[3:5] for layout in LAYOUTS[1:]),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "layouts"), CASES)
+def test_linear(
+    launches: ModuleType, shape: tuple[int, int, int], layouts: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    m, n, k = shape
+
+    def random() -> checks.Random:
+        return checks.Random(dtype, "cuda", scale=0.5)
+
+    checks.linear_fwd(launches, random(), m, n, k, layouts, bias=True)
+    for accumulate in (False, True):
+        checks.linear_dgrad(launches, random(), m, n, k, layouts, accumulate)
+    checks.linear_dgrad_sum(launches, random(), m, [n, 8, n], k, layouts)
+    outs = [torch.float32] if dtype == torch.float32 else [torch.float32, dtype]
+    for out, accumulate in itertools.product(outs, (False, True)):
+        checks.linear_wgrad(launches, random(), [m], n, k, layouts, out, accumulate)
+        checks.linear_wgrad(launches, random(), [m, 0, 77, m], n, k, layouts, out, accumulate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", spec.ACTIVATIONS)
+def test_activations(launches: ModuleType, activation: str, dtype: torch.dtype) -> None:
+    for m, n, k in SHAPES[:-1]:
+        checks.linear_fwd(launches, checks.Random(dtype, "cuda", scale=0.5), m, n, k, bias=True, activation=activation)
+        checks.linear_fwd(launches, checks.Random(dtype, "cuda", scale=0.5), m, n, k, activation=activation, keep=True)
+        checks.linear_dgrad(launches, checks.Random(dtype, "cuda"), m, n, k, activation=activation)
+        checks.gated_linear(launches, checks.Random(dtype, "cuda", scale=0.3), m, n, k, 2 * n, activation=activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_gated_layouts(launches: ModuleType, layouts: tuple[str, ...], dtype: torch.dtype) -> None:
+    for m, n, k in SHAPES[1:5]:
+        checks.gated_linear(launches, checks.Random(dtype, "cuda", scale=0.2), m, n, k, 264, layouts, bias=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("segments", [1, 3, 4, 9])
+def test_several_weights(launches: ModuleType, segments: int, dtype: torch.dtype) -> None:
+    shapes = [(1024, 512), (136, 264), (512, 1024), (8, 8), (256, 768), (1024, 1024), (127, 65), (64, 64), (512, 512)]
+    for accumulate in (False, True):
+        layers = [(n, k, [300] * segments) for n, k in shapes]
+        checks.linear_wgrads(launches, checks.Random(dtype, "cuda"), layers, accumulate=accumulate)
+        layers = [(n, k, [index * 50] * segments) for index, (n, k) in enumerate(shapes)]
+        checks.linear_wgrads(launches, checks.Random(dtype, "cuda"), layers, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layouts", LAYOUTS[:2])
+def test_groups(launches: ModuleType, layouts: tuple[str, ...], dtype: torch.dtype) -> None:
+    counts = [[100, 0, 33, 64, 1, 200, 128, 8, 50], [0] * 8 + [129], [7] * 9]
+    for n, k in ((256, 512), (136, 264), (65, 127)):
+        random = checks.Random(dtype, "cuda", scale=0.5)
+        checks.grouped_linear(launches, random, counts, n, k, layouts, torch.float32, accumulate=n == 136)
+
+
+@pytest.mark.parametrize("kind", checks.KINDS[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hostile_values(launches: ModuleType, dtype: torch.dtype, kind: str) -> None:
+    if dtype == torch.float32 and kind == "denormal":
+        pytest.skip("tensor cores read float32 as tf32 parts, whose small halves vanish among denormals")
+    for m, n, k in ((300, 264, 520), (65, 63, 129)):
+        checks.adversarial_linear(launches, dtype, "cuda", kind, m, n, k)
+
+
+@pytest.mark.parametrize("num_sms", [1, 7, 40])
+def test_fewer_sms(launches: ModuleType, num_sms: int) -> None:
+    random = checks.Random(torch.bfloat16, "cuda")
+    x, weight, dy = random(700, 520), random(1016, 520), random(700, 1016)
+    y, dx = torch.empty_like(dy), torch.empty_like(x)
+    dweight = torch.zeros(1016, 520, device="cuda")
+    launches.linear_fwd(x, weight, None, y, num_sms=num_sms)
+    launches.linear_dgrad(dy, weight, dx, num_sms=num_sms)
+    launches.linear_wgrad([(x, dy)], (dweight, None), True, num_sms=num_sms)
+    checks.check("y", y, x.double() @ weight.double().t())
+    checks.check("dx", dx, dy.double() @ weight.double())
+    checks.check("dweight", dweight, dy.double().t() @ x.double())
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_w_has_the_same_bits_in_every_run(launches: ModuleType, segments: int, accumulate: bool) -> None:
+    random = checks.Random(torch.bfloat16, "cuda")
+    pairs = [(random(1500, 1032), random(1500, 2056)) for _ in range(segments)]
+    results = []
+    for _ in range(5):
+        outputs = torch.ones(2056, 1032, device="cuda"), torch.ones(2056, device="cuda")
+        launches.linear_wgrad(pairs, outputs, accumulate)
+        results.append(outputs)
+    for dweight, dbias in results[1:]:
+        assert torch.equal(dweight, results[0][0])
+        assert torch.equal(dbias, results[0][1])
+
+
+def test_launches_never_wait_for_the_gpu(launches: ModuleType) -> None:
+    random = checks.Random(torch.bfloat16, "cuda")
+    x, weight, dy = random(256, 256), random(256, 256), random(256, 256)
+    y, dx, dweight = torch.empty_like(dy), torch.empty_like(x), torch.zeros(256, 256, device="cuda")
+
+    def run() -> None:
+        launches.linear_fwd(x, weight, None, y)
+        launches.linear_dgrad(dy, weight, dx)
+        launches.linear_wgrad([(x, dy)], (dweight, None), True)
+
+    run()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    run()
+    end = torch.cuda.current_stream().record_event()
+    assert not end.query()
+    torch.cuda.synchronize()

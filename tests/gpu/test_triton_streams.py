@@ -1,0 +1,201 @@
+"""W deferred, merged, beside other work and inside CUDA graphs. A stream is held up where an event must do its work;
+without that event the result is wrong, so each test is also run without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import needs_gpu
+import pytest
+import torch
+from torch import Tensor
+
+import zbkern
+from zbkern import functional, streams, testing, wgrad
+from zbkern.kernels import dispatch
+
+pytestmark = needs_gpu.MARKS
+
+LONG = 200_000_000  # cycles, about a tenth of a second: longer than the host needs for what it does meanwhile
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def launches() -> ModuleType:
+    return dispatch.resolve("linear", "triton", "cuda", BF16)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=BF16)
+
+
+def new_weight(n: int = 512, k: int = 256) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(random(n, k))
+    weight.main_grad = torch.zeros(n, k, device="cuda")
+    return weight
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("merge", [True, False, "exact"])
+def test_deferred_layers_equal_float64(merge: bool | str, own_stream: bool) -> None:
+    """Three microbatches of a two-layer model, W in another order than B, inputs freed in between."""
+    torch.manual_seed(0)
+    weights = [new_weight(512, 256), new_weight(128, 512)]
+    expected = [torch.zeros_like(w.main_grad, dtype=torch.float64) for w in weights]
+    queue = zbkern.WGradQueue(merge=merge, stream=torch.cuda.Stream() if own_stream else None)
+    for key in range(3):
+        x, dy = random(300 + key, 256), random(300 + key, 128)
+        with queue.defer(key):
+            h = functional.linear(x, weights[0], impl="triton")
+            functional.linear(h, weights[1], impl="triton").backward(dy)
+        expected[1] += dy.double().t() @ h.detach().double()
+        dh = (dy.double() @ weights[1].detach().double()).to(BF16)
+        expected[0] += dh.double().t() @ x.double()
+        del x, dy, h, dh
+    queue.run([2, 0])
+    junk = [random(300 + key, 256).fill_(float("nan")) for key in range(3)]  # takes what was freed
+    queue.run()
+    for weight, wanted in zip(weights, expected, strict=True):
+        testing.assert_close(weight.main_grad, wanted, "main_grad", tolerance=1e-2)  # dh is rounded to bf16
+    assert len(junk) == 3
+
+
+@contextlib.contextmanager
+def without(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    launch = streams.SideStream.launch
+    with monkeypatch.context() as patch:
+        if what == "the event after B":
+            patch.setattr(streams.SideStream, "launch", lambda self, f, marks, held: launch(self, f, (), held))
+        elif what == "the event after W":
+            patch.setattr(streams.SideStream, "join", lambda self: self.landed())
+        elif what == "holding tensors":
+            patch.setattr(streams.SideStream, "launch", lambda self, f, marks, held: launch(self, f, marks, ()))
+        yield
+
+
+def delayed(launches: ModuleType, late: str) -> tuple[Tensor, Tensor, bool]:
+    """(gradient as the current stream sees it after join, expected, whether memory of W's was given to another tensor),
+    with one stream held up at the wrong moment."""
+    queue = zbkern.WGradQueue(stream=torch.cuda.Stream())
+    weight = new_weight()
+    values = random(1024, 256), random(1024, 512)
+    expected = values[1].double().t() @ values[0].double()
+    launches.linear_wgrad([values], (torch.zeros_like(weight.main_grad), None), True)  # compiles
+    torch.cuda.synchronize()
+    x, dy = (torch.full_like(value, float("nan")) for value in values)
+    torch.cuda.synchronize()
+    if late == "main":
+        torch.cuda._sleep(LONG)
+    x.copy_(values[0])  # what F and B compute
+    dy.copy_(values[1])
+    queue.add(wgrad.WGradTask(launches.linear_wgrad, (x, dy), (weight, None)), key=0)
+    if late == "side":
+        with torch.cuda.stream(queue.stream):
+            torch.cuda._sleep(LONG)
+    queue.run(0)
+    addresses = {x.data_ptr(), dy.data_ptr()}
+    del x, dy
+    junk = [torch.full_like(value, float("nan")) for value in values]
+    queue.join()
+    got = weight.main_grad.clone()
+    torch.cuda.synchronize()
+    return got, expected, bool(addresses & {tensor.data_ptr() for tensor in junk})
+
+
+@pytest.mark.parametrize("late", ["main", "side"])
+def test_events_order_w(launches: ModuleType, late: str) -> None:
+    got, expected, reused = delayed(launches, late)
+    testing.assert_close(got, expected, "dweight")
+    assert not reused
+
+
+@pytest.mark.parametrize(
+    ("missing", "late"),
+    [("the event after B", "main"), ("the event after W", "side"), ("holding tensors", "side")],
+)
+def test_removing_one_breaks_it(launches: ModuleType, missing: str, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with without(missing, monkeypatch):
+        got, expected, reused = delayed(launches, late)
+    assert reused == (missing == "holding tensors")
+    with pytest.raises(AssertionError):
+        testing.assert_close(got, expected, "dweight")
+
+
+def test_w_runs_beside_the_current_stream(launches: ModuleType) -> None:
+    """Its end comes while the current stream is still held up."""
+    queue = zbkern.WGradQueue(stream=torch.cuda.Stream())
+    weight = new_weight()
+    x, dy = random(512, 256), random(512, 512)
+    launches.linear_wgrad([(x, dy)], (torch.zeros_like(weight.main_grad), None), True)
+    queue.add(wgrad.WGradTask(launches.linear_wgrad, (x, dy), (weight, None)), key=0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(5 * LONG)
+    main = torch.cuda.current_stream().record_event()
+    queue.run(0)
+    queue.stream.synchronize()
+    assert not main.query()
+    assert queue.bytes > 0
+    torch.cuda.synchronize()
+    queue.join()
+    assert queue.bytes == 0
+    testing.assert_close(weight.main_grad, dy.double().t() @ x.double(), "dweight")
+
+
+def test_f_b_and_w_replay_from_graphs(launches: ModuleType) -> None:
+    m, n, k = 512, 384, 256
+    x, weight, dy = random(m, k), random(n, k), random(m, n)
+    y, dx, dweight = random(m, n), random(m, k), torch.zeros(n, k, device="cuda")
+    pieces = {
+        "F": lambda: launches.linear_fwd(x, weight, None, y),
+        "B": lambda: launches.linear_dgrad(dy, weight, dx),
+        "W": lambda: launches.linear_wgrad([(x[:100], dy[:100]), (x[100:], dy[100:])], (dweight, None), True),
+    }
+    graphs = {}
+    for name, piece in pieces.items():
+        piece()  # compiles
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            piece()
+    dweight.zero_()
+    expected = torch.zeros(n, k, device="cuda", dtype=torch.float64)
+    for _ in range(3):
+        x.copy_(random(m, k)), dy.copy_(random(m, n))
+        for result in (y, dx):
+            result.fill_(float("nan"))
+        for graph in graphs.values():
+            graph.replay()
+        expected += dy.double().t() @ x.double()
+        testing.assert_close(y, x.double() @ weight.double().t(), "y")
+        testing.assert_close(dx, dy.double() @ weight.double(), "dx")
+    testing.assert_close(dweight, expected, "dweight")
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_a_layer_with_its_queue_in_one_graph(own_stream: bool) -> None:
+    weight = new_weight()
+    x, dy = random(640, 256).requires_grad_(), random(640, 512)
+    x.grad = torch.zeros_like(x)
+    queue = zbkern.WGradQueue(stream=torch.cuda.Stream() if own_stream else None)
+
+    def step() -> None:
+        with queue.defer():
+            functional.linear(x, weight, impl="triton").backward(dy)
+        queue.run()
+
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        step()
+    torch.cuda.current_stream().wait_stream(warm)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    weight.main_grad.zero_(), x.grad.zero_()
+    for _ in range(2):
+        graph.replay()
+    testing.assert_close(weight.main_grad, 2 * (dy.double().t() @ x.detach().double()), "main_grad")
+    testing.assert_close(x.grad, 2 * (dy.double() @ weight.detach().double()), "dx")

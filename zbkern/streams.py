@@ -1,0 +1,70 @@
+"""W on a stream of its own: after the B it belongs to, beside everything else, with nothing freed under it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class SideStream:
+    """Launches on `stream`, ordered by events alone; the host never waits.
+
+    What a launch reads was allocated for another stream, whose allocator would give the memory away as soon as the
+    last reference is gone. So a launch holds its tensors, until the host has seen its end or a stream waits for it.
+    (record_stream would keep the memory, too, but until somebody next asks the allocator, and invisibly.) What a launch
+    allocates belongs to this stream. A stream's priority counts only against others: give the forwards and backwards
+    a stream of higher priority (torch.cuda.Stream(priority=-1)), or W competes with them as an equal.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self._flights: deque[tuple[Any, Sequence[Any]]] = deque()  # (event at its end, what it holds), oldest first
+
+    def mark(self) -> Any:
+        """This point of the current stream: what a launch waits for if it needs what was computed so far."""
+        return current(self.stream.device).record_event()
+
+    def launch(self, function: Callable[[], None], marks: Iterable[Any], held: Sequence[Any]) -> None:
+        """function(), once all marks have passed. held: is kept until it comes back from `landed` or `join`."""
+        for mark in marks:
+            self.stream.wait_event(mark)
+        with on(self.stream):
+            function()
+        self._flights.append((self.stream.record_event(), held))
+
+    def landed(self) -> list[Any]:
+        """What the launches held that have ended by now."""
+        if not self._flights or capturing():  # events of a graph that is being captured have no state yet
+            return []
+        ended = []
+        while self._flights and self._flights[0][0].query():
+            ended += self._flights.popleft()[1]
+        return ended
+
+    def join(self) -> list[Any]:
+        """Makes the current stream wait for all launches; what they held may go, since it is freed to that stream."""
+        if not self._flights:
+            return []
+        current(self.stream.device).wait_event(self._flights[-1][0])
+        held = [each for _, what in self._flights for each in what]
+        self._flights.clear()
+        return held
+
+
+def current(device: torch.device) -> torch.cuda.Stream:
+    """The stream that work for this device goes to."""
+    return torch.cuda.current_stream(device)
+
+
+def on(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    """Inside, work goes to `stream`."""
+    return torch.cuda.stream(stream)
+
+
+def capturing() -> bool:
+    """True while the current stream is recorded into a graph."""
+    return torch.cuda.is_current_stream_capturing()
