@@ -18,7 +18,7 @@ READY  := .cache/ready-$(ZBKERN_BUILD)-$(shell echo $(PYTHON) | cksum | cut -d' 
 endif
 
 export OMP_NUM_THREADS ?= 1
-.PHONY: help setup cuda demo test test-gpu lint bench-pipeline bench-split kernels-report clean
+.PHONY: help setup cuda demo test test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -58,6 +58,9 @@ bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 
 kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for sm_80, sm_90 and sm_100
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.kernels_report
+
+bench-gpu: $(READY) ## our launches on a GPU beside torch's and other libraries', in 7 minutes at most
+	TRITON_INTERPRET=0 $(PYTHON) -m bench.gpu
 
 bench-split: $(READY) ## what the split of backward into B and W costs
 	$(PYTHON) -m bench.split

@@ -27,11 +27,14 @@ def extension(part: str, platform: str) -> Extension:
 
     flags = ["/O2", "/std:c++17"] if platform == "win32" else ["-O3", "-std=c++17", "-fvisibility=hidden"]
     root = Path(__file__).parent
-    sources = sorted(path.relative_to(root).as_posix() for path in (root / "csrc").glob(f"{part}_*.cpp"))
+    sources, headers = (
+        sorted(path.relative_to(root).as_posix() for path in (root / "csrc").glob(f"{part}{each}"))
+        for each in ("_*.cpp", "*.h")
+    )
     return Extension(
         f"zbkern._{part}",
         sources,
-        depends=[f"csrc/{part}.h"],
+        depends=headers,
         include_dirs=["csrc", pybind11.get_include()],
         extra_compile_args=flags,
         language="c++",

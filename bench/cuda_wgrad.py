@@ -1,4 +1,4 @@
-"""W of the CUDA extension beside torch's: one microbatch, four merged, and the host's share of a launch.
+"""W of the CUDA extension beside torch's: one microbatch, four merged, a layer's weights at once, the host's share.
 
     python -m bench.cuda_wgrad
 
@@ -36,9 +36,12 @@ def main() -> int:
             faster[tokens, n, k] = figures[-1]["faster"]
             faster[4 * tokens, n, k] = figures[-1]["faster of 4"]
     print(report.table(list(figures[0]), [list(row.values()) for row in figures]))
+    together = [layer(hidden, tokens) for hidden in (2048, 4096) for tokens in TOKENS]
+    print("\n" + report.table(list(together[0]), [list(row.values()) for row in together]))
     microseconds = host_time()
     print(f"\nhost time of a launch: {microseconds:.1f} us")
-    print(f"written to {report.write_json('cuda_wgrad', {'products': figures, 'host_us': microseconds})}")
+    everything = {"products": figures, "layers": together, "host_us": microseconds}
+    print(f"written to {report.write_json('cuda_wgrad', everything)}")
     print(f"\n{torch.cuda.get_device_capability()}: {faster},")
     return 0
 
@@ -78,6 +81,33 @@ def compare(n: int, k: int, tokens: int) -> dict[str, float | str]:
         figures[f"triton{of}"] = round(times["triton", count].ratio(ours_now), 3)
         figures[f"faster{of}"] = min(("cuda", "triton"), key=lambda name: times[name, count].median)
     return figures
+
+
+def layer(hidden: int, tokens: int) -> dict[str, float]:
+    """The four weights of a transformer's layer in one launch, against a launch each."""
+    shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+    operands = [[(operand(tokens, k), operand(tokens, n))] for n, k in shapes]
+    once, each = ([(o, (torch.zeros(n, k, device="cuda"), None)) for o, (n, k) in zip(operands, shapes, strict=True)]
+                  for _ in range(2))  # fmt: skip
+
+    def one_launch() -> None:
+        cuda.linear_wgrads(once, True)
+
+    def four_launches() -> None:
+        for segments, outputs in each:
+            cuda.linear_wgrad(segments, outputs, True)
+
+    one_launch(), four_launches()
+    for (_, (got, _)), (_, (expected, _)) in zip(once, each, strict=True):
+        testing.assert_close(got, expected, f"a layer of {hidden}, {tokens} tokens")
+    times = testing.measure({"one": lambda: [one_launch], "four": lambda: [four_launches]}, rounds=30, device="cuda")
+    flops = sum(testing.linear_flops(tokens, k, n) for n, k in shapes) / 1e12
+    return {
+        "hidden": hidden,
+        "tokens": tokens,
+        "one launch, TFLOP/s": round(flops / times["one"].median),
+        "of four launches": round(times["four"].ratio(times["one"]), 3),
+    }
 
 
 def host_time(count: int = 2000) -> float:

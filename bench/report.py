@@ -44,10 +44,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]])
 
 
-def write_json(name: str, figures: Any) -> Path:
+def write_json(name: str, figures: Any, folder: Path = RESULTS) -> Path:
     """Writes bench/results/NAME.json with the environment; returns its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n")
     return path
 

@@ -71,15 +71,15 @@ int choose_blocks(std::int64_t tiles, int places, int max_tiles) {
   return static_cast<int>(2 * pairs);
 }
 
-void choose_grid(Wgrad& task, int sms, int max_tiles) {
-  sms = std::max(2, sms);
+void choose_grid(Wgrad& task, int places, int max_tiles) {
+  places = std::max(2, places);
   task.tile_k = 128;
   if (task.hopper) {
-    for (const Product& product : task.products) task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, sms));
+    for (const Product& product : task.products) task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, places));
   }
   std::int64_t tiles = 0;
   for (const Product& product : task.products) tiles += count_tiles(product.n, product.k, task.tile_k);
-  task.blocks = choose_blocks(tiles, task.hopper ? sms : 2 * sms, max_tiles);  // before Hopper two blocks fit on an SM
+  task.blocks = choose_blocks(tiles, places, max_tiles);
 }
 
 void validate(const Wgrad& task) {

@@ -55,20 +55,20 @@ ZBKERN_HOST_DEVICE inline TilePlace tile_place(int index, int rows, int columns,
 // Throws std::invalid_argument where wgrad cannot run the task; needs no GPU.
 void validate(const Wgrad& task);
 
-// Sets tile_k and blocks for a launch on at most that many SMs; max_tiles as below.
-void choose_grid(Wgrad& task, int sms, int max_tiles);
+// Sets tile_k and blocks; places and max_tiles as for choose_blocks.
+void choose_grid(Wgrad& task, int places, int max_tiles);
 
 // Runs a valid task whose grid is chosen.
 void wgrad(const Wgrad& task);
 
-// Columns of a tile, 128 or 256, for one weight on that many SMs.
+// Columns of a tile, 128 or 256, for one weight on that many SMs of 9.0.
 int choose_tile(std::int64_t n, std::int64_t k, int sms);
 
 // Tiles of one weight; blocks come in pairs, so their rows are even.
 std::int64_t count_tiles(std::int64_t n, std::int64_t k, int tile_k);
 
-// Blocks of a launch: at most `places`, and more where a block may not take above max_tiles tiles (0: any number), so
-// that a kernel beside it gets its SMs back soon. Even, for blocks come in pairs.
+// Blocks of a launch: at most `places`, the number that can run at a time, and more where a block may not take above
+// max_tiles tiles (0: any number), so that a kernel beside it gets its SMs back soon. Even, for blocks come in pairs.
 int choose_blocks(std::int64_t tiles, int places, int max_tiles);
 
 bool has_sm90();  // compiled for 9.0a

@@ -47,6 +47,10 @@ struct Orders {
 // Empty rows when the rule comes to a dead end, or to a cost above `cutoff`.
 Orders list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
 
+// The best orders in which all microbatches repeat one building block; empty rows when there are none.
+Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves,
+                     Time target, bool fuse);
+
 struct AnnealOptions {
   std::uint64_t seed = 0;
   std::vector<Time> temperatures;  // one after the other, in units of `ranks` times the time unit

@@ -36,6 +36,16 @@ PYBIND11_MODULE(_planner, module) {
     const Problem problem = problem_from(source);
     return tuple_from(list_schedule(problem, {priority, patience, foresight, late_forward, late_backward, fuse, caps}, cutoff));
   });
+  module.def("search_blocks", [](const py::object& source, std::uint64_t seed, const std::vector<Time>& temperatures,
+                                 std::int64_t moves, Time target, bool fuse) {
+    const Problem problem = problem_from(source);
+    Orders found;
+    {
+      py::gil_scoped_release release;
+      found = search_blocks(problem, seed, temperatures, moves, target, fuse);
+    }
+    return tuple_from(found);
+  });
   module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, std::uint64_t seed,
                           const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target, bool may_fuse,
                           double seconds) {

@@ -22,6 +22,11 @@ def test_info_names_every_op_and_what_runs_it(capsys: pytest.CaptureFixture[str]
     assert "run through torch on" in text
 
 
+def test_info_says_what_else_runs_where_it_is_named() -> None:
+    pytest.importorskip("triton")  # which interprets in this process
+    assert "run through torch on cpu, where named through triton" in "\n".join(info.lines())
+
+
 def test_info_says_what_of_the_cuda_kernels_was_built_and_why_not_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from build_tools import cuda, decision
@@ -109,6 +109,7 @@ def test_architectures_that_nvcc_does_not_know_yet() -> None:
     assert decision.architectures("", (), (12, 8)) == ("8.0", "9.0a", "10.0")
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["8.0", "8.6", "9.0", "9.0a", "10.0", "12.0"]), min_size=1))
 def test_architectures_are_each_there_once_whatever_their_order(listed: list[str]) -> None:
     chosen = decision.architectures(";".join(listed), (), (13, 0))

@@ -192,3 +192,26 @@ def test_a_stream_is_set_before_w_waits(device: Device) -> None:
     queue.discard()
     with pytest.raises(TypeError, match=r"must be a torch.cuda.Stream or None; got 3"):
         queue.stream = 3
+
+
+def test_blocks_end_early_where_the_launch_can_do_that(device: Device) -> None:
+    training = Training(device, zbkern.WGradQueue(stream=device.side))
+    seen: list[dict] = []
+
+    def launch(segments: list[tuple[Tensor, ...]], outputs: list[Tensor], accumulate: bool) -> None:
+        training.launch(segments, outputs, accumulate)
+
+    def several(layers: list[tuple], accumulate: bool, **options: int) -> None:
+        seen.append(options)
+        for segments, outputs in layers:
+            launch(segments, outputs, accumulate)
+
+    launch.several = several
+    for stream in (device.side, None):
+        training.queue.stream = stream
+        training.backward()
+        training.queue.tasks()[0].launch = launch
+        training.queue.run()
+        device.finish()
+    assert seen == [{"max_tiles": 1}]  # on the current stream nothing else waits for multiprocessors
+    assert training.weight.grad.tolist() == [110.0, 110.0]

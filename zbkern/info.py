@@ -61,8 +61,10 @@ def _ops() -> list[str]:
     for op in spec.OPS:
         reasons = {impl: dispatch.why_not(op, impl, device) for impl in spec.IMPLEMENTATIONS}
         chosen = next((impl for impl in dispatch.candidates(device) if reasons[impl] is None), "nothing")
+        named = [impl for impl, reason in reasons.items() if reason is None and impl != chosen]
+        also = f", where named through {' or '.join(named)}" if named else ""
         passed = [f"  not {impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
-        groups.setdefault("\n".join([f"run through {chosen} on {device}", *passed]), []).append(op)
+        groups.setdefault("\n".join([f"run through {chosen} on {device}{also}", *passed]), []).append(op)
     return [f"{', '.join(ops)}\n  {text}" for text, ops in groups.items()]
 
 

@@ -97,13 +97,16 @@ def _present(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
     return gradients
 
 
-def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target]) -> None:
-    """Runs every group into its target: several of them as one launch for all that are written, one for the others."""
-    if len(batch) == 1:
+def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
+    """Runs every group into its target: several of them as one launch for all that are written, one for the others.
+
+    options: for launches that take several weights; the others have none.
+    """
+    several = getattr(batch[0][0].launch, "several", None)
+    if len(batch) == 1 and (several is None or not options):
         target = targets[0]
         batch[0][0].launch([task.tensors for task in batch[0]], target.outputs, target.add)
         return
-    several = batch[0][0].launch.several  # type: ignore[attr-defined]
     for add in (False, True):  # what is written first: if the next one fails, nothing has been added twice
         layers = [
             ([task.tensors for task in group], target.outputs)
@@ -111,7 +114,7 @@ def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target]) -> None:
             if target.add is add
         ]
         if layers:
-            several(layers, add)
+            several(layers, add, **options)
 
 
 def _announce(parameter: Tensor) -> None:

@@ -96,7 +96,8 @@ def measure(
     The order changes from round to round: each leaves its own things in the caches for the next.
 
     A candidate is a function that prepares one run (untimed, a forward for instance) and returns the functions to be
-    timed together. On a CUDA device the time is taken between events on the current stream.
+    timed together. On a CUDA device the time is taken between events on the current stream, after a pause in which the
+    host gets ahead: what launches cost it does not count, unless they cost more than they run for.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
@@ -115,6 +116,7 @@ def _elapsed(functions: Sequence[Callable[[], object]], device: torch.device) ->
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
+        torch.cuda._sleep(1_000_000)  # cycles: about half a millisecond
         start.record()
         for function in functions:
             function()

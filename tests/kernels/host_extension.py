@@ -25,13 +25,14 @@ def tensor_at(address: int, kind: int, shape: tuple[int, ...], stride: int | Non
 
 
 class HostExtension:
-    """launches: the number of weights and of segments of each launch."""
+    """launches: the number of weights and of segments of each launch. grids: its places, max_tiles and hopper."""
 
     MAX_SEGMENTS = 16
     MAX_PRODUCTS = 4
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, int]] = []
+        self.grids: list[tuple[int, int, bool]] = []
 
     def has_sm90(self) -> bool:
         return True
@@ -42,6 +43,7 @@ class HostExtension:
         assert len(products) <= self.MAX_PRODUCTS
         self.launches.append((len(products), sum(len(product[-1]) for product in products)))
         assert self.launches[-1][1] <= self.MAX_SEGMENTS
+        self.grids.append(rest[:3])
         for dweight_at, dbias_at, n, k, stride, segments in products:
             dweight = tensor_at(dweight_at, dweight_kind, (n, k), stride)
             self._aligned(dweight_at, stride * dweight.itemsize)

@@ -96,7 +96,7 @@ def test_a_wide_tile_is_chosen_where_there_are_many_and_a_narrow_one_where_few(e
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([8, 16]))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_tile_is_computed_once_and_in_bands(extension: ModuleType, rows: int, columns: int, band: int) -> None:
     places = [extension.tile_place(index, rows, columns, band) for index in range(rows * columns)]
     assert sorted(places) == [(row, column) for row in range(rows) for column in range(columns)]

@@ -110,6 +110,20 @@ def test_several_weights_in_one_launch(extension: HostExtension) -> None:
         testing.assert_close(outputs[1], wide[1].float(), "dbias")
 
 
+@pytest.mark.parametrize(("major", "all_places"), [(9, 132), (8, 264)])
+def test_multiprocessors_that_a_launch_may_take(
+    extension: HostExtension, monkeypatch: pytest.MonkeyPatch, major: int, all_places: int
+) -> None:
+    properties = SimpleNamespace(major=major, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for options in ({}, {"num_sms": 40}, {"num_sms": 1000, "max_tiles": 3}):
+        cuda.linear_wgrad(segments_of([8], 16, 24, BF16), (torch.zeros(16, 24), None), False, **options)
+    hopper = major == 9
+    assert extension.grids == [(all_places, 0, hopper), (40, 0, hopper), (all_places, 3, hopper)]
+    cuda.linear_wgrads([(segments_of([8], 16, 24, BF16), (torch.zeros(16, 24), None)) for _ in range(2)], False)
+    assert extension.launches[3:] == ([(2, 2)] if hopper else [(1, 1), (1, 1)])
+
+
 def test_a_launch_takes_neighbours_of_the_same_dtypes(extension: HostExtension) -> None:
     kinds = [(BF16, FP32), (BF16, FP32), (BF16, BF16), (FP16, FP32)]
     rows = [[8] * 9, [8] * 8, [8], [8] * 20]  # 17 segments are too many for a launch, 20 are two on their own

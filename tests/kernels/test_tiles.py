@@ -41,6 +41,14 @@ def test_large_layers_take_large_tiles_and_small_ones_fill_the_machine() -> None
     assert fewer.m * fewer.n > small.m * small.n
 
 
+def test_products_that_share_a_launch_fill_the_machine_together() -> None:
+    alone = tiles.choose("wgrad", 1024, 1024, 4096, "bfloat16", 90, 132)
+    seven = tiles.choose("wgrad", 1024, 1024, 4096, "bfloat16", 90, 132, others=((1024, 1024),) * 6)
+    assert alone.m * alone.n < seven.m * seven.n
+    assert tiles.count(seven, *[(1024, 1024)] * 7) == 7 * tiles.count(seven, (1024, 1024))
+    assert tiles.count(tiles.Tile(128, 256, 64, 8, 3), (129, 256), (0, 5)) == 2
+
+
 def test_a_measured_table_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "tiles.json"
     key = tiles.key("wgrad", 4096, 4096, 4096, "bfloat16", 90)

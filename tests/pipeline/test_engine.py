@@ -148,6 +148,20 @@ def test_frozen_first_stage_and_gradients_elsewhere() -> None:
     torch.testing.assert_close(model[1].linear.weight.grad, expected[1].linear.weight.grad)
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_inputs_that_ask_for_a_gradient_get_it(parts: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    inputs, targets = torch.randn(4, 3), torch.randn(4, 4)
+    expected = inputs.clone().requires_grad_()
+    nn.functional.mse_loss(model(expected), targets).backward()
+    leaves = [part.clone().requires_grad_() for part in (inputs.chunk(2) if parts else (inputs,))]
+    with Pipeline(
+        zbkern.convert(model), schedules.zb_h1(1, 2), nn.functional.mse_loss, LocalTransport.ring(1)[0]
+    ) as pipe:
+        pipe.step(leaves if parts else leaves[0], targets)
+    torch.testing.assert_close(torch.cat([leaf.grad for leaf in leaves]), expected.grad)
+
+
 def test_slices_of_w_add_up() -> None:
     whole = schedules.zb_h1(1, 2)
     sliced = [

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from zbkern.pipeline import Costs, schedules
-from zbkern.pipeline.planner import lists, search
-from zbkern.pipeline.planner.problem import Orders, Problem, orders_of, schedule_of
+from zbkern.pipeline.planner import blocks, lists, search
+from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of, schedule_of
 
 pytestmark = pytest.mark.skipif(lists.compiled is None, reason="the compiled search core is not built")
 
@@ -56,6 +56,20 @@ def test_annealing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, _ = search.anneal(given, start, **options)
     assert finished
     assert fast == slow
+    schedule_of(fast, given, "found")  # validates
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_building_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
+    mean = (sum(given.forward) + sum(given.backward)) // (2 * given.chunks)
+    options = {"seed": seed, "temperatures": [mean, mean // 3, mean // 20], "moves": 60, "fuse": seed % 4 == 3}
+    fast = blocks.search_blocks(given, **options)
+    monkeypatch.setattr(blocks, "compiled", None)
+    assert fast == blocks.search_blocks(given, **options)
+    assert fits(given, fast)
+    if not given.saves:
+        assert search.anneal(given, fast)[0].cost == fast.cost
     schedule_of(fast, given, "found")  # validates
 
 

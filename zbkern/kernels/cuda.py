@@ -136,9 +136,10 @@ def linear_wgrads(
 
 def _launch(products: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
     kinds, device = like
-    count, hopper = _gpu(device)
-    count = count if num_sms is None else min(num_sms, count)
-    _cuda.wgrad(products, *kinds, accumulate, count, max_tiles, hopper, device, raw_stream(device))
+    places, hopper = _gpu(device)
+    if num_sms is not None:  # a block each: two of a launch are on one multiprocessor only where all are taken
+        places = min(num_sms, places)
+    _cuda.wgrad(products, *kinds, accumulate, places, max_tiles, hopper, device, raw_stream(device))
 
 
 def _addresses(
@@ -185,9 +186,10 @@ def _kinds(dtype: torch.dtype, dweight: torch.dtype, dbias: torch.dtype | None) 
 
 @functools.cache
 def _gpu(device: int) -> tuple[int, bool]:
-    """Its number of multiprocessors, and whether the kernels for 9.0 run on it."""
+    """How many blocks run at a time, and whether they are of the kernels for 9.0."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major == 9 and _cuda.has_sm90()
+    hopper = properties.major == 9 and _cuda.has_sm90()
+    return properties.multi_processor_count * (1 if hopper else 2), hopper
 
 
 def _most_products(device: int) -> int:

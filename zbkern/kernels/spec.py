@@ -28,7 +28,9 @@ Launches
     linear_dgrad_sum([(dy, weight), ...], dx)                  dx = sum dy weight, over layers that share their input
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
     linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one launch.
-                                                               A linear_wgrad has it as `.several` if a queue may use it
+                                                               A linear_wgrad has it as `.several` if a queue may use
+                                                               it, then with max_tiles=: a block ends after so many
+                                                               tiles, for work on other streams; 0 for no bound
 
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)

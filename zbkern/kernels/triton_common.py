@@ -32,11 +32,18 @@ class Kernel:
         self._compiled: dict[tuple, Any] = {}
 
     def __call__(
-        self, grid: int | tuple[int, ...], arguments: Sequence[Any], constants: Sequence[Any], warps: int, stages: int
+        self,
+        grid: int | tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Sequence[Any],
+        warps: int,
+        stages: int,
+        key: tuple | None = None,
     ) -> None:
         """Launches on the current stream of the device of the first tensor among the arguments.
 
-        arguments, constants: in the order of the function's parameters. grid: programs, along up to three axes.
+        arguments, constants: in the order of the function's parameters. grid: programs, along up to three axes. key:
+        for callers who know what Triton would find out about the arguments: equal only for equal variants.
         """
         grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         if INTERPRETED:
@@ -46,9 +53,9 @@ class Kernel:
         current = torch.cuda.current_device()
         if device != current:
             with torch.cuda.device(device):
-                self._launch(device, grid, arguments, constants, warps, stages)
+                self._launch(device, grid, arguments, constants, warps, stages, key)
         else:
-            self._launch(device, grid, arguments, constants, warps, stages)
+            self._launch(device, grid, arguments, constants, warps, stages, key)
 
     def _launch(
         self,
@@ -58,8 +65,11 @@ class Kernel:
         constants: Sequence[Any],
         warps: int,
         stages: int,
+        key: tuple | None,
     ) -> None:
-        key = (device, warps, stages, *constants, *map(_specialization, arguments))
+        if key is None:
+            key = tuple(map(_specialization, arguments))
+        key = (device, warps, stages, *constants, key)
         compiled = self._compiled.get(key)
         if compiled is None:  # compiles, and launches
             self._compiled[key] = self.function[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
@@ -89,6 +99,8 @@ class Variant:
 
 def _specialization(argument: Any) -> Any:
     """What Triton compiles another variant for: dtype and alignment of a pointer, 1 and multiples of 16 as integers."""
+    if argument is None:
+        return None
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):

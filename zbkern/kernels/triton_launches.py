@@ -8,6 +8,8 @@ from zbkern.kernels.triton_activation import gated_bwd as gated_bwd
 from zbkern.kernels.triton_activation import gated_fwd as gated_fwd
 from zbkern.kernels.triton_attention import attention_fwd as attention_fwd
 from zbkern.kernels.triton_attention_dgrad import attention_dgrad as attention_dgrad
+from zbkern.kernels.triton_embedding import embedding_fwd as embedding_fwd
+from zbkern.kernels.triton_embedding import embedding_wgrad as embedding_wgrad
 from zbkern.kernels.triton_gated import gated_linear_dgrad as gated_linear_dgrad
 from zbkern.kernels.triton_gated import gated_linear_fwd as gated_linear_fwd
 from zbkern.kernels.triton_grouped import grouped_linear_dgrad as grouped_linear_dgrad
@@ -18,6 +20,8 @@ from zbkern.kernels.triton_linear import linear_fwd as linear_fwd
 from zbkern.kernels.triton_linear_sums import linear_dgrad_sum as linear_dgrad_sum
 from zbkern.kernels.triton_linear_sums import linear_wgrad as linear_wgrad
 from zbkern.kernels.triton_linear_sums import linear_wgrads as linear_wgrads
+from zbkern.kernels.triton_loss import cross_entropy_fwd as cross_entropy_fwd
+from zbkern.kernels.triton_loss import cross_entropy_wgrad as cross_entropy_wgrad
 from zbkern.kernels.triton_norm import layer_norm_dgrad as layer_norm_dgrad
 from zbkern.kernels.triton_norm import layer_norm_fwd as layer_norm_fwd
 from zbkern.kernels.triton_norm import norm_partials as norm_partials

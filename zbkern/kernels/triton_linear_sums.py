@@ -158,15 +158,17 @@ def linear_wgrad(
     outputs: Sequence[Tensor | None],
     accumulate: bool,
     num_sms: int | None = None,
+    max_tiles: int = 0,
 ) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N])."""
-    linear_wgrads([(segments, outputs)], accumulate, num_sms)
+    linear_wgrads(((segments, outputs),), accumulate, num_sms, max_tiles)
 
 
 def linear_wgrads(
     layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
     accumulate: bool,
     num_sms: int | None = None,
+    max_tiles: int = 0,
 ) -> None:
     """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
     products = []
@@ -186,7 +188,7 @@ def linear_wgrads(
             if exchanged:  # the same product with its factors exchanged
                 dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
             products.append(Product(pairs, dweight, dbias))
-    run("wgrad", products, accumulate, num_sms)
+    run("wgrad", products, accumulate, num_sms, max_tiles)
 
 
 linear_wgrad.several = linear_wgrads  # how a queue finds it
@@ -240,8 +242,16 @@ class _Kind(NamedTuple):
     writes: bool
 
 
-def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None) -> None:
-    """Every product, or (accumulate) added to what its output has. Outputs are not empty, and share no memory."""
+def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None = None, max_tiles: int = 0) -> None:
+    """Every product, or (accumulate) added to what its output has. Outputs are not empty, and share no memory.
+
+    num_sms: programs start for so many SMs, None for all. max_tiles: a program ends after so many tiles, 0 for no
+    bound; there are then more programs, and between two of them an SM is free for another stream's work.
+    """
+    if len(products) == 1:  # what most W are: 10 us less than to sort them
+        for part in _parts(products[0], accumulate):
+            _launch(op, _kind(part), (part,), num_sms, max_tiles)
+        return
     rounds: list[dict[_Kind, list[_Part]]] = []  # the second part of a product adds to what the first has written
     for product in products:
         for turn, part in enumerate(_parts(product, accumulate)):
@@ -252,17 +262,17 @@ def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | N
         for kind, parts in groups.items():
             together = SLOTS // kind.segments
             for first in range(0, len(parts), together):
-                _launch(op, kind, parts[first : first + together], num_sms)
+                _launch(op, kind, parts[first : first + together], num_sms, max_tiles)
 
 
 def _parts(product: Product, add: bool) -> Iterable[_Part]:
     """Factors of one layout at a time, SLOTS at most; the first part writes (unless it adds), the others add."""
     rest, result = [(Matrix(a), Matrix(b)) for a, b in product.pairs], Matrix(product.out)
     while rest:
-        left, right = rest[0]
-        same = [pair for pair in rest if pair[0].layout == left.layout and pair[1].layout == right.layout][:SLOTS]
-        rest = [pair for pair in rest if pair not in same]
+        left, right = rest[0][0].layout, rest[0][1].layout
+        same = [pair for pair in rest if pair[0].layout == left and pair[1].layout == right][:SLOTS]
         yield _Part(same, result, product.vector, add)
+        rest = [pair for pair in rest if pair not in same] if len(same) < len(rest) else []
         add = True
 
 
@@ -272,7 +282,7 @@ def _kind(part: _Part) -> _Kind:
     reads = bulk and left.describable and right.describable
     writes = bulk and part.result.describable and not part.result.transposed
     return _Kind(
-        triton.next_power_of_2(len(part.factors)),
+        _power_of_2(len(part.factors)),
         (left.tensor.dtype, out.dtype, None if vector is None else vector.dtype),
         (left.transposed,) if reads else left.layout,  # descriptors carry the strides
         (right.transposed,) if reads else right.layout,
@@ -283,61 +293,76 @@ def _kind(part: _Part) -> _Kind:
     )
 
 
-def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None) -> None:
+def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, max_tiles: int) -> None:
+    segments, dtypes, _, _, _, add, reads, writes = kind
     left, right = parts[0].factors[0]
-    shapes = [part.result.tensor.shape for part in parts]
+    shapes = [tuple(part.result.tensor.shape) for part in parts]
     rows = [[a.tensor.shape[1] for a, _ in part.factors] for part in parts]
-    (p, q), others = shapes[0], tuple(tuple(shape) for shape in shapes[1:])
+    p, q = shapes[0]
     described = left.describable and right.describable
-    r = max(map(sum, rows))
-    tile, _, programs = plan(op, p, q, r, left.tensor.dtype, left.tensor.device, described, num_sms, others)
-    slots: list[tuple[Any, Any, int]] = []
-    for part, counts in zip(parts, rows, strict=True):
-        if kind.reads:
-            pairs = [(a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)) for a, b in part.factors]
-        else:
-            pairs = [(a.tensor, b.tensor) for a, b in part.factors]
-        slots += [(a, b, count) for (a, b), count in zip(pairs, counts, strict=True)]
-        slots += [(*pairs[0], 0)] * (kind.segments - len(pairs))
-    if kind.writes:
-        outs = [part.result.descriptor(tile.m, tile.n // tile.halves) for part in parts]
-    else:
-        outs = [part.result.tensor for part in parts]
-    targets = [(out, part.vector, *shape) for out, part, shape in zip(outs, parts, shapes, strict=True)]
-    count = triton.next_power_of_2(len(parts))
-    targets += [(outs[0], parts[0].vector, 0, q)] * (count - len(parts))  # products of no rows
-    slots += [(slots[0][0], slots[0][1], 0)] * (kind.segments * count - len(slots))
-    strides = (1, 1, 1, 1) if kind.reads else (left.outer, left.inner, right.outer, right.inner)
-    strides += (1, 1) if kind.writes else kind.result
-    columns, bias = (kind.dtypes[2] is not None and op == wanted for wanted in ("wgrad", "fwd"))
-    reduces = kind.writes and kind.add and kind.dtypes[1] == torch.float32 and not INTERPRETED
-    steps = {sum(-(-size // tile.k) for size in counts) for counts in rows}
-    flags = (
-        count,
-        kind.segments,
-        len(steps) == 1,
-        left.transposed,
-        right.transposed,
-        kind.reads,
-        kind.writes,
-        kind.add,
-        reduces,
+    tile, _, programs = plan(
+        op, p, q, max(map(sum, rows)), dtypes[0], left.tensor.device, described, num_sms, tuple(shapes[1:])
     )
-    sizes = (tile.m, tile.n, tile.k, tile.group, tile.halves)
+    if max_tiles:
+        programs = max(programs, -(-tiles.count(tile, *shapes) // max_tiles))
+
+    slots: list[tuple[Any, Any, int]] = []
+    targets: list[tuple[Any, Tensor | None, int, int]] = []
+    for part, counts, shape in zip(parts, rows, shapes, strict=True):
+        pairs = [
+            (a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)) if reads else (a.tensor, b.tensor)
+            for a, b in part.factors
+        ]
+        slots += [(a, b, count) for (a, b), count in zip(pairs, counts, strict=True)]
+        slots += [(*pairs[0], 0)] * (segments - len(pairs))  # segments of no rows
+        out = part.result.descriptor(tile.m, tile.n // tile.halves) if writes else part.result.tensor
+        targets.append((out, part.vector, *shape))
+    count = _power_of_2(len(parts))
+    targets += [(*targets[0][:2], 0, q)] * (count - len(parts))  # products of no rows
+    slots += [(*slots[0][:2], 0)] * (segments * count - len(slots))
+
+    strides = (1, 1, 1, 1) if reads else (left.outer, left.inner, right.outer, right.inner)
+    strides += (1, 1) if writes else kind.result
+    columns, bias = (dtypes[2] is not None and op == wanted for wanted in ("wgrad", "fwd"))
+    reduces = writes and add and dtypes[1] == torch.float32 and not INTERPRETED
+    even = len(rows) == 1 or len({sum(-(-size // tile.k) for size in counts) for counts in rows}) == 1
+    flags = (count, segments, even, left.transposed, right.transposed, reads, writes, add, reduces, columns, bias)
     kernel = _over_rows if op == "wgrad" else _of_rows
     kernel(
         programs,
-        (*_columns(slots, 3), *_columns(targets, 4), *strides),
-        (*flags, columns, bias, precision(left.tensor.dtype), *sizes),
+        (*_columns(slots), *_columns(targets), *strides),
+        (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.halves),
         tile.warps,
         tile.stages,
+        _key(op, dtypes, slots, targets) if reads and writes else None,
     )
 
 
-def _columns(entries: Sequence[tuple], width: int) -> list[Any]:
+def _key(op: str, dtypes: tuple, slots: Sequence[tuple], targets: Sequence[tuple]) -> tuple:
+    """What Triton specialises on besides the constants: dtypes, the sizes that are compiled in, where vectors begin.
+
+    Its own way of finding that out, argument by argument, takes a third of a launch.
+    """
+    sizes = [size for target in targets for size in (target[2:] if op == "wgrad" else target[3:])]
+    if op != "wgrad":
+        sizes += [slot[2] for slot in slots]
+    known = [size % 16 == 0 or (size == 1 and -1) for size in sizes]
+    return (*dtypes, *known, *[vector.data_ptr() % 16 for _, vector, _, _ in targets if vector is not None])
+
+
+def _columns(entries: Sequence[tuple]) -> list[Any]:
     """The kernel's arguments: all first values, then all second values, SLOTS of each."""
-    padded = [*entries, *[(None,) * width] * (SLOTS - len(entries))]
-    return [entry[column] for column in range(width) for entry in padded]
+    padding = [None] * (SLOTS - len(entries))
+    found: list[Any] = []
+    for column in zip(*entries, strict=True):
+        found += column
+        found += padding
+    return found
+
+
+def _power_of_2(count: int) -> int:
+    """The next one; Triton's own, which kernels can call, takes 12 us."""
+    return 1 << (count - 1).bit_length()
 
 
 def variants(capability: int) -> list[Variant]:

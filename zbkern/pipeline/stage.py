@@ -48,7 +48,8 @@ class Stage:
     def backward_input(self, microbatch: int, gradients: Any) -> Any:
         """B: runs the backward with every W deferred under (chunk, microbatch); returns the gradients of the inputs.
 
-        The gradients come and go in the tree of the outputs and inputs, None where a tensor takes none.
+        The gradients come and go in the tree of the outputs and inputs, None where a tensor takes none. Those of the
+        first chunk's inputs, if they ask for any, stay with the caller's tensors.
         """
         inputs, roots = self._saved.pop(microbatch)
         loss = self.loss_fn is not None
@@ -61,7 +62,7 @@ class Stage:
         if pairs:
             with self.queue.defer((self.chunk, microbatch)):
                 torch.autograd.backward(*zip(*pairs, strict=True))
-        return pytree.tree_map(_take_gradient, inputs)
+        return pytree.tree_map(_take_gradient, inputs) if self.chunk > 0 else None
 
     def weight(self, *microbatches: int) -> None:
         """W of these microbatches, merged into one launch per weight."""

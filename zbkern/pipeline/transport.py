@@ -16,7 +16,7 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -142,14 +142,22 @@ class DistributedTransport:
             raise PipelineError(self._mailbox.failure) from None
         finally:
             self.activity.awaits = None
-        for work in works:
-            work.wait()
+        self._settle(message, works)
         return message
 
     def forget(self, step: int) -> None:
-        for _, works in self._mailbox.forget(step):
-            for work in works:
-                work.wait()
+        for message, works in self._mailbox.forget(step):
+            self._settle(message, works)
+
+    def _settle(self, message: Any, works: list[dist.Work]) -> None:
+        """The current stream waits for what still arrives; the memory stays until this stream is done with it."""
+        for work in works:
+            work.wait()
+        if works:
+            stream = torch.cuda.current_stream(self._device)
+            for leaf in pytree.tree_leaves(message):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(stream)
 
     def fail(self, reason: str) -> None:
         self._mailbox.fail(reason)
@@ -231,18 +239,17 @@ class DistributedTransport:
     def _receive_from(self, peer: int) -> None:
         """Thread: files everything `peer` sends until it closes or fails."""
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            while True:
-                what, tag, detail, spec = self._receive_header(peer)
-                if what == "closed":
-                    return self._mailbox.closed(peer)
-                if what in ("failed", "lost"):
-                    return self._pass_on(detail, what)
-                if what == "asked":
-                    self._asked(tag, detail)
-                else:
-                    self._receive_message(peer, tag, detail, spec)
+            with self._stream_of_its_own():  # a receive begins at once, not after the work that is queued on another
+                while True:
+                    what, tag, detail, spec = self._receive_header(peer)
+                    if what == "closed":
+                        return self._mailbox.closed(peer)
+                    if what in ("failed", "lost"):
+                        return self._pass_on(detail, what)
+                    if what == "asked":
+                        self._asked(tag, detail)
+                    else:
+                        self._receive_message(peer, tag, detail, spec)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
             if not self._ended.locked():
@@ -276,13 +283,28 @@ class DistributedTransport:
 
     def _finish_sends(self) -> None:
         """Thread: lets go of sent tensors as soon as they have left."""
-        while (works := self._sends.get()) is not None:
-            for work, _tensor in works:
-                try:
-                    work.wait()
-                except Exception as error:  # the receiver is gone; its receiver thread here says so
-                    logger.debug("rank %d: a send was not finished: %s", self.rank, error)
-            del works
+        with self._stream_of_its_own() as stream:  # no other stream waits for a send
+            while (works := self._sends.get()) is not None:
+                for work, _ in works:
+                    try:
+                        work.wait()
+                    except Exception as error:  # the receiver is gone; its receiver thread here says so
+                        logger.debug("rank %d: a send was not finished: %s", self.rank, error)
+                if stream is not None:
+                    departure = torch.cuda.Event(blocking=True)
+                    departure.record(stream)
+                    departure.synchronize()
+                works = _ = None
+
+    @contextlib.contextmanager
+    def _stream_of_its_own(self) -> Iterator[torch.cuda.Stream | None]:
+        """For one of the threads: on CUDA, a stream that nothing else uses."""
+        if self._device.type != "cuda":
+            yield None
+            return
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield stream
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbkern.kernels import spec, tiles, triton_gated, triton_launches, triton_linear, triton_linear_sums, triton_product
+from zbkern.kernels import (
+    spec,
+    tiles,
+    triton_common,
+    triton_gated,
+    triton_launches,
+    triton_linear,
+    triton_linear_sums,
+    triton_product,
+)
 
 SIZES = [
     1,
@@ -117,6 +127,53 @@ def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tup
     random = draw(data, scale=0.3)
     activation, bias = data.draw(st.sampled_from(spec.ACTIVATIONS)), data.draw(st.booleans())
     checks.gated_linear(triton_launches, random, m, n, k, h, layouts, activation, bias)
+
+
+@pytest.mark.parametrize(
+    ("options", "programs"), [({}, 4), ({"num_sms": 1}, 1), ({"max_tiles": 1}, 8), ({"max_tiles": 3}, 4)]
+)
+def test_programs_of_a_w(options: dict, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are SMs, fewer if told so, more if each must end early; the result is the same."""
+    grids = []
+    kernel = triton_linear_sums._over_rows
+    monkeypatch.setattr(triton_linear_sums, "_over_rows", lambda *a, **k: (grids.append(a[0]), kernel(*a, **k)))
+    random = checks.Random(torch.float32, "cpu")
+    x, dy = random(20, 64), random(20, 64)
+    dweight, dbias = torch.zeros(64, 64), torch.zeros(64)
+    triton_launches.linear_wgrad([(x, dy)], (dweight, dbias), True, **options)
+    checks.check("dweight", dweight, dy.double().t() @ x.double())
+    checks.check("dbias", dbias, dy.double().sum(0))
+    assert grids == [programs]
+
+
+def test_equal_keys_are_equal_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that names its own key is looked up by it: whatever Triton specialises on must be in there."""
+    seen: dict[tuple, tuple] = {}
+    count = 0
+
+    def record(free: range):  # type: ignore[no-untyped-def]
+        def launch(programs, arguments, constants, warps, stages, key) -> None:  # type: ignore[no-untyped-def]
+            nonlocal count
+            count += 1
+            fixed = [triton_common._specialization(a) for i, a in enumerate(arguments) if i not in free]
+            if key is not None:
+                assert seen.setdefault((constants, key), fixed) == fixed
+
+        return launch
+
+    monkeypatch.setattr(triton_linear_sums, "_over_rows", record(range(16, 24)))  # its r
+    monkeypatch.setattr(triton_linear_sums, "_of_rows", record(range(40, 48)))  # its p
+    for dtype, out, n, k, m, start in itertools.product(
+        DTYPES, (torch.float32, torch.float16), (8, 16, 24), (8, 16, 32), (1, 16, 20), (0, 4)
+    ):
+        x, dy, weight = (torch.empty(shape, dtype=dtype) for shape in ((m, k), (m, n), (3, n, k)))
+        dweight, dbias = torch.empty(n, k, dtype=out), torch.empty(n + 4, dtype=out)[start : start + n]
+        for bias in (dbias, None):
+            triton_launches.linear_wgrad([(x, dy)] * 3, (dweight, bias), True)
+        counts = torch.tensor([m // 2, m - m // 2, 0])
+        triton_launches.grouped_linear_fwd(x, weight, None, counts, torch.empty_like(dy))
+        triton_launches.grouped_linear_dgrad(dy, weight, counts, torch.empty_like(x))
+    assert 20 < len(seen) < count / 3
 
 
 def test_segments_of_different_layouts_and_bfloat16() -> None:

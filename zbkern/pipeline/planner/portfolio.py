@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.planner.blocks import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.lists import Rule, compiled, forward_caps, list_schedule, refine, rules
 from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of
@@ -16,11 +17,14 @@ from zbkern.pipeline.planner.search import anneal, grown
 # The search is a sequence of rounds, each twice as long as the one before, that depends on the seed alone.
 _FIRST = 8_000_000 if compiled is not None else 10_000  # passes that the first round runs: a tenth of a second
 _SHARE = 0.25  # of all passes, that a move has to run again in the compiled search
-# Annealing in a round starts by turns this hot, in parts of the mean length of a pass, and ends at `_COLD`.
-_HEATS = (0.5, 0.25, 1.0, 0.5, 0.15, 2.0, 0.5, 0.3)
+# How hot annealing starts, in parts of the mean length of a pass, and the weight of the mean span, by turns. It ends at
+# `_COLD`. Where memory is plenty 10 is better than 3 (p=8, m=16, two chunks in a V, limit 1.5: 1.9% idle instead of
+# 2.8%), elsewhere mostly worse.
+_WAYS = ((0.15, 3), (0.2, 10), (0.5, 3), (0.1, 10), (0.3, 3), (0.25, 10), (1.0, 3), (0.15, 30))
 _COLD = 0.02
 _STEPS = 60  # temperatures, one after the other
 _RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
+_KEPT = 2  # starts that go on
 _REFINED = 2  # rules per limit whose caps are refined
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
 _QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
@@ -47,23 +51,23 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
     if problem.passes <= _QUICK_PASSES or clock.allows(0):
         for orders in published(problem):
             pool.add(orders)
+    herd = Herd(problem, candidates, pool)
     fewer = _fewer(problem)
-    best: Pool | None = None
+    small: Herd | None = None
     round_ = 0
     while not pool.optimal and clock.allows(round_):
         passes, turn = _FIRST * 2**round_, seed * 64 + round_
-        _refine(candidates, passes // 8, turn, pool, clock)
         if fewer is not None:
-            if best is None:
-                best = Pool(2, cost_bound(fewer))
-                construct(fewer, best)
+            if small is None:
+                best = Pool(1, cost_bound(fewer))
+                small = Herd(fewer, construct(fewer, best), best)
                 for orders in published(fewer):
                     best.add(orders)
-            _anneal(fewer, best, passes // 2, turn, clock)
-            for orders in best.orders:
+            small.round(passes // 2, turn, clock)
+            for orders in small.pool.orders:
                 for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
                     pool.add(_costed(problem, each))
-        _anneal(problem, pool, passes, turn, clock)
+        herd.round(passes, turn, clock)
         if clock.left > 0:
             round_ += 1
     return round_
@@ -141,13 +145,72 @@ def construct(problem: Problem, pool: Pool) -> list[Candidate]:
     return candidates
 
 
-def _refine(candidates: Sequence[Candidate], passes: int, seed: int, pool: Pool, clock: Clock) -> None:
-    """The candidates with their caps changed at random, each with a seed of its own, whatever the limit."""
-    for each in candidates:
-        tries = passes // (_RULE_PASSES * each.problem.passes * _REFINED)
-        if not tries or pool.optimal or not clock.left:
+class Herd:
+    """Annealing from several starts: in every round new ones join, all go on for a while, and the best are kept.
+
+    A start decides what annealing can come to: with little memory most lead to a steady state that is not the best.
+    """
+
+    def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool) -> None:
+        self.problem, self.pool = problem, pool
+        self._candidates = candidates
+        self._members: list[Orders] = []
+
+    def round(self, passes: int, turn: int, clock: Clock) -> None:
+        """Runs about so many passes."""
+        problem, pool = self.problem, self.pool
+        members = [*self._members, *pool.orders[:1], self._refined(passes // 8, turn, clock)]
+        members += [self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
+        distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
+        if not distinct:
             return
-        pool.add(refine(each.problem, each.rule, tries, seed << 32 | each.name, pool.bound))
+        moves = int(passes * 5 // 8 / (len(distinct) * _STEPS * (_SHARE * problem.passes + 50)))
+        for place, start in enumerate(distinct):
+            if pool.optimal or not clock.left:
+                return
+            heat, spread = _WAYS[(turn + place) % len(_WAYS)]
+            distinct[place], _ = anneal(
+                problem,
+                start,
+                seed=turn * 16 + place,
+                temperatures=_cooling(problem, heat, _COLD),
+                moves=moves,
+                spread=spread,
+                target=pool.bound,
+                seconds=clock.left,
+            )
+            pool.add(distinct[place])
+        self._members = sorted(distinct, key=lambda orders: orders.cost)[:_KEPT]
+
+    def _refined(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+        """The best of the candidates with their caps changed at random, each with a seed of its own for all limits."""
+        best = Pool(1, self.pool.bound)
+        for each in self._candidates:
+            tries = passes // (_RULE_PASSES * each.problem.passes * _REFINED)
+            if not tries or self.pool.optimal or not clock.left:
+                break
+            best.add(refine(each.problem, each.rule, tries, turn << 32 | each.name, self.pool.bound))
+        self.pool.add(best.orders[0] if best.orders else None)
+        return best.orders[0] if best.orders else None
+
+    def _block(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+        problem = self.problem
+        moves = passes // (_STEPS * problem.passes)
+        if moves < 1 or self.pool.optimal or not clock.left:
+            return None
+        cooling = _cooling(problem, 1.0, 0.1)
+        fuse = problem.may_fuse and turn % 2 == 1
+        found = search_blocks(problem, seed=turn, temperatures=cooling, moves=moves, target=self.pool.bound, fuse=fuse)
+        found = found and _costed(problem, found)
+        self.pool.add(found)
+        return found
+
+
+def _cooling(problem: Problem, hot: float, cold: float) -> list[int]:
+    """Temperatures from hot to cold, in parts of the mean length of a pass."""
+    mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
+    ratio = min(cold / hot, 1.0)
+    return [int(mean * hot * ratio ** (step / (_STEPS - 1))) for step in range(_STEPS)]
 
 
 def _levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
@@ -201,28 +264,3 @@ def _costed(problem: Problem, orders: Orders) -> Orders | None:
         return anneal(problem, orders)[0]
     except ValueError:  # its microbatches do not pass in order
         return None
-
-
-def _anneal(problem: Problem, pool: Pool, passes: int, seed: int, clock: Clock) -> None:
-    """Annealing until about so many passes have run, by turns from the best orders and from those at the start."""
-    moves = int(passes / (len(_HEATS) * _STEPS * (_SHARE * problem.passes + 50)))
-    if moves < 1 or not pool.orders:
-        return
-    mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
-    given = pool.orders[0]
-    for turn, heat in enumerate(_HEATS):
-        if pool.optimal or not clock.left:
-            return
-        start = given if turn % 3 == 2 else pool.orders[0]
-        cold = min(_COLD / heat, 1.0)
-        temperatures = [int(mean * heat * cold ** (step / (_STEPS - 1))) for step in range(_STEPS)]
-        found, _ = anneal(
-            problem,
-            start,
-            seed=seed * len(_HEATS) + turn,
-            temperatures=temperatures,
-            moves=moves,
-            target=pool.bound,
-            seconds=clock.left,
-        )
-        pool.add(found)

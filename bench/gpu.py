@@ -1,0 +1,160 @@
+"""Our launches on a GPU beside torch's and other libraries': rates, ratios in the same run, and a roofline plot.
+
+    python -m bench.gpu [--impl triton] [--rows W] [--seconds 360]
+
+A row's time is shared by its shapes; what finds no time left is named, not dropped, and the whole ends by itself. No
+figure without a check against the first peer. Ratios are medians over rounds of the peer's time over ours, so above 1
+we are faster. Writes bench/results/gpu.json and gpu.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import gpu_peers, gpu_rows, report, roofline
+from bench.gpu_rows import Bench, Case, Row, Sizes
+from zbkern import testing
+from zbkern.kernels import dispatch
+
+HEADER = ("row", "shape", "ours", "time of a peer over ours", "floor / target", "")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--impl", default="triton", help="whose launches: triton, cuda, torch, or auto per op")
+    parser.add_argument("--rows", default="", help="rows whose name contains this")
+    parser.add_argument("--seconds", type=float, default=360.0, help="for everything, compilation included")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: a test of this program, not a measurement")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for gpu.json and gpu.svg")
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("cannot run: no CUDA device (--device cpu --impl torch --tiny tries the program without one)")
+        return 1
+    sizes = Sizes.tiny() if arguments.tiny else Sizes()
+    bench = Bench(device, getattr(torch, arguments.dtype), arguments.impl, sizes)
+    rows = [row for row in gpu_rows.ROWS if arguments.rows.lower() in row.name.lower()]
+    if not rows:
+        print(f"no row matches {arguments.rows!r}; there are: {', '.join(row.name for row in gpu_rows.ROWS)}")
+        return 2
+    figures = []
+    for figure in measure(rows, bench, arguments.seconds):
+        figures.append(figure)
+        print(" | ".join(cells(figure)), flush=True)
+    print("\n" + report.table(HEADER, [cells(figure) for figure in figures]))
+    result = {"impl": arguments.impl, "dtype": arguments.dtype, "versions": gpu_peers.versions(), "rows": figures}
+    path = report.write_json("gpu", result, arguments.out)
+    plot = roofline.write(arguments.out / "gpu.svg", figures, report.environment()["gpu"] or str(device))
+    print(f"\nwritten to {path}" + (f" and {plot}" if plot else ""))
+    return 1 if any("wrong" in figure for figure in figures) else 0
+
+
+def measure(rows: list[Row], bench: Bench, seconds: float) -> Iterator[dict[str, Any]]:
+    """A figure for every shape of every row: measured, or why not."""
+    end = time.perf_counter() + seconds
+    for index, row in enumerate(rows):
+        begin = time.perf_counter()
+        share = (end - begin) / (len(rows) - index)
+        try:
+            for case in row.cases(bench):
+                spent = time.perf_counter() - begin
+                figure: dict[str, Any] = {"row": row.name, "shape": case.label, "unit": row.unit, "goal": row.goal}
+                figure |= {"floor": case.floor, "target": case.target}
+                if spent > share:
+                    yield figure | {"why not": "the row's time was up"}
+                    continue
+                yield figure | one(row, case, bench, min(share - spent, max(share / 6, 0.1)))
+        except dispatch.UnavailableError as error:
+            yield {"row": row.name, "why not": str(error)}
+        except torch.OutOfMemoryError as error:
+            yield {"row": row.name, "why not": f"out of memory: {str(error).partition('.')[0]}"}
+        except Exception as error:  # the other rows still count
+            yield {"row": row.name, "wrong": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+
+
+def one(row: Row, case: Case, bench: Bench, seconds: float) -> dict[str, Any]:
+    """One shape: runs everything once, checks, then times in turn for about so many seconds."""
+    begin = time.perf_counter()
+    case.ours()
+    candidates, missing = {"ours": case.ours}, {}
+    for name, peer in case.peers.items():
+        try:
+            peer()
+            candidates[name] = peer
+        except Exception as error:  # another library's kernel: it may refuse this GPU, dtype or shape
+            missing[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    result: dict[str, Any] = {"missing": missing} if missing else {}
+    try:
+        if next(iter(case.peers), None) not in missing:
+            case.check()
+    except AssertionError as error:
+        return result | {"wrong": str(error)}
+    left = seconds - (time.perf_counter() - begin)
+    if row.unit == "us":
+        times = {name: testing.Timing(tuple(run() for _ in range(10))) for name, run in candidates.items()}
+    else:
+        prepared = {name: lambda run=run: [run] for name, run in candidates.items()}
+        begin = time.perf_counter()
+        testing.measure(prepared, rounds=1, warmup=1, device=bench.device)
+        one_round = (time.perf_counter() - begin) / 2
+        rounds = int(max(5, min(50, left / max(one_round, 1e-6))))
+        times = testing.measure(prepared, rounds=rounds, warmup=1, device=bench.device)
+    ours = times.pop("ours")
+    result["rate"] = row.rate(case, ours.median)
+    result["seconds"] = ours.median
+    result["spread"] = statistics.pstdev(ours.seconds) / ours.median
+    result["peers"] = {
+        name: {"ratio": t.ratio(ours), "rate": row.rate(case, t.median), "seconds": t.median}
+        for name, t in times.items()
+    }
+    if case.flops and case.bytes:
+        result["intensity"] = case.flops / case.bytes
+    return result | {"verdict": verdict(row, case, result) if bench.device.type == "cuda" else ""}
+
+
+def verdict(row: Row, case: Case, result: dict[str, Any]) -> str:
+    """Which of the goals is met: "target", "floor" or "below"; "" where there are none, or no peer to compare with."""
+    if case.floor is None or case.target is None:
+        return ""
+    value = result["rate"]
+    if row.goal == "ratio":
+        first = next(iter(case.peers))
+        if row.name == "all W of a layer":
+            first = "ours, one by one"
+        if first not in result["peers"]:
+            return ""
+        value = result["peers"][first]["ratio"]
+    better = -1 if row.unit == "us" else 1
+    for name, goal in (("target", case.target), ("floor", case.floor)):
+        if better * value >= better * goal:
+            return name
+    return "below"
+
+
+def cells(figure: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    label = [figure["row"], figure.get("shape", "")]
+    for key in ("why not", "wrong"):
+        if key in figure:
+            return [*label, "not measured" if key == "why not" else "WRONG", figure[key], "", ""]
+    ratios = [f"{name} {peer['ratio']:.2f}" for name, peer in figure["peers"].items()]
+    ratios += [f"{name} failed" for name in figure.get("missing", {})]
+    goals = ""
+    if figure["floor"] is not None:
+        form = ".2f" if figure["goal"] == "ratio" else ".3g"
+        goals = f"{figure['floor']:{form}} / {figure['target']:{form}}"
+    return [*label, f"{figure['rate']:.3g} {figure['unit']}", ", ".join(ratios), goals, figure["verdict"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+// Search for a building block, the passes of one microbatch that all microbatches repeat. Specification: planner/blocks.py.
+#include <algorithm>
+#include <numeric>
+
+#include "planner.h"
+#include "planner_random.h"
+
+namespace zbkern {
+namespace {
+
+constexpr Time kForever = INT64_MAX / 4;
+constexpr Time kTurn = 1 << 16;  // from one microbatch to the next
+
+using Block = std::vector<Time>;  // [kind * chunks + chunk] when it is the turn of microbatch 0
+
+class Blocks {
+ public:
+  Blocks(const Problem& problem, bool fuse)
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fuse_(fuse), rows_(problem.ranks), items_(problem.ranks) {
+    const int kinds = fuse ? 2 : 3;  // a fused W follows its B
+    for (int kind = 0; kind < kinds; kind++)
+      for (int c = 0; c < n_; c++) items_[p_.placement[c]].push_back(kind * n_ + c);
+    length_.resize(3 * n_), change_.resize(3 * n_), work_.assign(p_.ranks, 0);
+    for (int c = 0; c < n_; c++) {
+      length_[c] = p_.forward[c], length_[n_ + c] = fuse ? p_.fused[c] : p_.backward[c], length_[2 * n_ + c] = fuse ? 0 : p_.weight[c];
+      change_[c] = p_.activation[c], change_[n_ + c] = (fuse ? 0 : p_.held[c]) - p_.activation[c], change_[2 * n_ + c] = fuse ? 0 : -p_.held[c];
+      work_[p_.placement[c]] += m_ * (length_[c] + length_[n_ + c] + length_[2 * n_ + c]);
+    }
+    ends_.resize(p_.passes()), waiter_.resize(p_.passes()), next_.resize(p_.ranks), clock_.resize(p_.ranks), start_.resize(p_.ranks);
+  }
+
+  const Rows& rows() const { return rows_; }
+  Time run(const Block& at, Time threshold);
+  bool change(Block& at, Random& random) const;
+
+ private:
+  bool unroll(const Block& at);
+
+  const Problem& p_;
+  const int n_, m_;
+  const bool fuse_;
+  Rows rows_;                                            // what `unroll` made
+  std::vector<std::vector<int>> items_;                  // [rank] kind and chunk of what it repeats
+  std::vector<Time> length_, change_;                    // [kind * chunks + chunk]
+  std::vector<Time> work_, ends_, clock_, start_;        // [rank] or [pass]
+  std::vector<int> waiter_, next_, runnable_;
+};
+
+// The rows of all microbatches; false when a rank's memory does not suffice.
+bool Blocks::unroll(const Block& at) {
+  for (int rank = 0; rank < p_.ranks; rank++) {
+    auto& items = items_[rank];
+    std::sort(items.begin(), items.end(), [&](int a, int b) {
+      const Time left = at[a] & (kTurn - 1), right = at[b] & (kTurn - 1);
+      return left != right ? left < right : a < b;
+    });
+    Time first = kForever, last = -kForever, memory = 0;
+    for (int item : items) first = std::min(first, at[item] >> 16), last = std::max(last, at[item] >> 16);
+    Row& row = rows_[rank];
+    row.clear();
+    for (Time turn = first; turn < last + m_; turn++)
+      for (int item : items) {
+        const Time j = turn - (at[item] >> 16);
+        if (j < 0 || j >= m_) continue;
+        memory += change_[item];
+        if (memory > p_.limit[rank]) return false;
+        row.push_back(item * m_ + static_cast<int>(j));
+        if (fuse_ && item >= n_) row.push_back((item + n_) * m_ + static_cast<int>(j));
+      }
+  }
+  return true;
+}
+
+// What the block costs; kForever when that is above the threshold, and when it cannot run or does not fit.
+Time Blocks::run(const Block& at, Time threshold) {
+  if (!unroll(at)) return kForever;
+  std::fill(ends_.begin(), ends_.end(), -1), std::fill(waiter_.begin(), waiter_.end(), -1);
+  std::fill(next_.begin(), next_.end(), 0), std::fill(clock_.begin(), clock_.end(), 0), std::fill(start_.begin(), start_.end(), -1);
+  runnable_.resize(p_.ranks);
+  std::iota(runnable_.rbegin(), runnable_.rend(), 0);
+  std::vector<Time> rest = work_;
+  int left = p_.passes();
+  while (!runnable_.empty()) {
+    const int rank = runnable_.back();
+    runnable_.pop_back();
+    const Row& row = rows_[rank];
+    Time now = clock_[rank];
+    int k = next_[rank];
+    for (; k < static_cast<int>(row.size()); k++) {
+      const int pass = row[k], item = pass / m_, kind = item / n_, c = item % n_;
+      const int input = kind == kForward && c > 0 ? pass - m_ : kind == kBackward && c + 1 < n_ ? pass + m_ : -1;
+      if (input >= 0) {
+        if (ends_[input] < 0) {
+          waiter_[input] = rank;
+          break;
+        }
+        now = std::max(now, ends_[input] + p_.communication[kind == kForward ? c - 1 : c]);
+      }
+      if (start_[rank] < 0) start_[rank] = p_.makespan ? 0 : now;
+      if (now - start_[rank] + rest[rank] > threshold) return kForever;
+      now += length_[item], rest[rank] -= length_[item];
+      ends_[pass] = now;
+      left--;
+      if (waiter_[pass] >= 0) runnable_.push_back(waiter_[pass]);
+    }
+    next_[rank] = k, clock_[rank] = now;
+  }
+  if (left) return kForever;
+  Time cost = 0;
+  for (int rank = 0; rank < p_.ranks; rank++) cost = std::max(cost, clock_[rank] - start_[rank]);
+  return cost;
+}
+
+// Of the blocks whose passes follow each other at even distances, the one for which `count` microbatches are under way.
+Block even(const Problem& p, int count) {
+  const int n = p.chunks;
+  const Time step = kTurn * count / (2 * n);
+  Block at(3 * n);
+  for (int c = 0; c < n; c++) {
+    at[c] = c * step;
+    at[n + c] = (2 * n - 1 - c) * step;
+    at[2 * n + c] = at[n + c] + step / 2 + 1;
+  }
+  return at;
+}
+
+// Moves a pass, or a stretch of those on the way of a microbatch, or some W. False when a chunk's would not be in order.
+bool Blocks::change(Block& at, Random& random) const {
+  constexpr Time scales[] = {kTurn / 20, kTurn / 10, kTurn / 5, kTurn / 2, kTurn};
+  Time step = 1 + random.below(static_cast<int>(scales[random.below(5)]));
+  if (random.percent(50)) step = -step;
+  const int way = random.below(5);
+  if (way == 0) {
+    at[random.below(3 * n_)] += step;
+  } else if (way == 1) {
+    const int first = random.below(n_), last = std::min(n_, first + 1 + random.below(5));
+    for (int c = first; c < last; c++) at[2 * n_ + c] += step;
+  } else {
+    const int first = random.below(2 * n_), last = way == 2 ? 2 * n_ : std::min(2 * n_, first + 1 + random.below(5));
+    for (int k = first; k < last; k++) {
+      const int c = k < n_ ? k : 2 * n_ - 1 - k;
+      at[k < n_ ? c : n_ + c] += step;
+      if (k >= n_ && way < 4) at[2 * n_ + c] += step;
+    }
+  }
+  for (int c = 0; c < n_; c++)
+    if (at[n_ + c] <= at[c] || (!fuse_ && at[2 * n_ + c] <= at[n_ + c])) return false;
+  return true;
+}
+
+}  // namespace
+
+Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool fuse) {
+  Blocks blocks(problem, fuse);
+  Random random(seed);
+  Orders best;
+  best.cost = kForever;
+  Block now;
+  for (int count = 1; count <= std::min(4 * problem.ranks, problem.microbatches); count++) {
+    const Block at = even(problem, count);
+    const Time cost = blocks.run(at, kForever);
+    if (cost < best.cost) best.cost = cost, best.rows = blocks.rows(), now = at;
+  }
+  Time cost = best.cost;
+  if (cost == kForever) return Orders{};
+  for (Time temperature : temperatures)
+    for (std::int64_t move = 0; move < moves && best.cost > target; move++) {
+      Block trial = now;
+      if (!blocks.change(trial, random)) continue;
+      const Time found = blocks.run(trial, cost + (temperature >> 16) * random.exponential());
+      if (found == kForever) continue;
+      now.swap(trial), cost = found;
+      if (cost < best.cost) best.cost = cost, best.rows = blocks.rows();
+    }
+  best.fused.assign(static_cast<std::size_t>(problem.chunks) * problem.microbatches, fuse);
+  return best;
+}
+
+}  // namespace zbkern

@@ -1,0 +1,111 @@
+"""The GPU benchmark without a GPU: every row runs, what is wrong is not timed, and it ends in time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from bench import gpu, gpu_rows, roofline
+
+CPU = ["--device", "cpu", "--tiny", "--dtype", "float32"]
+
+
+def test_every_row_is_measured_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert gpu.main([*CPU, "--impl", "torch", "--seconds", "3", "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert {"commit", "torch", "gpu"} <= result["environment"].keys()
+    figures = result["figures"]["rows"]
+    assert [figure["row"] for figure in figures] == [row.name for row in gpu_rows.ROWS]
+    assert not [figure for figure in figures if "rate" not in figure]
+    assert not [figure for figure in figures if figure.get("missing")]
+    assert all(peer["ratio"] > 0 for figure in figures for peer in figure["peers"].values())
+    assert not [figure for figure in figures if figure["verdict"]]  # the goals are a GPU's
+    drawing = ElementTree.parse(tmp_path / "gpu.svg").getroot()
+    with_intensity = [figure for figure in figures if "intensity" in figure and figure["row"] != "product, ceiling"]
+    assert len(drawing.findall("{*}circle/{*}title")) == len(with_intensity) > 5
+    out = capsys.readouterr().out
+    assert out.count("W of 4, merged") == 2  # as it was measured, and in the table
+
+
+@pytest.mark.parametrize("row", [row.name for row in gpu_rows.ROWS if row.goal == "ratio"])
+def test_the_rows_fit_our_kernels(row: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    options = ["--impl", "triton", "--rows", row, "--seconds", "0.1", "--out", str(tmp_path)]
+    assert gpu.main([*CPU, *options]) == 0
+    (figure,) = json.loads((tmp_path / "gpu.json").read_text())["figures"]["rows"]
+    assert "rate" in figure or figure["why not"] == "the row's time was up"
+
+
+def bench() -> gpu_rows.Bench:
+    return gpu_rows.Bench(torch.device("cpu"), torch.float32, "torch", gpu_rows.Sizes.tiny())
+
+
+def case(check=lambda: None, ours=lambda: None, **peers) -> gpu_rows.Case:  # type: ignore[no-untyped-def]
+    return gpu_rows.Case("shape", ours, peers, check, 10, 5, 0.9, 1.0)
+
+
+def row(*cases: gpu_rows.Case, goal: str = "ratio", unit: str = "TFLOP/s") -> gpu_rows.Row:
+    return gpu_rows.Row("row", unit, goal, lambda bench: iter(cases))
+
+
+def fails() -> None:
+    raise AssertionError("differs")
+
+
+def test_what_is_wrong_is_not_timed() -> None:
+    bad = case(check=fails, peer=lambda: None)
+    broken = case(ours=lambda: 1 / 0)
+    figures = list(gpu.measure([row(bad), row(broken), row(case())], bench(), 1.0))
+    assert [figure.get("wrong") for figure in figures] == ["differs", "ZeroDivisionError: division by zero", None]
+    assert [("rate" in figure) for figure in figures] == [False, False, True]
+    assert gpu.cells(figures[0])[2:4] == ["WRONG", "differs"]
+
+
+def test_a_peer_that_fails_is_named_and_the_others_count() -> None:
+    (figure,) = gpu.measure([row(case(ok=lambda: None, broken=fails))], bench(), 1.0)
+    assert figure["missing"] == {"broken": "AssertionError: differs"}
+    assert figure["peers"].keys() == {"ok"}
+    assert "broken failed" in gpu.cells(figure)[3]
+
+
+def test_a_row_without_time_left_says_so() -> None:
+    figures = list(gpu.measure([row(case(), case())], bench(), -1.0))
+    assert [figure["why not"] for figure in figures] == ["the row's time was up"] * 2
+
+
+@pytest.mark.parametrize(
+    ("goal", "unit", "rate", "ratio", "expected"),
+    [
+        ("ratio", "TFLOP/s", 1e9, 0.89, "below"),
+        ("ratio", "TFLOP/s", 0.0, 0.91, "floor"),
+        ("ratio", "TFLOP/s", 0.0, 1.01, "target"),
+        ("rate", "TB/s", 0.95, 0.1, "floor"),
+        ("rate", "us", 0.95, 0.1, "target"),
+        ("rate", "us", 2.0, 9.0, "below"),
+    ],
+)
+def test_verdicts(goal: str, unit: str, rate: float, ratio: float, expected: str) -> None:
+    result = {"rate": rate, "peers": {"peer": {"ratio": ratio}}}
+    assert gpu.verdict(row(goal=goal, unit=unit), case(peer=lambda: None), result) == expected
+
+
+def test_no_figure_without_a_gpu(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 1
+    assert "cannot run: no CUDA device" in capsys.readouterr().out
+    assert gpu.main([*CPU, "--rows", "nothing like this"]) == 2
+
+
+def test_no_plot_without_ceilings() -> None:
+    point = {"row": "linear", "shape": "s", "rate": 1.0, "intensity": 2.0}
+    assert roofline.draw([point], "title") is None
+    ceilings = [
+        {"row": "product, ceiling", "shape": "", "rate": 800.0},
+        {"row": "copy, ceiling", "shape": "", "rate": 3.0},
+    ]
+    assert "<circle" in roofline.draw([point, *ceilings], "<title>")
+    assert "&lt;title&gt;" in roofline.draw([point, *ceilings], "<title>")

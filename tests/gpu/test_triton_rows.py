@@ -1,0 +1,114 @@
+"""The other Triton launches on a GPU against float64: norms, elementwise, embedding, cross-entropy, attention."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import attention_checks
+import needs_gpu
+import pytest
+import row_checks as checks
+import torch
+
+from zbkern.kernels import dispatch, spec
+
+pytestmark = needs_gpu.MARKS
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+def launches_of(op: str, dtype: torch.dtype = torch.bfloat16) -> ModuleType:
+    reason = dispatch.why_not(op, "triton", "cuda", dtype)
+    if reason is not None:
+        pytest.skip(reason)
+    return dispatch.resolve(op, "triton", "cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["plain", "odd", "transposed"])
+@pytest.mark.parametrize("centered", [False, True])
+def test_norms(centered: bool, layout: str, dtype: torch.dtype) -> None:
+    launches = launches_of("layer_norm" if centered else "rms_norm", dtype)
+    for rows, features in ((1, 1), (3, 63), (777, 1024), (4100, 4096), (5, 20000)):
+        for weighted in (True, False):
+            checks.norm(launches, checks.Random(dtype, "cuda"), rows, features, centered, weighted, layout)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "special"])
+@pytest.mark.parametrize("activation", spec.ACTIVATIONS)
+@pytest.mark.parametrize("name", checks.ELEMENTWISE)
+def test_elementwise(name: str, activation: str, kind: str, dtype: torch.dtype) -> None:
+    launches = launches_of("linear", dtype)
+    for layout in ("plain", "odd", "transposed"):
+        checks.elementwise(launches, checks.Random(dtype, "cuda", kind=kind), name, activation, 130, 1025, layout)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_embedding(accumulate: bool, dtype: torch.dtype) -> None:
+    launches = launches_of("embedding", dtype)
+    for rows, vocabulary, features in (([1], 1, 1), ([0], 5, 64), ([4096, 100, 4096], 1000, 768), ([513], 50257, 130)):
+        for padding_idx in (None, 0):
+            random = checks.Random(dtype, "cuda")
+            checks.embedding(launches, random, rows, vocabulary, features, accumulate, padding_idx)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        spec.CrossEntropyOptions(),
+        spec.CrossEntropyOptions(ignore_index=3, label_smoothing=0.1, z_loss=1e-3, chunk=100),
+    ],
+    ids=["plain", "all options"],
+)
+def test_cross_entropy(options: spec.CrossEntropyOptions, dtype: torch.dtype) -> None:
+    launches = launches_of("linear_cross_entropy", dtype)
+    for rows, vocabulary, features, bias in (
+        ([5], 7, 16, True),
+        ([300, 0, 129], 1000, 264, False),
+        ([257], 32001, 512, True),
+    ):
+        random = checks.Random(dtype, "cuda", scale=0.2)
+        checks.cross_entropy(launches, random, rows, vocabulary, features, options, bias, accumulate=bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"queries": [1000]},
+        {"queries": [333, 1, 0, 640], "heads": (8, 2)},
+        {"queries": [200, 65], "keys": [300, 129]},
+        {"queries": [129, 400], "keys": [500, 30], "causal": False},
+        {"queries": [900], "window": 100},
+    ],
+    ids=str,
+)
+def test_attention(arguments: dict, size: int, dtype: torch.dtype) -> None:
+    launches = launches_of("attention", dtype)
+    attention_checks.attention(launches, dtype, **arguments, size=size, device="cuda")
+
+
+@pytest.mark.parametrize("layout", attention_checks.LAYOUTS)
+def test_attention_layouts(layout: str) -> None:
+    launches = launches_of("attention")
+    attention_checks.attention(launches, torch.bfloat16, [300], layouts=(layout,) * 3, size=128, device="cuda")
+
+
+def test_attention_has_the_same_bits_in_every_run() -> None:
+    launches = launches_of("attention")
+
+    def run() -> list[torch.Tensor]:
+        return attention_checks.attention(launches, torch.bfloat16, [700, 300], heads=(4, 2), size=128, device="cuda")
+
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))

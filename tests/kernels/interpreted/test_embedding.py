@@ -1,0 +1,86 @@
+"""The Triton embedding in the interpreter against the reference in float64, into gradients that were full of NaN."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import launch_checks as checks
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbkern.kernels import reference, triton_embedding
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def wgrad(
+    rows: list[int], vocabulary: int, features: int, dtype: torch.dtype = torch.float16,
+    out: torch.dtype = torch.float32, accumulate: bool = False, padding: int | None = None,
+    layouts: tuple[str, str] = ("plain", "plain"), kind: torch.dtype = torch.int64,
+) -> torch.Tensor:  # fmt: skip
+    random = checks.Random(dtype, "cpu")
+    generator = torch.Generator().manual_seed(sum(rows))
+    segments = [
+        (torch.randint(vocabulary, (m,), generator=generator, dtype=kind), random(m, features, layout=layouts[0]))
+        for m in rows
+    ]
+    dweight = checks.output((vocabulary, features), out, "cpu", layouts[1], 1.0 if accumulate else float("nan"))
+    triton_embedding.embedding_wgrad(segments, (dweight,), accumulate, padding)
+    exact = torch.ones(vocabulary, features, dtype=torch.float64)
+    reference.embedding_wgrad([(i, dy.double()) for i, dy in segments], (exact,), accumulate, padding)
+    checks.check("dweight", dweight, exact)
+    return dweight
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=6),
+    st.integers(1, 9),
+    st.sampled_from([1, 15, 64]),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.sampled_from([None, 0]),
+    st.tuples(*[st.sampled_from(checks.LAYOUTS)] * 2),
+)
+def test_any_shape(
+    rows: list[int], vocabulary: int, features: int, dtype: torch.dtype, accumulate: bool, padding: int | None,
+    layouts: tuple[str, str],
+) -> None:  # fmt: skip
+    once = len(rows) <= 4  # more are several launches, and half precision would round in between
+    wgrad(rows, vocabulary, features, dtype, dtype if once else torch.float32, accumulate, padding, layouts)
+
+
+def test_rows_of_several_programs_and_into_float32() -> None:
+    wgrad([5, 3], 4, triton_embedding._COLUMNS + 1, torch.bfloat16, accumulate=True, kind=torch.int32)
+
+
+@pytest.mark.parametrize("repeats", [1, 3, 4, 5, 8, 9])
+def test_runs_that_end_with_a_block_of_rows(repeats: int) -> None:
+    dy = torch.randn(3 * repeats, 8)
+    dweight = torch.full((4, 8), float("nan"))
+    triton_embedding.embedding_wgrad([(torch.arange(3).repeat(repeats), dy)], (dweight,), False)
+    assert torch.equal(dweight[3], torch.zeros(8))
+    checks.check("dweight", dweight[:3].clone(), dy.double().view(repeats, 3, 8).sum(0))
+
+
+def test_runs_are_equal_bit_for_bit() -> None:
+    assert torch.equal(wgrad([20, 11], 3, 32), wgrad([20, 11], 3, 32))
+
+
+def test_a_frozen_weight_and_rows_without_features() -> None:
+    indices = torch.zeros(3, dtype=torch.int64)
+    triton_embedding.embedding_wgrad([(indices, torch.empty(3, 0))], (torch.empty(2, 0),), False)
+    triton_embedding.embedding_wgrad([(indices, torch.empty(3, 4))], (None,), False)
+
+
+def test_forward_finds_indices_out_of_range() -> None:
+    weight, y = torch.randn(5, 8), torch.empty(3, 8)
+    triton_embedding.embedding_fwd(torch.tensor([4, 0, 4]), weight, y)
+    assert torch.equal(y, weight[[4, 0, 4]])
+    with pytest.raises(IndexError):
+        triton_embedding.embedding_fwd(torch.tensor([5, 0, 4]), weight, y)

@@ -1,0 +1,127 @@
+"""Launches that work row by row, of any implementation on any device, against the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import launch_checks as checks
+import torch
+
+from zbkern.kernels import reference, spec
+
+Random = checks.Random
+
+
+def wide_statistics(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def norm(
+    launches: ModuleType, random: Random, rows: int, features: int, centered: bool, weighted: bool = True,
+    layout: str = "plain",
+) -> None:  # fmt: skip
+    """Forward, dgrad, and wgrad of two segments of partial sums."""
+    x, dy = random(rows, features, layout=layout), random(rows, features, layout=layout)
+    weight = random(features) if weighted else None
+    bias = random(features) if weighted and centered else None
+    results = []
+    for module, dtype in ((launches, random.dtype), (reference, torch.float64)):
+        exact = module is reference and random.dtype != torch.float64
+        tensors = [t.double() if exact and t is not None else t for t in (x, dy, weight, bias)]
+        device, statistics = x.device, wide_statistics(torch.float64 if exact else dtype)
+        y, dx = (checks.output((rows, features), dtype, device, layout) for _ in range(2))
+        mean, rstd = (torch.full((rows,), float("nan"), dtype=statistics, device=device) for _ in range(2))
+        count = module.norm_partials(rows, features, device)
+        shape = (1 + centered, count, features)
+        partials = torch.full(shape, float("nan"), dtype=statistics, device=device) if weighted else None
+        if centered:
+            module.layer_norm_fwd(tensors[0], *tensors[2:], 1e-3, y, mean, rstd)
+            module.layer_norm_dgrad(tensors[1], tensors[0], tensors[2], mean, rstd, dx, partials)
+        else:
+            module.rms_norm_fwd(tensors[0], tensors[2], 1e-3, y, rstd)
+            module.rms_norm_dgrad(tensors[1], tensors[0], tensors[2], rstd, dx, partials)
+        found = {"y": y, "dx": dx, "rstd": rstd} | ({"mean": mean} if centered else {})
+        if partials is not None:
+            outputs = [torch.ones(features, dtype=statistics, device=device) for _ in range(1 + centered)]
+            module.norm_wgrad([(partials,), (partials,)], outputs, True)
+            found |= dict(zip(("dweight", "dbias"), outputs, strict=False))
+        results.append(found)
+    for name, got in results[0].items():
+        checks.check(name, got, results[1][name])
+
+
+ELEMENTWISE = {"activation_fwd": (1, 1), "activation_bwd": (2, 1), "gated_fwd": (2, 1), "gated_bwd": (3, 3)}
+"""Launch -> how many inputs before the activation, how many outputs after it."""
+
+
+def elementwise(
+    launches: ModuleType, random: Random, name: str, activation: str, rows: int, columns: int, layout: str = "plain"
+) -> None:
+    inputs, outputs = ELEMENTWISE[name]
+    values = [random(rows, columns, layout=layout) for _ in range(inputs)]
+    got = [checks.output((rows, columns), random.dtype, random.device, layout) for _ in range(outputs)]
+    wanted = [torch.empty(rows, columns, dtype=torch.float64, device=random.device) for _ in range(outputs)]
+    getattr(launches, name)(*values, activation, *got)
+    getattr(reference, name)(*(v.double() for v in values), activation, *wanted)
+    for index, (mine, other) in enumerate(zip(got, wanted, strict=True)):
+        checks.check(f"output {index} of {name}", mine, other)
+
+
+def embedding(
+    launches: ModuleType, random: Random, rows: Sequence[int], vocabulary: int, features: int,
+    accumulate: bool = False, padding_idx: int | None = None,
+) -> None:  # fmt: skip
+    """Forward of the first segment; wgrad of all, where some rows of the weight are asked for often and some never."""
+    weight, segments = random(vocabulary, features), []
+    for count in rows:
+        indices = torch.randint(max(vocabulary // 2, 1), (count,), generator=random.generator).to(random.device)
+        segments.append((indices, random(count, features)))
+    y = checks.output(segments[0][1].shape, random.dtype, random.device)
+    launches.embedding_fwd(segments[0][0], weight, y)
+    checks.check("y", y, weight[segments[0][0]].double())
+    start = 1.0 if accumulate else float("nan")
+    dweight = torch.full((vocabulary, features), start, device=random.device)
+    wanted = dweight.double()
+    launches.embedding_wgrad(segments, (dweight,), accumulate, padding_idx=padding_idx)
+    wide = [(indices, dy.double()) for indices, dy in segments]
+    reference.embedding_wgrad(wide, (wanted,), accumulate, padding_idx=padding_idx)
+    checks.check("dweight", dweight, wanted)
+
+
+def cross_entropy(
+    launches: ModuleType, random: Random, rows: Sequence[int], vocabulary: int, features: int,
+    options: spec.CrossEntropyOptions, bias: bool = False, accumulate: bool = False,
+) -> None:  # fmt: skip
+    """Loss and dx of every segment, then the wgrad of all."""
+    device, segments, wide_segments = random.device, [], []
+    weight, b = random(vocabulary, features), random(vocabulary) if bias else None
+    wide_weight, wide_b = weight.double(), None if b is None else b.double()
+    for count in rows:
+        x = random(count, features)
+        target = torch.randint(vocabulary, (count,), generator=random.generator).to(device)
+        target[::5] = options.ignore_index
+        loss, lse = (torch.full((count,), float("nan"), device=device) for _ in range(2))
+        dx = checks.output((count, features), random.dtype, device)
+        launches.cross_entropy_fwd(x, weight, b, target, options, loss, lse, dx)
+        exact = [torch.empty(count, dtype=torch.float64, device=device) for _ in range(2)]
+        wide_dx = torch.empty(count, features, dtype=torch.float64, device=device)
+        reference.cross_entropy_fwd(x.double(), wide_weight, wide_b, target, options, *exact, wide_dx)
+        kept = target != options.ignore_index
+        checks.check("loss", loss[kept], exact[0][kept], 2e-3)
+        checks.check("dx", dx, wide_dx)
+        dloss = torch.rand(count, generator=random.generator).to(device)
+        segments.append((x, target, lse, dloss))
+        wide_segments.append((x.double(), target, exact[1], dloss.double()))
+    start = 1.0 if accumulate else float("nan")
+    outputs = [torch.full(shape, start, device=device) for shape in ((vocabulary, features), (vocabulary,))]
+    wanted = [value.double() for value in outputs]
+    targets = (outputs[0], outputs[1] if bias else None)
+    launches.cross_entropy_wgrad(segments, targets, accumulate, weight=weight, bias=b, options=options)
+    reference.cross_entropy_wgrad(
+        wide_segments, wanted, accumulate, weight=wide_weight, bias=wide_b, options=options
+    )  # fmt: skip
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(random.dtype)  # dz is rounded before its product
+    checks.check("dweight", outputs[0], wanted[0], tolerance)
+    if bias:
+        checks.check("dbias", outputs[1], wanted[1], tolerance)
