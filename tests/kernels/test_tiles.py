@@ -89,7 +89,8 @@ def test_attention_fits_the_chip(capability: int, size: int, dtype: str, packed:
 
 def test_measured_attention_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "tiles.json"
-    table.write_text(json.dumps({"sm90 bfloat16 attention dkdv 128 False": [32, 64, 4, 2, True]}))
+    key = tiles.attention_key("dkdv", 96, "bfloat16", 90, packed=False)
+    table.write_text(json.dumps({key: [32, 64, 4, 2, True]}))
     monkeypatch.setattr(tiles, "TABLE", table)
     tiles.table.cache_clear()
     try:

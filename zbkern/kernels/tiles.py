@@ -158,7 +158,7 @@ def attention(launch: str, size: int, dtype: str, capability: int, packed: bool 
 
     packed: sequences of different lengths, whose code for the end of each takes registers. Other arguments as `choose`.
     """
-    measured = table().get(f"sm{capability} {dtype} attention {launch} {size} {packed}")
+    measured = table().get(attention_key(launch, size, dtype, capability, packed))
     if isinstance(measured, AttentionTile):
         return measured
     unit = "wgmma" if capability == 90 else "tcgen05" if 100 <= capability < 120 else "mma"
@@ -174,6 +174,12 @@ def attention(launch: str, size: int, dtype: str, capability: int, packed: bool 
         fewer = tile.stages > 2 or rows == 16
         tile = replace(tile, stages=tile.stages - 1) if fewer else replace(tile, **{streamed: rows // 2})
     return tile
+
+
+def attention_key(launch: str, size: int, dtype: str, capability: int, packed: bool) -> str:
+    """Head sizes that have a tile in common share what was measured."""
+    room = next((room for room in _HEADS if size <= room), size)
+    return f"sm{capability} {dtype} attention {launch} {room}" + " packed" * packed
 
 
 def attention_shared_memory(tile: AttentionTile, launch: str, size: int, itemsize: int) -> int:

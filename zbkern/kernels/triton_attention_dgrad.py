@@ -60,7 +60,8 @@ def attention_dgrad(
     group = heads // k.shape[1]
     strides = tuple(stride for t in (q, dy, k, v) for stride in t.stride()[:2])
     constants = (options.causal, size, size_block(size))
-    tile = tile_of("dq", q, options)
+    tile, tile_after = tile_of("dq", q, options), tile_of("dkdv", q, options)
+    assert tile.queries % tile_after.queries == 0, "dkdv would read statistics that dq has not written"
     places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
     if grid:
         factor, exponent = positive(q, options.scale)
@@ -73,7 +74,7 @@ def attention_dgrad(
             warps=tile.warps,
             stages=tile.stages,
         )
-    tile = tile_of("dkdv", q, options)
+    tile = tile_after
     places, grid, sequences = place_tiles(options, "keys", tile.keys, q.device)
     if grid:
         factor, exponent = positive(k, options.scale)

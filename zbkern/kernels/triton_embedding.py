@@ -10,7 +10,8 @@ from torch import Tensor
 from zbkern.kernels.triton_common import Kernel, Variant, widen
 
 _MERGED = 4  # segments that one launch takes; more take several launches
-_ROWS, _COLUMNS = 4, 512  # most tokens of a text are rare: few rows at a time, in long pieces
+_RARE = (4, 512)  # rows x columns at a time: most tokens of a text are rare
+_FREQUENT = (32, 64)  # where there are more than 8 of each: runs are long, and walked from one end to the other
 
 
 def embedding_fwd(indices: Tensor, weight: Tensor, y: Tensor) -> None:
@@ -54,8 +55,9 @@ def _add_rows(
     arguments = (*parts, *parts[:1] * spare, *ends[:-1], *[count] * spare, tokens, order, dweight)
     padding = -1 if padding_idx is None else padding_idx
     arguments = (*arguments, padding, count, features, *parts[0].stride(), *dweight.stride())
-    grid = (count, triton.cdiv(features, _COLUMNS))
-    _sum_runs(grid, arguments, (accumulate, len(parts), _ROWS, _COLUMNS), warps=4, stages=1)
+    rows, columns = _RARE if count <= 8 * dweight.shape[0] else _FREQUENT
+    grid = (count, triton.cdiv(features, columns))
+    _sum_runs(grid, arguments, (accumulate, len(parts), rows, columns), warps=4, stages=1)
 
 
 @Kernel
@@ -103,6 +105,6 @@ def variants(capability: int) -> list[Variant]:
     """bf16 into fp32, the same on every GPU."""
     types = (*("*bf16",) * 4, *("i32",) * 3, "*i64", "*i64", "*fp32", "i32", "i32", "i32:16", *("i64:16", 1) * 2)
     return [
-        Variant(f"embedding_wgrad, {parts} segments", _sum_runs, types, (True, parts, _ROWS, _COLUMNS), 4, 1)
-        for parts in (1, _MERGED)
+        Variant(f"embedding_wgrad, {parts} segments, {name}", _sum_runs, types, (True, parts, *tile), 4, 1)
+        for parts, name, tile in ((1, "rare", _RARE), (_MERGED, "rare", _RARE), (_MERGED, "frequent", _FREQUENT))
     ]

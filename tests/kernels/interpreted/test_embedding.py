@@ -56,7 +56,8 @@ def test_any_shape(
 
 
 def test_rows_of_several_programs_and_into_float32() -> None:
-    wgrad([5, 3], 4, triton_embedding._COLUMNS + 1, torch.bfloat16, accumulate=True, kind=torch.int32)
+    wgrad([5, 3], 4, triton_embedding._RARE[1] + 1, torch.bfloat16, accumulate=True, kind=torch.int32)
+    wgrad([35, 33], 2, triton_embedding._FREQUENT[1] + 1, torch.bfloat16, accumulate=True)
 
 
 @pytest.mark.parametrize("repeats", [1, 3, 4, 5, 8, 9])
