@@ -218,6 +218,37 @@ def test_tied_weights_of_replicas(four_ranks: Any, kind: str) -> None:
     four_ranks.run(sum_tied, kind)
 
 
+def tie_on_one_rank(fill: str, options: dict[str, Any]) -> None:
+    """The first and the last chunk of a V share a weight, and rank 0 holds both."""
+    model = make_model(4)
+    model[3][1].linear.weight = model[0][0].linear.weight
+    schedule = schedules.zb_v(2, MICROBATCHES)
+    replica, stage = divmod(dist.get_rank(), 2)
+    mine = schedule.chunks_of(stage)
+    expected = []
+    for step in range(3):
+        nn.Sequential(*model).zero_grad()
+        for other in range(2):
+            inputs, targets = batch(step, other)
+            (mean_square(nn.Sequential(*model)(inputs), targets) / 2).backward()
+        expected.append({(c, n): p.grad.clone() for c in mine for n, p in model[c].named_parameters()})
+    modules = [wrap("ddp", model[chunk], **options) for chunk in mine]
+    with Pipeline(modules, schedule, mean_square, mesh().get_group("stage"), fill=fill, timeout=30) as pipe:
+        for step in range(3):
+            nn.Sequential(*model).zero_grad()
+            inputs, targets = batch(step, replica)
+            pipe.step(inputs, targets)
+            for (chunk, name), gradient in expected[step].items():
+                ours = dict(model[chunk].named_parameters())[name].grad
+                torch.testing.assert_close(ours, gradient, msg=lambda m, at=(step, chunk, name): f"{at}: {m}")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 25}])
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_a_weight_of_two_chunks_on_one_rank(four_ranks: Any, fill: str, options: dict[str, Any]) -> None:
+    four_ranks.run(tie_on_one_rank, fill, options)
+
+
 def run_page(shard: bool) -> list[Tensor]:
     """The example of the page; the weights that it comes to."""
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
