@@ -42,11 +42,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "data_parallel.md"
 # ---- gradients and steps
 
 
-def train(kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any]) -> None:
+def train(
+    kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any], disagree: bool = False
+) -> None:
+    """disagree: the second replica runs the newest W where the first runs the oldest."""
     setup = Setup(kind, name, **options)
     expected, weights, losses = plain_steps(len(setup.schedule.placement), 3)
     optimizer = make_optimizer(setup.parameters())
     with setup.pipe(fill=fill, **planned) as pipe:
+        if disagree and setup.replica == 1:
+            run = pipe._run_oldest
+            pipe._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
         for step in range(3):
             optimizer.zero_grad()
             loss = pipe.step(*setup.data(step))
@@ -65,6 +71,16 @@ def train(kind: str, name: str, fill: str, options: dict[str, Any], planned: dic
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_one_process(four_ranks: Any, kind: str, name: str, fill: str) -> None:
     four_ranks.run(train, kind, name, fill, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("ddp", {}), ("fsdp", {"reshard_after_forward": False}), ("fsdp", {"reshard_after_forward": True})],
+)
+def test_replicas_that_run_w_in_different_orders_reduce_in_one(
+    four_ranks: Any, kind: str, options: dict[str, Any]
+) -> None:
+    four_ranks.run(train, kind, "zb_v", "eager", options, {}, True)
 
 
 @pytest.mark.parametrize(
