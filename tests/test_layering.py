@@ -37,7 +37,10 @@ MAY_IMPORT = {
     "nn": {"functional"},
     "functional": {"compiled", "functions", "autograd", "kernels.dispatch", "kernels.spec"},
     "compiled": {"functions", "autograd", "wgrad", "kernels.dispatch", "kernels.reference"},
-    "functions": {"functions", "autograd", "wgrad", "kernels.spec", "kernels.reference", "kernels.reference_attention"},
+    "functions": {
+        *("functions", "autograd", "wgrad"),
+        *("kernels.spec", "kernels.reference", "kernels.reference_attention", "kernels.measured"),
+    },
     "autograd": {"wgrad", "landing"},
     "wgrad": {"grouping", "landing", "streams", "task"},
     "task": set(),

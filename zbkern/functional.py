@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zbkern import autograd, compiled
 from zbkern.functions import attention as attention_functions
+from zbkern.functions import attention_paths
 from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions import loss as loss_functions
@@ -209,7 +210,8 @@ def attention(
     (grouped-query attention); returns q's shape. With `sequences`, tokens of sequences of different lengths follow each
     other without a batch dimension: q [T, heads, D], sequences [0, end of the first, ..., T] (key_sequences where the
     keys' differ). causal: a query sees keys up to its own place, both ends lined up. window: with causal, how many keys
-    it sees, its own included. scale: 1/sqrt(D) when None.
+    it sees, its own included. scale: 1/sqrt(D) when None. impl: on a GPU "auto" chooses among our core, torch's and an
+    installed FlashAttention; `zbkern info` says which.
     """
     batched = sequences is None
     wanted = 4 if batched else 3
@@ -237,6 +239,10 @@ def attention(
     options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends)
     if not _plain(q, k):
         return attention_functions.attention_with_torch(q, k, v, options)
+    if impl == "auto" and q.is_cuda:
+        reason = dispatch.why_not("attention", "triton", q.device, q.dtype)
+        ours = None if reason else dispatch.resolve("attention", "triton", q.device, q.dtype)
+        return attention_paths.fastest(q, k, v, options, ours, reason)
     launches = dispatch.resolve("attention", impl, q.device, q.dtype)
     return attention_functions.attention(launches, q, k, v, options)
 

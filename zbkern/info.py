@@ -54,6 +54,7 @@ def _devices() -> list[str]:
 def _ops() -> list[str]:
     import torch
 
+    from zbkern.functions import attention_paths
     from zbkern.kernels import dispatch, spec
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,6 +65,9 @@ def _ops() -> list[str]:
         named = [impl for impl, reason in reasons.items() if reason is None and impl != chosen]
         also = f", where named through {' or '.join(named)}" if named else ""
         passed = [f"  not {impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
+        if op == "attention" and device == "cuda":  # which has more to choose from
+            groups["impl='auto' on cuda\n" + "\n".join(attention_paths.lines(device, reasons["triton"]))] = [op]
+            continue
         groups.setdefault("\n".join([f"run through {chosen} on {device}{also}", *passed]), []).append(op)
     return [f"{', '.join(ops)}\n  {text}" for text, ops in groups.items()]
 

@@ -9,15 +9,22 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import TypeVar
 
 from torch import Tensor
 
 WGRAD: dict[tuple[int, int], dict[tuple[int, int, int], str]] = {}
 """compute capability -> (tokens, N, K) -> "cuda" or "triton". Not measured yet: "auto" never takes the extension."""
 
+ATTENTION: dict[tuple[int, int], dict[tuple[int, int, int], tuple[str, ...]]] = {}
+"""compute capability -> (tokens of a sequence, head size, 2 if causal else 1) -> cores, the fastest at forward and
+backward together first. Not measured yet: `functions/attention_paths.py` has the order that stands in for it."""
 
-def nearest(table: Mapping[tuple[int, int, int], str], shape: tuple[int, int, int]) -> str:
-    """What was the faster at the measured shape nearest to this one, in ratios of the sizes."""
+Fastest = TypeVar("Fastest")
+
+
+def nearest(table: Mapping[tuple[int, int, int], Fastest], shape: tuple[int, int, int]) -> Fastest:
+    """What was the fastest at the measured shape nearest to this one, in ratios of the sizes."""
 
     def distance(other: tuple[int, int, int]) -> float:
         return sum(abs(math.log(mine / its)) for mine, its in zip(shape, other, strict=True))

@@ -1,0 +1,103 @@
+"""Every attention core that this GPU can run, forward and backward, in one process.
+
+    python -m bench.attention
+
+Each answer is held against torch's own attention in float32 before a time is printed. Random data; cores in turn. At
+the end: the lines for `ATTENTION` in zbkern/kernels/measured.py, from which impl="auto" chooses on such a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import report
+from zbkern import testing
+from zbkern.functions import attention_paths as paths
+from zbkern.functions.attention import attention_with_torch
+from zbkern.kernels import dispatch
+from zbkern.kernels.spec import AttentionOptions
+
+COLUMNS = ("tokens", "head", "causal", "core", "forward TFLOP/s", "backward TFLOP/s", "of torch's choice")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="of a sequence")
+    parser.add_argument("--total", type=int, default=16384, help="tokens of a batch")
+    parser.add_argument("--width", type=int, default=2048, help="heads times head size")
+    parser.add_argument("--rounds", type=int, default=10)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("cannot run: no GPU is visible")
+        return 1
+    figures, table = [], {}
+    for tokens in arguments.tokens:
+        for size in (64, 128, 256):
+            for causal in (False, True):
+                shape = max(1, arguments.total // tokens), tokens, max(1, arguments.width // size), size
+                rows = compare(shape, causal, arguments.rounds)
+                table[tokens, size, 1 + causal] = tuple(row["core"] for row in rows)
+                figures += rows
+    print(report.table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in figures]))
+    print(f"\nATTENTION[{torch.cuda.get_device_capability()}] = {{")
+    print("".join(f"    {shape}: {names},\n" for shape, names in table.items()) + "}")
+    print(f"written to {report.write_json('attention', figures)}")
+    return 0
+
+
+def compare(shape: Sequence[int], causal: bool, rounds: int, device: str = "cuda") -> list[dict[str, Any]]:
+    """One row per core that can run it, the fastest at forward and backward together first."""
+    batch, tokens, _, size = shape
+    q, k, v, dy = (torch.randn(*shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    ends = tuple(range(0, (batch + 1) * tokens, tokens))
+    options = AttentionOptions(size**-0.5, causal, None, ends, ends)
+    why_not_ours = dispatch.why_not("attention", "triton", device, q.dtype)
+    ours = None if why_not_ours else dispatch.resolve("attention", "triton", device, q.dtype)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    names = [
+        name
+        for name, reason in paths.explain(paths.case_of(q, k, options), why_not_ours)
+        if reason is None and paths.accepts(name, q, k, v, options)
+    ]
+
+    def forward(name: str) -> Callable[[], Tensor]:
+        return lambda: paths.through(name, *leaves, options, ours)
+
+    def backward(name: str) -> list[Callable[[], object]]:
+        y = forward(name)()
+        return [lambda: torch.autograd.grad(y, leaves, dy)]
+
+    few = [t[:1].detach().float().requires_grad_() for t in leaves]
+    one = AttentionOptions(options.scale, causal, None, ends[:2], ends[:2])
+    expected = attention_with_torch(*few, one)
+    gradients = torch.autograd.grad(expected, few, dy[:1].float())
+    for name in names:
+        y = forward(name)()
+        for got, wanted in zip((y, *torch.autograd.grad(y, leaves, dy)), (expected, *gradients), strict=True):
+            testing.assert_close(got[:1], wanted, f"{name} at {list(shape)}")
+    times = testing.measure({name: lambda name=name: [forward(name)] for name in names}, rounds, device=device)
+    after = testing.measure({name: lambda name=name: backward(name) for name in names}, rounds, device=device)
+    flops = 4 * batch * shape[2] * tokens * tokens * size / (2 if causal else 1) / 1e12
+    total = {name: times[name].median + after[name].median for name in names}
+    return [
+        {
+            "tokens": tokens,
+            "head": size,
+            "causal": causal,
+            "core": name,
+            "forward TFLOP/s": round(flops / times[name].median, 1),
+            "backward TFLOP/s": round(2.5 * flops / after[name].median, 1),
+            "of torch's choice": round(total["torch"] / total[name], 2),
+        }
+        for name in sorted(names, key=total.__getitem__)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
