@@ -42,11 +42,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "data_parallel.md"
 # ---- gradients and steps
 
 
-def train(kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any]) -> None:
+def train(
+    kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any], disagree: bool = False
+) -> None:
+    """disagree: the second replica runs the newest W where the first runs the oldest."""
     setup = Setup(kind, name, **options)
     expected, weights, losses = plain_steps(len(setup.schedule.placement), 3)
     optimizer = make_optimizer(setup.parameters())
     with setup.pipe(fill=fill, **planned) as pipe:
+        if disagree and setup.replica == 1:
+            run = pipe._run_oldest
+            pipe._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
         for step in range(3):
             optimizer.zero_grad()
             loss = pipe.step(*setup.data(step))
@@ -65,6 +71,16 @@ def train(kind: str, name: str, fill: str, options: dict[str, Any], planned: dic
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_one_process(four_ranks: Any, kind: str, name: str, fill: str) -> None:
     four_ranks.run(train, kind, name, fill, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("ddp", {}), ("fsdp", {"reshard_after_forward": False}), ("fsdp", {"reshard_after_forward": True})],
+)
+def test_replicas_that_run_w_in_different_orders_reduce_in_one(
+    four_ranks: Any, kind: str, options: dict[str, Any]
+) -> None:
+    four_ranks.run(train, kind, "zb_v", "eager", options, {}, True)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +232,37 @@ def sum_tied(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tied_weights_of_replicas(four_ranks: Any, kind: str) -> None:
     four_ranks.run(sum_tied, kind)
+
+
+def tie_on_one_rank(fill: str, options: dict[str, Any]) -> None:
+    """The first and the last chunk of a V share a weight, and rank 0 holds both."""
+    model = make_model(4)
+    model[3][1].linear.weight = model[0][0].linear.weight
+    schedule = schedules.zb_v(2, MICROBATCHES)
+    replica, stage = divmod(dist.get_rank(), 2)
+    mine = schedule.chunks_of(stage)
+    expected = []
+    for step in range(3):
+        nn.Sequential(*model).zero_grad()
+        for other in range(2):
+            inputs, targets = batch(step, other)
+            (mean_square(nn.Sequential(*model)(inputs), targets) / 2).backward()
+        expected.append({(c, n): p.grad.clone() for c in mine for n, p in model[c].named_parameters()})
+    modules = [wrap("ddp", model[chunk], **options) for chunk in mine]
+    with Pipeline(modules, schedule, mean_square, mesh().get_group("stage"), fill=fill, timeout=30) as pipe:
+        for step in range(3):
+            nn.Sequential(*model).zero_grad()
+            inputs, targets = batch(step, replica)
+            pipe.step(inputs, targets)
+            for (chunk, name), gradient in expected[step].items():
+                ours = dict(model[chunk].named_parameters())[name].grad
+                torch.testing.assert_close(ours, gradient, msg=lambda m, at=(step, chunk, name): f"{at}: {m}")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 25}])
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_a_weight_of_two_chunks_on_one_rank(four_ranks: Any, fill: str, options: dict[str, Any]) -> None:
+    four_ranks.run(tie_on_one_rank, fill, options)
 
 
 def run_page(shard: bool) -> list[Tensor]:
