@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-from itertools import permutations, product
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, plan, schedules, simulate
+from zbkern.pipeline import Costs, ScheduleError, plan, schedules, simulate
 from zbkern.pipeline.planner import lists, portfolio
 
 PROFILES = json.loads((Path(__file__).parent.parent / "data" / "zb_profiles.json").read_text())
@@ -60,13 +58,11 @@ def test_unit_costs(row: dict) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize(
-    ("microbatches", "limit", "best", "effort"), [(16, 0.5, 0.297, 5), (24, 0.5, 0.249, 5), (16, 0.75, 0.201, 3)]
-)
-def test_two_chunks_with_little_memory(microbatches: int, limit: float, best: float, effort: int) -> None:
-    """What an exact solver came to from a local search; V-Min has 0.383 and 0.336, V-Half 0.236."""
+@pytest.mark.parametrize(("limit", "best", "effort"), [(0.5, 0.297, 6), (0.75, 0.201, 3), (1.0, 0.1034, 3)])
+def test_two_chunks_in_a_v(limit: float, best: float, effort: int) -> None:
+    """What an exact solver came to from a local search; V-Min has 0.383, V-Half 0.236, ZB-V 0.106."""
     costs = Costs(92, 90, 46, 6, 0.5, 0.25)
-    found = plan(costs, 8, microbatches, 2, memory_limit=8 * limit, effort=effort)
+    found = plan(costs, 8, 16, 2, memory_limit=8 * limit, effort=effort)
     assert found.bubble_rate <= best
     assert max(found.timeline.peak_memory) <= 8 * limit
 
@@ -96,59 +92,6 @@ def test_a_first_answer_is_quick() -> None:
     found = plan(Costs(communication=0.1), 32, 256, memory_limit=48, time_limit=0)
     known = simulate(schedules.zb_h1(32, 256), Costs(communication=0.1))
     assert found.timeline.cost < known.cost
-
-
-def everything(microbatches: int, rank: int) -> list[tuple[Action, ...]]:
-    """Every order that one rank of a one-chunk pipeline can have, microbatches out of order too."""
-    actions = [Action(kind, rank, microbatch) for microbatch in range(microbatches) for kind in "FBW"]
-    orders = set()
-    for places in set(permutations([action.microbatch for action in actions])):
-        kinds = {microbatch: iter("FBW") for microbatch in range(microbatches)}
-        orders.add(tuple(Action(next(kinds[each]), rank, each) for each in places))
-    return sorted(orders)
-
-
-def peak(order: tuple[Action, ...], costs: Costs) -> float:
-    change = {"F": costs.activation, "B": costs.held - costs.activation, "W": -costs.held}
-    now = most = 0.0
-    for action in order:
-        now += change[action.kind]
-        most = max(most, now)
-    return most
-
-
-def exhaustive(stages: int, microbatches: int, costs: Costs, limit: float) -> float:
-    rows = [
-        [row for row in everything(microbatches, rank) if peak(row, costs) <= limit + 1e-9] for rank in range(stages)
-    ]
-    best = float("inf")
-    for choice in product(*rows):
-        schedule = Schedule(choice, tuple(range(stages)), microbatches)
-        try:
-            best = min(best, simulate(schedule, costs).cost)
-        except ScheduleError:
-            continue
-    return best
-
-
-@pytest.mark.parametrize("case", range(6))
-def test_optimal_is_what_enumeration_finds(case: int) -> None:
-    draw = random.Random(case)
-    costs = Costs(*(draw.randint(1, 5) for _ in range(3)), draw.choice([0, 1]), 1.0, 0.5)
-    limit = draw.choice([1.0, 1.5, 2.0])
-    found = plan(costs, 2, 2, memory_limit=limit, time_limit=0.2)
-    best = exhaustive(2, 2, costs, limit)
-    bound = found.timeline.cost * (1 - found.bubble_rate) / (1 - found.lower_bound)
-    assert bound <= best + 1e-6
-    assert found.timeline.cost >= best - 1e-6
-    if found.optimal:
-        assert found.timeline.cost == pytest.approx(best)
-
-
-def test_enumeration_meets_a_plan_that_is_proven_optimal() -> None:
-    found = plan(Costs(), 2, 2, memory_limit=2, time_limit=0.2)
-    assert found.timeline.cost == pytest.approx(exhaustive(2, 2, Costs(), 2))
-    assert found.optimal
 
 
 per_chunk = st.lists(st.floats(0, 10), min_size=6, max_size=6)

@@ -110,8 +110,8 @@ class Candidate(NamedTuple):
 def construct(problem: Problem, pool: Pool) -> list[Candidate]:
     """Adds what the list scheduler finds, for this limit and for smaller ones: more memory never makes it worse.
 
-    Returns the best candidates for every limit, best first. With many passes all rules are tried on fewer microbatches,
-    and those that do best there on all.
+    Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
+    fewer microbatches, and those that do best there on all.
     """
     every = list(rules(problem))
     levels = _levels(problem)
@@ -121,6 +121,8 @@ def construct(problem: Problem, pool: Pool) -> list[Candidate]:
     trial = problem
     if passes > _TRIAL_PASSES:
         trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
+        stride = trial.passes * len(every) // _TRIAL_PASSES | 1  # odd, so that both of every choice are among them
+        every = every[::stride]
     candidates: list[Candidate] = []
     for name, limit in levels:
         here = trial.with_limit(limit)
