@@ -349,13 +349,18 @@ class Pipeline:
     def _await(self, kind: str, action: Action) -> Any:
         tag = Tag(self._step, kind, action.chunk, action.microbatch)
         if self.fill == "eager":
-            while not self._transport.ready(tag) and self.queue.pending():
+            while self.queue.pending() and not self._ready(tag):
                 self._run_oldest()
         if self.fill_with is not None:
-            while not self._transport.ready(tag) and self.fill_with():
+            while not self._ready(tag) and self.fill_with():
                 pass
         neighbour = action.chunk - 1 if kind == "F" else action.chunk + 1
         return self._transport.receive(self.schedule.placement[neighbour], tag, self.timeout)
+
+    def _ready(self, tag: Tag) -> bool:
+        """Whether the message is there by the time the device wants it, and not the host, which may be far ahead."""
+        self._recorder.catch_up()
+        return self._transport.ready(tag)
 
     def _send(self, chunk: int, kind: str, microbatch: int, message: Any) -> None:
         tag = Tag(self._step, kind, chunk, microbatch)

@@ -48,6 +48,11 @@ class Recorder:
             allocated = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
             self._samples.append((end, self._queue.pending(), self._queue.bytes, allocated))
 
+    def catch_up(self) -> None:
+        """Waits until the device has begun the action that was launched last, so that little is ahead of the host."""
+        if self._marks:
+            self._clock.wait(self._marks[-1][1])
+
     def label(self, action: Action) -> AbstractContextManager[Any]:
         """A range with the action's name, as in CSV, where torch's profiler (or its NVTX form) is on."""
         if torch.autograd._profiler_enabled():
