@@ -31,7 +31,7 @@ from two_by_two import (
     wrap,
 )
 
-from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
+from zbkern.pipeline import Optimizer, Pipeline, checkpoint, replicas, schedules
 from zbkern.pipeline.mailbox import PipelineError
 
 pytestmark = pytest.mark.dist
@@ -95,6 +95,19 @@ def test_options_of_the_wrappers(four_ranks: Any, kind: str, options: dict[str, 
 
 
 # ---- when reductions start
+
+
+def test_what_is_announced_is_not_copied() -> None:
+    parameters = [nn.Parameter(torch.ones(3, 2)) for _ in range(4)]
+    for parameter in parameters[:3]:
+        parameter.grad = torch.full((3, 2), 5.0)
+    before = [parameter.grad.data_ptr() for parameter in parameters[:3]]
+    seen = []
+    parameters[0].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+    replicas._announce(parameters)
+    assert [parameter.grad.data_ptr() for parameter in parameters[:3]] == before
+    assert [parameter.grad.sum().item() for parameter in parameters] == [30, 30, 30, 0]
+    assert seen == [30]
 
 
 def record(kind: str, name: str) -> list[tuple[str, set[int]]]:
