@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zbkern.pipeline.actions import Action
 from zbkern.pipeline.clock import Clock
-from zbkern.pipeline.timeline import Event
+from zbkern.pipeline.timeline import Event, Sample
 from zbkern.wgrad import WGradQueue
-
-
-class Sample(NamedTuple):
-    """After an action: seconds on the host's clock, W that wait, bytes they pin, bytes allocated (0 on a CPU)."""
-
-    seconds: float
-    pending: int
-    pinned: int
-    allocated: int
 
 
 class Recorder:
