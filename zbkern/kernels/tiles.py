@@ -1,8 +1,8 @@
 """How a matrix product or attention is cut into tiles: pure functions of shape, dtype and GPU.
 
-`python -m zbkern.kernels.tiles M N K` prints the choice for the three products of a linear layer, and that for
-attention. `bench/tune.py`
-measures on a GPU and writes `tiles.json` beside this file; what it has measured is preferred to the rules here.
+`python -m zbkern.kernels.tiles M N K` prints the choice for the three products of a linear layer, and for attention.
+`bench/tune.py` and `bench/tune_attention.py` measure on a GPU and write `tiles.json` beside this file; what they have
+measured is preferred to the rules here.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class AttentionTile:
 
 
 # By what multiplies matrices: mma.sync before 9.0 (and from 12.0 on), wgmma on 9.0, tcgen05 on 10.x. Within each, for
-# heads of up to 64, 128 and 256: the largest of a dozen tries that does not spill. Halves of 128 x 256 in float32 are
-# 128 registers of each thread, so that dkdv, which has two accumulators, needs a split from there on.
+# heads of up to 64, 128 and 256: the largest of a dozen tries that does not spill, with any mask. An accumulator of
+# 128 x 256 is 128 of the 255 registers of a thread: dkdv, which has two, is split there where they hold accumulators.
 _HEADS = (64, 128, 256)
 _ATTENTION = {
     ("mma", "fwd"): ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
@@ -143,8 +143,10 @@ _ATTENTION = {
     ("tcgen05", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
 }
 _ATTENTION_PACKED = {  # which have code for the end of each sequence, and fewer registers left
-    ("wgmma", "fwd", 256): (128, 32, 8, 2),
+    ("wgmma", "fwd", 256): (64, 64, 8, 2),
+    ("wgmma", "dkdv", 128): (32, 128, 8, 3),
     ("wgmma", "dkdv", 256): (16, 64, 8, 2, True),
+    ("tcgen05", "fwd", 64): (128, 64, 4, 3),
 }
 _ATTENTION_SINGLE = {  # three products each; heads of more than 128 spill
     "fwd": ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2)),

@@ -34,7 +34,8 @@ _LINE = tl.constexpr(LINE)
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
     """y = softmax(scale q k^T + mask) v; lse = log of the softmax's denominator. A query that sees no key gives 0."""
     tokens, heads, size = q.shape
-    if y.numel() == 0:
+    if y.numel() == 0 or k.numel() == 0:
+        y.zero_()
         lse.fill_(-math.inf)
         return
     check_head_size(size)
@@ -88,22 +89,28 @@ def rows_dense(tensor: Tensor, copy: bool = True) -> Tensor:
 
 
 def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Tensor | TensorDescriptor, ...]:
-    """Descriptors that load blocks of so many rows of one head by TMA, or the tensors where one does not fit.
+    """Descriptors that load blocks of so many rows of one head by TMA; the tensors themselves before 9.0.
 
     Of [sequences, length, heads, D]: where all have one length, no block reads into the next sequence.
     """
     if capability_of(tensors[0].device) < 90:
         return tensors
     found = []
-    for tensor in tensors:
+    for tensor in map(_aligned, tensors):
         tokens, heads, size = tensor.shape
         row, head, _ = tensor.stride()
-        shape = (sequences, tokens // max(sequences, 1), heads, size)
-        strides = (shape[1] * row, row, head, 1)
-        if 0 in shape or tensor.data_ptr() % 16 or any(s <= 0 or s * tensor.element_size() % 16 for s in strides[:3]):
-            return tensors
-        found.append(TensorDescriptor(tensor, list(shape), list(strides), [1, rows, 1, size_block(size)]))
+        shape = [sequences, tokens // sequences, heads, size]
+        found.append(TensorDescriptor(tensor, shape, [shape[1] * row, row, head, 1], [1, rows, 1, size_block(size)]))
     return tuple(found)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """With heads at multiples of 16 bytes, as TMA asks for: itself or a copy, which costs little beside the scores."""
+    itemsize = tensor.element_size()
+    if tensor.data_ptr() % 16 == 0 and all(s > 0 and s * itemsize % 16 == 0 for s in tensor.stride()[:2]):
+        return tensor
+    room = triton.cdiv(tensor.shape[2] * itemsize, 16) * 16 // itemsize
+    return tensor.new_empty(*tensor.shape[:2], room)[..., : tensor.shape[2]].copy_(tensor)
 
 
 @functools.cache
@@ -342,12 +349,13 @@ def _forward(
 SHAPES = (
     # dtype, head size, causal, window, sequences of different lengths
     ("bf16", 64, True, False, False),
+    ("bf16", 64, False, False, True),
     ("bf16", 96, True, False, False),
-    ("bf16", 128, False, False, False),
     ("bf16", 128, True, False, False),
+    ("bf16", 128, False, False, True),
     ("bf16", 128, True, True, True),
     ("bf16", 256, True, False, False),
-    ("bf16", 256, True, False, True),
+    ("bf16", 256, True, True, True),
     ("fp32", 128, True, False, False),
 )
 """What is compiled ahead of time: every head size that has tiles of its own, and the longest code of each."""

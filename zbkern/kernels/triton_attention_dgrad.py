@@ -49,7 +49,9 @@ def attention_dgrad(
 ) -> None:
     """dv = p^T dy; ds = p (dy v^T - sum(dy y)); dq = scale ds k; dk = scale ds^T q."""
     tokens, heads, size = q.shape
-    if size == 0 or heads == 0:
+    if q.numel() == 0 or k.numel() == 0:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
         return
     check_head_size(size)
     dy, q, k, v, y = (rows_dense(t) for t in (dy, q, k, v, y))
@@ -63,35 +65,33 @@ def attention_dgrad(
     tile, tile_after = tile_of("dq", q, options), tile_of("dkdv", q, options)
     assert tile.queries % tile_after.queries == 0, "dkdv would read statistics that dq has not written"
     places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
-    if grid:
-        factor, exponent = positive(q, options.scale)
-        streamed = describe((k, v), sequences, tile.keys)
-        arguments = (factor, dy, *streamed, y, out_q, lse, lines, *places, options.window, options.scale, exponent)
-        _dq(
-            (grid, heads),
-            (*arguments, tokens, line, group, *factor.stride()[:2], *strides[2:], *y.stride()[:2], *out_q.stride()[:2]),
-            (*constants, tile.queries, tile.keys, precision(q.dtype), streamed[0] is not k),
+    factor, exponent = positive(q, options.scale)
+    streamed = describe((k, v), sequences, tile.keys)
+    described = streamed[0] is not k
+    arguments = (factor, dy, *streamed, y, out_q, lse, lines, *places, options.window, options.scale, exponent)
+    _dq(
+        (grid, heads),
+        (*arguments, tokens, line, group, *factor.stride()[:2], *strides[2:], *y.stride()[:2], *out_q.stride()[:2]),
+        (*constants, tile.queries, tile.keys, precision(q.dtype), described),
+        warps=tile.warps,
+        stages=tile.stages,
+    )
+    tile = tile_after
+    places, grid, sequences = place_tiles(options, "keys", tile.keys, q.device)
+    factor, exponent = positive(k, options.scale)
+    streamed = describe((q, dy), sequences, tile.queries)
+    if described:
+        lines = TensorDescriptor(lines, [2 * heads, line], [line, 1], [1, tile.queries])
+    strides = (*strides[:4], *factor.stride()[:2], *strides[6:], *out_k.stride()[:2], *out_v.stride()[:2])
+    for pair in ((out_k, None), (None, out_v)) if tile.split else ((out_k, out_v),):
+        arguments = (*streamed, factor, v, *pair, lines, *places, options.window, options.scale, exponent)
+        _dkdv(
+            (grid, k.shape[1]),
+            (*arguments, line, group, *strides),
+            (*constants, tile.queries, tile.keys, precision(q.dtype), described),
             warps=tile.warps,
             stages=tile.stages,
         )
-    tile = tile_after
-    places, grid, sequences = place_tiles(options, "keys", tile.keys, q.device)
-    if grid:
-        factor, exponent = positive(k, options.scale)
-        streamed = describe((q, dy), sequences, tile.queries)
-        described = streamed[0] is not q
-        if described:
-            lines = TensorDescriptor(lines, [lines.numel() // line, line], [line, 1], [1, tile.queries])
-        strides = (*strides[:4], *factor.stride()[:2], *strides[6:], *out_k.stride()[:2], *out_v.stride()[:2])
-        for pair in ((out_k, None), (None, out_v)) if tile.split else ((out_k, out_v),):
-            arguments = (*streamed, factor, v, *pair, lines, *places, options.window, options.scale, exponent)
-            _dkdv(
-                (grid, k.shape[1]),
-                (*arguments, line, group, *strides),
-                (*constants, tile.queries, tile.keys, precision(q.dtype), described),
-                warps=tile.warps,
-                stages=tile.stages,
-            )
     for given, out in outputs:
         if out is not given:
             given.copy_(out)
