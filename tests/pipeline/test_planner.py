@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbkern.pipeline import Costs, ScheduleError, plan, schedules, simulate
+from zbkern.pipeline import Costs, Schedule, ScheduleError, plan, schedules, simulate
 from zbkern.pipeline.planner import lists, portfolio
 
 PROFILES = json.loads((Path(__file__).parent.parent / "data" / "zb_profiles.json").read_text())
@@ -172,6 +174,34 @@ def test_jitter_reports_the_mean() -> None:
     runs = [simulate(shaken.schedule, Costs(), jitter=0.1, seed=seed).cost for seed in range(16)]
     assert calm.mean_cost == calm.timeline.cost
     assert shaken.mean_cost == pytest.approx(sum(runs) / 16)
+
+
+@needs_core
+def test_a_plan_for_jitter_loses_less_to_it() -> None:
+    """On samples that it was not chosen by."""
+    costs = Costs(92, 90, 46, 6)
+    means = []
+    for jitter in (0.0, 0.1):
+        schedule = plan(costs, 8, 16, memory_limit=12, effort=1, jitter=jitter, samples=8).schedule
+        runs = [simulate(schedule, costs, jitter=0.1, seed=seed).cost for seed in range(1000, 1024)]
+        means.append(sum(runs) / len(runs))
+    assert means[1] < 0.985 * means[0]
+
+
+def test_merges_w_where_that_is_free() -> None:
+    """W of one chunk run one after the other, and save what Costs says, in the memory that there is."""
+    costs = Costs(communication=0.1, merge_saving=0.3, activation=0.5, held=0.25)
+    apart = plan(replace(costs, merge_saving=0.0), 2, 6, 2, memory_limit=3, effort=1)
+    merged = plan(costs, 2, 6, 2, memory_limit=3, effort=1)
+    assert neighbours(merged.schedule) > neighbours(apart.schedule)
+    assert merged.timeline.cost < simulate(apart.schedule, costs).cost - 0.1
+    assert max(merged.timeline.peak_memory) <= 3
+
+
+def neighbours(schedule: Schedule) -> int:
+    """W that directly follow a W of their chunk."""
+    pairs = [pair for row in schedule.actions for pair in pairwise(row)]
+    return sum(one.kind == two.kind == "W" and one.chunk == two.chunk for one, two in pairs)
 
 
 def test_makespan_is_what_was_asked_for() -> None:
