@@ -59,8 +59,9 @@ bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for sm_80, sm_90 and sm_100
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.kernels_report
 
-bench-gpu: $(READY) ## our launches on a GPU beside torch's and other libraries', in 7 minutes at most
+bench-gpu: $(READY) ## our launches on a GPU beside torch's and other libraries', in 8 minutes or so
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.gpu
+	-TRITON_INTERPRET=0 $(PYTHON) -m bench.cuda_wgrad  # says so where the extension is not built
 
 bench-split: $(READY) ## what the split of backward into B and W costs
 	$(PYTHON) -m bench.split

@@ -19,7 +19,7 @@ import gpt
 import torch
 import torch.distributed as dist
 from text import Text
-from trainer import PlainTrainer, Trainer, batch, device_of_this_rank, model_config, say
+from trainer import PlainTrainer, Trainer, batch, device_of_this_rank, model_config, pipeline_group, say
 
 import zbkern
 from zbkern.pipeline import Costs, Schedule, ScheduleError, profile, schedules, simulate
@@ -87,11 +87,12 @@ def best(arguments: argparse.Namespace, text: Text) -> Schedule:
 
 def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence[int]) -> Costs:
     """Costs of this model cut for `placement`, by running it there. Collective."""
-    rank, device, count = dist.get_rank(), device_of_this_rank(), len(placement)
+    device, count = device_of_this_rank(), len(placement)
+    replica, rank = divmod(dist.get_rank(), max(placement) + 1)
     config = model_config(arguments)
     mine = [index for index in range(count) if placement[index] == rank]
     modules = [zbkern.convert(gpt.chunk(config, index, count).to(device)) for index in mine]
-    inputs, targets = batch(arguments, text, 0, device)
+    inputs, targets = (part.chunk(arguments.replicas)[replica] for part in batch(arguments, text, 0, device))
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         return profile(
             modules,
@@ -100,6 +101,7 @@ def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence
             inputs if 0 in mine else None,
             targets if count - 1 in mine else None,
             microbatches=arguments.microbatches,
+            group=pipeline_group(arguments),
             device=device,
         )
 

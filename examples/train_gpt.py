@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py                     # measure, compare, train with the best
     torchrun --nproc-per-node 2 examples/train_gpt.py --schedule zb_h1    # train with this one
     torchrun --nproc-per-node 2 examples/train_gpt.py --check             # losses against a plain one-process loop
+    torchrun --nproc-per-node 4 examples/train_gpt.py --schedule zb_v --replicas 2    # two pipelines of two stages
 
 With checkpoints a run survives its processes. Torch keeps one store over restarts, unless told not to, in which ranks
 then find the addresses of those that have ended (torch 2.13):
@@ -45,13 +46,13 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
         elif not restarted:
             raise SystemExit(f"--resume: there is no checkpoint in {folder}; run without --resume first")
     say(f"\ntraining with {schedule.name}, steps {start} to {arguments.steps}; log in {out / 'train.log'}")
-    tokens = arguments.rows * arguments.microbatches * arguments.context
+    tokens = arguments.rows * arguments.microbatches * arguments.replicas * arguments.context
     began, reported = time.perf_counter(), start
     for step in range(start, arguments.steps):
         loss = trainer.step(step)
         done = step + 1
         if done % arguments.log_every == 0 or done == arguments.steps:
-            value = everywhere(loss, schedule.placement[-1], trainer.device)
+            value = everywhere(loss, arguments.replicas, trainer.device)
             speed = (done - reported) * tokens / (time.perf_counter() - began)
             began, reported = time.perf_counter(), done
             if rank == 0:
@@ -82,8 +83,7 @@ def save_pictures(arguments: argparse.Namespace, trainer: Trainer) -> None:
 def check(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
     """Exits with an error unless 20 losses equal the plain loop's to a relative 1e-5."""
     trainer = Trainer(arguments, text, schedule, arguments.fill)
-    source = schedule.placement[-1]
-    losses = [everywhere(trainer.step(step), source, trainer.device) for step in range(20)]
+    losses = [everywhere(trainer.step(step), arguments.replicas, trainer.device) for step in range(20)]
     trainer.pipe.close()
     plain = PlainTrainer(arguments, text)
     worst = 0.0
@@ -118,6 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fill", choices=["planned", "eager"], default="planned")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--replicas", type=int, default=1, help="pipelines side by side; needs --schedule")
     parser.add_argument("--rows", type=int, default=2, help="sequences per microbatch")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
@@ -135,11 +136,13 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="compare 20 losses with a plain one-process loop and exit")
     arguments = parser.parse_args()
-    for name in ("steps", "microbatches", "rows", "layers", "width", "heads", "context", "log_every"):
+    for name in ("steps", "microbatches", "replicas", "rows", "layers", "width", "heads", "context", "log_every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(arguments, name)}")
     if arguments.width % (2 * arguments.heads):
         parser.error(f"--width must be a multiple of 2 x --heads; got {arguments.width} and {arguments.heads}")
+    if arguments.replicas > 1 and not (arguments.schedule or arguments.check):
+        parser.error("--replicas needs --schedule: compare schedules on the ranks of one pipeline first")
     return arguments
 
 
@@ -160,8 +163,11 @@ def main() -> None:
     start_ranks()
     text = Text(arguments.data, arguments.seed)
     say(f"{len(text.bytes) / 1e6:.1f} MB of text from {text.source}, {dist.get_world_size()} ranks")
+    stages, rest = divmod(dist.get_world_size(), arguments.replicas)
+    if rest:
+        raise SystemExit(f"--replicas {arguments.replicas} does not divide {dist.get_world_size()} ranks")
     if arguments.check or arguments.schedule:
-        schedule = compare.build(arguments.schedule or "zb_h1", dist.get_world_size(), arguments.microbatches)
+        schedule = compare.build(arguments.schedule or "zb_h1", stages, arguments.microbatches)
     if arguments.check:
         check(arguments, text, schedule)
     elif arguments.schedule:

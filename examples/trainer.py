@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 
 import gpt
@@ -10,32 +11,40 @@ import torch
 import torch.distributed as dist
 from text import Text
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbkern
 from zbkern.pipeline import Optimizer, Pipeline, Schedule
 
 
 class Trainer:
-    """This rank's chunks of the model in a pipeline, with their optimizer."""
+    """This rank's chunks of the model in a pipeline, one of --replicas that are alike, with their optimizer."""
 
     def __init__(self, arguments: argparse.Namespace, text: Text, schedule: Schedule, fill: str = "planned") -> None:
         self.arguments, self.text, self.schedule = arguments, text, schedule
         self.device = device_of_this_rank()
+        self.replica, rank = divmod(dist.get_rank(), schedule.stages)
         count = len(schedule.placement)
         self.config = model_config(arguments)
-        mine = {index: gpt.chunk(self.config, index, count) for index in schedule.chunks_of(dist.get_rank())}
+        mine = {index: gpt.chunk(self.config, index, count) for index in schedule.chunks_of(rank)}
         for module in mine.values():
             zbkern.convert(module.to(self.device))
         tied = gpt.tie(self.config, mine, count)
         self.modules = list(mine.values())
         self.first, self.last = 0 in mine, count - 1 in mine
-        self.pipe = Pipeline(self.modules, schedule, gpt.loss_fn, device=self.device, fill=fill, tied=tied)
+        group = pipeline_group(arguments)
+        if group is not None:
+            replicas = mesh(arguments.replicas).get_group("replica")
+            wrap = nn.parallel.DistributedDataParallel
+            self.modules = [wrap(module, process_group=replicas) for module in self.modules]
+        self.pipe = Pipeline(self.modules, schedule, gpt.loss_fn, group, self.device, fill=fill, tied=tied)
         inner = make_optimizer(arguments, nn.ModuleList(self.modules))
         self.optimizer = Optimizer(inner, self.pipe, max_norm=arguments.clip)
 
     def step(self, step: int) -> Tensor | None:
-        """One optimizer step; the mean loss on the rank of the last chunk, None elsewhere."""
-        inputs, targets = batch(self.arguments, self.text, step, self.device)
+        """One optimizer step; the mean loss of this replica on the rank of the last chunk, None elsewhere."""
+        data = batch(self.arguments, self.text, step, self.device)
+        inputs, targets = (part.chunk(self.arguments.replicas)[self.replica] for part in data)
         warm_up(self.optimizer, self.arguments, step)
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -57,7 +66,8 @@ class PlainTrainer:
         inputs, targets = batch(self.arguments, self.text, step, self.device)
         warm_up(self.optimizer, self.arguments, step)
         self.optimizer.zero_grad()
-        count, total = self.arguments.microbatches, torch.zeros((), device=self.device)
+        count = self.arguments.microbatches * self.arguments.replicas
+        total = torch.zeros((), device=self.device)
         for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 loss = gpt.loss_fn(self.model(x), y) / count
@@ -87,16 +97,30 @@ def warm_up(optimizer: torch.optim.Optimizer | Optimizer, arguments: argparse.Na
         group["lr"] = arguments.lr * min(1.0, (step + 1) / 20)
 
 
+@functools.cache
+def mesh(replicas: int) -> DeviceMesh:
+    """All ranks as replicas of a pipeline."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh(device_of_this_rank().type, shape, mesh_dim_names=("replica", "stage"))
+
+
+def pipeline_group(arguments: argparse.Namespace) -> dist.ProcessGroup | None:
+    """The ranks of this rank's pipeline; None for all."""
+    return mesh(arguments.replicas).get_group("stage") if arguments.replicas > 1 else None
+
+
 def batch(arguments: argparse.Namespace, text: Text, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    inputs, targets = text.batch(step, arguments.rows * arguments.microbatches, arguments.context)
+    """That of all replicas."""
+    rows = arguments.rows * arguments.microbatches * arguments.replicas
+    inputs, targets = text.batch(step, rows, arguments.context)
     return inputs.to(device), targets.to(device)
 
 
-def everywhere(loss: Tensor | None, source: int, device: torch.device) -> float:
-    """The loss of the rank that has it, on all ranks."""
+def everywhere(loss: Tensor | None, replicas: int, device: torch.device) -> float:
+    """The mean over replicas, each of which has its loss on one rank; on all ranks."""
     value = torch.zeros((), device=device) if loss is None else loss.float()
-    dist.broadcast(value, source)
-    return value.item()
+    dist.all_reduce(value)
+    return value.item() / replicas
 
 
 def say(line: str) -> None:

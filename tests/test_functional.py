@@ -349,8 +349,8 @@ def test_head_says_so_when_its_weight_changed_before_w() -> None:
     queue.discard()
 
 
-def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
+def t(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, device=device)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,9 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         (lambda: Z.linear(t(2, 5), t(4, 5), t(3)), ValueError, "linear: bias must be .* N=4"),
         (lambda: Z.linear(t(2, 5), t(4, 5), 1.0), TypeError, "linear: bias must be"),
         (lambda: Z.linear(t(2, 5), t(4, 5), activation="tanh"), ValueError, "linear: activation must be .*'tanh'"),
-        (lambda: Z.linear(t(2, 5), t(4, 5, dtype=torch.float64)), TypeError, "linear: x is torch.float32 and weight"),
+        (lambda: Z.linear(t(2, 5), t(4, 5).double()), TypeError, "linear: x is torch.float32 and a weight or bias"),
+        (lambda: Z.linear(t(2, 5), t(4, 5), t(4).double()), TypeError, "a weight or bias torch.float64; convert one"),
+        (lambda: Z.linear(t(2, 5), t(4, 5, device="meta")), ValueError, "linear: weight is on meta and x on cpu"),
         (lambda: Z.linear(t(2, 5), t(4, 5), impl="magic"), UnavailableError, "there is no implementation 'magic'"),
         (lambda: Z.linear(t(2, 5), t(4, 5), impl="cuda"), UnavailableError, "linear: impl='cuda' cannot run on cpu"),
         (lambda: Z.gated_mlp(t(2, 5), t(4, 5), t(3, 5), t(5, 4)), ValueError, "up must have gate's shape"),
@@ -374,22 +376,41 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             ValueError,
             r"down must be \[N, H\] with H=4",
         ),
+        (lambda: Z.gated_mlp(t(2, 5), t(4, 5), t(4, 5), None), TypeError, "gated_mlp: down must be a torch.Tensor"),
+        (lambda: Z.swiglu(t(2, 5), t(4, 5), t(4, 5), t(5, 4, device="meta")), ValueError, "down is on meta"),
+        (lambda: Z.swiglu(t(2, 5), t(4, 5), t(4, 5).double(), t(5, 4)), TypeError, "gated_mlp: x is torch.float32"),
+        (lambda: Z.grouped_linear(t(5, 4), None, [5]), TypeError, "grouped_linear: weight must be a torch.Tensor"),
+        (lambda: Z.grouped_linear(t(5, 4), t(1, 2, 4), [5.5]), TypeError, r"counts must be integers; got \[5.5\]"),
         (lambda: Z.grouped_linear(t(5, 4), t(3, 2, 4), [2, 2, 2]), ValueError, "grouped_linear: counts must be 3"),
         (lambda: Z.grouped_linear(t(5, 4), t(2, 4), [5]), ValueError, "grouped_linear: x must be"),
         (lambda: Z.embedding(t(3), t(7, 4)), TypeError, "embedding: indices must be integers"),
+        (lambda: Z.embedding([0, 1], t(7, 4)), TypeError, "embedding: indices must be a torch.Tensor; got list"),
+        (lambda: Z.embedding(INDICES, t(7, 4, device="meta")), ValueError, "weight is on meta and indices on cpu"),
         (
             lambda: Z.embedding(INDICES, t(7, 4), 7),
             ValueError,
             "padding_idx must be within the 7 rows; got 7",
         ),
         (lambda: Z.rms_norm(t(2, 5), t(4)), ValueError, "rms_norm: weight must be .* K=5"),
+        (lambda: Z.rms_norm(t(2, 5), t(5, device="meta")), ValueError, "rms_norm: weight is on meta and x on cpu"),
+        (lambda: Z.layer_norm(t(2, 5), t(5), 1.0), TypeError, "layer_norm: bias must be a torch.Tensor; got float"),
         (lambda: Z.layer_norm(t(2, 5), t(5), t(4)), ValueError, "layer_norm: bias must be .* K=5"),
         (lambda: Z.layer_norm(t(2, 5), None, t(5)), ValueError, "layer_norm: bias without weight"),
         (lambda: Z.attention(t(2, 5), t(2, 5), t(2, 5)), ValueError, "attention: q must be"),
         (lambda: Z.attention(t(1, 2, 3, 4), t(1, 2, 2, 4), t(1, 2, 2, 4)), ValueError, "that divides q's"),
+        (lambda: Z.attention(t(1, 2, 3, 4), t(2, 2, 3, 4), t(2, 2, 3, 4)), ValueError, "q's batch and D"),
+        (lambda: Z.attention(t(1, 2, 3, 4), t(1, 2, 0, 4), t(1, 2, 0, 4)), ValueError, "that divides q's"),
+        (lambda: Z.attention(*[t(1, 2, 3, 4)] * 2, t(1, 2, 3, 4).double()), TypeError, "must have one floating dtype"),
+        (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, key_sequences=[0, 2]), ValueError, "key_sequences needs sequences"),
         (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, window=2), ValueError, "window must be at least 1 and needs causal"),
         (lambda: Z.attention(*[t(5, 3, 4)] * 3, sequences=[0, 3]), ValueError, "sequences must rise from 0 to the 5"),
         (lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET[:3]), ValueError, "target must be integers of shape"),
+        (lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), None), TypeError, "target must be a torch.Tensor; got None"),
+        (
+            lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET > 0),
+            ValueError,
+            "must be integers .* got torch.bool",
+        ),
         (lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, reduction="max"), ValueError, "reduction must be"),
     ],
 )

@@ -44,10 +44,10 @@ def linear(
         _check_linear("linear", x, weight, bias, transposed)
         _check_activation("linear", activation)
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
-        return compiled.linear(_autocast("linear", x, weight), weight, bias, activation, transposed)
+        return compiled.linear(_autocast("linear", x, weight, bias), weight, bias, activation, transposed)
     if not _plain(x, weight):
         return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)
-    x = _autocast("linear", x, weight)
+    x = _autocast("linear", x, weight, bias)
     call = autograd.Call((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.Linear, call, x, activation, transposed)
 
@@ -72,21 +72,24 @@ def gated_mlp(
     """
     _check_linear("gated_mlp", x, gate, gate_bias, names=("gate", "gate_bias"))
     _check_linear("gated_mlp", x, up, up_bias, names=("up", "up_bias"))
+    _check_tensors("gated_mlp", x=x, down=down)
     if up.shape != gate.shape:
         raise ValueError(f"gated_mlp: up must have gate's shape {list(gate.shape)}; got {list(up.shape)}")
     if down.dim() != 2 or down.shape[1] != gate.shape[0]:
         raise ValueError(f"gated_mlp: down must be [N, H] with H={gate.shape[0]} like gate; got {list(down.shape)}")
-    if down_bias is not None and down_bias.shape != down.shape[:1]:
-        raise ValueError(f"gated_mlp: down_bias must be [N] with N={down.shape[0]}; got {list(down_bias.shape)}")
+    if down_bias is not None:
+        _check_tensors("gated_mlp", x=x, down_bias=down_bias)
+        if down_bias.shape != down.shape[:1]:
+            raise ValueError(f"gated_mlp: down_bias must be [N] with N={down.shape[0]}; got {list(down_bias.shape)}")
     if activation is None:
         raise ValueError(f"gated_mlp: activation must be one of {spec.ACTIVATIONS}; got None")
     _check_activation("gated_mlp", activation)
     owners = (gate, up, down, gate_bias, up_bias, down_bias)
     if torch.compiler.is_compiling() and compiled.can_defer(x, *owners):
-        return compiled.gated_mlp(_autocast("gated_mlp", x, gate), owners, activation)
+        return compiled.gated_mlp(_autocast("gated_mlp", x, *owners), owners, activation)
     if not _plain(x, gate):
         return linear_functions.gated_mlp_with_torch(*owners, x, activation)
-    x = _autocast("gated_mlp", x, gate)
+    x = _autocast("gated_mlp", x, *owners)
     call = autograd.Call(owners, dispatch.resolve("gated_mlp", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.GatedMLP, call, x, activation)
 
@@ -110,21 +113,27 @@ def grouped_linear(
     x: [M, K], rows sorted by group; weight: [E, N, K]; counts: E numbers of rows, possibly 0, M in all; bias: [E, N]
     or None; returns [M, N]. Raises as `linear` does.
     """
+    _check_tensors("grouped_linear", x=x, weight=weight)
     if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1]:
         raise ValueError(
             f"grouped_linear: x must be [M, K] and weight [E, N, K]; got {list(x.shape)} and {list(weight.shape)}"
         )
-    counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
+    counts = torch.as_tensor(counts, device="cpu")
+    if counts.numel() and (counts.is_floating_point() or counts.dtype == torch.bool):
+        raise TypeError(f"grouped_linear: counts must be integers; got {counts.tolist()}")
+    counts = counts.long()
     if counts.shape != weight.shape[:1] or bool((counts < 0).any()) or int(counts.sum()) != x.shape[0]:
         raise ValueError(
             f"grouped_linear: counts must be {weight.shape[0]} numbers >= 0 that add up to {x.shape[0]} rows; "
             f"got {counts.tolist()}"
         )
-    if bias is not None and bias.shape != weight.shape[:2]:
-        raise ValueError(f"grouped_linear: bias must be [E, N] = {list(weight.shape[:2])}; got {list(bias.shape)}")
+    if bias is not None:
+        _check_tensors("grouped_linear", x=x, bias=bias)
+        if bias.shape != weight.shape[:2]:
+            raise ValueError(f"grouped_linear: bias must be [E, N] = {list(weight.shape[:2])}; got {list(bias.shape)}")
     if not _plain(x, weight):
         return linear_functions.grouped_linear_with_torch(weight, bias, x, counts)
-    x = _autocast("grouped_linear", x, weight)
+    x = _autocast("grouped_linear", x, weight, bias)
     call = autograd.Call((weight, bias), dispatch.resolve("grouped_linear", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.GroupedLinear, call, x, counts)
 
@@ -134,11 +143,12 @@ def embedding(
 ) -> Tensor:
     """weight[indices]; its whole backward is W.
 
-    indices: integers of any shape, in 0..V-1; weight: [V, K]; returns [*indices.shape, K]. padding_idx: a row that gets
-    no gradient (may be negative, from the end). Raises TypeError or ValueError for arguments that do not fit.
+    indices: int64 or int32 of any shape, in 0..V-1; weight: [V, K]; returns [*indices.shape, K]. padding_idx: a row
+    that gets no gradient (may be negative, from the end). Raises TypeError or ValueError for arguments that do not fit.
     """
-    if indices.is_floating_point() or indices.dtype == torch.bool:
-        raise TypeError(f"embedding: indices must be integers; got {indices.dtype}")
+    _check_tensors("embedding", indices=indices, weight=weight)
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"embedding: indices must be integers, int64 or int32; got {indices.dtype}")
     if weight.dim() != 2:
         raise ValueError(f"embedding: weight must be [V, K]; got {list(weight.shape)}")
     if padding_idx is not None:
@@ -215,19 +225,26 @@ def attention(
     """
     batched = sequences is None
     wanted = 4 if batched else 3
+    _check_tensors("attention", q=q, k=k, v=v)
     for argument, value in (("q", q), ("k", k), ("v", v)):
         if value.dim() != wanted:
             shape = "[batch, tokens, heads, D]" if batched else "[tokens, heads, D] with sequences"
             raise ValueError(f"attention: {argument} must be {shape}; got {list(value.shape)}")
-    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2]:
+    heads, key_heads = q.shape[-2], k.shape[-2]
+    divides = heads % key_heads == 0 if key_heads else heads == 0
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or not divides or (batched and q.shape[0] != k.shape[0]):
         raise ValueError(
-            "attention: k and v must have one shape, q's D, and a number of heads that divides q's; "
+            "attention: k and v must have one shape, q's batch and D, and a number of heads that divides q's; "
             f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
     if window is not None and (not causal or window < 1):
         raise ValueError(f"attention: window must be at least 1 and needs causal=True; got {window}, causal={causal}")
+    if batched and key_sequences is not None:
+        raise ValueError("attention: key_sequences needs sequences, the ends of the queries' sequences; got None")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, v = (_autocast("attention", t, t) for t in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     if batched:
         ends = tuple(range(0, (q.shape[0] + 1) * q.shape[1], q.shape[1])) if q.shape[1] else (0,) * (q.shape[0] + 1)
         key_ends = tuple(range(0, (k.shape[0] + 1) * k.shape[1], k.shape[1])) if k.shape[1] else ends
@@ -269,7 +286,8 @@ def linear_cross_entropy(
     for float64 x). W computes the logits a second time.
     """
     _check_linear("linear_cross_entropy", x, weight, bias)
-    if target.shape != x.shape[:-1] or target.is_floating_point():
+    _check_tensors("linear_cross_entropy", x=x, target=target)
+    if target.shape != x.shape[:-1] or target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError(
             f"linear_cross_entropy: target must be integers of shape {list(x.shape[:-1])} like x; "
             f"got {target.dtype} {list(target.shape)}"
@@ -286,7 +304,7 @@ def linear_cross_entropy(
     if not _plain(x, weight):
         loss = loss_functions.linear_cross_entropy_with_torch(weight, bias, rows, targets, options)
     else:
-        rows = _autocast("linear_cross_entropy", rows, weight)
+        rows = _autocast("linear_cross_entropy", rows, weight, bias)
         launches = dispatch.resolve("linear_cross_entropy", impl, x.device, rows.dtype)
         call = autograd.Call((weight, bias), launches, name)
         loss = autograd.apply(loss_functions.LinearCrossEntropy, call, rows, targets, options)
@@ -309,12 +327,15 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
-def _autocast(op: str, x: Tensor, weight: Tensor) -> Tensor:
+def _autocast(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device))
-    if x.dtype != weight.dtype:
-        raise TypeError(f"{op}: x is {x.dtype} and weight is {weight.dtype}; convert one, or use torch.autocast")
+    for weight in weights:
+        if weight is not None and x.dtype != weight.dtype:
+            raise TypeError(
+                f"{op}: x is {x.dtype} and a weight or bias {weight.dtype}; convert one, or use torch.autocast"
+            )
     return x
 
 
@@ -338,6 +359,18 @@ def _fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: boo
     )
 
 
+def _check_tensors(op: str, **arguments: Tensor) -> None:
+    """All are tensors, on the device of the first."""
+    first, leader = next(iter(arguments.items()))
+    for argument, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {argument} must be a torch.Tensor; got {type(value).__name__}")
+        if value.device != leader.device:
+            raise ValueError(
+                f"{op}: {argument} is on {value.device} and {first} on {leader.device}; move one with .to(device)"
+            )
+
+
 def _check_linear(
     op: str,
     x: Tensor,
@@ -347,21 +380,16 @@ def _check_linear(
     names: tuple[str, str] = ("weight", "bias"),
 ) -> None:
     layout = "[K, N]" if transposed else "[N, K]"
-    for argument, value in (("x", x), (names[0], weight)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{op}: {argument} must be a torch.Tensor; got {type(value).__name__}")
+    _check_tensors(op, **{"x": x, names[0]: weight})
     if x.dim() == 0 or weight.dim() != 2 or weight.shape[not transposed] != x.shape[-1]:
         wanted = f" with K={x.shape[-1]} like x" if x.dim() else " and x [..., K]"
         raise ValueError(f"{op}: {names[0]} must be {layout}{wanted}; got {list(weight.shape)}, x {list(x.shape)}")
-    if bias is not None and not isinstance(bias, Tensor):
-        raise TypeError(f"{op}: {names[1]} must be a torch.Tensor or None; got {type(bias).__name__}")
+    if bias is not None:
+        _check_tensors(op, **{"x": x, names[1]: bias})
     if bias is not None and list(bias.shape) != [weight.shape[transposed]]:
         raise ValueError(
             f"{op}: {names[1]} must be [N] with N={weight.shape[transposed]} like {names[0]}; got {list(bias.shape)}"
         )
-    for argument, value in zip(names, (weight, bias), strict=True):
-        if value is not None and value.device != x.device:
-            raise ValueError(f"{op}: {argument} is on {value.device} and x on {x.device}; move one with .to(device)")
 
 
 def _check_activation(op: str, activation: str | None) -> None:
@@ -370,10 +398,14 @@ def _check_activation(op: str, activation: str | None) -> None:
 
 
 def _check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    _check_tensors(op, x=x)
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"{op}: x must be [..., K] of a floating dtype; got {x.dtype} {list(x.shape)}")
     for argument, value in (("weight", weight), ("bias", bias)):
-        if value is not None and value.shape != x.shape[-1:]:
+        if value is None:
+            continue
+        _check_tensors(op, **{"x": x, argument: value})
+        if value.shape != x.shape[-1:]:
             raise ValueError(f"{op}: {argument} must be [K] with K={x.shape[-1]} like x; got {list(value.shape)}")
 
 

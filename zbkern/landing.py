@@ -154,15 +154,16 @@ def hand_over(gradients: list[tuple[Tensor, Tensor]], create_graph: bool = False
     gradient is ready, and whatever they add changes nothing. Empties the list, so that autograd may keep the tensors
     instead of copying them.
     """
-    for index, (parameter, gradient) in enumerate(gradients):
+    for parameter, gradient in gradients:
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is not None:
             overwrite = getattr(parameter, "overwrite_main_grad", False)
             with torch.no_grad():
                 main_grad.copy_(gradient) if overwrite else main_grad.add_(gradient)
-                gradients[index] = (parameter, gradient.zero_())
+                gradient.zero_()
             _announce(parameter)
     parameters = [parameter for parameter, _ in gradients]
+    gradient = None  # autograd copies a tensor that somebody else holds
     with torch.enable_grad():
         arrival = _Arrival.apply(gradients, *parameters)
     torch.autograd.backward(arrival, create_graph=create_graph)

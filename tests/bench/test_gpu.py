@@ -31,8 +31,9 @@ def test_every_row_is_measured_and_checked(tmp_path: Path, capsys: pytest.Captur
     assert out.count("W of 4, merged") == 2  # as it was measured, and in the table
 
 
-@pytest.mark.parametrize("row", [row.name for row in gpu_rows.ROWS if row.goal == "ratio"])
+@pytest.mark.parametrize("row", [row.name for row in gpu_rows.ROWS[2:]])
 def test_the_rows_fit_our_kernels(row: str, tmp_path: Path) -> None:
+    """In the interpreter, float32: arguments and results; its times mean nothing."""
     pytest.importorskip("triton", reason="triton is not installed")
     options = ["--impl", "triton", "--rows", row, "--seconds", "0.1", "--out", str(tmp_path)]
     assert gpu.main([*CPU, *options]) == 0

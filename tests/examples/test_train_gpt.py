@@ -26,6 +26,7 @@ def arguments(out: Path, **changes: Any) -> argparse.Namespace:
         "fill": "planned",
         "steps": 6,
         "microbatches": 4,
+        "replicas": 1,
         "rows": 2,
         "layers": 4,
         "width": 16,
@@ -49,9 +50,9 @@ def example(name: str) -> Any:
     return __import__(name)
 
 
-def check_losses(names: list[str], microbatches: int, tied: bool, fill: str, out: Path) -> list[str]:
+def check_losses(names: list[str], microbatches: int, tied: bool, fill: str, out: Path, replicas: int = 1) -> list[str]:
     train_gpt, text = example("train_gpt"), example("text")
-    asked = arguments(out, microbatches=microbatches, tied=tied, fill=fill)
+    asked = arguments(out, microbatches=microbatches, tied=tied, fill=fill, replicas=replicas)
     source = text.Text(str(EXAMPLES))
     done = []
     for name in names:
@@ -70,6 +71,24 @@ def check_losses(names: list[str], microbatches: int, tied: bool, fill: str, out
 def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, microbatches: int, tied: bool, fill: str) -> None:
     for done in two_ranks.run(check_losses, schedules.NAMES, microbatches, tied, fill, tmp_path):
         assert len(done) >= len(schedules.NAMES) - 2, f"only {done} were checked"
+
+
+def test_losses_of_replicas_equal_a_plain_loop(four_ranks: Any, tmp_path: Path) -> None:
+    for done in four_ranks.run(check_losses, ["zb_h2", "zb_v"], 4, True, "eager", tmp_path, 2):
+        assert len(done) == 2
+
+
+def train_replicas(out: Path) -> None:
+    train_gpt, text = example("train_gpt"), example("text")
+    asked = arguments(out, steps=4, checkpoint_every=2, replicas=2)
+    train_gpt.train(asked, text.Text(str(EXAMPLES)), schedules.zb_v(2, 4))
+
+
+def test_replicas_train_and_save(four_ranks: Any, tmp_path: Path) -> None:
+    four_ranks.run(train_replicas, tmp_path)
+    assert [step for step, _ in losses(tmp_path)] == ["2", "4"]
+    assert checkpoint.latest(tmp_path / "checkpoint").name == "step-00000004"
+    assert (tmp_path / "timeline.svg").exists()
 
 
 def check_finds_a_difference(out: Path) -> str:

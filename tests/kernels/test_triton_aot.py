@@ -49,6 +49,23 @@ def test_every_module_lists_variants(reports: list[dict]) -> None:
 
 def test_faults_are_found() -> None:
     instructions = {"wgmma": 0, "bulk copies": 0}
-    bad = aot.Report("m", "n", 90, 8, 3, 255, 8, 300 * 1024, instructions, wgmma=True, bulk=True)
-    assert len(bad.faults()) == 4
+    bad = aot.Report("m", "n", 90, 8, 3, 255, 8, 300 * 1024, instructions, wgmma=True, bulk=True, ahead=2)
+    assert len(bad.faults()) == 5
     assert not aot.Report("m", "n", 90, 8, 3, 255, 0, 1024, {"wgmma": 1, "bulk copies": 1}, True, True).faults()
+
+
+COPY, DOT = "%a = ttng.async_tma_copy_global_to_local", "%c = ttng.warp_group_dot %x, %y"
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "expected"),
+    [
+        ([COPY] * 4, [COPY, COPY, DOT], 4),
+        ([], [COPY, COPY, "ttng.wait_barrier", DOT], 0),  # each where it is waited for
+        (["scf.for %i {", "  %s = arith.addi", "}", *[COPY] * 2, DOT], [COPY, "%d = ttng.tc_gen5_mma"], 2),
+        ([COPY, DOT], ["%s = arith.addi"], None),
+    ],
+)
+def test_copies_ahead_are_counted(before: list[str], inside: list[str], expected: int | None) -> None:
+    lines = [*before, "%r = scf.for %i = %zero to %n {", *["  " + line for line in inside], "}", COPY]
+    assert aot._ahead("\n".join("  " + line for line in lines)) == expected

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import zbkern
 from tests.pipeline.chunks import WIDTH, make_data, make_model, on_threads, plain
 from zbkern.pipeline import Pipeline, ScheduleError, schedules
 from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.clock import Clock
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.program import merge_neighbours, peak_microbatches
 
@@ -286,6 +288,27 @@ def test_work_of_the_user_fills_what_w_leaves(fill: str) -> None:
 
     steps_on_threads(schedule, lambda *_: 0.005, fill=fill, fill_with=work)
     assert len(set(waiting)) == 2  # both ranks waited, and worked meanwhile
+
+
+def test_w_is_filled_in_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that has launched everything ahead would see no message yet, and launch all W before the next B."""
+    calls: dict[int, list[str]] = {}
+
+    def logged(name: str, function: Any) -> Any:
+        def wrapper(self: Any, *arguments: Any) -> Any:
+            calls.setdefault(threading.get_ident(), []).append(name)
+            return function(self, *arguments)
+
+        return wrapper
+
+    monkeypatch.setattr(Clock, "wait", logged("wait", Clock.wait))
+    monkeypatch.setattr(Pipeline, "_await", logged("await", Pipeline._await))
+    monkeypatch.setattr(LocalTransport, "receive", logged("receive", LocalTransport.receive))
+    monkeypatch.setattr(Pipeline, "_run_oldest", logged("W", Pipeline._run_oldest))
+    steps_on_threads(schedules.zb_h1(2, 4), lambda *_: 0.02, fill="eager")
+    pairs = [pair for names in calls.values() for pair in pairwise(names)]
+    assert ("wait", "W") in pairs
+    assert ("await", "W") not in pairs
 
 
 def test_samples_of_the_queue() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,164 +13,46 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from test_optimizer import clip_in_float64
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from two_by_two import (
+    KINDS,
+    MAX_NORM,
+    MICROBATCHES,
+    WIDTH,
+    Setup,
+    assert_close,
+    batch,
+    make_model,
+    make_optimizer,
+    mean_square,
+    mesh,
+    plain_steps,
+    whole,
+    wrap,
+)
 
-import zbkern
-from zbkern.pipeline import Optimizer, Pipeline, checkpoint, norms, schedules
+from zbkern.pipeline import Optimizer, Pipeline, checkpoint, replicas, schedules
 from zbkern.pipeline.mailbox import PipelineError
 
 pytestmark = pytest.mark.dist
 
-WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
-KINDS = ("ddp", "fsdp")
 PAGE = Path(__file__).parents[2] / "docs" / "data_parallel.md"
-
-
-class Forced(torch.autograd.Function):
-    """x * gain, with any gradient of the gain that a test wants."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, value: float | None) -> Tensor:
-        ctx.save_for_backward(x, gain)
-        ctx.value = value
-        return x * gain
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, gain = ctx.saved_tensors
-        found = (dy * x).sum().reshape(1) if ctx.value is None else torch.full_like(gain, ctx.value)
-        return dy * gain, found, None
-
-
-class Block(nn.Module):
-    """Converted layers, and parameters that zbkern does not know, one of a single element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.ones(1))
-        self.force: float | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Forced.apply(x + torch.tanh(self.linear(self.norm(x))), self.gain, self.force)
-
-
-def make_model(chunks: int, dtype: torch.dtype = torch.float64) -> list[nn.Sequential]:
-    torch.manual_seed(0)
-    return [nn.Sequential(Block(), Block()).to(dtype) for _ in range(chunks)]
-
-
-def batch(step: int, replica: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * replica + step)
-    return torch.randn(2, MICROBATCHES, 3, WIDTH, generator=generator).to(dtype).unbind()
-
-
-def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.mse_loss(outputs.float() if outputs.dtype.itemsize < 4 else outputs, targets)
-
-
-def mesh() -> DeviceMesh:
-    if not hasattr(mesh, "found"):
-        mesh.found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
-    return mesh.found
-
-
-def wrap(kind: str, module: nn.Sequential, **options: Any) -> nn.Module:
-    zbkern.convert(module)
-    if kind == "ddp":
-        options.setdefault("bucket_cap_mb", 0.0003)
-        return nn.parallel.DistributedDataParallel(module, process_group=mesh().get_group("replica"), **options)
-    from torch.distributed.fsdp import fully_shard
-
-    options.setdefault("reshard_after_forward", False)
-    for block in module:
-        fully_shard(block, mesh=mesh()["replica"], **options)
-    return fully_shard(module, mesh=mesh()["replica"], **options)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-class Setup:
-    """This rank's part of the pipeline that its replica is."""
-
-    def __init__(self, kind: str, name: str, dtype: torch.dtype = torch.float64, **options: Any) -> None:
-        self.schedule = getattr(schedules, name)(2, MICROBATCHES)
-        self.replica, self.stage = divmod(dist.get_rank(), 2)
-        self.chunks = self.schedule.chunks_of(self.stage)
-        model = make_model(len(self.schedule.placement), dtype)
-        self.plain = [model[chunk] for chunk in self.chunks]
-        self.modules = [wrap(kind, module, **options) for module in self.plain]
-        self.dtype = dtype
-
-    def pipe(self, **options: Any) -> Pipeline:
-        options = {"timeout": 30, **options}
-        return Pipeline(self.modules, self.schedule, mean_square, mesh().get_group("stage"), **options)
-
-    def data(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        inputs, targets = batch(step, self.replica, self.dtype)
-        last = len(self.schedule.placement) - 1
-        return (inputs if 0 in self.chunks else None, targets if last in self.chunks else None)
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for module in self.plain for p in module.parameters()]
-
-    def named(self, read: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        return {
-            f"{chunk}.{name}": whole(read(p)).detach().clone()
-            for chunk, module in zip(self.chunks, self.plain, strict=True)
-            for name, p in module.named_parameters()
-        }
-
-
-def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02)
-
-
-def plain_steps(
-    chunks: int, steps: int, forced: dict[tuple[int, int], float] | None = None
-) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[float]]:
-    """One process and both replicas' data: gradients and weights after every step, losses of replica 0."""
-    model = make_model(chunks)
-    named = {f"{c}.{name}": p for c, module in enumerate(model) for name, p in module.named_parameters()}
-    optimizer = make_optimizer(list(named.values()))
-    gradients, weights, losses = [], [], []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for replica in range(2):
-            for index, (x, y) in enumerate(zip(*(part.split(1) for part in batch(step, replica)), strict=True)):
-                for chunk, module in enumerate(model):
-                    value = (forced or {}).get((chunk, step))  # the mean over replicas halves it
-                    module[1].force = value / 2 if value is not None and (replica, index) == (1, 2) else None
-                loss = mean_square(nn.Sequential(*model)(x), y) / MICROBATCHES
-                (loss / 2).backward()
-                if replica == 0:
-                    losses = [*losses, 0.0] if index == 0 else losses
-                    losses[-1] += loss.item()
-        gradients.append({name: p.grad.clone() for name, p in named.items()})
-        if forced is None or math.isfinite(clip_in_float64(list(named.values()), MAX_NORM)):
-            optimizer.step()
-        weights.append({name: p.detach().clone() for name, p in named.items()})
-    return gradients, weights, losses
-
-
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], at: Any, **tolerance: float) -> None:
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], **tolerance, msg=lambda m, n=name: f"{at}, {n}: {m}")
 
 
 # ---- gradients and steps
 
 
-def train(kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any]) -> None:
+def train(
+    kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any], disagree: bool = False
+) -> None:
+    """disagree: the second replica runs the newest W where the first runs the oldest."""
     setup = Setup(kind, name, **options)
     expected, weights, losses = plain_steps(len(setup.schedule.placement), 3)
     optimizer = make_optimizer(setup.parameters())
     with setup.pipe(fill=fill, **planned) as pipe:
+        if disagree and setup.replica == 1:
+            run = pipe._run_oldest
+            pipe._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
         for step in range(3):
             optimizer.zero_grad()
             loss = pipe.step(*setup.data(step))
@@ -196,6 +75,16 @@ def test_equals_one_process(four_ranks: Any, kind: str, name: str, fill: str) ->
 
 @pytest.mark.parametrize(
     ("kind", "options"),
+    [("ddp", {}), ("fsdp", {"reshard_after_forward": False}), ("fsdp", {"reshard_after_forward": True})],
+)
+def test_replicas_that_run_w_in_different_orders_reduce_in_one(
+    four_ranks: Any, kind: str, options: dict[str, Any]
+) -> None:
+    four_ranks.run(train, kind, "zb_v", "eager", options, {}, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
     [
         ("ddp", {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}),
         ("fsdp", {"reshard_after_forward": True}),
@@ -206,6 +95,19 @@ def test_options_of_the_wrappers(four_ranks: Any, kind: str, options: dict[str, 
 
 
 # ---- when reductions start
+
+
+def test_what_is_announced_is_not_copied() -> None:
+    parameters = [nn.Parameter(torch.ones(3, 2)) for _ in range(4)]
+    for parameter in parameters[:3]:
+        parameter.grad = torch.full((3, 2), 5.0)
+    before = [parameter.grad.data_ptr() for parameter in parameters[:3]]
+    seen = []
+    parameters[0].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+    replicas._announce(parameters)
+    assert [parameter.grad.data_ptr() for parameter in parameters[:3]] == before
+    assert [parameter.grad.sum().item() for parameter in parameters] == [30, 30, 30, 0]
+    assert seen == [30]
 
 
 def record(kind: str, name: str) -> list[tuple[str, set[int]]]:
@@ -345,6 +247,37 @@ def test_tied_weights_of_replicas(four_ranks: Any, kind: str) -> None:
     four_ranks.run(sum_tied, kind)
 
 
+def tie_on_one_rank(fill: str, options: dict[str, Any]) -> None:
+    """The first and the last chunk of a V share a weight, and rank 0 holds both."""
+    model = make_model(4)
+    model[3][1].linear.weight = model[0][0].linear.weight
+    schedule = schedules.zb_v(2, MICROBATCHES)
+    replica, stage = divmod(dist.get_rank(), 2)
+    mine = schedule.chunks_of(stage)
+    expected = []
+    for step in range(3):
+        nn.Sequential(*model).zero_grad()
+        for other in range(2):
+            inputs, targets = batch(step, other)
+            (mean_square(nn.Sequential(*model)(inputs), targets) / 2).backward()
+        expected.append({(c, n): p.grad.clone() for c in mine for n, p in model[c].named_parameters()})
+    modules = [wrap("ddp", model[chunk], **options) for chunk in mine]
+    with Pipeline(modules, schedule, mean_square, mesh().get_group("stage"), fill=fill, timeout=30) as pipe:
+        for step in range(3):
+            nn.Sequential(*model).zero_grad()
+            inputs, targets = batch(step, replica)
+            pipe.step(inputs, targets)
+            for (chunk, name), gradient in expected[step].items():
+                ours = dict(model[chunk].named_parameters())[name].grad
+                torch.testing.assert_close(ours, gradient, msg=lambda m, at=(step, chunk, name): f"{at}: {m}")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 25}])
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_a_weight_of_two_chunks_on_one_rank(four_ranks: Any, fill: str, options: dict[str, Any]) -> None:
+    four_ranks.run(tie_on_one_rank, fill, options)
+
+
 def run_page(shard: bool) -> list[Tensor]:
     """The example of the page; the weights that it comes to."""
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
@@ -367,160 +300,7 @@ def test_the_page_of_the_documentation_runs(four_ranks: Any) -> None:
     assert not torch.equal(replicated[0][0], replicated[1][0])
 
 
-# ---- the optimizer without a barrier
-
-
-class Trained:
-    """What a rank has after steps with forced gradients: of (chunk, step), in one microbatch of the second replica."""
-
-    def __init__(
-        self,
-        kind: str,
-        name: str,
-        forced: dict[tuple[int, int], float],
-        dtype: torch.dtype = torch.float64,
-        wrapper: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        setup = Setup(kind, name, dtype, **(wrapper or {}))
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if dtype == torch.float16 else None
-        self.losses: list[float] = []
-
-        def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-            loss = mean_square(outputs, targets)
-            return loss if scaler is None else scaler.scale(loss)
-
-        def forward(chunk: int, original: Any, microbatch: int, *inputs: Any) -> Any:
-            value = forced.get((chunk, step)) if (setup.replica, microbatch) == (1, 2) else None
-            setup.plain[setup.chunks.index(chunk)][1].force = value
-            return original(microbatch, *inputs)
-
-        with Pipeline(setup.modules, setup.schedule, loss_fn, mesh().get_group("stage"), timeout=30) as pipe:
-            for chunk, stage in pipe._stages.items():
-                stage.forward = functools.partial(forward, chunk, stage.forward)
-            optimizer = Optimizer(
-                make_optimizer(setup.parameters()),
-                pipe,
-                max_norm=MAX_NORM,
-                scaler=scaler,
-                master_weights=dtype.itemsize < 4,
-                **options,
-            )
-            for step in range(7):
-                optimizer.zero_grad()
-                loss = pipe.step(*setup.data(step))
-                if loss is not None and setup.replica == 0:
-                    self.losses.append(loss.item())
-                optimizer.step()
-            optimizer.validate()
-        self.weights = setup.named(lambda p: p)
-        self.counts = (optimizer.undone, optimizer.clipped, optimizer.skipped)
-        self.scale = None if scaler is None else scaler.get_scale()
-
-
-BAD = {(1, 1): 100.0, (0, 2): math.nan, (1, 3): math.inf, (1, 4): 90.0, (0, 5): 80.0}
-
-
-def train_forced(kind: str, name: str, adaptive: bool) -> tuple[int, int, int]:
-    """Equal to the plain loop up to rounding, and bit for bit to steps that wait."""
-    at_once = Trained(kind, name, BAD, adaptive=adaptive)
-    chunks = len(Setup(kind, name).schedule.placement)
-    _, expected, losses = plain_steps(chunks, 7, BAD)
-    assert_close(at_once.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(at_once.losses, losses if at_once.losses else [], rtol=1e-6, atol=0)
-    waited = Trained(kind, name, BAD, undo=None)
-    assert at_once.losses == waited.losses
-    for key, value in at_once.weights.items():
-        assert torch.equal(value, waited.weights[key]), key
-    assert waited.counts[0] == 0
-    return at_once.counts
-
-
-@pytest.mark.parametrize("adaptive", [True, False])
-@pytest.mark.parametrize("name", ["zb_h2", "zb_v"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_optimizer_of_replicas_equals_one_process(four_ranks: Any, kind: str, name: str, adaptive: bool) -> None:
-    counts = four_ranks.run(train_forced, kind, name, adaptive)
-    assert counts[0] == counts[2]
-    assert counts[1] == counts[3]
-    assert [count[0] for count in counts[:2]] == [1 if adaptive else 3, 0]
-    assert {count[1:] for count in counts} == {(3, 2)}
-
-
-def train_gathering() -> int:
-    """With weights that every forward gathers anew, also those that run ahead and are void."""
-    trained = Trained("fsdp", "zb_v", BAD, wrapper={"reshard_after_forward": True}, adaptive=False)
-    _, expected, _ = plain_steps(4, 7, BAD)
-    assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
-    return trained.counts[0]
-
-
-def test_forwards_that_gather_run_ahead(four_ranks: Any) -> None:
-    assert four_ranks.run(train_gathering) == [3, 0, 3, 0]
-
-
-def train_inverse(kind: str) -> int:
-    trained = Trained(kind, "zb_h2", BAD, undo="inverse", adaptive=False)
-    _, expected, _ = plain_steps(2, 7, BAD)
-    assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
-    return trained.counts[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_inverse_of_replicas(four_ranks: Any, kind: str) -> None:
-    assert four_ranks.run(train_inverse, kind) == [3, 0, 3, 0]
-
-
-def train_small(kind: str, dtype: torch.dtype, policy: bool) -> tuple[tuple[int, int, int], float | None]:
-    """Steps at once are steps that wait, bit for bit, below fp32, too."""
-    forced = {at: value * (64 if dtype == torch.float16 else 1) for at, value in BAD.items()}  # of the scaled loss
-    wrapper = {}
-    if policy:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        wrapper["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    at_once = Trained(kind, "zb_h2", forced, dtype, wrapper, adaptive=False)
-    waited = Trained(kind, "zb_h2", forced, dtype, wrapper, undo=None)
-    assert at_once.losses == waited.losses
-    assert all(math.isfinite(loss) for loss in at_once.losses)
-    for key, value in at_once.weights.items():
-        assert torch.equal(value, waited.weights[key]), key
-    assert at_once.scale == waited.scale
-    return at_once.counts, at_once.scale
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "policy"),
-    [
-        ("ddp", torch.bfloat16, False),
-        ("fsdp", torch.bfloat16, False),
-        ("ddp", torch.float16, False),
-        ("fsdp", torch.float16, False),
-        ("fsdp", torch.float32, True),
-    ],
-)
-def test_small_dtypes_of_replicas(four_ranks: Any, kind: str, dtype: torch.dtype, policy: bool) -> None:
-    results = four_ranks.run(train_small, kind, dtype, policy)
-    assert [counts[0] for counts, _ in results] == [3, 0, 3, 0]
-    assert {counts[1:] for counts, _ in results} == {(3, 2)}
-    assert {scale for _, scale in results} == {16.0 if dtype == torch.float16 else None}  # halved twice
-
-
-def take_norms(kind: str) -> list[float]:
-    setup = Setup(kind, "zb_v")
-    with setup.pipe() as pipe:
-        pipe.step(*setup.data(0))
-        norm = norms.grad_norm(setup.parameters(), pipe)
-        clipped = norms.clip_grad_norm_(setup.parameters(), norm / 4, pipe)
-        return [norm, clipped, norms.grad_norm(setup.parameters(), pipe)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sharded_gradient_counts_once_in_norms(four_ranks: Any, kind: str) -> None:
-    (gradients,), _, _ = plain_steps(4, 1)
-    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-    for found in four_ranks.run(take_norms, kind):
-        assert found == pytest.approx([norm, norm, norm / 4], rel=1e-5)
+# ---- buffers, failures
 
 
 class Counting(nn.Module):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zbkern.pipeline import Timeline, schedules, simulate, trace
+from zbkern.pipeline.timeline import Sample
 
 
 def test_a_trace_has_every_event_of_every_timeline(tmp_path: Path) -> None:
@@ -21,6 +23,19 @@ def test_a_trace_has_every_event_of_every_timeline(tmp_path: Path) -> None:
         assert [(e["ts"], e["dur"]) for e in found] == [
             pytest.approx((e.start * scale, (e.end - e.start) * scale)) for e in events
         ]
+
+
+def test_samples_are_counters() -> None:
+    planned = simulate(schedules.zb_h1(2, 3))
+    samples = ((Sample(0.5, 2, 100, 1000),), (Sample(1.0, 1, 50, 2000), Sample(2.0, 0, 0, 3000)))
+    found = [e for e in trace.events([replace(planned, unit="s", samples=samples)]) if e["ph"] == "C"]
+    waiting = [(e["name"], e["ts"], e["args"]["W that wait"]) for e in found if "W that wait" in e["args"]]
+    assert waiting == [
+        ("rank 0: W that wait", 5e5, 2),
+        ("rank 1: W that wait", 1e6, 1),
+        ("rank 1: W that wait", 2e6, 0),
+    ]
+    assert [e["args"]["bytes allocated"] for e in found if "bytes allocated" in e["args"]] == [1000, 2000, 3000]
 
 
 def test_titles_are_counted() -> None:

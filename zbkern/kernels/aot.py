@@ -26,7 +26,8 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 class Report:
     """One variant compiled for one capability. stack: bytes per thread, 0 unless registers spill.
 
-    instructions: of the kinds that matter, how many are in the PTX.
+    instructions: of the kinds that matter, how many are in the PTX. ahead: copies of operands that begin before the
+    loop that multiplies, None where there is no such loop: two operands in `stages` stages make 2 (stages - 1).
     """
 
     module: str
@@ -40,6 +41,7 @@ class Report:
     instructions: dict[str, int]
     wgmma: bool
     bulk: bool
+    ahead: int | None = None
 
     def faults(self) -> list[str]:
         """What a production kernel must not have."""
@@ -52,6 +54,8 @@ class Report:
             found.append("multiplies matrices without wgmma")
         if self.bulk and self.capability >= 90 and not self.instructions["bulk copies"]:
             found.append("uses descriptors without bulk tensor copies")
+        if self.ahead is not None and self.ahead < self.stages:
+            found.append(f"only {self.ahead} copies run ahead of its loop, in {self.stages} stages")
         return found
 
 
@@ -109,7 +113,30 @@ def _compile(module: str, index: int, capability: int) -> Report:
         instructions={name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()},
         wgmma=variant.wgmma,
         bulk=variant.bulk,
+        ahead=_ahead(compiled.asm["ttgir"]) if variant.wgmma else None,
     )
+
+
+def _ahead(code: str) -> int | None:
+    """Asynchronous copies before the first innermost loop with a matrix product, in Triton's last GPU dialect.
+
+    A compiler that finds no way to run copies ahead issues each where it waits for it, and reports nothing.
+    """
+    lines = code.splitlines()
+    main = None
+    for index, line in enumerate(lines):
+        if "scf.for" not in line:
+            continue
+        indent = len(line) - len(line.lstrip())
+        for inside in lines[index + 1 :]:
+            if len(inside) - len(inside.lstrip()) <= indent or "scf.for" in inside:
+                break
+            if re.search(r"tt\.dot|warp_group_dot %|tc_gen5_mma", inside):
+                main = index
+                break
+        if main is not None:
+            return len(re.findall(r"async_(?:tma_)?copy_global_to_local", "\n".join(lines[:main])))
+    return None
 
 
 def _source(variant: Any) -> Any:

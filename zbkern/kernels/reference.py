@@ -82,7 +82,7 @@ def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tenso
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N])."""
     dweight, dbias = outputs
     for x, dy in segments if len(segments) == 1 else _join_small(segments):
-        columns = dy.t()
+        columns = dy.mT  # 0.2 us less than t()
         if dweight is not None:
             add_product(dweight, columns, x, accumulate)
         if dbias is not None:

@@ -52,18 +52,19 @@ def _sums(
     o0, o1, o2, o3, o4, o5, o6, o7, v0, v1, v2, v3, v4, v5, v6, v7,
     p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7,
     a_outer: tl.int64, a_inner: tl.int64, b_outer: tl.int64, b_inner: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
-    PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, A_T: tl.constexpr,
-    B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
-    REDUCE: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr,
+    COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out_i [P_i, Q_i] (+)= sum over the segments s of product i and rows r < r_s of A_s[p, r] B_s[r, q].
 
     COLUMNS: v_i [P_i] (+)= sum over s, r of A_s[p, r], the gradient of a bias. BIAS: v_i [Q_i] is added to every row.
     Segments SEGMENTS i to SEGMENTS (i + 1) are product i's. One program computes every num_programs-th tile [M, N],
-    through all products without a pause. The segments are one loop: each step picks its operands by its number, so
-    copies run ahead across the border of two segments, and an output is read and written once. EVEN: all products have
-    as many steps; then the loop over tiles and the one over steps become one, and copies run ahead across tiles, too.
+    through all products without a pause. Tiles, segments and steps are one loop: each step picks its operands by its
+    number, so copies run ahead across the borders of segments and tiles, and an output is read and written once. (As
+    nested loops the compiler fuses tiles and steps only where all tiles take as many; `turn` must come first, and from
+    a choice, not a branch, or no copy runs ahead at all: aot.py looks.)
     """
     a_s = (a0, a1, a2, a3, a4, a5, a6, a7)
     b_s = (b0, b1, b2, b3, b4, b5, b6, b7)
@@ -72,61 +73,83 @@ def _sums(
     vectors = (v0, v1, v2, v3, v4, v5, v6, v7)
     p_s = (p0, p1, p2, p3, p4, p5, p6, p7)
     q_s = (q0, q1, q2, q3, q4, q5, q6, q7)
-    steps = (tl.cdiv(r0, K),)  # the step after the last of each segment, counted through all products
+    steps = (max(tl.cdiv(r0, K), 1),)  # the step after the last of each segment, counted through all products
     for s in tl.static_range(1, PRODUCTS * SEGMENTS):
-        steps = steps + (steps[s - 1] + tl.cdiv(r_s[s], K),)  # noqa: RUF005 (Triton has no unpacking)
+        least = 1 if s % SEGMENTS == 0 else 0  # a product of no rows takes one step, which writes zeros
+        steps = steps + (steps[s - 1] + max(tl.cdiv(r_s[s], K), least),)  # noqa: RUF005 (Triton has no unpacking)
     ends = (tl.cdiv(p0, M) * tl.cdiv(q0, N),)  # the tile after the last of each product
     for i in tl.static_range(1, PRODUCTS):
         ends = ends + (ends[i - 1] + tl.cdiv(p_s[i], M) * tl.cdiv(q_s[i], N),)  # noqa: RUF005
-    for tile in tl.range(tl.program_id(0), ends[PRODUCTS - 1], tl.num_programs(0), flatten=True):
-        out, vector, P, Q = o0, v0, p0, q0
-        a, b, rows = a0, b0, r0
-        first, begin, before, length = 0, 0, 0, steps[SEGMENTS - 1]
-        for i in tl.static_range(1, PRODUCTS):
-            if tile >= ends[i - 1]:
-                out, vector, P, Q = outs[i], vectors[i], p_s[i], q_s[i]
-                a, b, rows = a_s[SEGMENTS * i], b_s[SEGMENTS * i], r_s[SEGMENTS * i]
-                first, begin, before = ends[i - 1], steps[SEGMENTS * i - 1], steps[SEGMENTS * i - 1]
-                if not EVEN:
-                    length = steps[SEGMENTS * (i + 1) - 1] - begin
-        p, q = place(tile - first, P, Q, M, N, GROUP)
-        accumulator = tl.zeros((M, N), tl.float32)
-        columns = tl.zeros((M,), tl.float32)
-        for turn in range(length):
-            step = begin + turn
-            if SEGMENTS > 1:
-                a, b, rows, before = a0, b0, r0, 0
-                for s in tl.static_range(1, PRODUCTS * SEGMENTS):
-                    if step >= steps[s - 1]:
-                        a, b, rows, before = a_s[s], b_s[s], r_s[s], steps[s - 1]
-            accumulator, part = multiply(
-                accumulator, a, b, p, q, (step - before) * K, P, Q, rows, a_outer, a_inner, b_outer, b_inner,
-                A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
-            )  # fmt: skip
-            if COLUMNS:
-                if q == 0:
-                    columns += tl.sum(widen(part), 1)
-        if HALVES == 2:
-            left, right = halve(accumulator, M, N)
-            _land(
-                left, p, q, out, vector, P, Q, o_outer, o_inner,
-                ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // 2,
-            )  # fmt: skip
-            _land(
-                right, p, q + N // 2, out, vector, P, Q, o_outer, o_inner,
-                ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // 2,
-            )  # fmt: skip
-        else:
-            _land(
-                accumulator, p, q, out, vector, P, Q, o_outer, o_inner,
-                ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N,
-            )  # fmt: skip
+    begin, length = 0, steps[SEGMENTS - 1]
+    total = tl.cdiv(max(ends[0] - tl.program_id(0), 0), tl.num_programs(0)) * length  # steps of this program's tiles
+    if PRODUCTS > 1:
+        total = 0
+        for tile in range(tl.program_id(0), ends[PRODUCTS - 1], tl.num_programs(0)):
+            own = steps[SEGMENTS - 1]
+            for i in tl.static_range(1, PRODUCTS):
+                if tile >= ends[i - 1]:
+                    own = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
+            total += own
+    out, vector, P, Q, p, q = o0, v0, p0, q0, 0, 0
+    a, b, rows = a0, b0, r0
+    tile = tl.program_id(0) - tl.num_programs(0)
+    turn = length - 1
+    accumulator = tl.zeros((M, N), tl.float32)
+    columns = tl.zeros((M,), tl.float32)
+    for _ in range(total):
+        turn = tl.where(turn == length - 1, 0, turn + 1)
+        if turn == 0:
+            tile += tl.num_programs(0)
+            first = 0
+            if PRODUCTS > 1:
+                out, vector, P, Q = o0, v0, p0, q0
+                a, b, rows = a0, b0, r0
+                begin, length = 0, steps[SEGMENTS - 1]
+            for i in tl.static_range(1, PRODUCTS):
+                if tile >= ends[i - 1]:
+                    out, vector, P, Q = outs[i], vectors[i], p_s[i], q_s[i]
+                    a, b, rows = a_s[SEGMENTS * i], b_s[SEGMENTS * i], r_s[SEGMENTS * i]
+                    first, begin = ends[i - 1], steps[SEGMENTS * i - 1]
+                    length = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
+            p, q = place(tile - first, P, Q, M, N, GROUP)
+        offset = turn
+        if SEGMENTS > 1:
+            a, b, rows, before = a0, b0, r0, 0
+            for s in tl.static_range(1, PRODUCTS * SEGMENTS):
+                if begin + turn >= steps[s - 1]:
+                    a, b, rows, before = a_s[s], b_s[s], r_s[s], steps[s - 1]
+            offset = begin + turn - before
+        accumulator, part = multiply(
+            accumulator, a, b, p, q, offset * K, P, Q, rows, a_outer, a_inner, b_outer, b_inner,
+            A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
+        )  # fmt: skip
         if COLUMNS:
-            j = p + tl.arange(0, M)
-            mine = (j < P) & (q == 0)
-            if ACCUMULATE:
-                columns += widen(tl.load(vector + j, mine, 0.0))
-            tl.store(vector + j, columns.to(vector.dtype.element_ty), mine)
+            if q == 0:
+                columns += tl.sum(widen(part), 1)
+        if turn == length - 1:
+            if HALVES == 2:
+                left, right = halve(accumulator, M, N)
+                _land(
+                    left, p, q, out, vector, P, Q, o_outer, o_inner,
+                    ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // 2,
+                )  # fmt: skip
+                _land(
+                    right, p, q + N // 2, out, vector, P, Q, o_outer, o_inner,
+                    ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // 2,
+                )  # fmt: skip
+            else:
+                _land(
+                    accumulator, p, q, out, vector, P, Q, o_outer, o_inner,
+                    ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N,
+                )  # fmt: skip
+            if COLUMNS:
+                j = p + tl.arange(0, M)
+                mine = (j < P) & (q == 0)
+                if ACCUMULATE:
+                    columns += widen(tl.load(vector + j, mine, 0.0))
+                tl.store(vector + j, columns.to(vector.dtype.element_ty), mine)
+                columns = tl.zeros((M,), tl.float32)
+            accumulator = tl.zeros((M, N), tl.float32)
 
 
 # What changes from one microbatch to the next is never compiled in: the rows that W sums over, those that a group has.
@@ -325,8 +348,7 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
     strides += (1, 1) if writes else kind.result
     columns, bias = (dtypes[2] is not None and op == wanted for wanted in ("wgrad", "fwd"))
     reduces = writes and add and dtypes[1] == torch.float32 and not INTERPRETED
-    even = len(rows) == 1 or len({sum(-(-size // tile.k) for size in counts) for counts in rows}) == 1
-    flags = (count, segments, even, left.transposed, right.transposed, reads, writes, add, reduces, columns, bias)
+    flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces, columns, bias)
     kernel = _over_rows if op == "wgrad" else _of_rows
     kernel(
         programs,
@@ -372,7 +394,7 @@ def variants(capability: int) -> list[Variant]:
 
     def sums(
         op: str, products: int, segments: int, dtype: str = "bf16", out: str = "fp32", accumulate: bool = True,
-        vector: bool = False, even: bool = True, bulk: bool = bulk,
+        vector: bool = False, bulk: bool = bulk,
     ) -> Variant:  # fmt: skip
         long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
         tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk)
@@ -397,12 +419,11 @@ def variants(capability: int) -> list[Variant]:
         )
         reduces = bulk and accumulate and out == "fp32"
         constants = (
-            *(products, segments, even, a_t, b_t, bulk, bulk, accumulate, reduces, vector and a_t, vector and b_t),
+            *(products, segments, a_t, b_t, bulk, bulk, accumulate, reduces, vector and a_t, vector and b_t),
             "tf32x3" if dtype == "fp32" else "ieee",
             *(tile.m, tile.n, tile.k, tile.group, tile.halves),
         )
         name = f"linear_{op} {dtype} to {out}, {products} x {segments}" + " bias" * vector + " add" * accumulate
-        name += " uneven" * (not even)
         kernel = _over_rows if op == "wgrad" else _of_rows
         return Variant(name + " pointers" * (not bulk), kernel, types, constants, tile.warps, tile.stages, True, bulk)
 
@@ -411,7 +432,6 @@ def variants(capability: int) -> list[Variant]:
         sums("wgrad", 1, 4, vector=True),
         sums("wgrad", 1, 8, out="bf16"),
         sums("wgrad", 8, 1),
-        sums("wgrad", 8, 1, even=False),
         sums("wgrad", 2, 4, vector=True),
         sums("wgrad", 1, 1, dtype="fp32", accumulate=False),
         sums("dgrad", 1, 4, out="bf16", accumulate=False),

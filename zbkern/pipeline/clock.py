@@ -31,6 +31,11 @@ class Clock:
         mark.synchronize()
         return self._base_seconds + self._base.elapsed_time(mark) * 1e-3
 
+    def wait(self, mark: Any) -> None:
+        """Until the device has come to this mark; the host is always there."""
+        if self._cuda:
+            mark.synchronize()
+
     @staticmethod
     def _event() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

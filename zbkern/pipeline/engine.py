@@ -21,12 +21,12 @@ from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare
 from zbkern.pipeline.microbatches import split
 from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
-from zbkern.pipeline.recorder import Recorder, Sample
+from zbkern.pipeline.recorder import Recorder
 from zbkern.pipeline.replanning import Replanner
 from zbkern.pipeline.replicas import Replicas
 from zbkern.pipeline.stage import Stage
 from zbkern.pipeline.tied import TiedWeights
-from zbkern.pipeline.timeline import Event, Timeline, measured
+from zbkern.pipeline.timeline import Event, Sample, Timeline, measured
 from zbkern.pipeline.transport import Transport
 from zbkern.pipeline.undo import ForwardState
 from zbkern.pipeline.warmup import forwards_ahead
@@ -181,10 +181,8 @@ class Pipeline:
 
     def gather_timeline(self) -> Timeline:
         """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective."""
-        own = [(event.rank, tuple(event.action), *event[2:]) for event in self._recorder.events()]
-        rows = self._transport.gather(own)
-        events = [[Event(rank, Action(*action), start, end) for rank, action, start, end in row] for row in rows]
-        return measured(self.schedule, events)
+        events, samples = zip(*self._transport.gather((self._recorder.events(), self.samples)), strict=True)
+        return measured(self.schedule, events, samples if any(samples) else ())
 
     @property
     def samples(self) -> list[Sample]:
@@ -349,13 +347,18 @@ class Pipeline:
     def _await(self, kind: str, action: Action) -> Any:
         tag = Tag(self._step, kind, action.chunk, action.microbatch)
         if self.fill == "eager":
-            while not self._transport.ready(tag) and self.queue.pending():
+            while self.queue.pending() and not self._ready(tag):
                 self._run_oldest()
         if self.fill_with is not None:
-            while not self._transport.ready(tag) and self.fill_with():
+            while not self._ready(tag) and self.fill_with():
                 pass
         neighbour = action.chunk - 1 if kind == "F" else action.chunk + 1
         return self._transport.receive(self.schedule.placement[neighbour], tag, self.timeout)
+
+    def _ready(self, tag: Tag) -> bool:
+        """Whether the message is there by the time the device wants it, and not the host, which may be far ahead."""
+        self._recorder.catch_up()
+        return self._transport.ready(tag)
 
     def _send(self, chunk: int, kind: str, microbatch: int, message: Any) -> None:
         tag = Tag(self._step, kind, chunk, microbatch)

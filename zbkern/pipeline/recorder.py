@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zbkern.pipeline.actions import Action
 from zbkern.pipeline.clock import Clock
-from zbkern.pipeline.timeline import Event
+from zbkern.pipeline.timeline import Event, Sample
 from zbkern.wgrad import WGradQueue
-
-
-class Sample(NamedTuple):
-    """After an action: seconds on the host's clock, W that wait, bytes they pin, bytes allocated (0 on a CPU)."""
-
-    seconds: float
-    pending: int
-    pinned: int
-    allocated: int
 
 
 class Recorder:
@@ -47,6 +38,11 @@ class Recorder:
         if self._sample:
             allocated = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
             self._samples.append((end, self._queue.pending(), self._queue.bytes, allocated))
+
+    def catch_up(self) -> None:
+        """Waits until the device has begun the action that was launched last, so that little is ahead of the host."""
+        if self._marks:
+            self._clock.wait(self._marks[-1][1])
 
     def label(self, action: Action) -> AbstractContextManager[Any]:
         """A range with the action's name, as in CSV, where torch's profiler (or its NVTX form) is on."""

@@ -31,6 +31,9 @@ class Replicas:
         self._shares = {chunk: share for chunk, share in found.items() if share is not None}  # the last chunk first
         # What the stages call: inside of DDP, so that its hooks and a reduction per backward are out of the way.
         self.modules = {c: self._shares[c].module if c in self._shares else m for c, m in modules.items()}
+        taken: set[int] = set()
+        for share in reversed(self._shares.values()):
+            share.leave(taken)
         self._queue = queue
         self.clear()
         if self._shares:
@@ -108,6 +111,7 @@ class _Share(Protocol):
     @property
     def gathers_in_backward(self) -> bool: ...
 
+    def leave(self, taken: set[int]) -> None: ...
     def begin(self) -> None: ...
     def open(self) -> None:
         """No more B: gradients that have landed may be reduced."""
@@ -122,7 +126,9 @@ class _Share(Protocol):
 class _Replicated:
     """A stage in DistributedDataParallel. Its reducer waits for the accumulation of every parameter, once: `_announce`.
 
-    It waits for its reductions when it has seen all parameters, so the last one is kept for `finish`.
+    When it has seen all parameters it waits for its reductions, so the last one is kept for `finish`. A weight that a
+    later share of this rank has, too (an embedding that is the head), is that one's to reduce: here it counts as
+    zeros, and this reducer is through before the other begins, because both listen to the same accumulation.
     """
 
     gathers = gathers_in_backward = False
@@ -144,7 +150,14 @@ class _Replicated:
         self._ddp = ddp
         named = ddp.module.named_parameters()
         self._parameters = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore][::-1]
+        self._not_mine: list[Tensor] = []
         self._next = len(self._parameters)
+        self._prepared = False
+
+    def leave(self, taken: set[int]) -> None:
+        """The parameters of later shares, by id; adds its own."""
+        self._not_mine = [parameter for parameter in self._parameters if id(parameter) in taken]
+        taken.update(map(id, self._parameters))
 
     def begin(self) -> None:
         self._next = len(self._parameters)
@@ -162,22 +175,37 @@ class _Replicated:
                 f"Pipeline: DistributedDataParallel cannot reduce a parameter of shape {list(wrong.shape)} in chunk "
                 f"{self._chunk} that was frozen after it was wrapped, or has a main_grad; freeze before wrapping"
             )
-        self._ddp.reducer.prepare_for_backward([])
-        self._next = 0
+        self._next, self._prepared = 0, False
 
     def advance(self, waiting: Waiting) -> bool:
-        start, last = self._next, len(self._parameters) - 1
-        while self._next < last and id(self._parameters[self._next]) not in waiting:
+        others = set(map(id, self._not_mine))
+        start, end = self._next, len(self._parameters) - (0 if others else 1)
+        for parameter in self._parameters[start:end]:
+            if id(parameter) in waiting and id(parameter) not in others:
+                break
             self._next += 1
-        _announce(self._parameters[start : self._next])
-        return self._next >= last
+        self._announce(start, self._next)
+        return self._next >= end
 
     def finish(self) -> None:
         start, self._next = self._next, len(self._parameters)
-        _announce(self._parameters[start:])
+        self._announce(start, self._next)
 
     def void(self) -> None:
         """Nothing: every replica has the weights, and no reduction has begun."""
+
+    def _announce(self, start: int, end: int) -> None:
+        if start == end:
+            return
+        if not self._prepared:
+            self._ddp.reducer.prepare_for_backward([])
+            self._prepared = True
+        aside = [(parameter, parameter.grad) for parameter in self._not_mine]
+        for parameter in self._not_mine:
+            parameter.grad = None
+        _announce(self._parameters[start:end])
+        for parameter, gradient in aside:
+            parameter.grad = gradient
 
 
 def _announce(parameters: Sequence[Tensor]) -> None:
@@ -205,6 +233,9 @@ class _Sharded:
         self.module = module
         self._roots = roots
         self._groups: list[Any] = []
+
+    def leave(self, taken: set[int]) -> None:
+        """Nothing: FSDP2 knows no parameter of two groups."""
 
     @property
     def gathers_in_backward(self) -> bool:

@@ -138,40 +138,6 @@ def one_f_one_b_v(stages: int, microbatches: int) -> Schedule:
     return _from_orders("one_f_one_b_v", building_blocks.fused_order(block, microbatches), microbatches)
 
 
-def _pairs(rank: int, ahead: int, microbatches: int, weight_delay: int | None) -> list[Action]:
-    """`ahead` forwards before the first backward, then one of each; W `weight_delay` backwards late, or fused."""
-    row: list[Action] = []
-    forwards = iter(range(microbatches))
-    for _ in range(min(ahead - 1, microbatches)):
-        row.append(Action("F", rank, next(forwards)))
-    for microbatch in range(microbatches):
-        row += [Action("F", rank, forward) for forward in [next(forwards, None)] if forward is not None]
-        row.append(Action("BW" if weight_delay is None else "B", rank, microbatch))
-        if weight_delay is not None and microbatch >= weight_delay:
-            row.append(Action("W", rank, microbatch - weight_delay))
-    if weight_delay:
-        row += [
-            Action("W", rank, microbatch) for microbatch in range(max(0, microbatches - weight_delay), microbatches)
-        ]
-    return row
-
-
-def _moved(row: list[Action], chunk: int) -> list[Action]:
-    return [action._replace(chunk=chunk) for action in row]
-
-
-def _one_chunk(name: str, rows: list[list[Action]], microbatches: int) -> Schedule:
-    return Schedule.build(rows, range(len(rows)), microbatches, name)
-
-
-def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
-    for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{name}: {what} must be an int; got {type(count).__name__} {count!r}")
-        if count < 1:
-            raise ScheduleError(f"{name}: {what} must be at least 1; got {count}")
-
-
 def _interleaved(
     stages: int, microbatches: int, chunks: int, per_hop: int, weight_delay: Callable[[int], int] | None
 ) -> list[list[Action]]:

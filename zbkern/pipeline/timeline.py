@@ -19,6 +19,15 @@ class Event(NamedTuple):
     end: float
 
 
+class Sample(NamedTuple):
+    """After an action: seconds, W that wait, bytes that W pin, bytes allocated on the device (0 on a CPU)."""
+
+    seconds: float
+    pending: int
+    pinned: int
+    allocated: int
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Every event of a schedule, by rank and then by start; `peak_memory[rank]` is in the unit of `Costs.activation`.
@@ -28,7 +37,7 @@ class Timeline:
     end over all ranks, the honest figure when the optimizer does synchronise. `bubble_rate` is the share of `cost` in
     which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same. `critical_path`
     is, of a simulated timeline, the chain of events that ends with the last event of the rank that sets `cost`: each
-    starts as soon as the one before it, or its message, allows.
+    starts as soon as the one before it, or its message, allows. `samples[rank]` is what a pipeline has recorded.
     """
 
     schedule: Schedule
@@ -36,6 +45,7 @@ class Timeline:
     peak_memory: tuple[float, ...] = ()
     unit: str = ""
     critical_path: tuple[Event, ...] = ()
+    samples: tuple[tuple[Sample, ...], ...] = ()
 
     @property
     def cost(self) -> float:
@@ -63,8 +73,9 @@ class Timeline:
         return (trace if Path(path).suffix == ".json" else draw).save([self], path)
 
 
-def measured(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> Timeline:
-    """Events in seconds, by rank, as a timeline that begins at zero."""
+def measured(schedule: Schedule, rows: Sequence[Sequence[Event]], samples: Sequence[Sequence[Sample]] = ()) -> Timeline:
+    """Events and samples in seconds, by rank, as a timeline that begins at zero."""
     first = min((row[0].start for row in rows if row), default=0.0)
-    shifted = [tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows]
-    return Timeline(schedule, tuple(shifted), unit="s")
+    events = (tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
+    shifted = (tuple(s._replace(seconds=s.seconds - first) for s in row) for row in samples)
+    return Timeline(schedule, tuple(events), unit="s", samples=tuple(shifted))

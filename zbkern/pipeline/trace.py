@@ -1,4 +1,4 @@
-"""Traces that open in Perfetto and chrome://tracing: a process per timeline, a thread per rank."""
+"""Traces that open in Perfetto and chrome://tracing: a process per timeline, a thread per rank, counters of samples."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from zbkern.pipeline.timeline import Timeline
 
+_COUNTERS = ("W that wait", "bytes they pin", "bytes allocated")
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0}
 
 
@@ -46,4 +47,9 @@ def events(timelines: Sequence[Timeline], titles: Sequence[str] | None = None) -
                         "args": {"kind": kind, "chunk": chunk, "microbatch": microbatch, "part": part},
                     }
                 )
+        for rank, row in enumerate(timeline.samples):
+            for seconds, *values in row:
+                for name, value in zip(_COUNTERS, values, strict=True):
+                    counter = {"ph": "C", "pid": process, "name": f"rank {rank}: {name}", "ts": seconds * scale}
+                    found.append({**counter, "args": {name: value}})
     return found

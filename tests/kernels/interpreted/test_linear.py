@@ -192,7 +192,7 @@ def test_descriptors_and_pointers_agree(bulk: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(triton_product, "_machine", lambda device: (90 if bulk else 80, 3))
     seen = []
     kernel = triton_linear_sums._over_rows
-    monkeypatch.setattr(triton_linear_sums, "_over_rows", lambda *a, **k: (seen.append(a[2][5]), kernel(*a, **k)))
+    monkeypatch.setattr(triton_linear_sums, "_over_rows", lambda *a, **k: (seen.append(a[2][4]), kernel(*a, **k)))
     checks.linear_wgrad(triton_launches, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
     assert seen == [bulk]
 

@@ -92,35 +92,41 @@ def _rank_bound(problem: Problem, rank: int) -> int:
 def _joined_heads(problem: Problem, bound: int) -> int:
     """A larger bound, one chunk per rank: the heads of all ranks at once.
 
-    Before its first B a rank runs a whole number of F. If they do not fill the time until that B can start, the rank is
-    idle, or runs one F more and so delays the first B of every rank before it. The least cost for which some choice
-    leaves no rank more idle than that cost allows is found by halving; the least delay is always the best choice.
+    The least cost for which some number of F before the first B leaves no rank more idle than that cost allows is found
+    by halving.
     """
-    returns, limit, microbatches = _returns(problem), problem.limit, problem.microbatches
-
-    def possible(cost: int) -> bool:
-        delay = 0
-        for rank in reversed(range(problem.ranks)):
-            tail = returns[rank] + problem.backward[rank] + problem.weight[rank]
-            tail = max(0, tail - _tail_work(problem, [rank], limit[rank]))
-            room = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
-            idle = cost - problem.work(rank) - (tail if room < microbatches else 0)
-            until = problem.forward[rank] + returns[rank] + delay
-            length, room = problem.forward[rank], min(room, microbatches)
-            fit = min(room, until // length) if length else room
-            if until - fit * length > idle:
-                if fit == room:
-                    return False
-                delay += (fit + 1) * length - until
-        return True
-
-    low, high = bound, bound + max(returns) + max(problem.forward)
-    if possible(low):
-        return low
+    if warm_up(problem, bound) is not None:
+        return bound
+    low, high = bound, bound + max(_returns(problem)) + max(problem.forward)
     while low + 1 < high:  # low is not possible; high is, or is as far as this looks
         middle = (low + high) // 2
-        low, high = (low, middle) if possible(middle) else (middle, high)
-    return high if possible(high) else low
+        low, high = (low, middle) if warm_up(problem, middle) is not None else (middle, high)
+    return high if warm_up(problem, high) is not None else low
+
+
+def warm_up(problem: Problem, cost: int) -> list[int] | None:
+    """With one chunk per rank: how many F each rank runs before its first B; None when no schedule costs so little.
+
+    If a whole number of F does not fill the time until that B can start, the rank is idle, or runs one F more and so
+    delays the first B of every rank before it. The least delay is always the best choice.
+    """
+    returns, limit, microbatches = _returns(problem), problem.limit, problem.microbatches
+    delay, forwards = 0, []
+    for rank in reversed(range(problem.ranks)):
+        tail = returns[rank] + problem.backward[rank] + problem.weight[rank]
+        tail = max(0, tail - _tail_work(problem, [rank], limit[rank]))
+        room = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
+        idle = cost - problem.work(rank) - (tail if room < microbatches else 0)
+        until = problem.forward[rank] + returns[rank] + delay
+        length, room = problem.forward[rank], min(room, microbatches)
+        fit = min(room, until // length) if length else room
+        if until - fit * length > idle:
+            if fit == room:
+                return None
+            fit += 1
+            delay += fit * length - until
+        forwards.append(fit)
+    return forwards[::-1]
 
 
 def _tail_work(problem: Problem, home: Sequence[int], limit: int) -> int:

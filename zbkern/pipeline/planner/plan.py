@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.costs import Costs
-from zbkern.pipeline.planner import bounds, portfolio
-from zbkern.pipeline.planner.problem import Orders, Problem, schedule_of
+from zbkern.pipeline.planner import bounds, portfolio, steady
+from zbkern.pipeline.planner.problem import Problem, schedule_of
 from zbkern.pipeline.simulate import simulate
 from zbkern.pipeline.timeline import Timeline
 
@@ -61,8 +61,9 @@ def plan(
     rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up), "zigzag" (the V repeated), or the rank of every chunk;
     by default linear, v or zigzag for one, two and more chunks. memory_limit: of one rank's `peak_memory`, in the unit
     of `costs.activation`, one number or one per rank; None for none. objective: what to minimise, "cost" or "makespan"
-    (see `Timeline`). jitter, samples: of the best plans, the one whose mean over `samples` simulations in which every
-    pass takes its cost times a normal variate of this deviation is least.
+    (see `Timeline`). jitter, samples: the plan has the least mean over `samples` simulations in which every pass takes
+    its cost times a normal variate of this deviation, of those found for these costs and for slower communication,
+    which leave a late message some slack.
 
     The search is a sequence of rounds, each twice as long as the one before, that depends on `seed` alone; the clock
     only decides where it ends. So two runs may differ when the clock stops them at different moments, and a longer one
@@ -82,10 +83,12 @@ def plan(
     limits = [min(limit, unlimited) for limit in limits]
     problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
+    share = time_limit / (1 + len(steady.SLACKS)) if jitter else time_limit
     pool = portfolio.Pool(8 if jitter else 1, bound)
-    rounds = portfolio.search(problem, pool, portfolio.Clock(time_limit, effort), seed)
-    chosen, mean = _steadiest(pool.orders, problem, costs, objective, jitter, samples, seed)
-    schedule = schedule_of(chosen, problem, f"plan-{name}")
+    rounds = portfolio.search(problem, pool, portfolio.Clock(share, effort), seed)
+    found = [*pool.orders, *(steady.slackened(problem, jitter, share, effort, seed) if jitter else ())]
+    plans = [schedule_of(orders, problem, f"plan-{name}") for orders in found]
+    schedule, mean = steady.steadiest(plans, costs, objective, jitter, samples, seed) if jitter else (plans[0], None)
     timeline = simulate(schedule, costs)
     reached = timeline.cost if objective == "cost" else timeline.makespan
     least = min(bound / problem.time_scale, reached)
@@ -93,21 +96,6 @@ def plan(
     available = stages * least
     lower = max(0.0, 1.0 - sum(timeline.busy) / available) if available > 0 else 0.0
     return Plan(schedule, timeline, lower, optimal, reached if mean is None else mean, rounds)
-
-
-def _steadiest(
-    found: Sequence[Orders], problem: Problem, costs: Costs, objective: str, jitter: float, samples: int, seed: int
-) -> tuple[Orders, float | None]:
-    """Of the orders found, the ones with the least mean over sampled costs."""
-    if not jitter:
-        return found[0], None
-    means = []
-    for orders in found:
-        schedule = schedule_of(orders, problem, "candidate")
-        runs = [simulate(schedule, costs, jitter=jitter, seed=seed + sample) for sample in range(samples)]
-        means.append(sum(run.cost if objective == "cost" else run.makespan for run in runs) / samples)
-    best = min(range(len(found)), key=means.__getitem__)
-    return found[best], means[best]
 
 
 def _check(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.planner.blocks import search_blocks
-from zbkern.pipeline.planner.bounds import cost_bound
+from zbkern.pipeline.planner.bounds import cost_bound, warm_up
 from zbkern.pipeline.planner.lists import Rule, compiled, forward_caps, list_schedule, refine, rules
 from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of
 from zbkern.pipeline.planner.search import anneal, grown
@@ -26,6 +26,7 @@ _STEPS = 60  # temperatures, one after the other
 _RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
 _KEPT = 2  # starts that go on
 _REFINED = 2  # rules per limit whose caps are refined
+_TRIES = 700  # of other caps; after that a new attempt finds more than going on
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
 _QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
 
@@ -109,8 +110,8 @@ class Candidate(NamedTuple):
 def construct(problem: Problem, pool: Pool) -> list[Candidate]:
     """Adds what the list scheduler finds, for this limit and for smaller ones: more memory never makes it worse.
 
-    Returns the best candidates for every limit, best first. With many passes all rules are tried on fewer microbatches,
-    and those that do best there on all.
+    Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
+    fewer microbatches, and those that do best there on all.
     """
     every = list(rules(problem))
     levels = _levels(problem)
@@ -120,6 +121,8 @@ def construct(problem: Problem, pool: Pool) -> list[Candidate]:
     trial = problem
     if passes > _TRIAL_PASSES:
         trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
+        stride = trial.passes * len(every) // _TRIAL_PASSES | 1  # odd, so that both of every choice are among them
+        every = every[::stride]
     candidates: list[Candidate] = []
     for name, limit in levels:
         here = trial.with_limit(limit)
@@ -145,6 +148,19 @@ def construct(problem: Problem, pool: Pool) -> list[Candidate]:
     return candidates
 
 
+def warm_start(problem: Problem) -> Orders | None:
+    """With one chunk per rank: what the list scheduler makes of the warm-up that the lower bound is about.
+
+    At 16 stages annealing gets from there to the bound where it does not from other starts.
+    """
+    down = tuple(range(problem.ranks))
+    if problem.placement != down or problem.makespan or problem.may_fuse or problem.saves:
+        return None
+    caps = warm_up(problem, cost_bound(problem))
+    found = [list_schedule(problem, rule, caps) for rule in rules(problem) if rule.slope == 0 and caps is not None]
+    return min((orders for orders in found if orders is not None), key=lambda orders: orders.cost, default=None)
+
+
 class Herd:
     """Annealing from several starts: in every round new ones join, all go on for a while, and the best are kept.
 
@@ -155,16 +171,18 @@ class Herd:
         self.problem, self.pool = problem, pool
         self._candidates = candidates
         self._members: list[Orders] = []
+        self._warm = warm_start(problem)
+        pool.add(self._warm)
 
     def round(self, passes: int, turn: int, clock: Clock) -> None:
         """Runs about so many passes."""
         problem, pool = self.problem, self.pool
-        members = [*self._members, *pool.orders[:1], self._refined(passes // 8, turn, clock)]
-        members += [self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
+        members = [*self._members, *pool.orders[:1], self._refined(passes // 4, turn, clock)]
+        members += [self._warm or self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         if not distinct:
             return
-        moves = int(passes * 5 // 8 / (len(distinct) * _STEPS * (_SHARE * problem.passes + 50)))
+        moves = int(passes // 2 / (len(distinct) * _STEPS * (_SHARE * problem.passes + 50)))
         for place, start in enumerate(distinct):
             if pool.optimal or not clock.left:
                 return
@@ -183,13 +201,16 @@ class Herd:
         self._members = sorted(distinct, key=lambda orders: orders.cost)[:_KEPT]
 
     def _refined(self, passes: int, turn: int, clock: Clock) -> Orders | None:
-        """The best of the candidates with their caps changed at random, each with a seed of its own for all limits."""
+        """The best of the candidates with their caps changed at random, in some attempts."""
         best = Pool(1, self.pool.bound)
         for each in self._candidates:
             tries = passes // (_RULE_PASSES * each.problem.passes * _REFINED)
             if not tries or self.pool.optimal or not clock.left:
                 break
-            best.add(refine(each.problem, each.rule, tries, turn << 32 | each.name, self.pool.bound))
+            runs = max(1, tries // _TRIES)
+            for run in range(runs):
+                number = (turn << 8 | run) << 32 | each.name
+                best.add(refine(each.problem, each.rule, tries // runs, number, self.pool.bound))
         self.pool.add(best.orders[0] if best.orders else None)
         return best.orders[0] if best.orders else None
 

@@ -1,0 +1,148 @@
+"""The planner against published figures: bubble rates of the published search and of ours, the lower bound, and time.
+
+    python -m bench.planner [one] [v] [unit] [zigzag] [scale]     (default: all, which takes an hour)
+
+Seconds are of this process on one core, which other work on the machine does not change much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.report import table, write_json
+from zbkern.pipeline import Costs, plan, schedules
+
+PROFILES = json.loads((Path(__file__).parent.parent / "tests/data/zb_profiles.json").read_text())
+LIMITS_OF_V = {0.5: schedules.v_half, 0.75: None, 1.0: schedules.zb_v, 1.5: None}
+Cell = tuple[str, Costs, int, int, int, float | None, float | None]  # name, costs, stages, microbatches, chunks, limit
+
+
+def one_chunk() -> Iterator[Cell]:
+    """Every cell of the data file with one chunk per rank; limits in units of stages activations."""
+    for row in PROFILES["one_chunk"]:
+        names = ("forward", "backward", "weight", "communication", "activation", "held")
+        costs = Costs(*(row[name] for name in names))
+        for limit, published in row["bubble_rate_by_memory_limit"].items():
+            yield row["model"], costs, row["stages"], row["microbatches"], 1, float(limit), published
+    for row in PROFILES["two_chunks"]:
+        costs = _two_chunks(row, times=2)
+        for limit, published in row["bubble_rate_by_memory_limit"].items():
+            yield row["model"], costs, row["stages"], row["microbatches"], 1, float(limit), published["ZB"]
+
+
+def v_shape() -> Iterator[Cell]:
+    """Two chunks in a V: the data file's cells, its low-memory schedules, and the targets at p=8."""
+    for row in PROFILES["two_chunks"]:
+        costs = _two_chunks(row)
+        shape = (row["stages"], row["microbatches"], 2)
+        for low in row["low_memory"].values():
+            yield row["model"], costs, *shape, low["peak_chunks"] / 2 / row["stages"], low["bubble_rate"]
+        for limit, published in row["bubble_rate_by_memory_limit"].items():
+            yield row["model"], costs, *shape, float(limit), published["ZB-V"]
+    costs = Costs(92, 90, 46, 6, 0.5, 0.25)
+    for microbatches, limits in {
+        16: {0.5: 0.297, 0.75: 0.201, 1.0: 0.103, 1.5: 0.022},
+        24: {0.5: 0.249},
+    }.items():
+        for limit, target in limits.items():
+            yield "92, 90, 46", costs, 8, microbatches, 2, limit, target
+
+
+def unit() -> Iterator[Cell]:
+    """Unit costs: one chunk at 1.5 and 2 times the memory of 1F1B, two in a V at 1.0."""
+    for row in PROFILES["unit_cost"]:
+        for chunks, limit, name in ((1, 1.5, "ZB at 1.5p"), (1, 2.0, "ZB at 2p"), (2, 1.0, "ZB-V at 1.0p")):
+            costs = Costs(activation=1 / chunks, held=0.5 / chunks)
+            yield "unit", costs, row["stages"], row["microbatches"], chunks, limit, row[name]
+
+
+def zigzag() -> Iterator[Cell]:
+    """Four chunks that go down, up, down, up, at p=8 and m=24, and two in a V beside them."""
+    row = PROFILES["one_chunk"][0]
+    for chunks, targets in ((2, (0.138, 0.071, 0.015)), (4, (0.114, 0.034, 0.001))):
+        for limit, target in zip((0.5, 0.75), targets[:2], strict=True):
+            yield "unit", Costs(activation=1 / chunks, held=0.5 / chunks), 8, 24, chunks, limit, target
+        times = (row[name] / chunks for name in ("forward", "backward", "weight"))
+        costs = Costs(*times, row["communication"], 1 / chunks, row["held"] / row["activation"] / chunks)
+        yield row["model"], costs, 8, 24, chunks, 1.5, targets[2]
+
+
+def scale() -> Iterator[Cell]:
+    """Large problems: the first answer, and nothing published beside it."""
+    for stages, microbatches in ((32, 256), (64, 1024)):
+        for chunks in (1, 2):
+            yield "unit", Costs(communication=0.1, activation=1 / chunks), stages, microbatches, chunks, 1.5, None
+
+
+def _two_chunks(row: dict[str, Any], times: int = 1) -> Costs:
+    names = ("chunk_forward", "chunk_backward", "chunk_weight")
+    passes = (times * row[name] for name in names)
+    return Costs(*passes, row["communication"], times * row["chunk_activation"], times * row["chunk_held"])
+
+
+def measure(cell: Cell, seconds: float | None) -> dict[str, Any]:
+    model, costs, stages, microbatches, chunks, limit, published = cell
+    if published is None:
+        seconds = 0.0
+    limit_of_time = (10.0 if stages <= 8 and chunks == 1 else 60.0) if seconds is None else seconds
+    memory = None if limit is None else limit * stages * chunks * costs.activation
+    begin = time.process_time()
+    found = plan(costs, stages, microbatches, chunks, memory_limit=memory, time_limit=limit_of_time)
+    spent = time.process_time() - begin
+    assert memory is None or max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
+    return {
+        "model": model, "stages": stages, "microbatches": microbatches, "chunks": chunks, "limit": limit,
+        "published": published, "plan": found.bubble_rate, "lower_bound": found.lower_bound, "optimal": found.optimal,
+        "seconds": spent, "time_limit": limit_of_time,
+    }  # fmt: skip
+
+
+SECTIONS = {"one": one_chunk, "v": v_shape, "unit": unit, "zigzag": zigzag, "scale": scale}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.planner", description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], help="which tables (default: all)")
+    parser.add_argument(
+        "--seconds", type=float, help="time limit of every plan (default: 10 for one chunk on up to 8 stages, else 60)"
+    )
+    parser.add_argument("--stages", type=int, help="only cells with this many stages")
+    parser.add_argument("--name", default="planner", help="name of the JSON file under bench/results")
+    options = parser.parse_args()
+    figures: dict[str, list[dict[str, Any]]] = {}
+    for section in options.sections or SECTIONS:
+        print(f"\n{SECTIONS[section].__doc__}\n")
+        rows = figures[section] = []
+        for cell in SECTIONS[section]():
+            if options.stages in (None, cell[2]):
+                rows.append(measure(cell, options.seconds))
+                write_json(options.name, figures)
+        print(table(HEADER, [_line(row) for row in rows]), flush=True)
+
+
+HEADER = ("model", "p", "m", "chunks", "limit", "published", "plan", "bound", "above bound", "verdict", "s")
+
+
+def _line(row: dict[str, Any]) -> list[Any]:
+    published, rate = row["published"], round(row["plan"], 4)
+    if published is None:
+        verdict = ""
+    else:  # a target of three digits is met by what rounds to it
+        digits = 3 if round(published, 3) == published else 4
+        difference = round(row["plan"], digits) - published
+        verdict = "worse" if difference > 1e-9 else "better" if difference < -1e-9 else "equal"
+    above = row["plan"] - row["lower_bound"]
+    return [
+        row["model"], row["stages"], row["microbatches"], row["chunks"], f"{row['limit']:g}",
+        "" if published is None else f"{published:.4f}", f"{rate:.4f}", f"{row['lower_bound']:.4f}",
+        "optimal" if row["optimal"] else f"{above:.4f}", verdict, f"{row['seconds']:.1f}",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
