@@ -350,10 +350,12 @@ SHAPES = (
     # dtype, head size, causal, window, sequences of different lengths
     ("bf16", 64, True, False, False),
     ("bf16", 64, False, False, True),
+    ("bf16", 64, True, True, True),
     ("bf16", 96, True, False, False),
     ("bf16", 128, True, False, False),
     ("bf16", 128, False, False, True),
     ("bf16", 128, True, True, True),
+    ("bf16", 256, False, False, False),
     ("bf16", 256, True, False, False),
     ("bf16", 256, True, True, True),
     ("fp32", 128, True, False, False),
