@@ -70,7 +70,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OPS = {
-    "linear": ("linear_fwd", "linear_dgrad", "linear_wgrad", "activation_fwd", "activation_bwd"),
+    "linear": ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads", "activation_fwd", "activation_bwd"),
     "gated_mlp": (
         *("gated_linear_fwd", "linear_fwd", "gated_linear_dgrad", "linear_dgrad_sum", "linear_wgrad"),
         *("gated_fwd", "gated_bwd"),
