@@ -90,6 +90,9 @@ Orders list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
       kind = kBackward;
     }
     if (kind == kForward && state.memory + p.activation[forward] > p.limit[rank]) kind = kWeight;
+    if (kind == kBackward && pending && !rule.fuse &&
+        state.memory + p.held[backward] - p.activation[backward] > p.limit[rank])
+      kind = kWeight;
     if (kind < 0) {
       if (pending && (next >= kNever || 4 * (next - now) >= rule.patience * p.weight[state.pending[state.next_weight]])) {
         kind = kWeight;

@@ -212,6 +212,17 @@ def test_makespan_is_what_was_asked_for() -> None:
     assert makespan.timeline.makespan <= cost.timeline.makespan
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_b_may_leave_more_than_it_found(chunks: int) -> None:
+    """The output gradients that W needs may be larger than the activations."""
+    costs = Costs(activation=1.0, held=1.4)
+    for limit in (chunks + 0.4, chunks + 1.0, 2.0 * chunks + 1):
+        found = plan(costs, 3, 6, chunks, memory_limit=limit, effort=1)
+        assert max(found.timeline.peak_memory) <= limit + 1e-9
+    with pytest.raises(ScheduleError, match=f"any schedule fits is {chunks + 0.4}"):
+        plan(costs, 3, 6, chunks, memory_limit=chunks + 0.2, effort=0)
+
+
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ScheduleError, match="smallest limit that any schedule fits is 2"):
         plan(Costs(), 2, 4, 2, "v", memory_limit=1.5)

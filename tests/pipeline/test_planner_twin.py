@@ -28,7 +28,7 @@ def problem(seed: int, overheads: bool = False, makespan: bool = False) -> Probl
     backward, weight = some(3), some(2)
     split = [min(pair) * 0.6 for pair in zip(backward, weight, strict=True)] if overheads else 0
     saving = [each * 0.3 for each in weight] if overheads else 0
-    costs = Costs(some(3), backward, weight, some(1)[1:], some(2), 0.4, split, saving)
+    costs = Costs(some(3), backward, weight, some(1)[1:], some(2), 0.9 if seed % 5 == 1 else 0.4, split, saving)
     flat = costs.per_chunk(n)
     need = max(sum(flat.activation[c] for c in range(n) if homes[c] == rank) for rank in range(stages))
     return Problem.build(flat, homes, draw.randint(1, 7), [need * draw.uniform(1, 3)] * stages, makespan)

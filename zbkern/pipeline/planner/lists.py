@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem, Rows
+from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem, Rows, fits
 from zbkern.pipeline.planner.randomness import Random
 
 try:
@@ -60,7 +60,7 @@ def rules(problem: Problem) -> Iterator[Rule]:
 def list_schedule(
     problem: Problem, rule: Rule, caps: Sequence[int] | None = None, cutoff: int | None = None
 ) -> Orders | None:
-    """The orders that `rule` comes to; None when it comes to a dead end, or to a cost above `cutoff`.
+    """The orders that `rule` comes to; None when it comes to a dead end, out of memory, or to a cost above `cutoff`.
 
     caps: how many forwards each chunk may be ahead of its backwards, instead of what the rule's slope says.
     """
@@ -70,8 +70,12 @@ def list_schedule(
         priority, patience, foresight, _, late_forward, late_backward, fuse = rule
         choices = (priority, patience, foresight, late_forward, late_backward, fuse, caps, cutoff)
         orders = Orders(*compiled.list_schedule(problem, *choices))
-        return orders if orders.rows else None
-    return _Lists(problem, rule, caps).run(cutoff)
+        found = orders if orders.rows else None
+    else:
+        found = _Lists(problem, rule, caps).run(cutoff)
+    # Only a B that leaves more than it found can exceed the limit.
+    grows = any(held > activation for held, activation in zip(problem.held, problem.activation, strict=True))
+    return None if found is not None and grows and not fits(problem, found) else found
 
 
 def refine(problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0) -> Orders | None:
@@ -196,7 +200,9 @@ class _Lists:
             full = self.memory[rank] + problem.activation[forward] > problem.limit[rank]
             kind = WEIGHT if full else FORWARD
         elif backward is not None:
-            kind = BACKWARD
+            more = 0 if self.rule.fuse else problem.held[backward] - problem.activation[backward]
+            full = self.pending[rank] and self.memory[rank] + more > problem.limit[rank]
+            kind = WEIGHT if full else BACKWARD
         elif self.pending[rank] and (
             next_ >= _NEVER or 4 * (next_ - now) >= self.rule.patience * problem.weight[self.pending[rank][0]]
         ):

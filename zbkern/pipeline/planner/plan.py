@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbkern.pipeline.actions import Schedule, ScheduleError
-from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.costs import ChunkCosts, Costs
 from zbkern.pipeline.planner import bounds, portfolio, steady
 from zbkern.pipeline.planner.problem import Problem, schedule_of
 from zbkern.pipeline.simulate import simulate
@@ -75,11 +75,11 @@ def plan(
     other arguments.
     """
     _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
-    name, homes = _placement(placement, stages, chunks)
+    name, homes = placement_of(placement, stages, chunks)
     flat = costs.per_chunk(len(homes))
-    unlimited = microbatches * sum(flat.activation)
+    unlimited = microbatches * sum(map(max, flat.activation, flat.held))
     limits = _limits(memory_limit, stages, unlimited)
-    _check_room(flat.activation, homes, limits)
+    _check_room(flat, homes, limits)
     limits = [min(limit, unlimited) for limit in limits]
     problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
@@ -122,7 +122,7 @@ def _check(
         raise ValueError(f"plan: jitter and time_limit must be at least 0; got {jitter} and {time_limit}")
 
 
-def _placement(given: str | Sequence[int] | None, stages: int, chunks: int) -> tuple[str, tuple[int, ...]]:
+def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) -> tuple[str, tuple[int, ...]]:
     """Name, and the rank of every chunk."""
     down = range(stages)
     if given is None:
@@ -156,9 +156,19 @@ def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float
     return limits
 
 
-def _check_room(activation: Sequence[float], homes: Sequence[int], limits: Sequence[float]) -> None:
-    """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run."""
-    needs = [sum(activation[chunk] for chunk, home in enumerate(homes) if home == rank) for rank in range(len(limits))]
+def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float]) -> None:
+    """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.
+
+    A B that is not fused may leave more than it found; W then runs before the next B.
+    """
+    fused = any(both < b + w for both, b, w in zip(flat.fused, flat.backward, flat.weight, strict=True))
+    needs = [0.0] * len(limits)
+    for rank in range(len(limits)):
+        before = 0.0
+        for chunk in (chunk for chunk, home in enumerate(homes) if home == rank):
+            held = 0.0 if fused else flat.held[chunk]
+            needs[rank] = max(needs[rank], before + max(flat.activation[chunk], held))
+            before += flat.activation[chunk]
     for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
         if need > limit * (1 + _ROUNDING):
             raise ScheduleError(

@@ -52,6 +52,9 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
     if problem.passes <= _QUICK_PASSES or clock.allows(0):
         for orders in published(problem):
             pool.add(orders)
+    if not pool.orders:  # one microbatch after the other fits whenever anything does
+        for fuse in (False, True)[: 1 + problem.may_fuse]:
+            pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse))
     herd = Herd(problem, candidates, pool)
     fewer = _fewer(problem)
     small: Herd | None = None
