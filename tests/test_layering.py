@@ -12,11 +12,11 @@ PACKAGE = ROOT / "zbkern"
 
 # what of zbkern.pipeline needs torch; everything else there is the pure half
 NEEDS_TORCH = (
+    "arguments",
     "checkpoint",
     "clock",
     "connection",
     "engine",
-    "microbatches",
     "mixed_precision",
     "named_state",
     "norms",

@@ -12,7 +12,7 @@ from torch import nn
 
 import zbkern
 from tests.pipeline.chunks import WIDTH, make_data, make_model, on_threads, plain
-from zbkern.pipeline import Pipeline, ScheduleError, schedules
+from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
 from zbkern.pipeline.actions import Action, Schedule
 from zbkern.pipeline.clock import Clock
 from zbkern.pipeline.local_transport import LocalTransport
@@ -123,10 +123,12 @@ def tied_step() -> None:
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
     whole = copy.deepcopy(nn.Sequential(table, middle, Unembed(table.weight)))
-    loss_fn(whole(tokens), tokens).backward()
+    for part in (tokens, tokens + (tokens < 6)):  # gradients add up over steps
+        loss_fn(whole(part), part).backward()
     module = nn.Sequential(table, middle) if rank == 0 else Unembed(table.weight)
     with Pipeline(zbkern.convert(module), schedules.zb_h1(2, 4), loss_fn, tied={"table": table.weight}) as pipe:
-        pipe.step(tokens if rank == 0 else None, tokens if rank == 1 else None)
+        for part in (tokens, tokens + (tokens < 6)):
+            pipe.step(part if rank == 0 else None, part if rank == 1 else None)
     torch.testing.assert_close(table.weight.grad, whole[0].weight.grad)
 
 
@@ -202,6 +204,15 @@ def one_rank(**changes: Any) -> Pipeline:
         ({"loss_fn": None}, "loss_fn must be callable"),
         ({"max_wgrad_bytes": -1}, "max_bytes must be"),
         ({"group": None}, "init_process_group"),
+        ({"modules": None}, "modules must be this rank's chunks, each a torch.nn.Module; got NoneType"),
+        ({"modules": [nn.Linear]}, "each a torch.nn.Module; got type"),
+        ({"tied": [torch.ones(1)]}, "tied must be {name: parameter}"),
+        ({"tied": {"table": "weight"}}, "tied must be {name: parameter}"),
+        ({"timeout": 0}, "timeout must be a number of seconds above 0; got 0"),
+        ({"timeout": None}, "timeout must be a number of seconds above 0; got None"),
+        ({"fill_with": 3}, "fill_with must be callable"),
+        ({"replan_every": 1.5}, "replan_every must be a whole number of steps"),
+        ({"costs": {"forward": 1}}, "costs must be a zbkern.pipeline.Costs or None; got dict"),
     ],
 )
 def test_bad_construction_names_the_argument(changes: dict[str, Any], message: str) -> None:
@@ -216,11 +227,32 @@ def test_bad_construction_names_the_argument(changes: dict[str, Any], message: s
         (torch.ones(3, 2), torch.ones(2, 2), r"dimension 0 of inputs must be a multiple of the 2 microbatches"),
         ([torch.ones(1, 2)], torch.ones(2, 2), "inputs is a list of 1 microbatches and the schedule has 2"),
         (torch.tensor(1.0), torch.ones(2, 2), "inputs must hold tensors with a batch dimension"),
+        ({}, torch.ones(2, 2), "inputs must hold tensors with a batch dimension; got {}"),
     ],
 )
 def test_bad_inputs_name_the_argument(inputs: Any, targets: Any, message: str) -> None:
     with one_rank() as pipe, pytest.raises((TypeError, ValueError), match=message):
         pipe.step(inputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda output, target: output - target, r"got shape \[1, 2\]; reduce it"),
+        (lambda output, target: (output - target).mean().item(), "must return a tensor of one number; got -?[0-9.]+"),
+        (lambda output, target: (output - target).mean().detach(), "got one that is detached"),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated_is_refused(loss_fn: Any, message: str) -> None:
+    with one_rank(loss_fn=loss_fn) as pipe, pytest.raises(PipelineError, match=message):
+        pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    with one_rank() as pipe:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="call evaluate for the loss alone"):
+            pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+        assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
 
 
 def test_a_pipeline_is_usable_after_an_error_in_its_arguments() -> None:

@@ -7,7 +7,7 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.arguments import check, device_of, module_list, split
 from zbkern.pipeline.connection import connect, is_transport, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare
-from zbkern.pipeline.microbatches import split
 from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
 from zbkern.pipeline.recorder import Recorder
 from zbkern.pipeline.replanning import Replanner
@@ -31,8 +31,6 @@ from zbkern.pipeline.transport import Transport
 from zbkern.pipeline.undo import ForwardState
 from zbkern.pipeline.warmup import forwards_ahead
 from zbkern.wgrad import WGradQueue
-
-FILLS = ("planned", "eager")
 
 
 class Pipeline:
@@ -73,16 +71,8 @@ class Pipeline:
         replan_every: int = 0,
         costs: Costs | None = None,
     ) -> None:
-        modules = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
-        if not isinstance(schedule, Schedule):
-            raise TypeError(f"Pipeline: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
-        if not callable(loss_fn):
-            raise TypeError(f"Pipeline: loss_fn must be callable as loss_fn(output, target); got {loss_fn!r}")
-        if fill not in FILLS:
-            raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
-        if nonfinite not in ("ignore", "raise"):
-            raise ValueError(f'Pipeline: nonfinite must be "ignore" or "raise"; got {nonfinite!r}')
-        schedule.validate()
+        modules = module_list("Pipeline", modules)
+        check(schedule, loss_fn, fill, tied, timeout, fill_with, nonfinite, replan_every, costs)
         rank, size = place(group)
         if size != schedule.stages:
             raise ScheduleError(
@@ -99,7 +89,7 @@ class Pipeline:
         self.timeout = timeout
         self.fill_with = fill_with
         self.nonfinite = nonfinite
-        self.device = _device(device, modules)
+        self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
         last = len(schedule.placement) - 1
         self._replicas = Replicas(dict(zip(chunks, modules, strict=True)), self.queue)
@@ -131,10 +121,16 @@ class Pipeline:
 
         inputs: needed on the first chunk's rank; targets: on the last chunk's: pytrees of tensors that are split along
         dimension 0 into `schedule.microbatches` equal parts, or lists of that many parts already split. Returns
-        the mean loss over microbatches on the last chunk's rank, None elsewhere.
+        the mean loss over microbatches on the last chunk's rank, None elsewhere. Gradients add up over steps, as they
+        do over calls of `backward()`.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "Pipeline.step: gradients are off here (torch.no_grad); call evaluate for the loss alone"
+            )
         self._begin(inputs, targets)
         begun = self._run_ahead() if self.optimizer is not None else 0
+        self._tied.begin()
         self._run(self._program[begun:], self._replicas.finish)
         self._tied.sum_gradients()
         self._steps += 1
@@ -398,10 +394,3 @@ class Pipeline:
         if self.device.type == "cuda":
             held += f", {torch.cuda.max_memory_allocated(self.device) / 2**20:.0f} MiB were allocated at most"
         return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
-
-
-def _device(device: torch.device | str | None, modules: Sequence[torch.nn.Module]) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    parameter = next((p for module in modules for p in module.parameters()), None)
-    return torch.device("cpu") if parameter is None else parameter.device

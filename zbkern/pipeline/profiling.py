@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline import measured
 from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.arguments import module_list
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.engine import Pipeline
 from zbkern.pipeline.timeline import Timeline
@@ -38,7 +39,7 @@ def profile(
     `repeats` steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were;
     buffers that a forward updates (running statistics) are not.
     """
-    modules = [_Counted(module) for module in modules]
+    modules = [_Counted(module) for module in module_list("profile", modules)]
     schedule = _all_forwards_first(tuple(placement), microbatches)
     parameters = [p for module in modules for p in module.parameters()]
     gradients = [p.grad for p in parameters]

@@ -40,7 +40,7 @@ class Stage:
         with self.queue.defer((self.chunk, microbatch)):  # layers then know that their W will wait
             outputs = self._call(inputs)
             if self.loss_fn is not None:
-                outputs = self.loss_fn(outputs, target) / self.microbatches
+                outputs = self._loss(outputs, target) / self.microbatches
         if torch.is_grad_enabled():
             self._saved[microbatch] = (inputs, [self._root(leaf) for leaf in pytree.tree_leaves(outputs)])
         return pytree.tree_map_only(Tensor, _detach, outputs)
@@ -83,6 +83,20 @@ class Stage:
         if not isinstance(output, Tensor) or not output.requires_grad:
             return None
         return output if self.loss_fn is not None else get_gradient_edge(output)
+
+    def _loss(self, outputs: Any, target: Any) -> Tensor:
+        loss = self.loss_fn(outputs, target)  # type: ignore[misc]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {list(loss.shape)}; reduce it, with .mean()" if isinstance(loss, Tensor) else f"{loss!r}"
+            raise TypeError(f"Pipeline: loss_fn must return a tensor of one number; got {got}")
+        if not loss.requires_grad and any(
+            isinstance(o, Tensor) and o.requires_grad for o in pytree.tree_leaves(outputs)
+        ):
+            raise TypeError(
+                "Pipeline: loss_fn must return a loss that depends on the output's graph; got one that is detached; "
+                "leave out .item(), .detach() and torch.no_grad()"
+            )
+        return loss
 
     def _call(self, inputs: Any) -> Any:
         if isinstance(inputs, dict):
