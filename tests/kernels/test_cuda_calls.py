@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zbkern import testing
 from zbkern.kernels import cuda, cuda_optimizer, reference
+from zbkern.wgrad import WGradQueue, WGradTask
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -135,6 +136,20 @@ def test_a_launch_takes_neighbours_of_the_same_dtypes(extension: HostExtension) 
     assert sorted(extension.launches) == [(1, 1), (1, 4), (1, 8), (1, 9), (1, 16)]
     for (_, outputs), wide in zip(products, want, strict=True):
         testing.assert_close(outputs[0], wide[0].to(outputs[0].dtype), "dweight")
+
+
+def test_a_queue_runs_the_weights_of_a_layer_in_one_launch(extension: HostExtension) -> None:
+    queue = WGradQueue()
+    weights = [torch.nn.Parameter(torch.randn(n, 32).to(BF16)) for n in (64, 96)]
+    wanted = []
+    for weight in weights:
+        (segment,) = segments_of([48], weight.shape[0], 32, BF16)
+        queue.add(WGradTask(cuda.linear_wgrad, segment, (weight, None)))
+        wanted += expected([segment], (torch.zeros(weight.shape), None), False)[:1]
+    queue.run()
+    assert extension.launches == [(2, 2)]
+    for weight, gradient in zip(weights, wanted, strict=True):
+        testing.assert_close(weight.grad, gradient.to(BF16), "weight")
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
