@@ -99,7 +99,7 @@ class Pipeline:
         self.timeout = timeout
         self.fill_with = fill_with
         self.nonfinite = nonfinite
-        self.device = _device(device, modules)
+        self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
         last = len(schedule.placement) - 1
         self._replicas = Replicas(dict(zip(chunks, modules, strict=True)), self.queue)
@@ -400,8 +400,12 @@ class Pipeline:
         return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
 
 
-def _device(device: torch.device | str | None, modules: Sequence[torch.nn.Module]) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    parameter = next((p for module in modules for p in module.parameters()), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Module]) -> torch.device:
+    """The device asked for, by number, or that of the modules."""
+    if device is None:
+        parameter = next((p for module in modules for p in module.parameters()), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # threads have a current device each
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
