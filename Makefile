@@ -12,13 +12,17 @@ export ZBKERN_BUILD ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,cpu)
 ifeq ($(origin PYTHON),undefined)
 PYTHON := .venv/bin/python
 READY  := .venv/ready-$(ZBKERN_BUILD)
+ready-gpu: $(READY)
 else
 override PYTHON := $(shell command -v $(PYTHON))
 READY  := .cache/ready-$(ZBKERN_BUILD)-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
+# Machines with GPUs often have no network: what has these three runs the checkout as it is, and nothing is installed.
+ready-gpu:
+	@$(PYTHON) -c 'import pytest, torch, triton' || $(MAKE) setup
 endif
 
 export OMP_NUM_THREADS ?= 1
-.PHONY: help setup cuda demo test test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
+.PHONY: help setup ready-gpu cuda demo test test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -46,7 +50,7 @@ demo: $(READY) ## compare schedules on this machine, then train with the best on
 test: $(READY) ## all tests that need no GPU
 	$(PYTHON) -m pytest
 
-test-gpu: $(READY) ## every launch on a GPU: against float64, on streams of its own, in CUDA graphs
+test-gpu: ready-gpu ## every launch on a GPU: against float64, on streams of its own, in CUDA graphs
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu tests/gpu
 
 lint: $(READY) ## style and imports
@@ -59,7 +63,7 @@ bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for sm_80, sm_90 and sm_100
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.kernels_report
 
-bench-gpu: $(READY) ## our launches on a GPU beside torch's and other libraries', in 8 minutes or so
+bench-gpu: ready-gpu ## our launches on a GPU beside torch's and other libraries', in 8 minutes or so
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.gpu
 	-TRITON_INTERPRET=0 $(PYTHON) -m bench.cuda_wgrad  # says so where the extension is not built
 

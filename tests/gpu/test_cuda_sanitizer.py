@@ -15,6 +15,7 @@ SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.slow,
     pytest.mark.skipif(cuda.why_not() is not None, reason=str(cuda.why_not())),
     pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer; it comes with CUDA's toolkit"),
 ]

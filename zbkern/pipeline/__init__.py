@@ -17,10 +17,12 @@ _HOME = {
     "Optimizer": "optimizer",
     "Pipeline": "engine",
     "PipelineError": "mailbox",
+    "Relief": "planner",
     "clip_grad_norm_": "norms",
     "grad_norm": "norms",
     "lower": "lowering",
     "plan": "planner",
+    "plan_relieved": "planner",
     "profile": "profiling",
 }
 _MODULES = ("checkpoint", "draw", "lowering", "schedules", "trace")
@@ -32,6 +34,7 @@ __all__ = [
     "Optimizer",
     "Pipeline",
     "PipelineError",
+    "Relief",
     "Schedule",
     "ScheduleError",
     "Timeline",
@@ -42,6 +45,7 @@ __all__ = [
     "lower",
     "lowering",
     "plan",
+    "plan_relieved",
     "profile",
     "schedules",
     "simulate",
@@ -60,7 +64,9 @@ if TYPE_CHECKING:
     from zbkern.pipeline.norms import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.norms import grad_norm as grad_norm
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
+    from zbkern.pipeline.planner import Relief as Relief
     from zbkern.pipeline.planner import plan as plan
+    from zbkern.pipeline.planner import plan_relieved as plan_relieved
     from zbkern.pipeline.profiling import profile as profile
 
 

@@ -61,11 +61,14 @@ def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module
 
 
 def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Module]) -> torch.device:
-    """The device asked for, else that of the first parameter."""
-    if device is not None:
-        return torch.device(device)
-    parameter = next((p for module in modules for p in module.parameters()), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+    """The device asked for, by number, else that of the first parameter."""
+    if device is None:
+        parameter = next((p for module in modules for p in module.parameters()), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # threads have a current device each
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def split(name: str, value: Any, count: int) -> list[Any]:

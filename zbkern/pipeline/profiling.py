@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline import measured
 from zbkern.pipeline.actions import Action, Schedule
-from zbkern.pipeline.arguments import module_list
+from zbkern.pipeline.arguments import device_of, module_list
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.engine import Pipeline
 from zbkern.pipeline.timeline import Timeline
@@ -47,7 +47,9 @@ def profile(
     def loss(output: Any, target: Any) -> Tensor:
         return modules[-1].loss(loss_fn, output, target)
 
-    with torch.random.fork_rng(), Pipeline(modules, schedule, loss, group, device) as pipe:
+    target = device_of(device, modules)
+    here = [target] if target.type == "cuda" else []  # by default of all GPUs, with a warning
+    with torch.random.fork_rng(here), Pipeline(modules, schedule, loss, group, target) as pipe:
         if 0 in pipe.modules:
             pipe.modules[0].keeps_inputs = True
         pipe.queue.merge = False  # schedules seldom have two W of a chunk in a row

@@ -30,6 +30,7 @@ class Recorder:
         """Forgets the last step."""
         self._marks: list[tuple[tuple[Action, ...], Any, Any]] = []
         self._samples: list[tuple[Any, int, int, int]] = []
+        self._clock.renew()
 
     def done(self, actions: tuple[Action, ...], start: Any) -> None:
         """These actions ran as one launch from `start` until now."""
