@@ -127,7 +127,7 @@ def _dq(
 ):  # fmt: skip
     """dq = scale ds k; q, dy, y, dq [T, Hq, D], k, v [T', Hk, D], lse [Hq, T], lines [2, Hq, length].
 
-    lines: for the next launch -lse in base 2 and -sum(dy y), of queries that do not exist -inf and 0. One program:
+    lines: for the next launch -lse in base 2 and sum(dy y), of queries that do not exist -inf and 0. One program:
     QUERIES rows of one head against all keys they see, in the order of the forward and for its reason.
     """
     sequence, q_first, queries, k_first, keys, first, line = place(table, queries, keys, blocks, QUERIES, CAUSAL)
@@ -148,7 +148,7 @@ def _dq(
     level = tl.where(level == float("-inf"), float("inf"), level)  # a query that sees nothing: all its weights are 0
     places = tl.cast(head, tl.int64) * length + line + query
     tl.store(lines + places, -level)
-    tl.store(lines + places + tl.cast(tl.num_programs(1), tl.int64) * length, -sums)
+    tl.store(lines + places + tl.cast(tl.num_programs(1), tl.int64) * length, sums)
     total = tl.zeros([QUERIES, SIZE], tl.float32)
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     until = stop if table is None else tl.minimum(stop, keys // KEYS * KEYS)
@@ -223,8 +223,9 @@ def _dkdv_range(
         if DV:
             dv = dot(weights.to(above.dtype), above, dv, PRECISION)
         if DK:
+            # The sums are subtracted: an addition would become the product's accumulator, and not be fetched ahead.
             slopes = dot(v, tl.trans(above), zeros, PRECISION)
-            ds = weights * (slopes + _load_line(lines, heads + one, line + begin, length, QUERIES, TMA)[None, :])
+            ds = weights * (slopes - _load_line(lines, heads + one, line + begin, length, QUERIES, TMA)[None, :])
             dk = dot(ds.to(some_q.dtype), some_q, dk, PRECISION)
     return dk, dv
 
