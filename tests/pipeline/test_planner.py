@@ -60,7 +60,7 @@ def test_unit_costs(row: dict) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize(("limit", "best", "effort"), [(0.5, 0.297, 6), (0.75, 0.201, 3), (1.0, 0.1034, 3)])
+@pytest.mark.parametrize(("limit", "best", "effort"), [(0.5, 0.297, 6), (0.75, 0.201, 3), (1.0, 0.1034, 4)])
 def test_two_chunks_in_a_v(limit: float, best: float, effort: int) -> None:
     """What an exact solver came to from a local search; V-Min has 0.383, V-Half 0.236, ZB-V 0.106."""
     costs = Costs(92, 90, 46, 6, 0.5, 0.25)

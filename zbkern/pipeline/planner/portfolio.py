@@ -24,7 +24,6 @@ _WAYS = ((0.15, 3), (0.2, 10), (0.5, 3), (0.1, 10), (0.3, 3), (0.25, 10), (1.0, 
 _COLD = 0.02
 _STEPS = 60  # temperatures, one after the other
 _RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
-_KEPT = 2  # starts that go on
 _REFINED = 2  # rules per limit whose caps are refined
 _TRIES = 700  # of other caps; after that a new attempt finds more than going on
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
@@ -176,6 +175,7 @@ class Herd:
         self._members: list[Orders] = []
         self._warm = warm_start(problem)
         pool.add(self._warm)
+        self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
 
     def round(self, passes: int, turn: int, clock: Clock) -> None:
         """Runs about so many passes."""
@@ -201,7 +201,7 @@ class Herd:
                 seconds=clock.left,
             )
             pool.add(distinct[place])
-        self._members = sorted(distinct, key=lambda orders: orders.cost)[:_KEPT]
+        self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
 
     def _refined(self, passes: int, turn: int, clock: Clock) -> Orders | None:
         """The best of the candidates with their caps changed at random, in some attempts."""
