@@ -102,6 +102,9 @@ def test_attention_with_sequences_is_attention_of_each() -> None:
 def test_attention_refuses_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="Attention: heads must divide features"):
         zbkern.nn.Attention(8, 3)
+    for heads, key_heads in ((0, None), (4, 3), (4, 0)):
+        with pytest.raises(ValueError, match="Attention: heads must be a multiple of key_heads; got"):
+            zbkern.nn.Attention(8, heads, key_heads)
 
 
 def test_grouped_linear() -> None:

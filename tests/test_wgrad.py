@@ -420,6 +420,15 @@ def test_constructor_names_what_is_wrong(argument: dict) -> None:
         zbkern.WGradQueue(**argument)
 
 
+def test_what_is_no_task_or_key_is_refused() -> None:
+    queue = zbkern.WGradQueue()
+    with pytest.raises(TypeError, match=r"WGradQueue\.add: task must be a WGradTask; got int"):
+        queue.add(3)
+    with pytest.raises(TypeError, match=r"key must not be a list, which `run` takes as several keys; got \[0, 1\]"):
+        queue.defer([0, 1])
+    assert queue.pending() == 0
+
+
 def test_flops_are_counted() -> None:
     layer = zbkern.nn.Linear(8, 4)
     queue = zbkern.WGradQueue()

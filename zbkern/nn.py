@@ -115,10 +115,12 @@ class Attention(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if head_size is None and features % heads:
-            raise ValueError(f"Attention: heads must divide features when head_size is None; got {heads}, {features}")
         self.heads = heads
         self.key_heads = heads if key_heads is None else key_heads
+        if self.heads < 1 or self.key_heads < 1 or self.heads % self.key_heads:
+            raise ValueError(f"Attention: heads must be a multiple of key_heads; got {heads} and {self.key_heads}")
+        if head_size is None and features % heads:
+            raise ValueError(f"Attention: heads must divide features when head_size is None; got {heads}, {features}")
         self.head_size = features // heads if head_size is None else head_size
         self.causal = causal
         self.window = window

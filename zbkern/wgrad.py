@@ -89,10 +89,14 @@ class WGradQueue:
         layers a fifth faster; backward() gives what it always gives, but torch.autograd.grad towards those weights
         raises, and backward(inputs=[weight]) does not reach them (docs/gradients.md).
         """
+        if isinstance(key, list):
+            raise TypeError(f"WGradQueue.defer: key must not be a list, which `run` takes as several keys; got {key!r}")
         return _Scope(self, key)
 
     def add(self, task: WGradTask, key: Hashable = None) -> None:
         """Takes a task over. Layers call this; so can a layer of your own (see `current`)."""
+        if not isinstance(task, WGradTask):
+            raise TypeError(f"WGradQueue.add: task must be a WGradTask; got {type(task).__name__}")
         task.key = key
         with self._lock:
             if self._side is not None and task.tensors[0].device == self._side.stream.device:

@@ -35,7 +35,7 @@ def test_action_text_round_trip(kind: str, chunk: int, microbatch: int, part: tu
     assert Action.parse(str(action)) == action
 
 
-@pytest.mark.parametrize("text", ["", "F0", "0F", "0X1", "0F1:1/2x", "0 F1", "-1F0", "0I3"])
+@pytest.mark.parametrize("text", ["", "F0", "0F", "0X1", "0F1:1/2x", "0 F1", "-1F0", "0I3", 3])
 def test_action_parse_refuses_other_text(text: str) -> None:
     with pytest.raises(ScheduleError, match=r"Action\.parse: expected chunk, kind and microbatch"):
         Action.parse(text)
@@ -146,6 +146,8 @@ def test_types_are_checked() -> None:
         Schedule.build([[("F", 0, 0)]], [0], 1)
     with pytest.raises(TypeError, match="chunk, microbatch must be int"):
         Schedule.build([[Action("F", "0", 0)]], [0], 1)
+    with pytest.raises(TypeError, match=r"part must be \(i, n\) or None; got 3"):
+        Schedule.build([[Action("F", 0, 0), Action("B", 0, 0), Action("W", 0, 0, part=3)]], [0], 1)
     with pytest.raises(TypeError, match="microbatches must be int; got float"):
         Schedule.build([[Action("F", 0, 0)]], [0], 1.0)
     with pytest.raises(TypeError, match="expected the text itself"):

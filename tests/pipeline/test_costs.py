@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from zbkern.pipeline import Costs
@@ -21,6 +22,10 @@ def test_numbers_stand_for_every_chunk() -> None:
 def test_one_chunk_has_no_edges() -> None:
     assert Costs(communication=3).per_chunk(1).communication == ()
     assert Costs(communication=[]).per_chunk(1).communication == ()
+
+
+def test_arrays_are_numbers_per_chunk() -> None:
+    assert Costs(forward=np.array([1, 2]), held=np.float32(0.25)) == Costs(forward=[1, 2], held=0.25)
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
@@ -60,7 +65,10 @@ def test_costs_that_do_not_fit_the_schedule_are_refused(costs: Costs, message: s
         costs.per_chunk(4)
 
 
-@pytest.mark.parametrize(("text", "message"), [("[1]", "expected an object"), ('{"fwd": 1}', "unknown fields")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[1]", "expected an object"), ('{"fwd": 1}', "unknown fields"), ("18.5, 3", "expected JSON; got '18.5, 3'")],
+)
 def test_json_that_is_no_costs_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Costs.from_json(text)

@@ -183,6 +183,24 @@ def test_forwards_run_before_the_verdict(name: str, good: bool) -> None:
     assert held[0].forwards == 2 * MICROBATCHES + (0 if good else ahead)
 
 
+def test_closing_sees_the_last_step_done() -> None:
+    model = make_model(2)
+    before = [module.linear.weight.detach().clone() for module in model]
+
+    def train(transport: Any) -> tuple[Tensor, float]:
+        chunk = model[transport.rank]
+        schedule = schedules.one_f_one_b(2, MICROBATCHES)
+        with Pipeline(zbkern.convert(chunk), schedule, nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(torch.optim.SGD(chunk.parameters(), lr=1.0), pipe, max_norm=1e-3)  # never done ahead
+            pipe.step(*batch(0))
+            optimizer.step()
+        return (chunk.linear.weight - before[transport.rank]).abs().max(), optimizer.last_norm
+
+    changes, norms = zip(*on_threads(2, train), strict=True)
+    assert all(0 < change <= 1e-3 for change in changes)
+    assert norms[0] == norms[1]
+
+
 def test_evaluation_waits_for_the_verdict() -> None:
     schedule = schedules.zb_h1(2, MICROBATCHES)
     model = make_model(2)

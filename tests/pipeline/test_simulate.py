@@ -380,6 +380,8 @@ def test_default_costs_are_unit_passes() -> None:
         ({"fill": "lazy"}, "fill must be one of"),
         ({"fill": "eager", "slices": 0}, "slices must be at least 1"),
         ({"jitter": -0.1}, "jitter at least 0"),
+        ({"jitter": float("nan")}, "jitter at least 0; got 1 and nan"),
+        ({"fill": "eager", "memory_limit": [4, -1]}, "memory_limit must be at least 0"),
         ({"slices": 4}, 'belong to fill="eager"'),
         ({"memory_limit": 4}, 'belong to fill="eager"'),
         ({"fill": "eager", "memory_limit": [1, 2, 3]}, r"one number or one per rank \(2\); got 3"),
@@ -396,6 +398,10 @@ def test_types_are_checked() -> None:
         simulate("zb_h1")
     with pytest.raises(TypeError, match=r"costs must be a zbkern\.pipeline\.Costs; got dict"):
         simulate(schedule, {})
+    with pytest.raises(TypeError, match="jitter must be a number; got str"):
+        simulate(schedule, jitter="10%")
+    with pytest.raises(TypeError, match="memory_limit must be one number or one per rank; got '1x'"):
+        simulate(schedule, fill="eager", memory_limit="1x")
     with pytest.raises(TypeError, match="slices must be an int; got float"):
         simulate(schedule, fill="eager", slices=1.5)
 

@@ -42,7 +42,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """The action written as `str` writes it. Raises ScheduleError for any other text."""
-        match = _ACTION.fullmatch(text.strip())
+        match = _ACTION.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
                 f"Action.parse: expected chunk, kind and microbatch such as '0F3', '2BW7' or '2W7:0/4'; got {text!r}"

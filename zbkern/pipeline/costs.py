@@ -84,7 +84,10 @@ class Costs:
     @classmethod
     def from_json(cls, text: str) -> Costs:
         """The costs that `to_json` wrote; fields that are absent have their defaults. Raises ValueError."""
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Costs.from_json: expected JSON; got {text[:60]!r}: {error}") from error
         if not isinstance(data, Mapping):
             raise ValueError(f'Costs.from_json: expected an object such as {{"forward": 1.0}}; got {text[:60]!r}')
         known = [field.name for field in fields(cls)]
@@ -106,6 +109,8 @@ class Costs:
 
 
 def _checked(name: str, value: Any) -> float | tuple[float, ...]:
+    if hasattr(value, "tolist"):  # an array or a tensor
+        value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_number(f"{name}[{index}]", entry) for index, entry in enumerate(value))
     return _number(name, value)

@@ -191,16 +191,22 @@ class Pipeline:
         self._forget()
 
     def close(self) -> None:
-        """Ends the connections to the other ranks; call it on every rank, or use the pipeline as a context manager."""
-        self._transport.close()
+        """Sees the optimizer's last step done, and ends the connections; on every rank, or as a context manager."""
+        try:
+            if self.optimizer is not None and not self._failed:
+                self.optimizer.validate()
+        finally:
+            self._transport.close()
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, PipelineError):
-            self._transport.fail(f"rank {self.rank}: {kind.__name__ if kind else ''}: {error}")
-        self.close()
+        if error is None:
+            return self.close()
+        if not isinstance(error, PipelineError):
+            self._transport.fail(f"rank {self.rank}: {type(error).__name__}: {error}")
+        return self._transport.close()
 
     def drift(self, costs: Costs | None = None) -> Drift:
         """The last step of all ranks next to its plan: where the time went; collective.

@@ -54,7 +54,9 @@ def simulate(
         raise TypeError(f"simulate: slices must be an int; got {type(slices).__name__} {slices!r}")
     if fill not in FILLS:
         raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
-    if slices < 1 or jitter < 0:
+    if not isinstance(jitter, (int, float)):
+        raise TypeError(f"simulate: jitter must be a number; got {type(jitter).__name__} {jitter!r}")
+    if slices < 1 or not jitter >= 0:
         raise ValueError(f"simulate: slices must be at least 1 and jitter at least 0; got {slices} and {jitter}")
     if fill == "planned" and (slices != 1 or memory_limit is not None):
         raise ValueError(
@@ -216,6 +218,8 @@ def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) 
 
 def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float] | None) -> list[float]:
     ranks = schedule.stages
+    if isinstance(given, str):
+        raise TypeError(f"simulate: memory_limit must be one number or one per rank; got {given!r}")
     if given is None:
         limits = []
         for row in schedule.actions:
@@ -227,5 +231,7 @@ def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float
         limits = [float(given)] * ranks if isinstance(given, (int, float)) else [float(limit) for limit in given]
     if len(limits) != ranks:
         raise ValueError(f"simulate: memory_limit must be one number or one per rank ({ranks}); got {len(limits)}")
+    if not all(limit >= 0 for limit in limits):
+        raise ValueError(f"simulate: memory_limit must be at least 0; got {limits}")
     slack = 1e-9 * max(limits, default=0.0)  # sums of fractions of one number differ in the last digits
     return [limit + slack for limit in limits]

@@ -49,6 +49,10 @@ def _check_row(schedule: Schedule, rank: int) -> None:
             raise TypeError(
                 f"Schedule {schedule.name}: rank {rank}, action {index}: chunk, microbatch must be int; got {action!r}"
             )
+        if part is not None and not (isinstance(part, tuple) and [type(each) for each in part] == [int, int]):
+            raise TypeError(
+                f"Schedule {schedule.name}: rank {rank}, action {index}: part must be (i, n) or None; got {part!r}"
+            )
         if kind not in KINDS:
             _fail(schedule, rank, index, f"its kind must be one of {KINDS}")
         if not 0 <= chunk < len(schedule.placement):
