@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -163,21 +164,72 @@ def embedding(
     return autograd.apply(embedding_functions.Embedding, call, indices, padding_idx)
 
 
+@overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float | None = None, impl: str = "auto", *, name: str = ""
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    impl: str = "auto",
+    *,
+    residual: Tensor,
+    name: str = "",
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    impl: str = "auto",
+    *,
+    residual: Tensor | None = None,
+    name: str = "",
+) -> Tensor | tuple[Tensor, Tensor]:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
     x: [..., K]; weight: [K] or None; eps: None for the smallest step of x's dtype, as in torch. Row pass in B; what
     waits for W is partial sums of dweight, not x. Source: Zhang and Sennrich (arXiv 1910.07467).
+    residual: of x's shape; then returns (norm of summed, summed), summed = x + residual, in one pass each way.
     """
-    _check_norm("rms_norm", x, weight, None)
+    _check_norm("rms_norm", x, weight, None, residual)
+    x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    if not _plain(x, x if weight is None else weight):
-        return norm_functions.rms_norm_with_torch(weight, x, eps)
-    x = _norm_autocast(x)
+    if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
+        return norm_functions.rms_norm_with_torch(weight, x, eps, residual)
+    x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
     call = autograd.Call((weight,), dispatch.resolve("rms_norm", impl, x.device, x.dtype), name)
-    return autograd.apply(norm_functions.RMSNorm, call, x, eps)
+    return autograd.apply(norm_functions.RMSNorm, call, x, eps, residual)
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    impl: str = "auto",
+    *,
+    name: str = "",
+) -> Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    impl: str = "auto",
+    *,
+    residual: Tensor,
+    name: str = "",
+) -> tuple[Tensor, Tensor]: ...
 
 
 def layer_norm(
@@ -187,20 +239,23 @@ def layer_norm(
     eps: float = 1e-5,
     impl: str = "auto",
     *,
+    residual: Tensor | None = None,
     name: str = "",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
 
     x: [..., K]; weight, bias: [K] or None. Row pass in B; what waits for W is partial sums of dweight and dbias.
+    residual: as in `rms_norm`.
     """
-    _check_norm("layer_norm", x, weight, bias)
+    _check_norm("layer_norm", x, weight, bias, residual)
     if weight is None and bias is not None:
         raise ValueError("layer_norm: bias without weight is not supported; pass weight, too")
-    if not _plain(x, x if weight is None else weight):
-        return norm_functions.layer_norm_with_torch(weight, bias, x, eps)
-    x = _norm_autocast(x)
+    x, residual = _one_dtype(x, residual)
+    if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
+        return norm_functions.layer_norm_with_torch(weight, bias, x, eps, residual)
+    x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
     call = autograd.Call((weight, bias), dispatch.resolve("layer_norm", impl, x.device, x.dtype), name)
-    return autograd.apply(norm_functions.LayerNorm, call, x, eps)
+    return autograd.apply(norm_functions.LayerNorm, call, x, eps, residual)
 
 
 def attention(
@@ -344,6 +399,14 @@ def _norm_autocast(x: Tensor) -> Tensor:
     return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64 else x
 
 
+def _one_dtype(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both in the dtype that x + residual has: under autocast a residual stream is often the wider one."""
+    if residual is None or x.dtype == residual.dtype:
+        return x, residual
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return x.to(dtype), residual.to(dtype)
+
+
 def _fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
     """True when nothing is wrong; the checks that find out what is wrong take ten times as long."""
     return (
@@ -397,7 +460,7 @@ def _check_activation(op: str, activation: str | None) -> None:
         raise ValueError(f"{op}: activation must be None or one of {spec.ACTIVATIONS}; got {activation!r}")
 
 
-def _check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
     _check_tensors(op, x=x)
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"{op}: x must be [..., K] of a floating dtype; got {x.dtype} {list(x.shape)}")
@@ -407,6 +470,13 @@ def _check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) 
         _check_tensors(op, **{"x": x, argument: value})
         if value.shape != x.shape[-1:]:
             raise ValueError(f"{op}: {argument} must be [K] with K={x.shape[-1]} like x; got {list(value.shape)}")
+    if residual is not None:
+        _check_tensors(op, x=x, residual=residual)
+        if residual.shape != x.shape or not residual.is_floating_point():
+            raise ValueError(
+                f"{op}: residual must be {list(x.shape)} like x, of a floating dtype; "
+                f"got {residual.dtype} {list(residual.shape)}"
+            )
 
 
 def _check_ends(argument: str, ends: Sequence[int] | None, tokens: int) -> tuple[int, ...]:

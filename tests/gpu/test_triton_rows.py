@@ -35,8 +35,8 @@ def launches_of(op: str, dtype: torch.dtype = torch.bfloat16) -> ModuleType:
 def test_norms(centered: bool, layout: str, dtype: torch.dtype) -> None:
     launches = launches_of("layer_norm" if centered else "rms_norm", dtype)
     for rows, features in ((1, 1), (3, 63), (777, 1024), (4100, 4096), (5, 20000)):
-        for weighted in (True, False):
-            checks.norm(launches, checks.Random(dtype, "cuda"), rows, features, centered, weighted, layout)
+        for weighted, added in ((True, False), (False, False), (True, True)):
+            checks.norm(launches, checks.Random(dtype, "cuda"), rows, features, centered, weighted, layout, added)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

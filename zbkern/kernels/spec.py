@@ -51,10 +51,14 @@ Launches
     embedding_wgrad([(indices, dy), ...], (dweight,), accumulate, padding_idx=None)
 
     norm_partials(M, K, device) -> P                           how many partial sums the two below leave
-    rms_norm_fwd(x, weight | None, eps, y, rstd [M] S)         y = x rstd weight
-    rms_norm_dgrad(dy, x, weight | None, rstd, dx, partials [1, P, K] S | None)
-    layer_norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S, rstd [M] S)
-    layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None)
+    rms_norm_fwd(x, weight | None, eps, y, rstd [M] S, residual=None, summed=None)
+                                                               y = x rstd weight. With residual [M, K]: the norm of
+                                                               summed = x + residual, which is kept, in x's dtype
+    rms_norm_dgrad(dy, x, weight | None, rstd, dx, partials [1, P, K] S | None, dsummed=None)
+                                                               x is what was normed (summed, where there is a residual);
+                                                               dsummed [M, K], if given, is added to dx
+    layer_norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S, rstd [M] S, residual=None, summed=None)
+    layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None, dsummed=None)
     norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
 
     attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, D], options, y [T, Hq, D], lse [Hq, T] S)
