@@ -4,6 +4,9 @@
 # On Linux on x86-64 a plain "torch" brings the CUDA packages, so the CPU build is pinned by its local version.
 TORCH ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),torch==2.13.0+cpu,torch==2.13.0)
 RANKS ?= 2
+# The tests on a GPU compile some 1600 variants of kernels, at about a second each.
+SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
+TEST_SECONDS ?= 360
 PIP    = $(PYTHON) -m pip --disable-pip-version-check
 
 # The CUDA kernels take minutes to compile: they are built where a GPU is visible, or by `make cuda`.
@@ -51,7 +54,11 @@ test: $(READY) ## all tests that need no GPU
 	$(PYTHON) -m pytest
 
 test-gpu: ready-gpu ## every launch on a GPU: against float64, on streams of its own, in CUDA graphs
-	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu tests/gpu
+	@mkdir -p .cache; export TRITON_INTERPRET=0; code=0; \
+	$(PYTHON) -m pytest -m 'gpu and alone' tests/gpu || code=1; \
+	seq $(SHARDS) | xargs -P $(SHARDS) -I{} sh -c '$(PYTHON) -m pytest -q -m "gpu and not alone" --shard {}/$(SHARDS) \
+	--seconds $(TEST_SECONDS) tests/gpu > .cache/gpu-{}.log 2>&1; code=$$?; cat .cache/gpu-{}.log; exit $$code' || code=1; \
+	exit $$code
 
 lint: $(READY) ## style and imports
 	$(PYTHON) -m ruff check

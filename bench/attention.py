@@ -77,10 +77,15 @@ def compare(shape: Sequence[int], causal: bool, rounds: int, device: str = "cuda
     one = AttentionOptions(options.scale, causal, None, ends[:2], ends[:2])
     expected = attention_with_torch(*few, one)
     gradients = torch.autograd.grad(expected, few, dy[:1].float())
-    for name in names:
-        y = forward(name)()
-        for got, wanted in zip((y, *torch.autograd.grad(y, leaves, dy)), (expected, *gradients), strict=True):
-            testing.assert_close(got[:1], wanted, f"{name} at {list(shape)}")
+    for name in list(names):
+        try:
+            y = forward(name)()
+            for got, wanted in zip((y, *torch.autograd.grad(y, leaves, dy)), (expected, *gradients), strict=True):
+                testing.assert_close(got[:1], wanted, name)
+        except (AssertionError, RuntimeError) as error:  # the other cores still count
+            print(f"{name} at {list(shape)}{' causal' * causal} is left out: {error}", flush=True)
+            names.remove(name)
+    y = got = None  # or its graph stays while the others are timed
     times = testing.measure({name: lambda name=name: [forward(name)] for name in names}, rounds, device=device)
     after = testing.measure({name: lambda name=name: backward(name) for name in names}, rounds, device=device)
     flops = 4 * batch * shape[2] * tokens * tokens * size / (2 if causal else 1) / 1e12
@@ -93,7 +98,7 @@ def compare(shape: Sequence[int], causal: bool, rounds: int, device: str = "cuda
             "core": name,
             "forward TFLOP/s": round(flops / times[name].median, 1),
             "backward TFLOP/s": round(2.5 * flops / after[name].median, 1),
-            "of torch's choice": round(total["torch"] / total[name], 2),
+            "of torch's choice": round(total.get("torch", float("nan")) / total[name], 2),
         }
         for name in sorted(names, key=total.__getitem__)
     ]

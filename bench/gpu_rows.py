@@ -284,6 +284,18 @@ def norm_forward(bench: Bench) -> Iterator[Case]:
     )
 
 
+def _backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], dy: Tensor) -> Run:
+    """The backward of a peer alone; its forward runs at the first call, where it may say why it cannot."""
+    graph: list[Tensor] = []
+
+    def run() -> Sequence[Tensor]:
+        if not graph:
+            graph.append(forward())
+        return torch.autograd.grad(graph[0], inputs, dy, retain_graph=True)
+
+    return run
+
+
 def norm_backward(bench: Bench) -> Iterator[Case]:
     launches = bench.launches("rms_norm")
     m, k = bench.sizes.norm
@@ -298,8 +310,7 @@ def norm_backward(bench: Bench) -> Iterator[Case]:
 
     peers, inputs = {}, (x.detach().requires_grad_(), weight.detach().requires_grad_())
     for name, run in gpu_peers.rms_norm(inputs[1], 1e-5).items():
-        out = run(inputs[0])
-        peers[name] = lambda out=out: torch.autograd.grad(out, inputs, dy, retain_graph=True)
+        peers[name] = _backward(lambda run=run: run(inputs[0]), inputs, dy)
 
     def check() -> None:
         wanted = peers["torch"]()
@@ -322,8 +333,7 @@ def _attention(bench: Bench, backward: bool) -> Case:
     peers: dict[str, Run] = {}
     for name, function in functions.items():
         if backward:
-            out = function(*inputs)
-            peers[name] = lambda out=out: torch.autograd.grad(out, inputs, dy.unsqueeze(0), retain_graph=True)
+            peers[name] = _backward(lambda function=function: function(*inputs), inputs, dy.unsqueeze(0))
         else:
             peers[name] = lambda function=function: function(*inputs)
     reference = next(iter(peers.values()))

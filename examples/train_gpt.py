@@ -11,7 +11,7 @@ then find the addresses of those that have ended (torch 2.13):
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py \\
         --checkpoint-every 50
 
-Ranks use NCCL and bf16 where every one has a GPU, else gloo and fp32.
+Ranks use NCCL and bf16 (with --check fp32) where every one has a GPU, else gloo and fp32.
 """
 
 from __future__ import annotations

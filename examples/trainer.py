@@ -47,7 +47,7 @@ class Trainer:
         inputs, targets = (part.chunk(self.arguments.replicas)[self.replica] for part in data)
         warm_up(self.optimizer, self.arguments, step)
         self.optimizer.zero_grad()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with half(self.arguments, self.device):
             loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
         self.optimizer.step()
         return loss
@@ -69,7 +69,7 @@ class PlainTrainer:
         count = self.arguments.microbatches * self.arguments.replicas
         total = torch.zeros((), device=self.device)
         for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            with half(self.arguments, self.device):
                 loss = gpt.loss_fn(self.model(x), y) / count
             loss.backward()
             total += loss.detach()
@@ -90,6 +90,11 @@ def device_of_this_rank() -> torch.device:
 
 def make_optimizer(arguments: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def half(arguments: argparse.Namespace, device: torch.device) -> torch.autocast:
+    """bf16 on a GPU, unless losses are to be equal to 1e-5."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and not arguments.check)
 
 
 def warm_up(optimizer: torch.optim.Optimizer | Optimizer, arguments: argparse.Namespace, step: int) -> None:

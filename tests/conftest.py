@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +15,26 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+_BEGIN = time.perf_counter()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+    parser.addoption("--shard", help="3/16: of sixteen equal parts, in which files and parameters are mixed, the third")
+    parser.addoption("--seconds", type=float, default=float("inf"), help="tests that begin later than this are skipped")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.perf_counter() - _BEGIN > item.config.getoption("--seconds"):
+        pytest.skip("no time left: --seconds")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--shard"):
+        number, count = map(int, config.getoption("--shard").split("/"))
+        mixed = sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+        items[:] = mixed[number - 1 :: count]
+        config.hook.pytest_deselected(items=[item for item in mixed if item not in set(items)])
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import zbkern
-from zbkern import grouping, wgrad
+from zbkern import grouping, testing, wgrad
 
 
 def make_pair(seed: int = 0) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -201,10 +201,6 @@ def test_byte_limit_keeps_hooks_waiting() -> None:
     torch.testing.assert_close(seen[0], expected, rtol=1e-12, atol=1e-12)
 
 
-def live_storage_bytes(tensors: list[Tensor]) -> int:
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def test_bytes_are_inputs_and_output_gradients_only() -> None:
     _, twin = make_pair()
     queue = zbkern.WGradQueue()
@@ -213,7 +209,7 @@ def test_bytes_are_inputs_and_output_gradients_only() -> None:
         twin(x).square().sum().backward()
     # x, gelu(first), and the two output gradients; 8 bytes each
     assert queue.bytes == 8 * 16 * (5 + 7 + 7 + 3)
-    assert queue.bytes == live_storage_bytes([tensor for task in queue.tasks() for tensor in task.tensors])
+    assert queue.bytes == testing.storage_bytes([tensor for task in queue.tasks() for tensor in task.tensors])
     assert all(tensor.grad_fn is None and not tensor.requires_grad for t in queue.tasks() for tensor in t.tensors)
     queue.run()
     assert queue.bytes == 0
@@ -249,7 +245,7 @@ def test_shared_input_counts_once() -> None:
     with queue.defer():
         sum((layer(x) * (index + 1)).sum() for index, layer in enumerate(layers)).backward()
     gradients = [task.tensors[1] for task in queue.tasks()]
-    assert queue.bytes == x.nbytes + live_storage_bytes(gradients)
+    assert queue.bytes == x.nbytes + testing.storage_bytes(gradients)
     queue.discard()
     assert queue.bytes == 0
 

@@ -39,6 +39,7 @@ def arguments(out: Path, **changes: Any) -> argparse.Namespace:
         "out": out,
         "log_every": 2,
         "checkpoint_every": 0,
+        "check": False,
         "resume": False,
     }
     return argparse.Namespace(**{**values, **changes})

@@ -122,6 +122,7 @@ def test_in_a_graph_and_on_another_stream() -> None:
     testing.assert_close(dweight, wide(segments)[0], "dweight")
 
 
+@pytest.mark.alone
 def test_it_never_waits_for_the_gpu() -> None:
     segments = segments_of([256], 256, 256, BF16)
     dweight = torch.zeros(256, 256, device=DEVICE)

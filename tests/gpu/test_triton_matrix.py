@@ -132,6 +132,7 @@ def test_w_has_the_same_bits_in_every_run(launches: ModuleType, segments: int, a
         assert torch.equal(dbias, results[0][1])
 
 
+@pytest.mark.alone
 def test_launches_never_wait_for_the_gpu(launches: ModuleType) -> None:
     random = checks.Random(torch.bfloat16, "cuda")
     x, weight, dy = random(256, 256), random(256, 256), random(256, 256)

@@ -16,7 +16,7 @@ import zbkern
 from zbkern import functional, streams, testing, wgrad
 from zbkern.kernels import dispatch
 
-pytestmark = needs_gpu.MARKS
+pytestmark = [*needs_gpu.MARKS, pytest.mark.alone]
 
 LONG = 200_000_000  # cycles, about a tenth of a second: longer than the host needs for what it does meanwhile
 BF16 = torch.bfloat16
@@ -82,8 +82,8 @@ def delayed(launches: ModuleType, late: str) -> tuple[Tensor, Tensor, bool]:
     weight = new_weight()
     values = random(1024, 256), random(1024, 512)
     expected = values[1].double().t() @ values[0].double()
-    launches.linear_wgrad([values], (torch.zeros_like(weight.main_grad), None), True)  # compiles
-    torch.cuda.synchronize()
+    warm(launches, values)
+    torch.cuda.empty_cache()
     x, dy = (torch.full_like(value, float("nan")) for value in values)
     torch.cuda.synchronize()
     if late == "main":
@@ -95,13 +95,25 @@ def delayed(launches: ModuleType, late: str) -> tuple[Tensor, Tensor, bool]:
         with torch.cuda.stream(queue.stream):
             torch.cuda._sleep(LONG)
     queue.run(0)
-    addresses = {x.data_ptr(), dy.data_ptr()}
+    given = [extent(x), extent(dy)]
     del x, dy
-    junk = [torch.full_like(value, float("nan")) for value in values]
+    junk = [torch.full_like(value, float("nan")) for _ in range(16) for value in values]  # all that is free, and more
     queue.join()
     got = weight.main_grad.clone()
     torch.cuda.synchronize()
-    return got, expected, bool(addresses & {tensor.data_ptr() for tensor in junk})
+    return got, expected, any(a < d and c < b for a, b in given for c, d in map(extent, junk))
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def warm(launches: ModuleType, values: tuple[Tensor, Tensor]) -> None:
+    """Compiles, which takes longer than any stream is held up."""
+    queue = zbkern.WGradQueue(stream=torch.cuda.Stream())
+    queue.add(wgrad.WGradTask(launches.linear_wgrad, values, (new_weight(), None)), key=0)
+    queue.run()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("late", ["main", "side"])
@@ -128,7 +140,7 @@ def test_w_runs_beside_the_current_stream(launches: ModuleType) -> None:
     queue = zbkern.WGradQueue(stream=torch.cuda.Stream())
     weight = new_weight()
     x, dy = random(512, 256), random(512, 512)
-    launches.linear_wgrad([(x, dy)], (torch.zeros_like(weight.main_grad), None), True)
+    warm(launches, (x, dy))
     queue.add(wgrad.WGradTask(launches.linear_wgrad, (x, dy), (weight, None)), key=0)
     torch.cuda.synchronize()
     torch.cuda._sleep(5 * LONG)

@@ -251,6 +251,8 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         TypeError, match=r"modules must be a Pipeline, \{chunk number: module\}, or one module; got list"
     ):
         checkpoint.save(tmp_path, 1, [module])
+    with pytest.raises(ValueError, match="step must be a number of steps, at least 0; got -1"):
+        checkpoint.save(tmp_path, -1, module)
     with pytest.raises(ValueError, match="keep must be at least 1; got 0"):
         checkpoint.save(tmp_path, 1, module, keep=0)
     assert not list(tmp_path.iterdir())

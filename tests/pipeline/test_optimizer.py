@@ -373,6 +373,7 @@ def test_state_dict_resumes_bit_for_bit() -> None:
     [
         ({"optimizer": nn.Linear(2, 2)}, "optimizer must be a torch.optim.Optimizer; got Linear"),
         ({"max_norm": 0}, "max_norm must be above 0, or None to clip nothing; got 0"),
+        ({"scaler": 3}, "scaler must be a torch.amp.GradScaler or None; got int"),
         ({"undo": "copy"}, r"undo must be one of \('snapshot', 'inverse', None\); got 'copy'"),
         ({"undo": "inverse", "optimizer": torch.optim.Adagrad([torch.ones(1)])}, "knows AdamW and SGD; got Adagrad"),
         ({"undo": "inverse", "optimizer": torch.optim.SGD([torch.ones(1).half()])}, "needs parameters in fp32"),
@@ -382,6 +383,11 @@ def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"optimizer": torch.optim.SGD([torch.ones(1)]), "pipe": LocalTransport.ring(1)[0]}
     with pytest.raises((TypeError, ValueError), match=message):
         Optimizer(**{**arguments, **changes})
+
+
+def test_a_pipeline_is_no_parameters() -> None:
+    with pytest.raises(TypeError, match=r"clip_grad_norm_: parameters must be .* got LocalTransport \(a Pipeline goes"):
+        norms.clip_grad_norm_(LocalTransport.ring(1)[0], 1.0)
 
 
 def test_amsgrad_cannot_be_inverted() -> None:

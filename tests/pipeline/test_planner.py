@@ -232,6 +232,8 @@ def test_errors_name_what_is_wrong() -> None:
         plan(Costs(), 2, 4, 2, (0, 0, 0, 1))
     with pytest.raises(ValueError, match="one per rank"):
         plan(Costs(), 2, 4, memory_limit=[1, 2, 3])
+    with pytest.raises(TypeError, match=r"costs must be a zbkern\.pipeline\.Costs; got NoneType"):
+        plan(None, 4, 8)
     with pytest.raises(ValueError, match="objective"):
         plan(Costs(), 2, 4, objective="joy")
     with pytest.raises(ValueError, match="microbatches"):

@@ -58,6 +58,8 @@ def save(
     (torch's, Python's) are saved by rank.
     Raises ValueError when two chunks use one name, or when a parameter of the optimizer is in no module.
     """
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"checkpoint.save: step must be a number of steps, at least 0; got {step!r}")
     if keep < 1:
         raise ValueError(f"checkpoint.save: keep must be at least 1; got {keep}")
     if hasattr(optimizer, "validate"):

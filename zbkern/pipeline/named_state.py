@@ -161,7 +161,8 @@ class NamedState:
             if seen.setdefault(name, chunk) != chunk:
                 raise ValueError(
                     f"checkpoint: chunks {seen[name]} and {chunk} both have a tensor {name!r}, and the whole model "
-                    "needs a name for each; pass rename=function(chunk, key)"
+                    "needs a name for each; pass rename=function(chunk, key), such as "
+                    'rename=lambda chunk, key: f"chunks.{chunk}.{key}"'
                 )
 
 

@@ -24,7 +24,7 @@ def grad_norm(
     """
     transport = getattr(group, "transport", group)
     tied = getattr(group, "tied", None) if tied is None else tied
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = _listed("grad_norm", parameters)
     shared = {id(parameter): name for name, parameter in (tied or {}).items()}
     own = [p.grad for p in parameters if p.grad is not None and id(p) not in shared]
     names = {shared[id(p)]: float(squares([p.grad])) for p in parameters if p.grad is not None and id(p) in shared}
@@ -46,10 +46,21 @@ def clip_grad_norm_(
     The twin of torch.nn.utils.clip_grad_norm_ for parameters that are spread over the ranks of a pipeline; arguments as
     for `grad_norm`; collective. Gradients whose norm is not finite stay as they are.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = _listed("clip_grad_norm_", parameters)
     norm = grad_norm(parameters, group, tied)
     scale_([p.grad for p in parameters if p.grad is not None], coefficient(norm, max_norm))
     return norm
+
+
+def _listed(caller: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    found = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else [*parameters]
+    for parameter in found:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                f"{caller}: parameters must be this rank's, as module.parameters() gives them; got "
+                f"{type(parameter).__name__} (a Pipeline goes in as group=)"
+            )
+    return found
 
 
 def squares(gradients: list[Tensor]) -> Tensor:

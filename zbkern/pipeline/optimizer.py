@@ -91,6 +91,8 @@ class Optimizer:
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"Optimizer: optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"Optimizer: scaler must be a torch.amp.GradScaler or None; got {type(scaler).__name__}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"Optimizer: max_norm must be above 0, or None to clip nothing; got {max_norm}")
         if getattr(pipe, "optimizer", None) is not None:

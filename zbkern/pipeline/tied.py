@@ -17,7 +17,6 @@ class TiedWeights:
 
     def __init__(self, tied: Mapping[str, Tensor], transport: Transport, group: dist.ProcessGroup | None) -> None:
         self._shared: list[tuple[Tensor, dist.ProcessGroup]] = []
-        self._earlier: list[Tensor | None] = []
         named = transport.gather(sorted(tied))
         for name in sorted(tied):
             ranks = [rank for rank, names in enumerate(named) if name in names]
@@ -30,18 +29,15 @@ class TiedWeights:
             self._shared.append((tied[name], dist.new_group(members, use_local_synchronization=True)))
 
     def begin(self) -> None:
-        """Sets aside what earlier steps left in the gradients: it is a sum over the holders already."""
-        self._earlier = [None if p.grad is None else p.grad.clone() for p, _ in self._shared]
-        for parameter, _ in self._shared:
-            if parameter.grad is not None:
+        """Leaves what earlier steps have summed, the same on all holders, with one of them: it is summed once more."""
+        for parameter, group in self._shared:
+            if parameter.grad is not None and dist.get_rank(group) > 0:
                 parameter.grad.zero_()
 
     def sum_gradients(self) -> None:
-        """Adds the sum of all holders' gradients since `begin` to each holder's; collective among them."""
-        for (parameter, group), earlier in zip(self._shared, self._earlier, strict=True):
+        """Gives every holder the sum of all holders' gradients; collective among them."""
+        for parameter, group in self._shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
-            if earlier is not None:
-                gradient.add_(earlier)

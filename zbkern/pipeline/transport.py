@@ -316,6 +316,11 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
             f"Pipeline: the process group has no backend for {device.type} tensors ({config}); call "
             f"torch.distributed.init_process_group() without a backend, or with one for {device.type}"
         )
+    if device.type == "cuda" and backends["cuda"] == "gloo":  # it would read the addresses as the host's
+        raise ValueError(
+            f"Pipeline: gloo cannot send CUDA tensors from one rank to another, and the process group has it for them "
+            f'({config}); call torch.distributed.init_process_group() without a backend, or with "cpu:gloo,cuda:nccl"'
+        )
     return backends[device.type]
 
 

@@ -74,6 +74,8 @@ def plan(
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
     """
+    if not isinstance(costs, Costs):
+        raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
     _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
     name, homes = placement_of(placement, stages, chunks)
     flat = costs.per_chunk(len(homes))

@@ -46,13 +46,6 @@ def anneal(
     return _Annealer(problem, start).anneal(seed, scaled, moves, spread, target, seconds)
 
 
-def starts_of(problem: Problem, orders: Orders) -> dict[int, int]:
-    """When every pass starts. Raises ValueError when the orders cannot run."""
-    annealer = _Annealer(problem, orders)
-    pairs = zip(annealer.rows, annealer.starts, strict=True)
-    return {number: at for row, starts in pairs for number, at in zip(row, starts, strict=True)}
-
-
 class _Annealer:
     def __init__(self, problem: Problem, start: Orders) -> None:
         self.problem = problem
