@@ -80,6 +80,24 @@ def elementwise(
         checks.check(f"output {index} of {name}", mine, other)
 
 
+def rotary(
+    launches: ModuleType, random: Random, shape: Sequence[int], half: int, interleaved: bool, wide: bool = True,
+    layout: str = "plain",
+) -> None:  # fmt: skip
+    """Forward and dgrad of [batch, tokens, heads, size]. wide: cos and sin are float32. layout: of all columns."""
+    flat = (shape[0] * shape[1] * shape[2], shape[3])
+    x, dy = (random(*flat, layout=layout) for _ in range(2))
+    y, dx = (checks.output(flat, random.dtype, random.device, layout) for _ in range(2))
+    angles = torch.randn(shape[1], half, generator=random.generator)
+    kind = torch.float32 if wide else random.dtype
+    cos, sin = (t.to(kind).to(random.device) for t in (angles.cos(), angles.sin()))
+    launches.rotary_fwd(x.view(shape), cos, sin, interleaved, y.view(shape))
+    launches.rotary_dgrad(dy.view(shape), cos, sin, interleaved, dx.view(shape))
+    for name, got, given, sign in (("y", y, x, 1), ("dx", dx, dy, -1)):
+        wanted = reference.rotated(given.view(shape).double(), cos.double(), sign * sin.double(), interleaved)
+        checks.check(name, got, wanted.view(flat))
+
+
 def embedding(
     launches: ModuleType, random: Random, rows: Sequence[int], vocabulary: int, features: int,
     accumulate: bool = False, padding_idx: int | None = None,

@@ -375,6 +375,52 @@ def test_a_residual_of_another_dtype_is_added_as_torch_does(name: str) -> None:
         testing.assert_close(y, expected[0])
 
 
+def rotated_by_hand(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """As the transformers library writes it, in modeling_llama and in modeling_gptj, on the first columns."""
+    size = 2 * angles.shape[1]
+    turning, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        wide = angles.repeat_interleave(2, -1)[:, None]
+        other = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
+    else:
+        wide = torch.cat((angles, angles), -1)[:, None]
+        other = torch.cat((-turning[..., size // 2 :], turning[..., : size // 2]), -1)
+    return torch.cat((turning * wide.cos() + other * wide.sin(), rest), -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shape", [(3, 2, 8), (2, 3, 2, 8), (2, 1, 3, 2, 11)])
+@pytest.mark.parametrize("half", [0, 1, 3, 4])
+def test_rotary(shape: tuple[int, ...], half: int, interleaved: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(*shape[:-2], 2 * shape[-2], shape[-1], dtype=torch.float64)[..., ::2, :].requires_grad_()
+    angles = torch.randn(3, half, dtype=torch.float64)
+
+    def ours(x: Tensor) -> Tensor:
+        return Z.rotary(x, angles.cos(), angles.sin(), interleaved)
+
+    y, expected = ours(x), rotated_by_hand(x, angles, interleaved)
+    testing.assert_close(y, expected)
+    dy = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64)[..., ::2]
+    testing.assert_close(torch.autograd.grad(y, x, dy, retain_graph=True)[0], torch.autograd.grad(expected, x, dy)[0])
+    assert torch.autograd.gradcheck(ours, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(ours, x, fast_mode=True)
+    # under function transforms it is torch's own operations
+    testing.assert_close(torch.func.grad(lambda x: (ours(x) * dy).sum())(x.detach()), torch.autograd.grad(y, x, dy)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_rounds_once(interleaved: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, angles = torch.randn(2, 5, 3, 8).to(dtype).requires_grad_(), torch.randn(5, 3)
+    y = Z.rotary(x, angles.cos(), angles.sin(), interleaved)
+    wide = rotated_by_hand(x.detach().float(), angles, interleaved)
+    testing.assert_close(y, wide, tolerance=torch.finfo(dtype).eps)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == dtype
+
+
 def test_attention_with_fewer_queries_than_keys_lines_up_the_ends() -> None:
     q = torch.randn(1, 2, 1, 3, dtype=torch.float64)
     k, v = torch.randn(2, 1, 5, 1, 3, dtype=torch.float64)
@@ -479,6 +525,13 @@ def t(*shape: int, device: str = "cpu") -> Tensor:
         (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, key_sequences=[0, 2]), ValueError, "key_sequences needs sequences"),
         (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, window=2), ValueError, "window must be at least 1 and needs causal"),
         (lambda: Z.attention(*[t(5, 3, 4)] * 3, sequences=[0, 3]), ValueError, "sequences must rise from 0 to the 5"),
+        (lambda: Z.rotary(t(5, 4), t(5, 2), t(5, 2)), ValueError, "rotary: x must be .*T, H, D"),
+        (lambda: Z.rotary(t(5, 2, 4), t(4, 2), t(5, 2)), ValueError, "rotary: cos must be .* T=5 and R <= 4 like x"),
+        (lambda: Z.rotary(t(5, 2, 4), t(5, 2), t(5, 3)), ValueError, r"rotary: sin must be .* got \[5, 3\]"),
+        (lambda: Z.rotary(t(5, 2, 4), t(5, 2), t(5, 1)), ValueError, r"sin must have cos's shape \[5, 2\]"),
+        (lambda: Z.rotary(t(5, 2, 4), t(5, 2).int(), t(5, 2)), TypeError, "cos must be floating .* got torch.int32"),
+        (lambda: Z.rotary(t(5, 2, 4), t(5, 2), t(5, 2).requires_grad_()), TypeError, "one that requires a gradient"),
+        (lambda: Z.rotary(t(5, 2, 4), None, t(5, 2)), TypeError, "rotary: cos must be a torch.Tensor; got NoneType"),
         (lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET[:3]), ValueError, "target must be integers of shape"),
         (lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), None), TypeError, "target must be a torch.Tensor; got None"),
         (

@@ -21,6 +21,7 @@ from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions import loss as loss_functions
 from zbkern.functions import norm as norm_functions
+from zbkern.functions import rotary as rotary_functions
 from zbkern.kernels import dispatch, spec
 
 
@@ -317,6 +318,35 @@ def attention(
         return attention_paths.fastest(q, k, v, options, ours, reason)
     launches = dispatch.resolve("attention", impl, q.device, q.dtype)
     return attention_functions.attention(launches, q, k, v, options)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl: str = "auto") -> Tensor:
+    """Rotary position embedding of queries or keys; its backward, the rotation back, is B.
+
+    x: [..., T, H, D] as `attention` takes it, T tokens, H heads; cos, sin: [T, R/2] of any floating dtype, of the
+    angles by which the pairs of each token turn, R <= D; further columns pass through. Pairs are columns (c, c + R/2)
+    as in Llama, interleaved (2c, 2c + 1) as in GPT-J. Computed in float32 or wider; returns x's shape and dtype.
+    cos and sin get no gradient. Source: Su et al., RoFormer (arXiv 2104.09864). Raises TypeError or ValueError for
+    arguments that do not fit.
+    """
+    _check_tensors("rotary", x=x, cos=cos, sin=sin)
+    if x.dim() < 3 or not x.is_floating_point():
+        raise ValueError(f"rotary: x must be [..., T, H, D] of a floating dtype; got {x.dtype} {list(x.shape)}")
+    for argument, value in (("cos", cos), ("sin", sin)):
+        if value.dim() != 2 or value.shape[0] != x.shape[-3] or 2 * value.shape[1] > x.shape[-1]:
+            raise ValueError(
+                f"rotary: {argument} must be [T, R/2] with T={x.shape[-3]} and R <= {x.shape[-1]} like x; "
+                f"got {list(value.shape)}"
+            )
+        if not value.is_floating_point() or value.requires_grad:
+            found = "one that requires a gradient" if value.requires_grad else value.dtype
+            raise TypeError(f"rotary: {argument} must be floating numbers without a gradient; got {found}")
+    if cos.shape != sin.shape:
+        raise ValueError(f"rotary: sin must have cos's shape {list(cos.shape)}; got {list(sin.shape)}")
+    if not _plain(x, cos):
+        return rotary_functions.rotary_with_torch(x, cos, sin, interleaved)
+    launches = dispatch.resolve("rotary", impl, x.device, x.dtype)
+    return rotary_functions.Rotary.apply(launches, x, cos, sin, interleaved, False)
 
 
 def linear_cross_entropy(

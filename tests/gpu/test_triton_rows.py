@@ -50,6 +50,15 @@ def test_elementwise(name: str, activation: str, kind: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "odd", "transposed"])
+def test_rotary(layout: str, interleaved: bool, dtype: torch.dtype) -> None:
+    launches = launches_of("rotary", dtype)
+    for shape, half in (((2, 500, 32, 128), 64), ((1, 3, 1, 1), 0), ((3, 65, 7, 80), 20), ((1, 9, 40, 256), 32)):
+        checks.rotary(launches, checks.Random(dtype, "cuda"), shape, half, interleaved, half != 20, layout)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_embedding(accumulate: bool, dtype: torch.dtype) -> None:
     launches = launches_of("embedding", dtype)

@@ -40,6 +40,8 @@ CHECKS = {
         name: lambda launches, name=name: row_checks.elementwise(launches, random(), name, "gelu", 5, 40, "odd")
         for name in row_checks.ELEMENTWISE
     },
+    "rotary_fwd": lambda launches: row_checks.rotary(launches, random(), (2, 3, 5, 8), 3, False),
+    "rotary_dgrad": lambda launches: row_checks.rotary(launches, random(), (2, 3, 5, 8), 4, True, layout="odd"),
     "embedding_fwd": lambda launches: row_checks.embedding(launches, random(), [30], 9, 8),
     "embedding_wgrad": lambda launches: row_checks.embedding(launches, random(), [30, 4], 9, 8, True, 2),
     "cross_entropy_fwd": lambda launches: row_checks.cross_entropy(launches, random(), [12, 3], 30, 8, PLAIN, True),

@@ -64,6 +64,11 @@ Launches
     attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, D], options, y [T, Hq, D], lse [Hq, T] S)
     attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)  y = softmax(scale q k^T + mask) v per sequence and head
 
+    rotary_fwd(x [B, T, H, D], cos [T, R/2], sin [T, R/2], interleaved, y [B, T, H, D])
+                                                               (a, b) -> (a cos - b sin, b cos + a sin) on every pair of
+                                                               the first R columns: (c, c + R/2), interleaved (2c, 2c+1)
+    rotary_dgrad(dy, cos, sin, interleaved, dx)                the same with -sin
+
     cross_entropy_fwd(x, weight [V, K], bias | None, target [M], options, loss [M] S, lse [M] S, dx | None)
                                                                dx is the gradient of every row's own loss
     cross_entropy_wgrad([(x, target, lse, dloss [M]), ...], (dweight, dbias), accumulate, weight, bias | None, options)
@@ -84,6 +89,7 @@ OPS = {
     "rms_norm": ("norm_partials", "rms_norm_fwd", "rms_norm_dgrad", "norm_wgrad"),
     "layer_norm": ("norm_partials", "layer_norm_fwd", "layer_norm_dgrad", "norm_wgrad"),
     "attention": ("attention_fwd", "attention_dgrad"),
+    "rotary": ("rotary_fwd", "rotary_dgrad"),
     "linear_cross_entropy": ("cross_entropy_fwd", "cross_entropy_wgrad"),
 }
 """The launches an implementation must have to run an op."""
