@@ -167,7 +167,13 @@ def embedding(
 
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float | None = None, impl: str = "auto", *, name: str = ""
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    impl: str = "auto",
+    *,
+    residual: None = None,
+    name: str = "",
 ) -> Tensor: ...
 
 
@@ -216,6 +222,7 @@ def layer_norm(
     eps: float = 1e-5,
     impl: str = "auto",
     *,
+    residual: None = None,
     name: str = "",
 ) -> Tensor: ...
 
