@@ -52,8 +52,8 @@ class RMSNorm(torch.autograd.Function):
         if dy is None:
             return _gradients(ctx, dsummed, (None,) * len(call.owners))
         if torch.is_grad_enabled():  # create_graph=True
-            _, dx, _, *weights = differentiable_backward(call, rms_norm_with_torch, (x, ctx.eps), dy)
-            return _gradients(ctx, _sum(dx, dsummed), weights)
+            _, dx, _, *second = differentiable_backward(call, rms_norm_with_torch, (x, ctx.eps), dy)
+            return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
         dx = rows.new_empty(rows.shape)
         partials = None
@@ -62,7 +62,7 @@ class RMSNorm(torch.autograd.Function):
             partials = rstd.new_empty(1, count, rows.shape[1])
         also = () if dsummed is None else (as_rows(dsummed),)
         call.launches.rms_norm_dgrad(as_rows(dy), rows, weight, rstd, dx, partials, *also)
-        weights = (None,) * len(call.owners)
+        weights: Sequence[Tensor | None] = (None,) * len(call.owners)
         if partials is not None:
             weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs[4:], partials.numel())
         return _gradients(ctx, dx.view(x.shape), weights)
@@ -98,8 +98,8 @@ class LayerNorm(torch.autograd.Function):
         if dy is None:
             return _gradients(ctx, dsummed, (None,) * len(call.owners))
         if torch.is_grad_enabled():  # create_graph=True
-            _, dx, _, *weights = differentiable_backward(call, layer_norm_with_torch, (x, ctx.eps), dy)
-            return _gradients(ctx, _sum(dx, dsummed), weights)
+            _, dx, _, *second = differentiable_backward(call, layer_norm_with_torch, (x, ctx.eps), dy)
+            return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
         dx = rows.new_empty(rows.shape)
         partials = None
@@ -108,7 +108,7 @@ class LayerNorm(torch.autograd.Function):
             partials = rstd.new_empty(2, count, rows.shape[1])
         also = () if dsummed is None else (as_rows(dsummed),)
         call.launches.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
-        weights = (None,) * len(call.owners)
+        weights: Sequence[Tensor | None] = (None,) * len(call.owners)
         if partials is not None:
             weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs[4:], partials.numel())
         return _gradients(ctx, dx.view(x.shape), weights)
