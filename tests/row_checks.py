@@ -19,29 +19,41 @@ def wide_statistics(dtype: torch.dtype) -> torch.dtype:
 
 def norm(
     launches: ModuleType, random: Random, rows: int, features: int, centered: bool, weighted: bool = True,
-    layout: str = "plain",
+    layout: str = "plain", added: bool = False,
 ) -> None:  # fmt: skip
-    """Forward, dgrad, and wgrad of two segments of partial sums."""
+    """Forward, dgrad, and wgrad of two segments of partial sums.
+
+    added: with a residual. The exact twin gets the sum as the launches must round it.
+    """
     x, dy = random(rows, features, layout=layout), random(rows, features, layout=layout)
     weight = random(features) if weighted else None
     bias = random(features) if weighted and centered else None
+    residual, dsummed = (random(rows, features, layout=layout) if added else None for _ in range(2))
+    total = x if residual is None else checks.place(x + residual, layout)
     results = []
     for module, dtype in ((launches, random.dtype), (reference, torch.float64)):
         exact = module is reference and random.dtype != torch.float64
-        tensors = [t.double() if exact and t is not None else t for t in (x, dy, weight, bias)]
+        values = (total if exact else x, dy, weight, bias, dsummed)
+        tensors = [t.double() if exact and t is not None else t for t in values]
         device, statistics = x.device, wide_statistics(torch.float64 if exact else dtype)
         y, dx = (checks.output((rows, features), dtype, device, layout) for _ in range(2))
         mean, rstd = (torch.full((rows,), float("nan"), dtype=statistics, device=device) for _ in range(2))
         count = module.norm_partials(rows, features, device)
         shape = (1 + centered, count, features)
         partials = torch.full(shape, float("nan"), dtype=statistics, device=device) if weighted else None
+        sums, normed = (), tensors[0]
+        if residual is not None and not exact:
+            normed = checks.output((rows, features), dtype, device, layout)
+            sums = (residual, normed)
         if centered:
-            module.layer_norm_fwd(tensors[0], *tensors[2:], 1e-3, y, mean, rstd)
-            module.layer_norm_dgrad(tensors[1], tensors[0], tensors[2], mean, rstd, dx, partials)
+            module.layer_norm_fwd(tensors[0], *tensors[2:4], 1e-3, y, mean, rstd, *sums)
+            module.layer_norm_dgrad(tensors[1], normed, tensors[2], mean, rstd, dx, partials, dsummed=tensors[4])
         else:
-            module.rms_norm_fwd(tensors[0], tensors[2], 1e-3, y, rstd)
-            module.rms_norm_dgrad(tensors[1], tensors[0], tensors[2], rstd, dx, partials)
+            module.rms_norm_fwd(tensors[0], tensors[2], 1e-3, y, rstd, *sums)
+            module.rms_norm_dgrad(tensors[1], normed, tensors[2], rstd, dx, partials, dsummed=tensors[4])
         found = {"y": y, "dx": dx, "rstd": rstd} | ({"mean": mean} if centered else {})
+        if residual is not None:
+            found["summed"] = normed
         if partials is not None:
             outputs = [torch.ones(features, dtype=statistics, device=device) for _ in range(1 + centered)]
             module.norm_wgrad([(partials,), (partials,)], outputs, True)
@@ -66,6 +78,24 @@ def elementwise(
     getattr(reference, name)(*(v.double() for v in values), activation, *wanted)
     for index, (mine, other) in enumerate(zip(got, wanted, strict=True)):
         checks.check(f"output {index} of {name}", mine, other)
+
+
+def rotary(
+    launches: ModuleType, random: Random, shape: Sequence[int], half: int, interleaved: bool, wide: bool = True,
+    layout: str = "plain",
+) -> None:  # fmt: skip
+    """Forward and dgrad of [batch, tokens, heads, size]. wide: cos and sin are float32. layout: of all columns."""
+    flat = (shape[0] * shape[1] * shape[2], shape[3])
+    x, dy = (random(*flat, layout=layout) for _ in range(2))
+    y, dx = (checks.output(flat, random.dtype, random.device, layout) for _ in range(2))
+    angles = torch.randn(shape[1], half, generator=random.generator)
+    kind = torch.float32 if wide else random.dtype
+    cos, sin = (t.to(kind).to(random.device) for t in (angles.cos(), angles.sin()))
+    launches.rotary_fwd(x.view(shape), cos, sin, interleaved, y.view(shape))
+    launches.rotary_dgrad(dy.view(shape), cos, sin, interleaved, dx.view(shape))
+    for name, got, given, sign in (("y", y, x, 1), ("dx", dx, dy, -1)):
+        wanted = reference.rotated(given.view(shape).double(), cos.double(), sign * sin.double(), interleaved)
+        checks.check(name, got, wanted.view(flat))
 
 
 def embedding(

@@ -49,6 +49,23 @@ def test_twins(ours: type, torchs: type, arguments: tuple, options: dict) -> Non
     testing.assert_close(again(x), other(x))
 
 
+@pytest.mark.parametrize(("ours", "shape"), [(o, s) for o in ("LayerNorm", "RMSNorm") for s in ((5,), (4, 5))])
+def test_norms_with_a_residual(ours: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module, other = (getattr(library, ours)(shape, dtype=torch.float64) for library in (zbkern.nn, nn))
+    x, residual = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        y, summed = module(x, residual)
+        (y * summed).sum().backward()
+    queue.run()
+    expected = other(x + residual)
+    (expected * (x + residual)).sum().backward()
+    testing.assert_close(y, expected)
+    testing.assert_close(summed, x + residual)
+    testing.assert_same_gradients(module, other)
+
+
 def check(module: nn.Module, forward, *inputs: torch.Tensor) -> None:
     """Two deferred backwards of module(*inputs) against those of forward(copy, *inputs)."""
     other = copy.deepcopy(module)

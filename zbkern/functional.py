@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions import loss as loss_functions
 from zbkern.functions import norm as norm_functions
+from zbkern.functions import rotary as rotary_functions
 from zbkern.kernels import dispatch, spec
 
 
@@ -163,21 +165,79 @@ def embedding(
     return autograd.apply(embedding_functions.Embedding, call, indices, padding_idx)
 
 
+@overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float | None = None, impl: str = "auto", *, name: str = ""
-) -> Tensor:
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    impl: str = "auto",
+    *,
+    residual: None = None,
+    name: str = "",
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    impl: str = "auto",
+    *,
+    residual: Tensor,
+    name: str = "",
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    impl: str = "auto",
+    *,
+    residual: Tensor | None = None,
+    name: str = "",
+) -> Tensor | tuple[Tensor, Tensor]:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
     x: [..., K]; weight: [K] or None; eps: None for the smallest step of x's dtype, as in torch. Row pass in B; what
     waits for W is partial sums of dweight, not x. Source: Zhang and Sennrich (arXiv 1910.07467).
+    residual: of x's shape; then returns (norm of summed, summed), summed = x + residual, in one pass each way.
     """
-    _check_norm("rms_norm", x, weight, None)
+    _check_norm("rms_norm", x, weight, None, residual)
+    x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    if not _plain(x, x if weight is None else weight):
-        return norm_functions.rms_norm_with_torch(weight, x, eps)
-    x = _norm_autocast(x)
+    if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
+        return norm_functions.rms_norm_with_torch(weight, x, eps, residual)
+    x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
     call = autograd.Call((weight,), dispatch.resolve("rms_norm", impl, x.device, x.dtype), name)
-    return autograd.apply(norm_functions.RMSNorm, call, x, eps)
+    return autograd.apply(norm_functions.RMSNorm, call, x, eps, residual)
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    impl: str = "auto",
+    *,
+    residual: None = None,
+    name: str = "",
+) -> Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    impl: str = "auto",
+    *,
+    residual: Tensor,
+    name: str = "",
+) -> tuple[Tensor, Tensor]: ...
 
 
 def layer_norm(
@@ -187,20 +247,23 @@ def layer_norm(
     eps: float = 1e-5,
     impl: str = "auto",
     *,
+    residual: Tensor | None = None,
     name: str = "",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
 
     x: [..., K]; weight, bias: [K] or None. Row pass in B; what waits for W is partial sums of dweight and dbias.
+    residual: as in `rms_norm`.
     """
-    _check_norm("layer_norm", x, weight, bias)
+    _check_norm("layer_norm", x, weight, bias, residual)
     if weight is None and bias is not None:
         raise ValueError("layer_norm: bias without weight is not supported; pass weight, too")
-    if not _plain(x, x if weight is None else weight):
-        return norm_functions.layer_norm_with_torch(weight, bias, x, eps)
-    x = _norm_autocast(x)
+    x, residual = _one_dtype(x, residual)
+    if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
+        return norm_functions.layer_norm_with_torch(weight, bias, x, eps, residual)
+    x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
     call = autograd.Call((weight, bias), dispatch.resolve("layer_norm", impl, x.device, x.dtype), name)
-    return autograd.apply(norm_functions.LayerNorm, call, x, eps)
+    return autograd.apply(norm_functions.LayerNorm, call, x, eps, residual)
 
 
 def attention(
@@ -262,6 +325,35 @@ def attention(
         return attention_paths.fastest(q, k, v, options, ours, reason)
     launches = dispatch.resolve("attention", impl, q.device, q.dtype)
     return attention_functions.attention(launches, q, k, v, options)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl: str = "auto") -> Tensor:
+    """Rotary position embedding of queries or keys; its backward, the rotation back, is B.
+
+    x: [..., T, H, D] as `attention` takes it, T tokens, H heads; cos, sin: [T, R/2] of any floating dtype, of the
+    angles by which the pairs of each token turn, R <= D; further columns pass through. Pairs are columns (c, c + R/2)
+    as in Llama, interleaved (2c, 2c + 1) as in GPT-J. Computed in float32 or wider; returns x's shape and dtype.
+    cos and sin get no gradient. Source: Su et al., RoFormer (arXiv 2104.09864). Raises TypeError or ValueError for
+    arguments that do not fit.
+    """
+    _check_tensors("rotary", x=x, cos=cos, sin=sin)
+    if x.dim() < 3 or not x.is_floating_point():
+        raise ValueError(f"rotary: x must be [..., T, H, D] of a floating dtype; got {x.dtype} {list(x.shape)}")
+    for argument, value in (("cos", cos), ("sin", sin)):
+        if value.dim() != 2 or value.shape[0] != x.shape[-3] or 2 * value.shape[1] > x.shape[-1]:
+            raise ValueError(
+                f"rotary: {argument} must be [T, R/2] with T={x.shape[-3]} and R <= {x.shape[-1]} like x; "
+                f"got {list(value.shape)}"
+            )
+        if not value.is_floating_point() or value.requires_grad:
+            found = "one that requires a gradient" if value.requires_grad else value.dtype
+            raise TypeError(f"rotary: {argument} must be floating numbers without a gradient; got {found}")
+    if cos.shape != sin.shape:
+        raise ValueError(f"rotary: sin must have cos's shape {list(cos.shape)}; got {list(sin.shape)}")
+    if not _plain(x, cos):
+        return rotary_functions.rotary_with_torch(x, cos, sin, interleaved)
+    launches = dispatch.resolve("rotary", impl, x.device, x.dtype)
+    return rotary_functions.Rotary.apply(launches, x, cos, sin, interleaved, False)
 
 
 def linear_cross_entropy(
@@ -344,6 +436,14 @@ def _norm_autocast(x: Tensor) -> Tensor:
     return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64 else x
 
 
+def _one_dtype(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both in the dtype that x + residual has: under autocast a residual stream is often the wider one."""
+    if residual is None or x.dtype == residual.dtype:
+        return x, residual
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return x.to(dtype), residual.to(dtype)
+
+
 def _fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
     """True when nothing is wrong; the checks that find out what is wrong take ten times as long."""
     return (
@@ -397,7 +497,7 @@ def _check_activation(op: str, activation: str | None) -> None:
         raise ValueError(f"{op}: activation must be None or one of {spec.ACTIVATIONS}; got {activation!r}")
 
 
-def _check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
     _check_tensors(op, x=x)
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"{op}: x must be [..., K] of a floating dtype; got {x.dtype} {list(x.shape)}")
@@ -407,6 +507,13 @@ def _check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) 
         _check_tensors(op, **{"x": x, argument: value})
         if value.shape != x.shape[-1:]:
             raise ValueError(f"{op}: {argument} must be [K] with K={x.shape[-1]} like x; got {list(value.shape)}")
+    if residual is not None:
+        _check_tensors(op, x=x, residual=residual)
+        if residual.shape != x.shape or not residual.is_floating_point():
+            raise ValueError(
+                f"{op}: residual must be {list(x.shape)} like x, of a floating dtype; "
+                f"got {residual.dtype} {list(residual.shape)}"
+            )
 
 
 def _check_ends(argument: str, ends: Sequence[int] | None, tokens: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,25 +34,43 @@ class Embedding(torch.nn.Embedding):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch.nn.LayerNorm over the last dimension; the end of its weights' gradients can be deferred."""
+    """torch.nn.LayerNorm over the last dimension; the end of its weights' gradients can be deferred.
+
+    With a residual, forward returns (norm of the sum, sum), as functional.layer_norm does.
+    """
 
     zbkern_name = ""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if len(self.normalized_shape) != 1:
-            return super().forward(input)
-        return functional.layer_norm(input, self.weight, self.bias, self.eps, name=self.zbkern_name)
+            return _added(super().forward, input, residual)
+        return functional.layer_norm(input, self.weight, self.bias, self.eps, residual=residual, name=self.zbkern_name)
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm over the last dimension; the end of its weight's gradient can be deferred."""
+    """torch.nn.RMSNorm over the last dimension; the end of its weight's gradient can be deferred.
+
+    With a residual, forward returns (norm of the sum, sum), as functional.rms_norm does.
+    """
 
     zbkern_name = ""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if len(self.normalized_shape) != 1:
-            return super().forward(x)
-        return functional.rms_norm(x, self.weight, self.eps, name=self.zbkern_name)
+            return _added(super().forward, x, residual)
+        return functional.rms_norm(x, self.weight, self.eps, residual=residual, name=self.zbkern_name)
+
+
+def _added(norm: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    """torch's own norm of x, or of the sum beside the sum."""
+    if residual is None:
+        return norm(x)
+    summed = x + residual
+    return norm(summed), summed
 
 
 class TransposedLinear(torch.nn.Module):

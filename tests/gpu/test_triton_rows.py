@@ -35,8 +35,8 @@ def launches_of(op: str, dtype: torch.dtype = torch.bfloat16) -> ModuleType:
 def test_norms(centered: bool, layout: str, dtype: torch.dtype) -> None:
     launches = launches_of("layer_norm" if centered else "rms_norm", dtype)
     for rows, features in ((1, 1), (3, 63), (777, 1024), (4100, 4096), (5, 20000)):
-        for weighted in (True, False):
-            checks.norm(launches, checks.Random(dtype, "cuda"), rows, features, centered, weighted, layout)
+        for weighted, added in ((True, False), (False, False), (True, True)):
+            checks.norm(launches, checks.Random(dtype, "cuda"), rows, features, centered, weighted, layout, added)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,6 +47,15 @@ def test_elementwise(name: str, activation: str, kind: str, dtype: torch.dtype) 
     launches = launches_of("linear", dtype)
     for layout in ("plain", "odd", "transposed"):
         checks.elementwise(launches, checks.Random(dtype, "cuda", kind=kind), name, activation, 130, 1025, layout)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "odd", "transposed"])
+def test_rotary(layout: str, interleaved: bool, dtype: torch.dtype) -> None:
+    launches = launches_of("rotary", dtype)
+    for shape, half in (((2, 500, 32, 128), 64), ((1, 3, 1, 1), 0), ((3, 65, 7, 80), 20), ((1, 9, 40, 256), 32)):
+        checks.rotary(launches, checks.Random(dtype, "cuda"), shape, half, interleaved, half != 20, layout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -31,15 +31,17 @@ CHECKS = {
     "grouped_linear_fwd": lambda launches: launch_checks.grouped_linear(launches, random(), [[3, 0, 5]], 8, 7),
     "grouped_linear_dgrad": lambda launches: launch_checks.grouped_linear(launches, random(), [[3, 0, 5]], 8, 7),
     "grouped_linear_wgrad": lambda launches: launch_checks.grouped_linear(launches, random(), [[3, 0], [1, 2]], 8, 7),
-    "rms_norm_fwd": lambda launches: row_checks.norm(launches, random(), 5, 40, False, layout="odd"),
+    "rms_norm_fwd": lambda launches: row_checks.norm(launches, random(), 5, 40, False, layout="odd", added=True),
     "rms_norm_dgrad": lambda launches: row_checks.norm(launches, random(), 5, 40, False, weighted=False),
     "layer_norm_fwd": lambda launches: row_checks.norm(launches, random(), 5, 40, True),
-    "layer_norm_dgrad": lambda launches: row_checks.norm(launches, random(), 5, 40, True),
+    "layer_norm_dgrad": lambda launches: row_checks.norm(launches, random(), 5, 40, True, added=True),
     "norm_wgrad": lambda launches: row_checks.norm(launches, random(), 5, 40, True),
     **{
         name: lambda launches, name=name: row_checks.elementwise(launches, random(), name, "gelu", 5, 40, "odd")
         for name in row_checks.ELEMENTWISE
     },
+    "rotary_fwd": lambda launches: row_checks.rotary(launches, random(), (2, 3, 5, 8), 3, False),
+    "rotary_dgrad": lambda launches: row_checks.rotary(launches, random(), (2, 3, 5, 8), 4, True, layout="odd"),
     "embedding_fwd": lambda launches: row_checks.embedding(launches, random(), [30], 9, 8),
     "embedding_wgrad": lambda launches: row_checks.embedding(launches, random(), [30, 4], 9, 8, True, 2),
     "cross_entropy_fwd": lambda launches: row_checks.cross_entropy(launches, random(), [12, 3], 30, 8, PLAIN, True),

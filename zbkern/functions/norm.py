@@ -5,6 +5,7 @@ What waits is a few rows of partial sums, not the input and the output gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,77 +21,125 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class RMSNorm(torch.autograd.Function):
-    """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps) over the last dimension."""
+    """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps) over the last dimension.
+
+    With residual: (y of summed, summed), summed = x + residual; B takes both gradients in one pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, eps: float, *edges: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, call: Call, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         (weight,) = call.owners
         rows = as_rows(x)
         y = x.new_empty(x.shape)
         rstd = rows.new_empty(rows.shape[0], dtype=statistics_dtype(x.dtype))
-        call.launches.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.call, ctx.eps = call, eps
-        return y
+        ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
+        if residual is None:
+            call.launches.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd)
+            ctx.save_for_backward(x, weight, rstd)
+            return y
+        ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in B
+        summed = x.new_empty(x.shape)
+        call.launches.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd, as_rows(residual), as_rows(summed))
+        ctx.save_for_backward(summed, weight, rstd)
+        return y, summed
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dsummed: Tensor | None = None) -> tuple[Any, ...]:
         call, needs = ctx.call, ctx.needs_input_grad
         x, weight, rstd = ctx.saved_tensors
+        if dy is None:
+            return _gradients(ctx, dsummed, (None,) * len(call.owners))
         if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_backward(call, rms_norm_with_torch, (x, ctx.eps), dy)
+            _, dx, _, *second = differentiable_backward(call, rms_norm_with_torch, (x, ctx.eps), dy)
+            return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
         dx = rows.new_empty(rows.shape)
         partials = None
         if weight is not None:
             count = call.launches.norm_partials(*rows.shape, rows.device)
             partials = rstd.new_empty(1, count, rows.shape[1])
-        call.launches.rms_norm_dgrad(as_rows(dy), rows, weight, rstd, dx, partials)
-        weights: Any = (None,) * len(call.owners)
+        also = () if dsummed is None else (as_rows(dsummed),)
+        call.launches.rms_norm_dgrad(as_rows(dy), rows, weight, rstd, dx, partials, *also)
+        weights: Sequence[Tensor | None] = (None,) * len(call.owners)
         if partials is not None:
-            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs[3:], partials.numel())
-        return None, dx.view(x.shape), None, *weights
+            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs[4:], partials.numel())
+        return _gradients(ctx, dx.view(x.shape), weights)
 
 
 class LayerNorm(torch.autograd.Function):
-    """y = (x - mean) rstd weight + bias over the last dimension."""
+    """y = (x - mean) rstd weight + bias over the last dimension; with residual as RMSNorm."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, eps: float, *edges: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, call: Call, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         weight, bias = call.owners
         rows = as_rows(x)
         y = x.new_empty(x.shape)
         mean, rstd = (rows.new_empty(rows.shape[0], dtype=statistics_dtype(x.dtype)) for _ in range(2))
-        call.launches.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.call, ctx.eps = call, eps
-        return y
+        ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
+        if residual is None:
+            call.launches.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd)
+            ctx.save_for_backward(x, weight, mean, rstd)
+            return y
+        ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in B
+        summed = x.new_empty(x.shape)
+        also = as_rows(residual), as_rows(summed)
+        call.launches.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd, *also)
+        ctx.save_for_backward(summed, weight, mean, rstd)
+        return y, summed
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dsummed: Tensor | None = None) -> tuple[Any, ...]:
         call, needs = ctx.call, ctx.needs_input_grad
         x, weight, mean, rstd = ctx.saved_tensors
+        if dy is None:
+            return _gradients(ctx, dsummed, (None,) * len(call.owners))
         if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_backward(call, layer_norm_with_torch, (x, ctx.eps), dy)
+            _, dx, _, *second = differentiable_backward(call, layer_norm_with_torch, (x, ctx.eps), dy)
+            return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
         dx = rows.new_empty(rows.shape)
         partials = None
         if weight is not None:
             count = call.launches.norm_partials(*rows.shape, rows.device)
             partials = rstd.new_empty(2, count, rows.shape[1])
-        call.launches.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials)
-        weights: Any = (None,) * len(call.owners)
+        also = () if dsummed is None else (as_rows(dsummed),)
+        call.launches.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
+        weights: Sequence[Tensor | None] = (None,) * len(call.owners)
         if partials is not None:
-            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs[3:], partials.numel())
-        return None, dx.view(x.shape), None, *weights
+            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs[4:], partials.numel())
+        return _gradients(ctx, dx.view(x.shape), weights)
 
 
-def rms_norm_with_torch(weight: Tensor | None, x: Tensor, eps: float) -> Tensor:
+def _gradients(ctx: Any, dx: Tensor | None, weights: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """What backward returns. x and residual get one tensor object, as from torch's add: autograd sees that it is shared
+    and does not accumulate into it in place."""
+    return None, dx, None, dx if ctx.added else None, *weights
+
+
+def _sum(dx: Tensor | None, dsummed: Tensor | None) -> Tensor | None:
+    return dx if dsummed is None else dsummed if dx is None else dx + dsummed
+
+
+def rms_norm_with_torch(
+    weight: Tensor | None, x: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm in torch's own operations."""
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
+    if residual is not None:
+        x = x + residual
+    y = torch.nn.functional.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
+    return y if residual is None else (y, x)
 
 
-def layer_norm_with_torch(weight: Tensor | None, bias: Tensor | None, x: Tensor, eps: float) -> Tensor:
+def layer_norm_with_torch(
+    weight: Tensor | None, bias: Tensor | None, x: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """LayerNorm in torch's own operations."""
+    if residual is not None:
+        x = x + residual
     weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return y if residual is None else (y, x)

@@ -13,18 +13,32 @@ def norm_partials(rows: int, features: int, device: torch.device) -> int:
     return 1
 
 
-def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, y: Tensor, rstd: Tensor) -> None:
-    """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps)."""
-    wide = x.to(rstd.dtype)
+def rms_norm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    y: Tensor,
+    rstd: Tensor,
+    residual: Tensor | None = None,
+    summed: Tensor | None = None,
+) -> None:
+    """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps); with residual of summed = x + residual instead of x."""
+    wide = _summed(x, residual, summed).to(rstd.dtype)
     torch.rsqrt(wide.square().mean(1).add_(eps), out=rstd)
     normal = wide * rstd.unsqueeze(1)
     y.copy_(normal if weight is None else normal.mul_(weight))
 
 
 def rms_norm_dgrad(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dx: Tensor, partials: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dx: Tensor,
+    partials: Tensor | None,
+    dsummed: Tensor | None = None,
 ) -> None:
-    """dx = rstd (g - normal mean(g normal)), g = dy weight, normal = x rstd; partials = sum over rows of dy normal."""
+    """dx = rstd (g - normal mean(g normal)) [+ dsummed], g = dy weight, normal = x rstd; partials: sum of dy normal."""
     scale = rstd.unsqueeze(1)
     normal = x * scale
     g = dy.to(rstd.dtype)
@@ -33,16 +47,24 @@ def rms_norm_dgrad(
     if weight is not None:
         g = g * weight
     mean = (g * normal).mean(1, keepdim=True)
-    dx.copy_((g - normal * mean) * scale)
+    found = (g - normal * mean) * scale
+    dx.copy_(found if dsummed is None else found.add_(dsummed))
 
 
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, y: Tensor, mean: Tensor, rstd: Tensor
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    y: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    residual: Tensor | None = None,
+    summed: Tensor | None = None,
 ) -> None:
-    """y = (x - mean) rstd weight + bias."""
-    out, found, scale = torch.native_layer_norm(
-        x.to(rstd.dtype), x.shape[1:], _wide(weight, rstd), _wide(bias, rstd), eps
-    )
+    """y = (x - mean) rstd weight + bias; with residual of summed = x + residual instead of x."""
+    wide = _summed(x, residual, summed).to(rstd.dtype)
+    out, found, scale = torch.native_layer_norm(wide, x.shape[1:], _wide(weight, rstd), _wide(bias, rstd), eps)
     y.copy_(out)
     mean.copy_(found.view(-1))
     rstd.copy_(scale.view(-1))
@@ -56,8 +78,9 @@ def layer_norm_dgrad(
     rstd: Tensor,
     dx: Tensor,
     partials: Tensor | None,
+    dsummed: Tensor | None = None,
 ) -> None:
-    """dx, and partials = sums over rows of dy normal and of dy."""
+    """dx [+ dsummed], and partials = sums over rows of dy normal and of dy."""
     found, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy.to(rstd.dtype),
         x.to(rstd.dtype),
@@ -68,7 +91,7 @@ def layer_norm_dgrad(
         None if weight is None else torch.zeros_like(weight, dtype=rstd.dtype),
         [True, partials is not None, partials is not None],
     )
-    dx.copy_(found)
+    dx.copy_(found if dsummed is None else found.add_(dsummed))
     if partials is not None:
         partials[0].copy_(dweight)
         partials[1].copy_(dbias)
@@ -82,6 +105,11 @@ def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor 
                 total = partial.sum(0)
                 output.add_(total) if accumulate else output.copy_(total)
         accumulate = True
+
+
+def _summed(x: Tensor, residual: Tensor | None, summed: Tensor | None) -> Tensor:
+    """What is normed: the sum as it is kept, rounded, because that is what dgrad will read."""
+    return x if residual is None else torch.add(x, residual, out=summed)
 
 
 def _wide(weight: Tensor | None, rstd: Tensor) -> Tensor | None:

@@ -51,14 +51,23 @@ Launches
     embedding_wgrad([(indices, dy), ...], (dweight,), accumulate, padding_idx=None)
 
     norm_partials(M, K, device) -> P                           how many partial sums the two below leave
-    rms_norm_fwd(x, weight | None, eps, y, rstd [M] S)         y = x rstd weight
-    rms_norm_dgrad(dy, x, weight | None, rstd, dx, partials [1, P, K] S | None)
-    layer_norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S, rstd [M] S)
-    layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None)
+    rms_norm_fwd(x, weight | None, eps, y, rstd [M] S, residual=None, summed=None)
+                                                               y = x rstd weight. With residual [M, K]: the norm of
+                                                               summed = x + residual, which is kept, in x's dtype
+    rms_norm_dgrad(dy, x, weight | None, rstd, dx, partials [1, P, K] S | None, dsummed=None)
+                                                               x is what was normed (summed, where there is a residual);
+                                                               dsummed [M, K], if given, is added to dx
+    layer_norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S, rstd [M] S, residual=None, summed=None)
+    layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None, dsummed=None)
     norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
 
     attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, D], options, y [T, Hq, D], lse [Hq, T] S)
     attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)  y = softmax(scale q k^T + mask) v per sequence and head
+
+    rotary_fwd(x [B, T, H, D], cos [T, R/2], sin [T, R/2], interleaved, y [B, T, H, D])
+                                                               (a, b) -> (a cos - b sin, b cos + a sin) on every pair of
+                                                               the first R columns: (c, c + R/2), interleaved (2c, 2c+1)
+    rotary_dgrad(dy, cos, sin, interleaved, dx)                the same with -sin
 
     cross_entropy_fwd(x, weight [V, K], bias | None, target [M], options, loss [M] S, lse [M] S, dx | None)
                                                                dx is the gradient of every row's own loss
@@ -80,6 +89,7 @@ OPS = {
     "rms_norm": ("norm_partials", "rms_norm_fwd", "rms_norm_dgrad", "norm_wgrad"),
     "layer_norm": ("norm_partials", "layer_norm_fwd", "layer_norm_dgrad", "norm_wgrad"),
     "attention": ("attention_fwd", "attention_dgrad"),
+    "rotary": ("rotary_fwd", "rotary_dgrad"),
     "linear_cross_entropy": ("cross_entropy_fwd", "cross_entropy_wgrad"),
 }
 """The launches an implementation must have to run an op."""

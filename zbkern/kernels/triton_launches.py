@@ -28,3 +28,5 @@ from zbkern.kernels.triton_norm import norm_partials as norm_partials
 from zbkern.kernels.triton_norm import norm_wgrad as norm_wgrad
 from zbkern.kernels.triton_norm import rms_norm_dgrad as rms_norm_dgrad
 from zbkern.kernels.triton_norm import rms_norm_fwd as rms_norm_fwd
+from zbkern.kernels.triton_rotary import rotary_dgrad as rotary_dgrad
+from zbkern.kernels.triton_rotary import rotary_fwd as rotary_fwd

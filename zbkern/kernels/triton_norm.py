@@ -49,30 +49,59 @@ def norm_partials(rows: int, features: int, device: torch.device) -> int:
     return max(1, min(_processors(device), triton.cdiv(rows, norm_tile(features).rows)))
 
 
-def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, y: Tensor, rstd: Tensor) -> None:
-    """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps)."""
-    _forward(x, weight, None, eps, y, None, rstd)
+def rms_norm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    y: Tensor,
+    rstd: Tensor,
+    residual: Tensor | None = None,
+    summed: Tensor | None = None,
+) -> None:
+    """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps); with residual of summed = x + residual instead of x."""
+    _forward(x, weight, None, eps, y, None, rstd, residual, summed)
 
 
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, y: Tensor, mean: Tensor, rstd: Tensor
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    y: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    residual: Tensor | None = None,
+    summed: Tensor | None = None,
 ) -> None:
-    """y = (x - mean) rstd weight + bias."""
-    _forward(x, weight, bias, eps, y, mean, rstd)
+    """y = (x - mean) rstd weight + bias; with residual of summed = x + residual instead of x."""
+    _forward(x, weight, bias, eps, y, mean, rstd, residual, summed)
 
 
 def rms_norm_dgrad(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dx: Tensor, partials: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dx: Tensor,
+    partials: Tensor | None,
+    dsummed: Tensor | None = None,
 ) -> None:
-    """dx = rstd (g - normal mean(g normal)), g = dy weight, normal = x rstd; partials = sums over rows of dy normal."""
-    _dgrad(dy, x, weight, None, rstd, dx, partials)
+    """dx = rstd (g - normal mean(g normal)) [+ dsummed], g = dy weight, normal = x rstd; partials: sum of dy normal."""
+    _dgrad(dy, x, weight, None, rstd, dx, partials, dsummed)
 
 
 def layer_norm_dgrad(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, dx: Tensor, partials: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dx: Tensor,
+    partials: Tensor | None,
+    dsummed: Tensor | None = None,
 ) -> None:
-    """dx = rstd (g - mean(g) - normal mean(g normal)); partials = sums over rows of dy normal and of dy."""
-    _dgrad(dy, x, weight, mean, rstd, dx, partials)
+    """dx = rstd (g - mean(g) - normal mean(g normal)) [+ dsummed]; partials = sums over rows of dy normal and of dy."""
+    _dgrad(dy, x, weight, mean, rstd, dx, partials, dsummed)
 
 
 def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -101,14 +130,24 @@ def _processors(device: torch.device) -> int:
 
 
 def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, y: Tensor, mean: Tensor | None, rstd: Tensor
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    y: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    residual: Tensor | None,
+    summed: Tensor | None,
 ) -> None:
     rows, features = x.shape
     if rows == 0 or features == 0:
         rstd.fill_(float("nan"))  # the mean of nothing, as in torch
         return
     tile, centered = norm_tile(features), mean is not None
-    arguments = (x, _dense(weight), _dense(bias), y, mean, rstd, eps, rows, features, *x.stride(), *y.stride())
+    tensors = (x, residual, _dense(weight), _dense(bias), y, summed, mean, rstd)
+    strides = (*x.stride(), *_strides(residual), *y.stride(), *_strides(summed))
+    arguments = (*tensors, eps, rows, features, *strides)
     if features > HELD:
         _forward_pieces(rows, arguments, (centered, _PIECE), warps=8, stages=1)
     else:
@@ -117,7 +156,14 @@ def _forward(
 
 
 def _dgrad(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, dx: Tensor, partials: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dx: Tensor,
+    partials: Tensor | None,
+    dsummed: Tensor | None,
 ) -> None:
     rows, features = x.shape
     if rows == 0 or features == 0:
@@ -125,8 +171,8 @@ def _dgrad(
             partials.zero_()
         return
     tile, centered = norm_tile(features), mean is not None
-    strides = (*dy.stride(), *x.stride(), *dx.stride())
-    arguments = (dy, x, _dense(weight), mean, rstd, dx)
+    strides = (*dy.stride(), *x.stride(), *_strides(dsummed), *dx.stride())
+    arguments = (dy, x, dsummed, _dense(weight), mean, rstd, dx)
     if features <= HELD_BACKWARD:
         programs = norm_partials(rows, features, x.device) if partials is None else partials.shape[1]
         constants = (centered, tile.rows, tile.columns, tile.stages)
@@ -143,13 +189,29 @@ def _dense(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.contiguous()
 
 
+def _strides(matrix: Tensor | None) -> tuple[int | None, int | None]:
+    return (None, None) if matrix is None else (matrix.stride(0), matrix.stride(1))
+
+
+@triton.jit
+def _load(x_ptr, residual_ptr, row, column, x_row, x_column, residual_row, residual_column, mask, wide: tl.constexpr):
+    """x, or x + residual rounded to x's dtype: what is kept of the sum is what dgrad will read."""
+    value = tl.load(x_ptr + row * x_row + column * x_column, mask, other=0).to(wide)
+    if residual_ptr is not None:
+        value += tl.load(residual_ptr + row * residual_row + column * residual_column, mask, other=0).to(wide)
+        value = value.to(x_ptr.dtype.element_ty).to(wide)
+    return value
+
+
 @Kernel
 @triton.jit
 def _forward_rows(
     x_ptr,
+    residual_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
+    summed_ptr,
     mean_ptr,
     rstd_ptr,
     eps,
@@ -157,14 +219,19 @@ def _forward_rows(
     features,
     x_row,
     x_column,
+    residual_row,
+    residual_column,
     y_row,
     y_column,
+    summed_row,
+    summed_column,
     CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """y = (x - mean) rstd weight + bias; x, y [rows, features]; one program: ROWS whole rows, read once.
 
+    With a residual [rows, features], of summed = x + residual instead of x, which is written beside y.
     No loop: programs that wait for memory are hidden by others on the same SM.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -172,7 +239,11 @@ def _forward_rows(
     inside = column < features
     mask = (row < rows)[:, None] & inside[None, :]
     wide = rstd_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask, other=0).to(wide)
+    strides = (x_row, x_column, residual_row, residual_column)
+    x = _load(x_ptr, residual_ptr, row[:, None], column[None, :], *strides, mask, wide)
+    if residual_ptr is not None:
+        summed = summed_ptr + row[:, None] * summed_row + column[None, :] * summed_column
+        tl.store(summed, x.to(summed_ptr.dtype.element_ty), mask)
     if CENTERED:
         mean = tl.sum(x, 1) / features
         tl.store(mean_ptr + row, mean, row < rows)
@@ -192,6 +263,7 @@ def _forward_rows(
 def _dgrad_rows(
     dy_ptr,
     x_ptr,
+    dsummed_ptr,
     weight_ptr,
     mean_ptr,
     rstd_ptr,
@@ -203,6 +275,8 @@ def _dgrad_rows(
     dy_column,
     x_row,
     x_column,
+    dsummed_row,
+    dsummed_column,
     dx_row,
     dx_column,
     CENTERED: tl.constexpr,
@@ -210,10 +284,11 @@ def _dgrad_rows(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx = rstd (g - normal mean(g normal) [- mean(g)]), g = dy weight; partials = sums of dy normal [, dy].
+    """dx = rstd (g - normal mean(g normal) [- mean(g)]), g = dy weight, [+ dsummed]; partials = sums of dy
+    normal [, dy].
 
-    dy, x, dx [rows, features], partials [1 or 2, programs, features] or None. One program: every P-th block of ROWS
-    rows, so that all programs read neighbouring memory at one time; the next are fetched while this one is summed.
+    dy, x, dsummed, dx [rows, features], partials [1 or 2, programs, features] or None. One program: every P-th block of
+    ROWS rows, so that all programs read neighbouring memory at one time; the next are fetched while this one is summed.
     """
     wide = rstd_ptr.dtype.element_ty
     column = tl.arange(0, COLUMNS)
@@ -243,6 +318,9 @@ def _dgrad_rows(
         if CENTERED:
             dx -= (tl.sum(g, 1) / features)[:, None]
         dx *= rstd
+        if dsummed_ptr is not None:
+            dsummed = dsummed_ptr + row[:, None] * dsummed_row + column[None, :] * dsummed_column
+            dx += tl.load(dsummed, mask, other=0).to(wide)
         tl.store(dx_ptr + row[:, None] * dx_row + column[None, :] * dx_column, dx.to(dx_ptr.dtype.element_ty), mask)
     if partials_ptr is not None:
         mine = partials_ptr + tl.program_id(0).to(tl.int64) * features + column
@@ -255,9 +333,11 @@ def _dgrad_rows(
 @triton.jit
 def _forward_pieces(
     x_ptr,
+    residual_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
+    summed_ptr,
     mean_ptr,
     rstd_ptr,
     eps,
@@ -265,26 +345,34 @@ def _forward_pieces(
     features,
     x_row,
     x_column,
+    residual_row,
+    residual_column,
     y_row,
     y_column,
+    summed_row,
+    summed_column,
     CENTERED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """As _forward_rows for one long row per program, in pieces; passes after the first find the row in the L2 cache."""
+    """As _forward_rows for one long row per program, in pieces; passes after the first find the row in the L2 cache.
+
+    Every pass adds the residual anew: what one thread writes of the sum, another of the block might read too early.
+    """
     row = tl.program_id(0).to(tl.int64)
     wide = rstd_ptr.dtype.element_ty
+    strides = (x_row, x_column, residual_row, residual_column)
     mean = 0.0
     if CENTERED:
         sums = tl.zeros([COLUMNS], wide)
         for start in range(0, features, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
-            sums += tl.load(x_ptr + row * x_row + column * x_column, column < features, other=0).to(wide)
+            sums += _load(x_ptr, residual_ptr, row, column, *strides, column < features, wide)
         mean = tl.sum(sums, 0) / features
         tl.store(mean_ptr + row, mean)
     sums = tl.zeros([COLUMNS], wide)
     for start in range(0, features, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        x = tl.load(x_ptr + row * x_row + column * x_column, column < features, other=0).to(wide)
+        x = _load(x_ptr, residual_ptr, row, column, *strides, column < features, wide)
         x = tl.where(column < features, x - mean, 0)
         sums += x * x
     rstd = 1 / tl.sqrt(tl.sum(sums, 0) / features + eps)
@@ -292,7 +380,11 @@ def _forward_pieces(
     for start in range(0, features, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < features
-        y = (tl.load(x_ptr + row * x_row + column * x_column, inside, other=0).to(wide) - mean) * rstd
+        x = _load(x_ptr, residual_ptr, row, column, *strides, inside, wide)
+        if residual_ptr is not None:
+            summed = summed_ptr + row * summed_row + column * summed_column
+            tl.store(summed, x.to(summed_ptr.dtype.element_ty), inside)
+        y = (x - mean) * rstd
         if weight_ptr is not None:
             y *= tl.load(weight_ptr + column, inside, other=0).to(wide)
         if bias_ptr is not None:
@@ -305,6 +397,7 @@ def _forward_pieces(
 def _dgrad_pieces(
     dy_ptr,
     x_ptr,
+    dsummed_ptr,
     weight_ptr,
     mean_ptr,
     rstd_ptr,
@@ -314,6 +407,8 @@ def _dgrad_pieces(
     dy_column,
     x_row,
     x_column,
+    dsummed_row,
+    dsummed_column,
     dx_row,
     dx_column,
     CENTERED: tl.constexpr,
@@ -345,6 +440,8 @@ def _dgrad_pieces(
         if weight_ptr is not None:
             g *= tl.load(weight_ptr + column, inside, other=0).to(wide)
         dx = (g - normal * slope - level) * rstd
+        if dsummed_ptr is not None:
+            dx += tl.load(dsummed_ptr + row * dsummed_row + column * dsummed_column, inside, other=0).to(wide)
         tl.store(dx_ptr + row * dx_row + column * dx_column, dx.to(dx_ptr.dtype.element_ty), inside)
 
 
@@ -423,27 +520,38 @@ def _sum_partials(
     tl.store(out, total.to(out_ptr.dtype.element_ty), inside)
 
 
+_SHAPES = ((128, False), (4096, False), (4096, True), (8192, True), (16384, True), (65536, True))
+_ADDED = ((4096, False), (8192, True), (16384, True), (65536, True))
+
+
 def variants(capability: int) -> list[Variant]:
-    """bf16 rows of usual lengths, the same on every GPU; layer is LayerNorm, which holds more than RMSNorm."""
+    """bf16 rows of usual lengths, the same on every GPU; layer is LayerNorm, which holds more than RMSNorm.
+
+    "added": with a residual, and in dgrad with the gradient of the sum.
+    """
     found = []
-    for features, centered in ((128, False), (4096, False), (4096, True), (8192, True), (16384, True), (65536, True)):
-        name = f"{'layer' if centered else 'rms'} {features}"
-        tile, mean = norm_tile(features), "*fp32" if centered else None
+    for features, centered, added in (*((*s, False) for s in _SHAPES), *((*s, True) for s in _ADDED)):
+        name = f"{'added ' if added else ''}{'layer' if centered else 'rms'} {features}"
+        tile, mean, more = norm_tile(features), "*fp32" if centered else None, "*bf16" if added else None
         bias, sizes, strides = "*bf16" if centered else None, ("i32", "i32:16"), ("i32:16", 1)
-        forward = ("*bf16", "*bf16", bias, "*bf16", mean, "*fp32", "fp32", *sizes, *strides * 2)
-        dgrad = ("*bf16", "*bf16", "*bf16", mean, "*fp32", "*bf16")
+        others = strides if added else (None, None)
+        tensors = ("*bf16", more, "*bf16", bias, "*bf16", more, mean, "*fp32")
+        forward = (*tensors, "fp32", *sizes, *(strides + others) * 2)
+        dgrad = ("*bf16", "*bf16", more, "*bf16", mean, "*fp32", "*bf16")
+        between = (*strides * 2, *others, *strides)
         constants = (centered, tile.rows, tile.columns)
         if features <= HELD:
             found.append(Variant(f"forward {name}", _forward_rows, forward, constants, tile.warps, 1))
         else:
             found.append(Variant(f"forward {name}", _forward_pieces, forward, (centered, _PIECE), 8, 1))
         if features <= HELD_BACKWARD:
-            types = (*dgrad, "*fp32", *sizes, *strides * 3)
+            types = (*dgrad, "*fp32", *sizes, *between)
             found.append(Variant(f"dgrad {name}", _dgrad_rows, types, (*constants, tile.stages), tile.warps, 1))
         else:
-            types = (*dgrad, "i32:16", *strides * 3)
+            types = (*dgrad, "i32:16", *between)
             found.append(Variant(f"dgrad {name}", _dgrad_pieces, types, (centered, _PIECE), 8, 1))
-            types = ("*bf16", "*bf16", mean, "*fp32", "*fp32", *sizes, *strides * 2)
-            found.append(Variant(f"sums {name}", _sum_columns, types, (centered, 8, 256), 4, 1))
+            if not added:
+                types = ("*bf16", "*bf16", mean, "*fp32", "*fp32", *sizes, *strides * 2)
+                found.append(Variant(f"sums {name}", _sum_columns, types, (centered, 8, 256), 4, 1))
     types = ("*fp32",) * 4 + ("i32",) * 4 + ("i32:16", "*fp32", "i32:16", 1)
     return [*found, Variant("wgrad", _sum_partials, types, (True, 32, 32), 4, 1)]

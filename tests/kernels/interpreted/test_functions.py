@@ -32,6 +32,8 @@ def block(impl: str, x: Tensor, gain: Tensor, shift: Tensor, table: Tensor, head
     indices = torch.arange(18).view(2, 9) % 7
     h = x + functional.embedding(indices, table, padding_idx=3, impl=impl)
     h = functional.rms_norm(functional.layer_norm(h, gain, shift, impl=impl), gain, impl=impl)
+    normed, summed = functional.rms_norm(h, gain, residual=x, impl=impl)
+    h = functional.layer_norm(normed, gain, shift, residual=summed, impl=impl)[0]
     return functional.linear_cross_entropy(h, head, indices, label_smoothing=0.1, z_loss=0.01, chunk=8, impl=impl)
 
 

@@ -30,32 +30,41 @@ def strided(rows: int, columns: int, dtype: torch.dtype, layout: str) -> Tensor:
     return torch.randn(rows, columns + 3 * (layout == "part")).to(dtype)[:, :columns]
 
 
-def check(rows: int, features: int, dtype: torch.dtype, centered: bool, weighted: bool, layout: str) -> None:
-    """Forward, dgrad and wgrad of one shape."""
+def check(
+    rows: int, features: int, dtype: torch.dtype, centered: bool, weighted: bool, layout: str, added: bool = False
+) -> None:
+    """Forward, dgrad and wgrad of one shape. added: Triton adds a residual; the reference gets the sum that it kept."""
     x, dy = (strided(rows, features, dtype, layout) + 0.5 for _ in range(2))
+    residual, dsummed = (strided(rows, features, dtype, layout) if added else None for _ in range(2))
+    summed = poisoned(rows, features + 2, dtype=dtype)[:, 1:-1] if added else None
     weight = torch.randn(features).to(dtype) if weighted else None
     bias = torch.randn(features).to(dtype) if weighted and centered else None
     results = []
     for launches, wide in ((triton_norm, torch.float32), (reference_norm, torch.float64)):
         exact = launches is reference_norm
-        own_x, own_dy, w, b = (t.double() if exact and t is not None else t for t in (x, dy, weight, bias))
+        tensors = (summed if exact and added else x, dy, weight, bias, dsummed)
+        own_x, own_dy, w, b, also = (t.double() if exact and t is not None else t for t in tensors)
+        sums = (None, None) if exact else (residual, summed)
+        normed = own_x if exact or summed is None else summed
         kind = wide if exact else dtype
         y, dx = poisoned(features, rows, dtype=kind).t(), poisoned(rows, features, dtype=kind)
         mean, rstd = poisoned(rows, dtype=wide), poisoned(rows, dtype=wide)
         count = launches.norm_partials(rows, features, x.device)
         partials = poisoned(1 + centered, count, features, dtype=wide) if weighted else None
         if centered:
-            launches.layer_norm_fwd(own_x, w, b, 1e-3, y, mean, rstd)
-            launches.layer_norm_dgrad(own_dy, own_x, w, mean, rstd, dx, partials)
+            launches.layer_norm_fwd(own_x, w, b, 1e-3, y, mean, rstd, *sums)
+            launches.layer_norm_dgrad(own_dy, normed, w, mean, rstd, dx, partials, also)
         else:
-            launches.rms_norm_fwd(own_x, w, 1e-3, y, rstd)
-            launches.rms_norm_dgrad(own_dy, own_x, w, rstd, dx, partials)
+            launches.rms_norm_fwd(own_x, w, 1e-3, y, rstd, *sums)
+            launches.rms_norm_dgrad(own_dy, normed, w, rstd, dx, partials, also)
         found = [y, dx, rstd] + ([mean] if centered else [])
         if partials is not None:
             outputs = [poisoned(features, dtype=wide) for _ in range(1 + centered)]
             launches.norm_wgrad([(partials,)], outputs, False)
             found += outputs
         results.append(found)
+    if summed is not None:  # the interpreter truncates to bfloat16, where a GPU rounds
+        torch.testing.assert_close(summed, x + residual, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
     for name, (got, wanted) in enumerate(zip(*results, strict=True)):
         testing.assert_close(got, wanted, f"output {name} of rows={rows} features={features}", scale=0.1)
 
@@ -68,6 +77,7 @@ def test_edges_of_the_tile(features: int, centered: bool, dtype: torch.dtype) ->
     tile = triton_norm.norm_tile(features)
     for rows in {1, tile.rows - 1, 3 * tile.rows + 1} - {0}:
         check(rows, features, dtype, centered, True, "dense")
+    check(tile.rows + 1, features, dtype, centered, True, "dense", added=True)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -77,11 +87,14 @@ def test_edges_of_the_tile(features: int, centered: bool, dtype: torch.dtype) ->
     st.sampled_from(DTYPES),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
     st.sampled_from(["dense", "part", "transposed"]),
 )
-def test_any_shape(rows: int, features: int, dtype: torch.dtype, centered: bool, weighted: bool, layout: str) -> None:
+def test_any_shape(
+    rows: int, features: int, dtype: torch.dtype, centered: bool, weighted: bool, added: bool, layout: str
+) -> None:
     torch.manual_seed(rows * features)
-    check(rows, features, dtype, centered, weighted, layout)
+    check(rows, features, dtype, centered, weighted, layout, added)
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -92,6 +105,7 @@ def test_long_rows(held: int, rows: int, features: int, centered: bool, monkeypa
     monkeypatch.setattr(triton_norm, "_PIECE", 32)
     torch.manual_seed(0)
     check(rows, features, DTYPES[rows > 3], centered, True, "part")
+    check(rows, features, DTYPES[rows > 3], centered, True, "part", added=True)
     if rows == 3:
         check(rows, features, torch.float32, centered, False, "transposed")
 

@@ -1,0 +1,42 @@
+"""Rotary position embedding. It has no weights: its backward, the rotation back, is B."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbkern.kernels import reference
+
+
+class Rotary(torch.autograd.Function):
+    """x [..., T, H, D] rotated by cos, sin [T, R/2], or back. The gradient of one is the other, any number of times."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, launches: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.launches, ctx.interleaved, ctx.back = launches, interleaved, back
+        y = x.new_empty(x.shape)
+        launch = launches.rotary_dgrad if back else launches.rotary_fwd
+        launch(_batched(x), cos, sin, interleaved, _batched(y))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        dx = Rotary.apply(ctx.launches, dy, cos, sin, ctx.interleaved, not ctx.back)
+        return None, dx, None, None, None, None
+
+
+def rotary_with_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotary in torch's own operations, differentiable any number of times."""
+    return reference.rotated(x, cos, sin, interleaved)
+
+
+def _batched(x: Tensor) -> Tensor:
+    """[..., T, H, D] as [batch, T, H, D]."""
+    return x if x.dim() == 4 else x.unsqueeze(0).flatten(0, -4)
