@@ -27,7 +27,6 @@ from zbkern.pipeline import Costs, Pipeline, Schedule, schedules, simulate
 from zbkern.pipeline.local_transport import LocalTransport
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = 1.0, 1.0, 0.75, 0.1  # in units of --unit seconds, of all chunks of a rank
-LAYERS = 8
 
 
 class Sleep(torch.autograd.Function):
@@ -55,21 +54,23 @@ class Sleep(torch.autograd.Function):
 
 
 class Chunk(nn.Module):
-    """A chunk of LAYERS layers. `durations`: of F, B and W of each microbatch in turn; without them nothing sleeps."""
+    """A chunk of some layers. `durations`: of F, B and W of each microbatch in turn; without them nothing sleeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(1) for _ in range(LAYERS))
+        self.weights = nn.ParameterList(torch.zeros(1) for _ in range(layers))
         self.durations: list[tuple[float, float, float]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        seconds = [part / LAYERS for part in self.durations.pop(0)] if self.durations else (0.0, 0.0, 0.0)
+        seconds = [part / len(self.weights) for part in self.durations.pop(0)] if self.durations else (0.0, 0.0, 0.0)
         for weight in self.weights:
             x = Sleep.apply(x, weight, seconds)
         return x
 
 
-def measure(schedule: Schedule, fill: str, unit: float, jitter: float = 0.0, seed: int = 0) -> tuple[float, float]:
+def measure(
+    schedule: Schedule, fill: str, unit: float, layers: int = 1, jitter: float = 0.0, seed: int = 0
+) -> tuple[float, float]:
     """(simulated without jitter, measured) cost in seconds, of a step after one that does not sleep."""
     seconds = [unit * share / schedule.chunks for share in (FORWARD, BACKWARD, WEIGHT)]
     travel = unit * COMMUNICATION
@@ -78,7 +79,7 @@ def measure(schedule: Schedule, fill: str, unit: float, jitter: float = 0.0, see
     errors: list[BaseException] = []
 
     def rank_loop(transport: LocalTransport) -> None:
-        modules = {chunk: Chunk() for chunk in schedule.chunks_of(transport.rank)}
+        modules = {chunk: Chunk(layers) for chunk in schedule.chunks_of(transport.rank)}
         try:
             with Pipeline(modules.values(), schedule, lambda y, _: y.sum(), transport, fill=fill, timeout=60) as pipe:
                 inputs = torch.ones(count, 1, requires_grad=True)
@@ -128,7 +129,7 @@ def under_jitter(stages: int, microbatches: int, unit: float, jitter: float) -> 
     """Fill -> measured cost of each of five samples."""
     schedule = schedules.zb_h1(stages, microbatches)
     found = {
-        fill: [measure(schedule, fill, unit, jitter, seed)[1] for seed in range(5)] for fill in ("planned", "eager")
+        fill: [measure(schedule, fill, unit, 8, jitter, seed)[1] for seed in range(5)] for fill in ("planned", "eager")
     }
     rows = [(fill, f"{statistics.mean(costs):.3f} s") for fill, costs in found.items()]
     print(table((f"zb_h1, passes random by {jitter:.0%}", "measured"), rows))
