@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
-import socket
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import zbkern
+from bench import ranks
 from bench.report import environment, table, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
 
@@ -83,19 +80,19 @@ def plain_step(layers: list[nn.Module], x: Tensor, y: Tensor, microbatches: int)
 
 
 def contestants(model: list[nn.Module], microbatches: int) -> list[Contestant]:
-    ranks = dist.get_world_size()
+    size = dist.get_world_size()
     x, y = torch.randn(2, microbatches, WIDTH)
-    line, vee = tuple(range(ranks)), (*range(ranks), *reversed(range(ranks)))
+    line, vee = tuple(range(size)), (*range(size), *reversed(range(size)))
     found = []
     for name, build in (("1F1B", schedules.one_f_one_b), ("ZB-H1", schedules.zb_h1), ("ZB-V", schedules.zb_v)):
-        found.append(our_contestant(name, build(ranks, microbatches), model, x, y))
-    found.append(our_contestant("ZB-H1, recorded", schedules.zb_h1(ranks, microbatches), model, x, y, record=True))
+        found.append(our_contestant(name, build(size, microbatches), model, x, y))
+    found.append(our_contestant("ZB-H1, recorded", schedules.zb_h1(size, microbatches), model, x, y, record=True))
     found.append(torch_contestant("Schedule1F1B", line, 2, model, x, y, microbatches))
     found.append(torch_contestant("ScheduleZBVZeroBubble", vee, 3, model, x, y, microbatches))
     for contestant in found:
-        chunks = 2 * ranks if "V" in contestant.name else ranks
+        chunks = 2 * size if "V" in contestant.name else size
         check(contestant, model[:chunks], x, y, microbatches)
-    if ranks == 1:
+    if size == 1:
         for name, layers in (("plain, one layer", model[:1]), ("plain, two layers", model[:2])):
             step = lambda layers=layers: plain_step(layers, x, y, microbatches)  # noqa: E731
             found.append(Contestant(name, step, 2 * microbatches * len(layers), {}))
@@ -111,13 +108,10 @@ def check(contestant: Contestant, model: list[nn.Module], x: Tensor, y: Tensor, 
         torch.testing.assert_close(layer.weight.grad, expected[chunk].weight.grad, rtol=1e-4, atol=1e-7)
 
 
-def run(rank: int, ranks: int, port: int, microbatches: int, rounds: int, results: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+def run(microbatches: int, rounds: int) -> dict[str, list[float]]:
+    """On every rank: name -> microseconds per action of every round."""
     torch.manual_seed(0)
-    entries = contestants([nn.Linear(WIDTH, WIDTH) for _ in range(2 * ranks)], microbatches)
+    entries = contestants([nn.Linear(WIDTH, WIDTH) for _ in range(2 * dist.get_world_size())], microbatches)
     times: dict[str, list[float]] = {entry.name: [] for entry in entries}
     for _ in range(rounds):
         for entry in entries:
@@ -128,9 +122,7 @@ def run(rank: int, ranks: int, port: int, microbatches: int, rounds: int, result
     for entry in entries:
         if entry.close is not None:
             entry.close()
-    if rank == 0:
-        results[ranks] = times
-    dist.destroy_process_group()
+    return times
 
 
 def main() -> None:
@@ -139,16 +131,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     figures = {}
-    for ranks in (1, 2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        results = mp.Manager().dict()
-        mp.spawn(run, args=(ranks, port, arguments.microbatches, arguments.rounds, results), nprocs=ranks)
-        times = results[ranks]
-        figures[f"{ranks} ranks"] = times
+    for size in (1, 2):
+        times = ranks.run(size, run, arguments.microbatches, arguments.rounds)
+        figures[f"{size} ranks"] = times
         rows = [(name, f"{statistics.median(each):.1f}") for name, each in times.items()]
-        print(f"\n{ranks} rank{'s' * (ranks > 1)}, {arguments.microbatches} microbatches, gradients equal backward()\n")
+        print(f"\n{size} rank{'s' * (size > 1)}, {arguments.microbatches} microbatches, gradients equal backward()\n")
         print(table(("contestant", "us per action"), rows), flush=True)
     print(f"\n{environment()}\nwritten to {write_json('host_time', figures)}")
 

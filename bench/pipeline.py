@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
-import socket
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import zbkern
+from bench import ranks
 from bench.report import environment, table, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
 
@@ -101,11 +98,8 @@ def check(contestant: Contestant, model: nn.Sequential) -> None:
             )
 
 
-def run(rank: int, port: int, microbatches: int, rounds: int, only: list[str], results: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+def run(microbatches: int, rounds: int, only: list[str]) -> dict[str, list[float]]:
+    """On every rank: name -> seconds per step of every round."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     x, y = torch.randn(microbatches * TOKENS, WIDTH), torch.randn(microbatches * TOKENS, WIDTH)
@@ -134,14 +128,12 @@ def run(rank: int, port: int, microbatches: int, rounds: int, only: list[str], r
                 step()
             dist.barrier()
             times[name].append((time.perf_counter() - start) / STEPS)
-        if rank == 0 and sys.stderr.isatty():
+        if dist.get_rank() == 0 and sys.stderr.isatty():
             print(f"\r{microbatches} microbatches: round {done + 1} of {rounds}", end="", file=sys.stderr)
     for contestant in contestants:
         if contestant.close:
             contestant.close()
-    if rank == 0:
-        results[microbatches] = times
-    dist.destroy_process_group()
+    return times
 
 
 def our_schedules(m: int) -> list[tuple[str, Schedule, str]]:
@@ -163,12 +155,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures = {}
     for microbatches in arguments.microbatches:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        results = mp.Manager().dict()
-        mp.spawn(run, args=(port, microbatches, arguments.rounds, arguments.only, results), nprocs=RANKS)
-        times = results[microbatches]
+        times = ranks.run(RANKS, run, microbatches, arguments.rounds, arguments.only)
         single = times.pop("one process")
         rows = []
         for name, seconds in sorted(times.items(), key=lambda item: statistics.median(item[1])):

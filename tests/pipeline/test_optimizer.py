@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.pipeline import chunks
 from zbkern.pipeline import norms
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.mailbox import PipelineError
@@ -42,21 +42,15 @@ OPTIMIZERS: dict[str, Make] = {
 
 def on_threads(size: int, function: Callable[[LocalTransport], Any]) -> list[Any]:
     """function(transport) on one thread per rank; raises what the first rank raised."""
-    results: list[Any] = [None] * size
 
-    def call(transport: LocalTransport) -> None:
+    def call(transport: LocalTransport) -> Any:
         try:
-            results[transport.rank] = function(transport)
+            return function(transport)
         except BaseException as error:
-            results[transport.rank] = error
             transport.fail(repr(error))
+            raise
 
-    threads = [threading.Thread(target=call, args=(transport,), daemon=True) for transport in LocalTransport.ring(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank hangs"
+    results = chunks.on_threads(size, call)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, PipelineError)):
         raise error

@@ -321,8 +321,8 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint() -> None:
     transports: list[LocalTransport] = []
     ring = LocalTransport.ring
 
-    def keep(size: int) -> list[LocalTransport]:
-        transports[:] = ring(size)
+    def keep(size: int, delay: Any = None) -> list[LocalTransport]:
+        transports[:] = ring(size, delay)
         return transports
 
     with pytest.MonkeyPatch.context() as patch:
