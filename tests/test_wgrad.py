@@ -462,10 +462,9 @@ def test_weights_whose_launch_takes_several_share_it() -> None:
     queue.add(wgrad.WGradTask(one, (torch.ones(2),), shared))
     queue.add(wgrad.WGradTask(lambda *arguments: one(*arguments), (torch.ones(2),), (parameters[1],)))
     queue.add(wgrad.WGradTask(one, (torch.ones(2), torch.ones(2)), (parameters[0], parameters[2])))
-    groups = list(grouping.by_launch(grouping.by_weight(queue.tasks(), True)))
-    assert [len(batch) for batch in groups] == [1, 1, 1]
-    tied = [group for batch in groups for group in batch if group[0].launch is one]
-    assert [len(batch) for batch in grouping.by_launch(tied)] == [1, 1]
+    assert [len(batch) for batch, _ in grouping.batches(queue.tasks(), True)] == [1, 1, 1]
+    tied = [task for task in queue.tasks() if task.launch is one]
+    assert [len(batch) for batch, _ in grouping.batches(tied, True)] == [1, 1]
     queue.discard()
 
 

@@ -100,14 +100,14 @@ def weight_gradients(
     call: Call,
     launch: wgrad.Launch,
     tensors: wgrad.Segment,
-    edges: Sequence[bool],
+    needs: Sequence[bool],
     arithmetic: int | Callable[[wgrad.Segment], int] = 0,
     part: slice | None = None,
 ) -> Sequence[Tensor | None]:
     """The gradients of `call.owners`, or None where a queue (or the route) has taken them over.
 
-    tensors: what the launch reads, detached. edges: the part of ctx.needs_input_grad that belongs to the edges.
-    arithmetic: the flops of the launch, or what counts them. part: which owners the launch is for; None for all.
+    tensors: what the launch reads, detached. needs: ctx.needs_input_grad, the edges' last. arithmetic: the flops of the
+    launch, or what counts them. part: which owners the launch is for; None for all.
     What comes back belongs at the edges' places; where the graph has no edges it is None, which autograd ignores.
     """
     owners = call.wanted if part is None else call.wanted[part]
@@ -120,7 +120,9 @@ def weight_gradients(
             else:
                 scope[0].add(task, scope[1])
         return (None,) * len(owners)
-    needed = edges if part is None else edges[part]
+    needed = needs[-len(call.owners) :]
+    if part is not None:
+        needed = needed[part]
     owners = tuple([p if need else None for p, need in zip(owners, needed, strict=True)])
     wanted = [p for p in owners if p is not None]
     if not wanted:

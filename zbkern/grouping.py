@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zbkern.task import WGradTask
 
+Batch = list[list["WGradTask"]]  # groups that one launch takes, of tasks that one launch sums up
 
-def by_weight(selected: Iterable[WGradTask], merge: bool) -> list[list[WGradTask]]:
+
+def batches(selected: Sequence[WGradTask], merge: bool | str) -> Iterator[tuple[Batch, bool]]:
+    """The tasks as they run, oldest first, and whether hooks wait for what a batch computes.
+
+    merge: as in WGradQueue. Without it a batch is a task, or tasks that must run together (`by_weight`).
+    """
+    hooked = {task for task in selected if task.delivers}
+    groups = by_weight(selected, hooked, bool(merge))
+    if merge is True:
+        yield from by_launch(groups, hooked)
+    else:
+        for group in groups:
+            yield [group], group[0] in hooked
+
+
+def by_weight(selected: Sequence[WGradTask], hooked: set[WGradTask], merge: bool) -> list[list[WGradTask]]:
     """The tasks in groups that run together, oldest group first.
 
-    May: the same weight, when merging. Must: tasks of one key that share a parameter whose hooks listen, because
-    autograd calls those once per backward, after all its contributions (DistributedDataParallel relies on it).
+    May: the same weight, when merging. Must: tasks of one key that share a parameter whose hooks listen (`hooked`),
+    because autograd calls those once per backward, after all its contributions (DistributedDataParallel relies on it).
     """
     groups: dict[Hashable, list[WGradTask]] = {}
     joined: dict[tuple[Hashable, int], Hashable] = {}  # (key, parameter) -> its group, where hooks listen
     for task in selected:
-        if not task.delivers:
-            groups.setdefault(task.weight if merge else task, []).append(task)
+        label: Hashable = task.weight if merge else task
+        if task not in hooked:
+            if label in groups:
+                groups[label].append(task)
+            else:
+                groups[label] = [task]
             continue
         shares = [(task.key, id(p)) for p in task.parameters if p is not None]
         found = list(dict.fromkeys(joined[share] for share in shares if share in joined))
@@ -32,24 +52,25 @@ def by_weight(selected: Iterable[WGradTask], merge: bool) -> list[list[WGradTask
     return list(groups.values())
 
 
-def by_launch(groups: Iterable[list[WGradTask]]) -> Iterator[list[list[WGradTask]]]:
+def by_launch(groups: Sequence[list[WGradTask]], hooked: set[WGradTask]) -> Iterator[tuple[Batch, bool]]:
     """Neighbouring groups that their launch takes at once (`launch.several`): on one device, no parameter in two."""
-    batch: list[list[WGradTask]] = []
-    kind, taken = None, set()  # type: ignore[var-annotated]
+    batch: Batch = []
+    kind: Any = None
+    taken: set[int] = set()
     for group in groups:
         task = group[0]
         several = getattr(task.launch, "several", None)
-        if several is None or task.delivers:
+        if several is None or task in hooked:
             if batch:
-                yield batch
+                yield batch, False
                 batch, taken = [], set()
-            yield [group]
+            yield [group], task in hooked
             continue
         parameters = {id(p) for p in task.parameters if p is not None}
         if batch and (kind != (several, task.tensors[0].device) or parameters & taken):
-            yield batch
+            yield batch, False
             batch, taken = [], set()
         batch.append(group)
         kind, taken = (several, task.tensors[0].device), taken | parameters
     if batch:
-        yield batch
+        yield batch, False

@@ -22,7 +22,7 @@ class WGradTask:
     """
 
     __slots__ = (
-        *("_arithmetic", "key", "launch", "listened", "name", "parameters", "ready", "storages", "tensors"),
+        *("_arithmetic", "key", "launch", "listened", "name", "parameters", "pins", "ready", "tensors"),
         *("version", "weight"),
     )
 
@@ -43,7 +43,7 @@ class WGradTask:
         self.listened = listened
         self.key: Hashable = None
         self.ready: Any = None  # an event after which `tensors` hold their values, where W has a stream of its own
-        self.storages: list[int] = []  # of the tensors, once a queue has counted them
+        self.pins: list[list[int]] = []  # a queue's entries for the storages of the tensors
         version = 0  # grows whenever one of the tensors is modified in place
         for tensor in tensors:
             version += tensor._version

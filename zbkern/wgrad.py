@@ -57,7 +57,7 @@ class WGradQueue:
         self.merge = merge
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
-        self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes
+        self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes, itself
         self._bytes = 0
         self._lock = threading.RLock()
         self.stream = stream
@@ -103,17 +103,15 @@ class WGradQueue:
                 task.ready = self._side.mark()
                 self._unpin(self._side.landed())
             self._tasks[task] = None
-            pinned = self._pinned
             for tensor in task.tensors:
                 storage = tensor.untyped_storage()
                 address = storage._cdata
-                task.storages.append(address)
-                if address in pinned:
-                    pinned[address][0] += 1
-                else:
-                    size = storage.nbytes()
-                    pinned[address] = [1, size]
-                    self._bytes += size
+                pin = self._pinned.get(address)
+                if pin is None:
+                    pin = self._pinned[address] = [0, storage.nbytes(), address]
+                    self._bytes += pin[1]
+                pin[0] += 1
+                task.pins.append(pin)
             if self.max_bytes is not None and self._bytes > self.max_bytes:
                 self._run_early()
             if self._bytes > self.peak_bytes:
@@ -124,7 +122,7 @@ class WGradQueue:
         with self._lock:
             selected = self._select(key)
             if selected:
-                self._run_groups(grouping.by_weight(selected, bool(self.merge)))
+                self._run(grouping.batches(selected, self.merge), selected[0])
             if key is None:
                 self.join()
         return len(selected)
@@ -146,13 +144,13 @@ class WGradQueue:
             if first is None:
                 return False
             if first.delivers:
-                group = grouping.by_weight(self._select([first.key]), bool(self.merge))[0]
+                batch = next(grouping.batches(self._select([first.key]), self.merge))
             elif self.merge:
                 weight = first.weight
-                group = [task for task in selected if task.weight == weight]
+                batch = [[task for task in selected if task.weight == weight]], False
             else:
-                group = [first]
-            self._run_groups([group])
+                batch = [[first]], False
+            self._run([batch], first)
         return True
 
     def discard(self, key: Hashable | list[Hashable] = None) -> int:
@@ -210,17 +208,17 @@ class WGradQueue:
             keys = key if isinstance(key, list) else [key]
             return [task for task in self._tasks if task.key in keys]
 
-    def _run_groups(self, groups: Sequence[list[WGradTask]]) -> None:
-        device = groups[0][0].tensors[0].device.type
+    def _run(self, batches: Iterable[tuple[grouping.Batch, bool]], first: WGradTask) -> None:
+        device = first.tensors[0].device.type
         if torch.is_autocast_enabled(device):  # W computes in the dtypes that B left
             with torch.autocast(device, enabled=False):
-                return self._run_groups(groups)
+                return self._run(batches, first)
         with torch.no_grad():
-            for batch in grouping.by_launch(groups) if self.merge is True else ([group] for group in groups):
-                self._run_batch(batch)
+            for batch, hooked in batches:
+                self._run_batch(batch, hooked)
         return None
 
-    def _run_batch(self, batch: list[list[WGradTask]]) -> None:
+    def _run_batch(self, batch: grouping.Batch, hooked: bool) -> None:
         """Runs groups that are one launch; the tasks leave the queue once their gradients have landed."""
         tasks = batch[0] if len(batch) == 1 else [task for group in batch for task in group]
         for task in tasks:
@@ -233,13 +231,12 @@ class WGradQueue:
                     "run the queue before the modification, or modify a copy"
                 )
         first, side, gradients = tasks[0], None, None
-        delivers = first.delivers
-        if self.merge == "exact" and len(tasks) > 1 and not delivers:
+        if len(tasks) > 1 and self.merge == "exact" and not hooked:
             for task in tasks:
-                self._run_batch([[task]])
+                self._run_batch([[task]], hooked)
             return
         try:
-            if delivers:
+            if hooked:
                 self.join()
                 gradients = landing.sum_gradients(tasks)
             elif first.ready is not None:
@@ -287,7 +284,7 @@ class WGradQueue:
             if self._bytes <= self.max_bytes:
                 return
             if not task.delivers:
-                self._run_groups([[task]])
+                self._run([([[task]], False)], task)
             elif task.launch is not landing.add_gradients:
                 with torch.no_grad():
                     gradients = landing.sum_gradients([task])
@@ -304,14 +301,12 @@ class WGradQueue:
         self._unpin(tasks)
 
     def _unpin(self, tasks: Iterable[WGradTask]) -> None:
-        pinned = self._pinned
         for task in tasks:
-            for address in task.storages:
-                storage = pinned[address]
-                storage[0] -= 1
-                if not storage[0]:
-                    del pinned[address]
-                    self._bytes -= storage[1]
+            for pin in task.pins:
+                pin[0] -= 1
+                if not pin[0]:
+                    del self._pinned[pin[2]]
+                    self._bytes -= pin[1]
 
 
 class _Scope:

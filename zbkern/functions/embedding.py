@@ -33,7 +33,7 @@ class Embedding(torch.autograd.Function):
             return differentiable_backward(call, embedding_with_torch, (indices, ctx.padding_idx), dy)
         launch = embedding_wgrad(call.launches, ctx.padding_idx)
         segment = (indices.reshape(-1), dy.reshape(-1, dy.shape[-1]))
-        return None, None, None, *weight_gradients(call, launch, segment, ctx.needs_input_grad[3:], dy.numel())
+        return None, None, None, *weight_gradients(call, launch, segment, ctx.needs_input_grad, dy.numel())
 
 
 @functools.cache

@@ -34,7 +34,7 @@ class Linear(torch.autograd.Function):
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
         if activation is None:
             call.launches.linear_fwd(as_rows(x), weight, bias, as_rows(y))
-            ctx.save_for_backward(x, weight)
+            ctx.save_for_backward(x, weight, None)
         else:
             z = torch.empty_like(y) if any(ctx.needs_input_grad) else None
             call.launches.linear_fwd(
@@ -47,13 +47,13 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         call = ctx.call
-        x, weight, *z = ctx.saved_tensors
+        x, weight, z = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True
             return differentiable_backward(call, linear_with_torch, (x, ctx.activation, ctx.transposed), dy)
-        if z:
-            dz = torch.empty_like(z[0])
-            call.launches.activation_bwd(as_rows(dy), as_rows(z[0]), ctx.activation, as_rows(dz))
+        if z is not None:
+            dz = torch.empty_like(z)
+            call.launches.activation_bwd(as_rows(dy), as_rows(z), ctx.activation, as_rows(dz))
             dy = dz
         dx = None
         if needs[1]:
@@ -62,7 +62,7 @@ class Linear(torch.autograd.Function):
         if x.dim() != 2:
             x, dy = as_rows(x), as_rows(dy)
         launch = transposed_wgrad(call.launches) if ctx.transposed else call.launches.linear_wgrad
-        weights = weight_gradients(call, launch, (x, dy), needs[4:], linear_flops)
+        weights = weight_gradients(call, launch, (x, dy), needs, linear_flops)
         return None, dx, None, None, *weights
 
 
@@ -98,11 +98,11 @@ class GatedMLP(torch.autograd.Function):
         if needs[1]:
             dx = x.new_empty(x.shape)
             launches.linear_dgrad_sum([(da, gate), (db, up)], as_rows(dx))
-        rows, edges, launch = as_rows(x.detach()), needs[3:], launches.linear_wgrad
+        rows, launch = as_rows(x.detach()), launches.linear_wgrad
         # owners: gate, up, down, then their biases; each task takes a weight with its bias
-        dgate, dgate_bias = weight_gradients(call, launch, (rows, da), edges, linear_flops, slice(0, None, 3))
-        dup, dup_bias = weight_gradients(call, launch, (rows, db), edges, linear_flops, slice(1, None, 3))
-        ddown, ddown_bias = weight_gradients(call, launch, (h, dy), edges, linear_flops, slice(2, None, 3))
+        dgate, dgate_bias = weight_gradients(call, launch, (rows, da), needs, linear_flops, slice(0, None, 3))
+        dup, dup_bias = weight_gradients(call, launch, (rows, db), needs, linear_flops, slice(1, None, 3))
+        ddown, ddown_bias = weight_gradients(call, launch, (h, dy), needs, linear_flops, slice(2, None, 3))
         return None, dx, None, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias
 
 
@@ -128,9 +128,7 @@ class GroupedLinear(torch.autograd.Function):
         if needs[1]:
             dx = torch.empty_like(x, requires_grad=False)
             launches.grouped_linear_dgrad(dy, weight, counts, dx)
-        weights = weight_gradients(
-            call, launches.grouped_linear_wgrad, (x.detach(), dy, counts), needs[3:], linear_flops
-        )
+        weights = weight_gradients(call, launches.grouped_linear_wgrad, (x.detach(), dy, counts), needs, linear_flops)
         return None, dx, None, *weights
 
 

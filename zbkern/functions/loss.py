@@ -43,7 +43,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         launch = HeadW(call, weight.detach(), None if bias is None else bias.detach(), options)
         segment = (x.detach(), target, lse, dloss.contiguous())
         flops = 4 * x.shape[0] * weight.numel()
-        return None, dx, None, None, *weight_gradients(call, launch, segment, needs[4:], flops)
+        return None, dx, None, None, *weight_gradients(call, launch, segment, needs, flops)
 
 
 class HeadW:

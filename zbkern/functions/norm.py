@@ -64,7 +64,7 @@ class RMSNorm(torch.autograd.Function):
         call.launches.rms_norm_dgrad(as_rows(dy), rows, weight, rstd, dx, partials, *also)
         weights: Sequence[Tensor | None] = (None,) * len(call.owners)
         if partials is not None:
-            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs[4:], partials.numel())
+            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs, partials.numel())
         return _gradients(ctx, dx.view(x.shape), weights)
 
 
@@ -110,7 +110,7 @@ class LayerNorm(torch.autograd.Function):
         call.launches.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
         weights: Sequence[Tensor | None] = (None,) * len(call.owners)
         if partials is not None:
-            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs[4:], partials.numel())
+            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs, partials.numel())
         return _gradients(ctx, dx.view(x.shape), weights)
 
 
