@@ -35,7 +35,8 @@ NEEDS_TORCH = (
 MAY_IMPORT = {
     "conversion": {"nn", "functional"},
     "nn": {"functional"},
-    "functional": {"compiled", "functions", "autograd", "kernels.dispatch", "kernels.spec"},
+    "arguments": {"kernels.spec"},
+    "functional": {"arguments", "compiled", "functions", "autograd", "kernels.dispatch", "kernels.spec"},
     "compiled": {"functions", "autograd", "wgrad", "kernels.dispatch", "kernels.reference"},
     "functions": {
         *("functions", "autograd", "wgrad"),

@@ -14,7 +14,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from zbkern import autograd, compiled
+from zbkern import arguments, autograd, compiled
 from zbkern.functions import attention as attention_functions
 from zbkern.functions import attention_paths
 from zbkern.functions import embedding as embedding_functions
@@ -42,9 +42,9 @@ def linear(
     None, "gelu", "gelu_tanh", "relu" or "silu".
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
-    if activation is not None or not _fits_linear(x, weight, bias, transposed):
-        _check_linear("linear", x, weight, bias, transposed)
-        _check_activation("linear", activation)
+    if activation is not None or not arguments.fits_linear(x, weight, bias, transposed):
+        arguments.check_linear("linear", x, weight, bias, transposed)
+        arguments.check_activation("linear", activation)
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
         return compiled.linear(_autocast("linear", x, weight, bias), weight, bias, activation, transposed)
     if not _plain(x, weight):
@@ -72,20 +72,7 @@ def gated_mlp(
     x: [..., K]; gate, up: [H, K]; down: [N, H]; biases [H], [H], [N] or None; returns [..., N]. Source: Shazeer, GLU
     Variants Improve Transformer (arXiv 2002.05202). Raises as `linear` does.
     """
-    _check_linear("gated_mlp", x, gate, gate_bias, names=("gate", "gate_bias"))
-    _check_linear("gated_mlp", x, up, up_bias, names=("up", "up_bias"))
-    _check_tensors("gated_mlp", x=x, down=down)
-    if up.shape != gate.shape:
-        raise ValueError(f"gated_mlp: up must have gate's shape {list(gate.shape)}; got {list(up.shape)}")
-    if down.dim() != 2 or down.shape[1] != gate.shape[0]:
-        raise ValueError(f"gated_mlp: down must be [N, H] with H={gate.shape[0]} like gate; got {list(down.shape)}")
-    if down_bias is not None:
-        _check_tensors("gated_mlp", x=x, down_bias=down_bias)
-        if down_bias.shape != down.shape[:1]:
-            raise ValueError(f"gated_mlp: down_bias must be [N] with N={down.shape[0]}; got {list(down_bias.shape)}")
-    if activation is None:
-        raise ValueError(f"gated_mlp: activation must be one of {spec.ACTIVATIONS}; got None")
-    _check_activation("gated_mlp", activation)
+    arguments.check_gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
     owners = (gate, up, down, gate_bias, up_bias, down_bias)
     if torch.compiler.is_compiling() and compiled.can_defer(x, *owners):
         return compiled.gated_mlp(_autocast("gated_mlp", x, *owners), owners, activation)
@@ -115,24 +102,7 @@ def grouped_linear(
     x: [M, K], rows sorted by group; weight: [E, N, K]; counts: E numbers of rows, possibly 0, M in all; bias: [E, N]
     or None; returns [M, N]. Raises as `linear` does.
     """
-    _check_tensors("grouped_linear", x=x, weight=weight)
-    if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1]:
-        raise ValueError(
-            f"grouped_linear: x must be [M, K] and weight [E, N, K]; got {list(x.shape)} and {list(weight.shape)}"
-        )
-    counts = torch.as_tensor(counts, device="cpu")
-    if counts.numel() and (counts.is_floating_point() or counts.dtype == torch.bool):
-        raise TypeError(f"grouped_linear: counts must be integers; got {counts.tolist()}")
-    counts = counts.long()
-    if counts.shape != weight.shape[:1] or bool((counts < 0).any()) or int(counts.sum()) != x.shape[0]:
-        raise ValueError(
-            f"grouped_linear: counts must be {weight.shape[0]} numbers >= 0 that add up to {x.shape[0]} rows; "
-            f"got {counts.tolist()}"
-        )
-    if bias is not None:
-        _check_tensors("grouped_linear", x=x, bias=bias)
-        if bias.shape != weight.shape[:2]:
-            raise ValueError(f"grouped_linear: bias must be [E, N] = {list(weight.shape[:2])}; got {list(bias.shape)}")
+    counts = arguments.check_grouped_linear(x, weight, counts, bias)
     if not _plain(x, weight):
         return linear_functions.grouped_linear_with_torch(weight, bias, x, counts)
     x = _autocast("grouped_linear", x, weight, bias)
@@ -148,15 +118,7 @@ def embedding(
     indices: int64 or int32 of any shape, in 0..V-1; weight: [V, K]; returns [*indices.shape, K]. padding_idx: a row
     that gets no gradient (may be negative, from the end). Raises TypeError or ValueError for arguments that do not fit.
     """
-    _check_tensors("embedding", indices=indices, weight=weight)
-    if indices.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"embedding: indices must be integers, int64 or int32; got {indices.dtype}")
-    if weight.dim() != 2:
-        raise ValueError(f"embedding: weight must be [V, K]; got {list(weight.shape)}")
-    if padding_idx is not None:
-        if not -weight.shape[0] <= padding_idx < weight.shape[0]:
-            raise ValueError(f"embedding: padding_idx must be within the {weight.shape[0]} rows; got {padding_idx}")
-        padding_idx %= weight.shape[0]
+    padding_idx = arguments.check_embedding(indices, weight, padding_idx)
     if torch.compiler.is_compiling() and compiled.can_defer(indices, weight):
         return compiled.embedding(indices, weight, padding_idx)
     if not _plain(indices, weight):
@@ -204,7 +166,7 @@ def rms_norm(
     waits for W is partial sums of dweight, not x. Source: Zhang and Sennrich (arXiv 1910.07467).
     residual: of x's shape; then returns (norm of summed, summed), summed = x + residual, in one pass each way.
     """
-    _check_norm("rms_norm", x, weight, None, residual)
+    arguments.check_norm("rms_norm", x, weight, None, residual)
     x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
@@ -255,9 +217,7 @@ def layer_norm(
     x: [..., K]; weight, bias: [K] or None. Row pass in B; what waits for W is partial sums of dweight and dbias.
     residual: as in `rms_norm`.
     """
-    _check_norm("layer_norm", x, weight, bias, residual)
-    if weight is None and bias is not None:
-        raise ValueError("layer_norm: bias without weight is not supported; pass weight, too")
+    arguments.check_norm("layer_norm", x, weight, bias, residual)
     x, residual = _one_dtype(x, residual)
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
         return norm_functions.layer_norm_with_torch(weight, bias, x, eps, residual)
@@ -286,36 +246,15 @@ def attention(
     it sees, its own included. scale: 1/sqrt(D) when None. impl: on a GPU "auto" chooses among our core, torch's and an
     installed FlashAttention; `zbkern info` says which.
     """
-    batched = sequences is None
-    wanted = 4 if batched else 3
-    _check_tensors("attention", q=q, k=k, v=v)
-    for argument, value in (("q", q), ("k", k), ("v", v)):
-        if value.dim() != wanted:
-            shape = "[batch, tokens, heads, D]" if batched else "[tokens, heads, D] with sequences"
-            raise ValueError(f"attention: {argument} must be {shape}; got {list(value.shape)}")
-    heads, key_heads = q.shape[-2], k.shape[-2]
-    divides = heads % key_heads == 0 if key_heads else heads == 0
-    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or not divides or (batched and q.shape[0] != k.shape[0]):
-        raise ValueError(
-            "attention: k and v must have one shape, q's batch and D, and a number of heads that divides q's; "
-            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-        )
-    if window is not None and (not causal or window < 1):
-        raise ValueError(f"attention: window must be at least 1 and needs causal=True; got {window}, causal={causal}")
-    if batched and key_sequences is not None:
-        raise ValueError("attention: key_sequences needs sequences, the ends of the queries' sequences; got None")
+    arguments.check_attention(q, k, v, causal, window, sequences, key_sequences)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, v = (_autocast("attention", t, t) for t in (q, k, v))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
-    if batched:
-        ends = tuple(range(0, (q.shape[0] + 1) * q.shape[1], q.shape[1])) if q.shape[1] else (0,) * (q.shape[0] + 1)
-        key_ends = tuple(range(0, (k.shape[0] + 1) * k.shape[1], k.shape[1])) if k.shape[1] else ends
+    if sequences is None:
+        ends, key_ends = _even_ends(q.shape[0], q.shape[1]), _even_ends(k.shape[0], k.shape[1])
     else:
-        ends = _check_ends("sequences", sequences, q.shape[0])
-        key_ends = ends if key_sequences is None else _check_ends("key_sequences", key_sequences, k.shape[0])
-        if len(ends) != len(key_ends) or key_ends[-1] != k.shape[0]:
-            raise ValueError(f"attention: keys must have as many sequences as queries, to the end; got {key_ends}")
+        ends, key_ends = arguments.sequence_ends(q.shape[0], k.shape[0], sequences, key_sequences)
     options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends)
     if not _plain(q, k):
         return attention_functions.attention_with_torch(q, k, v, options)
@@ -336,20 +275,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl:
     cos and sin get no gradient. Source: Su et al., RoFormer (arXiv 2104.09864). Raises TypeError or ValueError for
     arguments that do not fit.
     """
-    _check_tensors("rotary", x=x, cos=cos, sin=sin)
-    if x.dim() < 3 or not x.is_floating_point():
-        raise ValueError(f"rotary: x must be [..., T, H, D] of a floating dtype; got {x.dtype} {list(x.shape)}")
-    for argument, value in (("cos", cos), ("sin", sin)):
-        if value.dim() != 2 or value.shape[0] != x.shape[-3] or 2 * value.shape[1] > x.shape[-1]:
-            raise ValueError(
-                f"rotary: {argument} must be [T, R/2] with T={x.shape[-3]} and R <= {x.shape[-1]} like x; "
-                f"got {list(value.shape)}"
-            )
-        if not value.is_floating_point() or value.requires_grad:
-            found = "one that requires a gradient" if value.requires_grad else value.dtype
-            raise TypeError(f"rotary: {argument} must be floating numbers without a gradient; got {found}")
-    if cos.shape != sin.shape:
-        raise ValueError(f"rotary: sin must have cos's shape {list(cos.shape)}; got {list(sin.shape)}")
+    arguments.check_rotary(x, cos, sin)
     if not _plain(x, cos):
         return rotary_functions.rotary_with_torch(x, cos, sin, interleaved)
     launches = dispatch.resolve("rotary", impl, x.device, x.dtype)
@@ -377,20 +303,7 @@ def linear_cross_entropy(
     every row's loss (PaLM, arXiv 2204.02311). chunk: rows whose logits exist at one time. The loss is float32 (float64
     for float64 x). W computes the logits a second time.
     """
-    _check_linear("linear_cross_entropy", x, weight, bias)
-    _check_tensors("linear_cross_entropy", x=x, target=target)
-    if target.shape != x.shape[:-1] or target.is_floating_point() or target.dtype == torch.bool:
-        raise ValueError(
-            f"linear_cross_entropy: target must be integers of shape {list(x.shape[:-1])} like x; "
-            f"got {target.dtype} {list(target.shape)}"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'linear_cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}')
-    if not 0 <= label_smoothing <= 1 or chunk < 1:
-        raise ValueError(
-            "linear_cross_entropy: label_smoothing must be within 0..1 and chunk at least 1; "
-            f"got {label_smoothing} and {chunk}"
-        )
+    arguments.check_linear_cross_entropy(x, weight, target, bias, label_smoothing, reduction, chunk)
     options = spec.CrossEntropyOptions(ignore_index, float(label_smoothing), float(z_loss), chunk)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     if not _plain(x, weight):
@@ -431,6 +344,11 @@ def _autocast(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     return x
 
 
+def _even_ends(sequences: int, tokens: int) -> tuple[int, ...]:
+    """The ends of so many sequences of so many tokens each, beginning with 0."""
+    return tuple(range(0, (sequences + 1) * tokens, tokens)) if tokens else (0,) * (sequences + 1)
+
+
 def _norm_autocast(x: Tensor) -> Tensor:
     """On CUDA, autocast runs norms in float32; on the CPU it leaves them alone."""
     return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64 else x
@@ -442,83 +360,3 @@ def _one_dtype(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | Non
         return x, residual
     dtype = torch.promote_types(x.dtype, residual.dtype)
     return x.to(dtype), residual.to(dtype)
-
-
-def _fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
-    """True when nothing is wrong; the checks that find out what is wrong take ten times as long."""
-    return (
-        isinstance(x, Tensor)
-        and isinstance(weight, Tensor)
-        and weight.dim() == 2
-        and x.dim() > 0
-        and x.shape[-1] == weight.shape[not transposed]
-        and x.device == weight.device
-        and (
-            bias is None or (isinstance(bias, Tensor) and bias.numel() == weight.shape[transposed] and bias.dim() == 1)
-        )
-    )
-
-
-def _check_tensors(op: str, **arguments: Tensor) -> None:
-    """All are tensors, on the device of the first."""
-    first, leader = next(iter(arguments.items()))
-    for argument, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{op}: {argument} must be a torch.Tensor; got {type(value).__name__}")
-        if value.device != leader.device:
-            raise ValueError(
-                f"{op}: {argument} is on {value.device} and {first} on {leader.device}; move one with .to(device)"
-            )
-
-
-def _check_linear(
-    op: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transposed: bool = False,
-    names: tuple[str, str] = ("weight", "bias"),
-) -> None:
-    layout = "[K, N]" if transposed else "[N, K]"
-    _check_tensors(op, **{"x": x, names[0]: weight})
-    if x.dim() == 0 or weight.dim() != 2 or weight.shape[not transposed] != x.shape[-1]:
-        wanted = f" with K={x.shape[-1]} like x" if x.dim() else " and x [..., K]"
-        raise ValueError(f"{op}: {names[0]} must be {layout}{wanted}; got {list(weight.shape)}, x {list(x.shape)}")
-    if bias is not None:
-        _check_tensors(op, **{"x": x, names[1]: bias})
-    if bias is not None and list(bias.shape) != [weight.shape[transposed]]:
-        raise ValueError(
-            f"{op}: {names[1]} must be [N] with N={weight.shape[transposed]} like {names[0]}; got {list(bias.shape)}"
-        )
-
-
-def _check_activation(op: str, activation: str | None) -> None:
-    if activation is not None and activation not in spec.ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be None or one of {spec.ACTIVATIONS}; got {activation!r}")
-
-
-def _check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
-    _check_tensors(op, x=x)
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"{op}: x must be [..., K] of a floating dtype; got {x.dtype} {list(x.shape)}")
-    for argument, value in (("weight", weight), ("bias", bias)):
-        if value is None:
-            continue
-        _check_tensors(op, **{"x": x, argument: value})
-        if value.shape != x.shape[-1:]:
-            raise ValueError(f"{op}: {argument} must be [K] with K={x.shape[-1]} like x; got {list(value.shape)}")
-    if residual is not None:
-        _check_tensors(op, x=x, residual=residual)
-        if residual.shape != x.shape or not residual.is_floating_point():
-            raise ValueError(
-                f"{op}: residual must be {list(x.shape)} like x, of a floating dtype; "
-                f"got {residual.dtype} {list(residual.shape)}"
-            )
-
-
-def _check_ends(argument: str, ends: Sequence[int] | None, tokens: int) -> tuple[int, ...]:
-    assert ends is not None
-    found = tuple(int(end) for end in ends)
-    if len(found) < 1 or found[0] != 0 or list(found) != sorted(found) or found[-1] != tokens:
-        raise ValueError(f"attention: {argument} must rise from 0 to the {tokens} tokens; got {list(found)}")
-    return found

@@ -22,11 +22,11 @@ from zbkern.kernels.triton_linear_sums import linear_wgrad as linear_wgrad
 from zbkern.kernels.triton_linear_sums import linear_wgrads as linear_wgrads
 from zbkern.kernels.triton_loss import cross_entropy_fwd as cross_entropy_fwd
 from zbkern.kernels.triton_loss import cross_entropy_wgrad as cross_entropy_wgrad
-from zbkern.kernels.triton_norm import layer_norm_dgrad as layer_norm_dgrad
 from zbkern.kernels.triton_norm import layer_norm_fwd as layer_norm_fwd
-from zbkern.kernels.triton_norm import norm_partials as norm_partials
-from zbkern.kernels.triton_norm import norm_wgrad as norm_wgrad
-from zbkern.kernels.triton_norm import rms_norm_dgrad as rms_norm_dgrad
 from zbkern.kernels.triton_norm import rms_norm_fwd as rms_norm_fwd
+from zbkern.kernels.triton_norm_backward import layer_norm_dgrad as layer_norm_dgrad
+from zbkern.kernels.triton_norm_backward import norm_partials as norm_partials
+from zbkern.kernels.triton_norm_backward import norm_wgrad as norm_wgrad
+from zbkern.kernels.triton_norm_backward import rms_norm_dgrad as rms_norm_dgrad
 from zbkern.kernels.triton_rotary import rotary_dgrad as rotary_dgrad
 from zbkern.kernels.triton_rotary import rotary_fwd as rotary_fwd

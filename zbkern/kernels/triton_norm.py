@@ -1,14 +1,11 @@
-"""RMSNorm and LayerNorm in Triton: one set of kernels, RMSNorm being LayerNorm without the mean. Contract: spec.py.
+"""The forward of RMSNorm and LayerNorm in Triton, and what both directions share. Contract: spec.py.
 
-These kernels move memory and do little else, so a row is read once and held in registers where it fits. The sums over
-rows that the weights need ride along with dx: every program adds up its own rows and leaves one row of partial sums.
+One set of kernels: RMSNorm is LayerNorm without the mean. They move memory and do little else, so a row is read once
+and held in registers where it fits.
 """
 
-import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,35 +15,23 @@ from zbkern.kernels.triton_common import Kernel, Variant
 HELD = 16384
 """Features up to which a row is held in registers; longer ones are read in pieces, once per pass."""
 
-HELD_BACKWARD = 8192
-"""The same for dgrad, which holds dy and its sums over rows as well: 32 elements of each per thread spill."""
-
-_PIECE = 4096  # of a longer row
-_MERGED = 4  # segments that one launch of norm_wgrad sums; more take several launches
+PIECE = 4096
+"""Features of a longer row that one program reads at a time."""
 
 
 class Tile(NamedTuple):
-    """rows x columns elements are held by one program of so many warps, `stages` of them in flight in its loop."""
+    """rows x columns elements are held by one program of so many warps."""
 
     rows: int
     columns: int
     warps: int
-    stages: int
 
 
 def norm_tile(features: int) -> Tile:
     """16 elements per thread, 32 for the longest rows; several rows at a time where one would leave threads idle."""
     columns = min(triton.next_power_of_2(features), HELD)
     rows = max(1, 2048 // columns)
-    warps = min(max(rows * columns // 512, 4), 16)
-    return Tile(rows, columns, warps, 3 if columns <= HELD_BACKWARD else 1)
-
-
-def norm_partials(rows: int, features: int, device: torch.device) -> int:
-    """One partial sum per program: one program per SM keeps the memory busy and leaves the fewest."""
-    if features > HELD_BACKWARD:
-        return max(1, min(16, triton.cdiv(rows, 64)))
-    return max(1, min(_processors(device), triton.cdiv(rows, norm_tile(features).rows)))
+    return Tile(rows, columns, min(max(rows * columns // 512, 4), 16))
 
 
 def rms_norm_fwd(
@@ -77,58 +62,6 @@ def layer_norm_fwd(
     _forward(x, weight, bias, eps, y, mean, rstd, residual, summed)
 
 
-def rms_norm_dgrad(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    dx: Tensor,
-    partials: Tensor | None,
-    dsummed: Tensor | None = None,
-) -> None:
-    """dx = rstd (g - normal mean(g normal)) [+ dsummed], g = dy weight, normal = x rstd; partials: sum of dy normal."""
-    _dgrad(dy, x, weight, None, rstd, dx, partials, dsummed)
-
-
-def layer_norm_dgrad(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dx: Tensor,
-    partials: Tensor | None,
-    dsummed: Tensor | None = None,
-) -> None:
-    """dx = rstd (g - mean(g) - normal mean(g normal)) [+ dsummed]; partials = sums over rows of dy normal and of dy."""
-    _dgrad(dy, x, weight, mean, rstd, dx, partials, dsummed)
-
-
-def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-    """outputs[i] (+)= sum over segments and over P of partials [len(outputs), P, K] [i]."""
-    features = segments[0][0].shape[-1]
-    if features == 0:
-        return
-    for start in range(0, len(segments), _MERGED):
-        some = [partials for (partials,) in segments[start : start + _MERGED]]
-        for index, output in enumerate(outputs):
-            if output is None:
-                continue
-            parts = [partials[index] for partials in some]
-            counts = [part.shape[0] for part in parts]
-            parts += parts[:1] * (_MERGED - len(parts))
-            counts += [0] * (_MERGED - len(counts))
-            arguments = (*parts, *counts, parts[0].stride(0), output, features, output.stride(0))
-            _sum_partials(triton.cdiv(features, 32), arguments, (accumulate, 32, 32), warps=4, stages=1)
-        accumulate = True
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """SMs of the device; in the interpreter 3, so that programs loop over rows there, too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
 def _forward(
     x: Tensor,
     weight: Tensor | None,
@@ -145,51 +78,23 @@ def _forward(
         rstd.fill_(float("nan"))  # the mean of nothing, as in torch
         return
     tile, centered = norm_tile(features), mean is not None
-    tensors = (x, residual, _dense(weight), _dense(bias), y, summed, mean, rstd)
-    strides = (*x.stride(), *_strides(residual), *y.stride(), *_strides(summed))
+    tensors = (x, residual, dense(weight), dense(bias), y, summed, mean, rstd)
+    strides = (*x.stride(), *strides_of(residual), *y.stride(), *strides_of(summed))
     arguments = (*tensors, eps, rows, features, *strides)
     if features > HELD:
-        _forward_pieces(rows, arguments, (centered, _PIECE), warps=8, stages=1)
+        _forward_pieces(rows, arguments, (centered, PIECE), warps=8, stages=1)
     else:
         blocks = triton.cdiv(rows, tile.rows)
         _forward_rows(blocks, arguments, (centered, tile.rows, tile.columns), warps=tile.warps, stages=1)
 
 
-def _dgrad(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    dx: Tensor,
-    partials: Tensor | None,
-    dsummed: Tensor | None,
-) -> None:
-    rows, features = x.shape
-    if rows == 0 or features == 0:
-        if partials is not None:
-            partials.zero_()
-        return
-    tile, centered = norm_tile(features), mean is not None
-    strides = (*dy.stride(), *x.stride(), *_strides(dsummed), *dx.stride())
-    arguments = (dy, x, dsummed, _dense(weight), mean, rstd, dx)
-    if features <= HELD_BACKWARD:
-        programs = norm_partials(rows, features, x.device) if partials is None else partials.shape[1]
-        constants = (centered, tile.rows, tile.columns, tile.stages)
-        _dgrad_rows(programs, (*arguments, partials, rows, features, *strides), constants, warps=tile.warps, stages=1)
-        return
-    _dgrad_pieces(rows, (*arguments, features, *strides), (centered, _PIECE), warps=8, stages=1)
-    if partials is not None:
-        grid = (triton.cdiv(features, 256), partials.shape[1])
-        arguments = (dy, x, mean, rstd, partials, rows, features, *strides[:4])
-        _sum_columns(grid, arguments, (centered, 8, 256), warps=4, stages=1)
-
-
-def _dense(weight: Tensor | None) -> Tensor | None:
+def dense(weight: Tensor | None) -> Tensor | None:
+    """The weight in one piece, as the kernels read it."""
     return None if weight is None else weight.contiguous()
 
 
-def _strides(matrix: Tensor | None) -> tuple[int | None, int | None]:
+def strides_of(matrix: Tensor | None) -> tuple[int | None, int | None]:
+    """Those of a matrix that may be missing."""
     return (None, None) if matrix is None else (matrix.stride(0), matrix.stride(1))
 
 
@@ -260,77 +165,6 @@ def _forward_rows(
 
 @Kernel
 @triton.jit
-def _dgrad_rows(
-    dy_ptr,
-    x_ptr,
-    dsummed_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    partials_ptr,
-    rows,
-    features,
-    dy_row,
-    dy_column,
-    x_row,
-    x_column,
-    dsummed_row,
-    dsummed_column,
-    dx_row,
-    dx_column,
-    CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """dx = rstd (g - normal mean(g normal) [- mean(g)]), g = dy weight, [+ dsummed]; partials = sums of dy
-    normal [, dy].
-
-    dy, x, dsummed, dx [rows, features], partials [1 or 2, programs, features] or None. One program: every P-th block of
-    ROWS rows, so that all programs read neighbouring memory at one time; the next are fetched while this one is summed.
-    """
-    wide = rstd_ptr.dtype.element_ty
-    column = tl.arange(0, COLUMNS)
-    inside = column < features
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, inside, other=0).to(wide)[None, :]
-    if partials_ptr is not None:
-        along = tl.zeros([ROWS, COLUMNS], wide)
-        total = tl.zeros([ROWS, COLUMNS], wide)
-    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        mask = (row < rows)[:, None] & inside[None, :]
-        normal = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask, other=0).to(wide)
-        g = tl.load(dy_ptr + row[:, None] * dy_row + column[None, :] * dy_column, mask, other=0).to(wide)
-        rstd = tl.load(rstd_ptr + row, row < rows, other=0)[:, None]
-        if CENTERED:
-            normal -= tl.load(mean_ptr + row, row < rows, other=0)[:, None]
-            normal = tl.where(inside[None, :], normal, 0)
-        normal *= rstd
-        if partials_ptr is not None:
-            along += g * normal
-            if CENTERED:
-                total += g
-        if weight_ptr is not None:
-            g *= weight
-        dx = g - normal * (tl.sum(g * normal, 1) / features)[:, None]
-        if CENTERED:
-            dx -= (tl.sum(g, 1) / features)[:, None]
-        dx *= rstd
-        if dsummed_ptr is not None:
-            dsummed = dsummed_ptr + row[:, None] * dsummed_row + column[None, :] * dsummed_column
-            dx += tl.load(dsummed, mask, other=0).to(wide)
-        tl.store(dx_ptr + row[:, None] * dx_row + column[None, :] * dx_column, dx.to(dx_ptr.dtype.element_ty), mask)
-    if partials_ptr is not None:
-        mine = partials_ptr + tl.program_id(0).to(tl.int64) * features + column
-        tl.store(mine, tl.sum(along, 0), inside)
-        if CENTERED:
-            tl.store(mine + tl.num_programs(0).to(tl.int64) * features, tl.sum(total, 0), inside)
-
-
-@Kernel
-@triton.jit
 def _forward_pieces(
     x_ptr,
     residual_ptr,
@@ -392,166 +226,28 @@ def _forward_pieces(
         tl.store(y_ptr + row * y_row + column * y_column, y.to(y_ptr.dtype.element_ty), inside)
 
 
-@Kernel
-@triton.jit
-def _dgrad_pieces(
-    dy_ptr,
-    x_ptr,
-    dsummed_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    features,
-    dy_row,
-    dy_column,
-    x_row,
-    x_column,
-    dsummed_row,
-    dsummed_column,
-    dx_row,
-    dx_column,
-    CENTERED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """dx as in _dgrad_rows for one long row per program, in pieces: a pass for the means, one for dx."""
-    row = tl.program_id(0).to(tl.int64)
-    wide = rstd_ptr.dtype.element_ty
-    rstd = tl.load(rstd_ptr + row)
-    mean = tl.load(mean_ptr + row) if CENTERED else 0.0
-    along = tl.zeros([COLUMNS], wide)
-    total = tl.zeros([COLUMNS], wide)
-    for start in range(0, features, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = column < features
-        g = tl.load(dy_ptr + row * dy_row + column * dy_column, inside, other=0).to(wide)
-        normal = (tl.load(x_ptr + row * x_row + column * x_column, inside, other=0).to(wide) - mean) * rstd
-        if weight_ptr is not None:
-            g *= tl.load(weight_ptr + column, inside, other=0).to(wide)
-        along += tl.where(inside, g * normal, 0)
-        total += g
-    slope = tl.sum(along, 0) / features
-    level = tl.sum(total, 0) / features if CENTERED else 0.0
-    for start in range(0, features, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = column < features
-        g = tl.load(dy_ptr + row * dy_row + column * dy_column, inside, other=0).to(wide)
-        normal = (tl.load(x_ptr + row * x_row + column * x_column, inside, other=0).to(wide) - mean) * rstd
-        if weight_ptr is not None:
-            g *= tl.load(weight_ptr + column, inside, other=0).to(wide)
-        dx = (g - normal * slope - level) * rstd
-        if dsummed_ptr is not None:
-            dx += tl.load(dsummed_ptr + row * dsummed_row + column * dsummed_column, inside, other=0).to(wide)
-        tl.store(dx_ptr + row * dx_row + column * dx_column, dx.to(dx_ptr.dtype.element_ty), inside)
-
-
-@Kernel
-@triton.jit
-def _sum_columns(
-    dy_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    partials_ptr,
-    rows,
-    features,
-    dy_row,
-    dy_column,
-    x_row,
-    x_column,
-    CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """partials = sums over rows of dy normal [, dy], for long rows; one program: COLUMNS columns, every P-th block."""
-    wide = rstd_ptr.dtype.element_ty
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < features
-    along = tl.zeros([ROWS, COLUMNS], wide)
-    total = tl.zeros([ROWS, COLUMNS], wide)
-    for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        mask = (row < rows)[:, None] & inside[None, :]
-        normal = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask, other=0).to(wide)
-        g = tl.load(dy_ptr + row[:, None] * dy_row + column[None, :] * dy_column, mask, other=0).to(wide)
-        if CENTERED:
-            normal -= tl.load(mean_ptr + row, row < rows, other=0)[:, None]
-            total += g
-        along += g * normal * tl.load(rstd_ptr + row, row < rows, other=0)[:, None]
-    mine = partials_ptr + tl.program_id(1).to(tl.int64) * features + column
-    tl.store(mine, tl.sum(along, 0), inside)
-    if CENTERED:
-        tl.store(mine + tl.num_programs(1).to(tl.int64) * features, tl.sum(total, 0), inside)
-
-
-@Kernel
-@triton.jit
-def _sum_partials(
-    part0,
-    part1,
-    part2,
-    part3,
-    count0,
-    count1,
-    count2,
-    count3,
-    stride,
-    out_ptr,
-    features,
-    out_stride,
-    ACCUMULATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """out (+)= sums over rows of part0 [count0, features] to part3; one program: COLUMNS columns, in a fixed order."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < features
-    parts, counts = (part0, part1, part2, part3), (count0, count1, count2, count3)
-    sums = tl.zeros([ROWS, COLUMNS], part0.dtype.element_ty)
-    for s in tl.static_range(4):
-        for start in range(0, counts[s], ROWS):
-            row = start + tl.arange(0, ROWS)
-            mask = (row < counts[s])[:, None] & inside[None, :]
-            sums += tl.load(parts[s] + row[:, None] * stride + column[None, :], mask, other=0)
-    total = tl.sum(sums, 0)
-    out = out_ptr + column * out_stride
-    if ACCUMULATE:
-        total += tl.load(out, inside, other=0).to(total.dtype)
-    tl.store(out, total.to(out_ptr.dtype.element_ty), inside)
-
-
-_SHAPES = ((128, False), (4096, False), (4096, True), (8192, True), (16384, True), (65536, True))
+_PLAIN = ((128, False), (4096, False), (4096, True), (8192, True), (16384, True), (65536, True))
 _ADDED = ((4096, False), (8192, True), (16384, True), (65536, True))
+SHAPES = (*((*shape, False) for shape in _PLAIN), *((*shape, True) for shape in _ADDED))
+"""(features, centered, added) of rows of usual lengths, for `variants`. added: with a residual."""
+
+
+def describe(features: int, centered: bool, added: bool) -> str:
+    """Such a shape in a variant's name; layer is LayerNorm, which holds more than RMSNorm."""
+    return f"{'added ' if added else ''}{'layer' if centered else 'rms'} {features}"
 
 
 def variants(capability: int) -> list[Variant]:
-    """bf16 rows of usual lengths, the same on every GPU; layer is LayerNorm, which holds more than RMSNorm.
-
-    "added": with a residual, and in dgrad with the gradient of the sum.
-    """
+    """In bf16, the same on every GPU."""
     found = []
-    for features, centered, added in (*((*s, False) for s in _SHAPES), *((*s, True) for s in _ADDED)):
-        name = f"{'added ' if added else ''}{'layer' if centered else 'rms'} {features}"
-        tile, mean, more = norm_tile(features), "*fp32" if centered else None, "*bf16" if added else None
-        bias, sizes, strides = "*bf16" if centered else None, ("i32", "i32:16"), ("i32:16", 1)
-        others = strides if added else (None, None)
-        tensors = ("*bf16", more, "*bf16", bias, "*bf16", more, mean, "*fp32")
-        forward = (*tensors, "fp32", *sizes, *(strides + others) * 2)
-        dgrad = ("*bf16", "*bf16", more, "*bf16", mean, "*fp32", "*bf16")
-        between = (*strides * 2, *others, *strides)
-        constants = (centered, tile.rows, tile.columns)
+    for features, centered, added in SHAPES:
+        name, tile = f"forward {describe(features, centered, added)}", norm_tile(features)
+        mean, bias, more = "*fp32" if centered else None, "*bf16" if centered else None, "*bf16" if added else None
+        strides = ("i32:16", 1, *(("i32:16", 1) if added else (None, None)))
+        types = ("*bf16", more, "*bf16", bias, "*bf16", more, mean, "*fp32", "fp32", "i32", "i32:16", *strides * 2)
         if features <= HELD:
-            found.append(Variant(f"forward {name}", _forward_rows, forward, constants, tile.warps, 1))
+            constants = (centered, tile.rows, tile.columns)
+            found.append(Variant(name, _forward_rows, types, constants, tile.warps, 1))
         else:
-            found.append(Variant(f"forward {name}", _forward_pieces, forward, (centered, _PIECE), 8, 1))
-        if features <= HELD_BACKWARD:
-            types = (*dgrad, "*fp32", *sizes, *between)
-            found.append(Variant(f"dgrad {name}", _dgrad_rows, types, (*constants, tile.stages), tile.warps, 1))
-        else:
-            types = (*dgrad, "i32:16", *between)
-            found.append(Variant(f"dgrad {name}", _dgrad_pieces, types, (centered, _PIECE), 8, 1))
-            if not added:
-                types = ("*bf16", "*bf16", mean, "*fp32", "*fp32", *sizes, *strides * 2)
-                found.append(Variant(f"sums {name}", _sum_columns, types, (centered, 8, 256), 4, 1))
-    types = ("*fp32",) * 4 + ("i32",) * 4 + ("i32:16", "*fp32", "i32:16", 1)
-    return [*found, Variant("wgrad", _sum_partials, types, (True, 32, 32), 4, 1)]
+            found.append(Variant(name, _forward_pieces, types, (centered, PIECE), 8, 1))
+    return found

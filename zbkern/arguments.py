@@ -1,0 +1,236 @@
+"""What users hand to the public ops, checked: errors name the op, the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zbkern.kernels import spec
+
+
+def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
+    """True when `check_linear` would find nothing; what finds out what is wrong takes ten times as long."""
+    return (
+        isinstance(x, Tensor)
+        and isinstance(weight, Tensor)
+        and weight.dim() == 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[not transposed]
+        and x.device == weight.device
+        and (
+            bias is None or (isinstance(bias, Tensor) and bias.numel() == weight.shape[transposed] and bias.dim() == 1)
+        )
+    )
+
+
+def check_linear(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool = False,
+    names: tuple[str, str] = ("weight", "bias"),
+) -> None:
+    layout = "[K, N]" if transposed else "[N, K]"
+    _check_tensors(op, **{"x": x, names[0]: weight})
+    if x.dim() == 0 or weight.dim() != 2 or weight.shape[not transposed] != x.shape[-1]:
+        wanted = f" with K={x.shape[-1]} like x" if x.dim() else " and x [..., K]"
+        raise ValueError(f"{op}: {names[0]} must be {layout}{wanted}; got {list(weight.shape)}, x {list(x.shape)}")
+    if bias is not None:
+        _check_tensors(op, **{"x": x, names[1]: bias})
+    if bias is not None and list(bias.shape) != [weight.shape[transposed]]:
+        raise ValueError(
+            f"{op}: {names[1]} must be [N] with N={weight.shape[transposed]} like {names[0]}; got {list(bias.shape)}"
+        )
+
+
+def check_activation(op: str, activation: str | None) -> None:
+    if activation is not None and activation not in spec.ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be None or one of {spec.ACTIVATIONS}; got {activation!r}")
+
+
+def check_gated_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> None:
+    check_linear("gated_mlp", x, gate, gate_bias, names=("gate", "gate_bias"))
+    check_linear("gated_mlp", x, up, up_bias, names=("up", "up_bias"))
+    _check_tensors("gated_mlp", x=x, down=down)
+    if up.shape != gate.shape:
+        raise ValueError(f"gated_mlp: up must have gate's shape {list(gate.shape)}; got {list(up.shape)}")
+    if down.dim() != 2 or down.shape[1] != gate.shape[0]:
+        raise ValueError(f"gated_mlp: down must be [N, H] with H={gate.shape[0]} like gate; got {list(down.shape)}")
+    if down_bias is not None:
+        _check_tensors("gated_mlp", x=x, down_bias=down_bias)
+        if down_bias.shape != down.shape[:1]:
+            raise ValueError(f"gated_mlp: down_bias must be [N] with N={down.shape[0]}; got {list(down_bias.shape)}")
+    if activation is None:
+        raise ValueError(f"gated_mlp: activation must be one of {spec.ACTIVATIONS}; got None")
+    check_activation("gated_mlp", activation)
+
+
+def check_grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, bias: Tensor | None) -> Tensor:
+    """The counts as int64 on the CPU."""
+    _check_tensors("grouped_linear", x=x, weight=weight)
+    if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1]:
+        raise ValueError(
+            f"grouped_linear: x must be [M, K] and weight [E, N, K]; got {list(x.shape)} and {list(weight.shape)}"
+        )
+    counts = torch.as_tensor(counts, device="cpu")
+    if counts.numel() and (counts.is_floating_point() or counts.dtype == torch.bool):
+        raise TypeError(f"grouped_linear: counts must be integers; got {counts.tolist()}")
+    counts = counts.long()
+    if counts.shape != weight.shape[:1] or bool((counts < 0).any()) or int(counts.sum()) != x.shape[0]:
+        raise ValueError(
+            f"grouped_linear: counts must be {weight.shape[0]} numbers >= 0 that add up to {x.shape[0]} rows; "
+            f"got {counts.tolist()}"
+        )
+    if bias is not None:
+        _check_tensors("grouped_linear", x=x, bias=bias)
+        if bias.shape != weight.shape[:2]:
+            raise ValueError(f"grouped_linear: bias must be [E, N] = {list(weight.shape[:2])}; got {list(bias.shape)}")
+    return counts
+
+
+def check_embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> int | None:
+    """padding_idx, counted from the start."""
+    _check_tensors("embedding", indices=indices, weight=weight)
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"embedding: indices must be integers, int64 or int32; got {indices.dtype}")
+    if weight.dim() != 2:
+        raise ValueError(f"embedding: weight must be [V, K]; got {list(weight.shape)}")
+    if padding_idx is None:
+        return None
+    if not -weight.shape[0] <= padding_idx < weight.shape[0]:
+        raise ValueError(f"embedding: padding_idx must be within the {weight.shape[0]} rows; got {padding_idx}")
+    return padding_idx % weight.shape[0]
+
+
+def check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+    _check_tensors(op, x=x)
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(f"{op}: x must be [..., K] of a floating dtype; got {x.dtype} {list(x.shape)}")
+    for argument, value in (("weight", weight), ("bias", bias)):
+        if value is None:
+            continue
+        _check_tensors(op, **{"x": x, argument: value})
+        if value.shape != x.shape[-1:]:
+            raise ValueError(f"{op}: {argument} must be [K] with K={x.shape[-1]} like x; got {list(value.shape)}")
+    if residual is not None:
+        _check_tensors(op, x=x, residual=residual)
+        if residual.shape != x.shape or not residual.is_floating_point():
+            raise ValueError(
+                f"{op}: residual must be {list(x.shape)} like x, of a floating dtype; "
+                f"got {residual.dtype} {list(residual.shape)}"
+            )
+    if weight is None and bias is not None:
+        raise ValueError(f"{op}: bias without weight is not supported; pass weight, too")
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    sequences: Sequence[int] | None,
+    key_sequences: Sequence[int] | None,
+) -> None:
+    """All but the dtypes, which autocast may change, and where sequences end: see `sequence_ends`."""
+    batched = sequences is None
+    _check_tensors("attention", q=q, k=k, v=v)
+    for argument, value in (("q", q), ("k", k), ("v", v)):
+        if value.dim() != (4 if batched else 3):
+            shape = "[batch, tokens, heads, D]" if batched else "[tokens, heads, D] with sequences"
+            raise ValueError(f"attention: {argument} must be {shape}; got {list(value.shape)}")
+    heads, key_heads = q.shape[-2], k.shape[-2]
+    divides = heads % key_heads == 0 if key_heads else heads == 0
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or not divides or (batched and q.shape[0] != k.shape[0]):
+        raise ValueError(
+            "attention: k and v must have one shape, q's batch and D, and a number of heads that divides q's; "
+            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"attention: window must be at least 1 and needs causal=True; got {window}, causal={causal}")
+    if batched and key_sequences is not None:
+        raise ValueError("attention: key_sequences needs sequences, the ends of the queries' sequences; got None")
+
+
+def sequence_ends(
+    queries: int, keys: int, sequences: Sequence[int], key_sequences: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the sequences of so many queries and of so many keys end, each list beginning with 0."""
+    ends = _check_ends("sequences", sequences, queries)
+    key_ends = ends if key_sequences is None else _check_ends("key_sequences", key_sequences, keys)
+    if len(ends) != len(key_ends) or key_ends[-1] != keys:
+        raise ValueError(f"attention: keys must have as many sequences as queries, to the end; got {key_ends}")
+    return ends, key_ends
+
+
+def _check_ends(argument: str, ends: Sequence[int], tokens: int) -> tuple[int, ...]:
+    found = tuple(int(end) for end in ends)
+    if len(found) < 1 or found[0] != 0 or list(found) != sorted(found) or found[-1] != tokens:
+        raise ValueError(f"attention: {argument} must rise from 0 to the {tokens} tokens; got {list(found)}")
+    return found
+
+
+def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _check_tensors("rotary", x=x, cos=cos, sin=sin)
+    if x.dim() < 3 or not x.is_floating_point():
+        raise ValueError(f"rotary: x must be [..., T, H, D] of a floating dtype; got {x.dtype} {list(x.shape)}")
+    for argument, value in (("cos", cos), ("sin", sin)):
+        if value.dim() != 2 or value.shape[0] != x.shape[-3] or 2 * value.shape[1] > x.shape[-1]:
+            raise ValueError(
+                f"rotary: {argument} must be [T, R/2] with T={x.shape[-3]} and R <= {x.shape[-1]} like x; "
+                f"got {list(value.shape)}"
+            )
+        if not value.is_floating_point() or value.requires_grad:
+            found = "one that requires a gradient" if value.requires_grad else value.dtype
+            raise TypeError(f"rotary: {argument} must be floating numbers without a gradient; got {found}")
+    if cos.shape != sin.shape:
+        raise ValueError(f"rotary: sin must have cos's shape {list(cos.shape)}; got {list(sin.shape)}")
+
+
+def check_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    label_smoothing: float,
+    reduction: str,
+    chunk: int,
+) -> None:
+    check_linear("linear_cross_entropy", x, weight, bias)
+    _check_tensors("linear_cross_entropy", x=x, target=target)
+    if target.shape != x.shape[:-1] or target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(
+            f"linear_cross_entropy: target must be integers of shape {list(x.shape[:-1])} like x; "
+            f"got {target.dtype} {list(target.shape)}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'linear_cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}')
+    if not 0 <= label_smoothing <= 1 or chunk < 1:
+        raise ValueError(
+            "linear_cross_entropy: label_smoothing must be within 0..1 and chunk at least 1; "
+            f"got {label_smoothing} and {chunk}"
+        )
+
+
+def _check_tensors(op: str, **arguments: Tensor) -> None:
+    """All are tensors, on the device of the first."""
+    first, leader = next(iter(arguments.items()))
+    for argument, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {argument} must be a torch.Tensor; got {type(value).__name__}")
+        if value.device != leader.device:
+            raise ValueError(
+                f"{op}: {argument} is on {value.device} and {first} on {leader.device}; move one with .to(device)"
+            )
