@@ -126,6 +126,15 @@ def widen(value):
 
 
 @triton.jit
+def offset(index, stride):
+    """index * stride in 64 bits, for matrices of more than 2^31 elements.
+
+    Not by an annotation of the stride: a stride of 1 would then not be compiled in, and elements be loaded one by one.
+    """
+    return index.to(tl.int64) * stride
+
+
+@triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
     """accumulator + a b. In the interpreter through float32, where a product of bfloat16 would be silently wrong."""
     if _INTERPRETED:

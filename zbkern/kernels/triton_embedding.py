@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton_common import Kernel, Variant, widen
+from zbkern.kernels.triton_common import Kernel, Variant, offset, widen
 
 _MERGED = 4  # segments that one launch takes; more take several launches
 _RARE = (4, 512)  # rows x columns at a time: most tokens of a text are rare
@@ -64,7 +64,7 @@ def _add_rows(
 @triton.jit(do_not_specialize=["end0", "end1", "end2", "padding", "count"])
 def _sum_runs(
     part0, part1, part2, part3, end0, end1, end2, tokens, order, dweight, padding, count, features,
-    row: tl.int64, column: tl.int64, out_row: tl.int64, out_column: tl.int64,
+    row, column, out_row, out_column,
     ACCUMULATE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dweight[v] (+)= sum of dy[order[i]] over the run of i with tokens[i] = v; tokens, order [count], sorted by token.
@@ -91,11 +91,11 @@ def _sum_runs(
                 base = tl.where(place >= end1, part2 + (place - end1) * row, base)
             if PARTS >= 4:
                 base = tl.where(place >= end2, part3 + (place - end2) * row, base)
-            total += widen(tl.load(base[:, None] + j[None, :] * column, mine[:, None] & inside, other=0))
+            total += widen(tl.load(base[:, None] + offset(j, column)[None, :], mine[:, None] & inside, other=0))
             first += ROWS
             going = tl.sum(mine.to(tl.int32), 0) == ROWS
         value = tl.sum(total, 0)
-        out = dweight + token * out_row + j * out_column
+        out = dweight + token * out_row + offset(j, out_column)
         if ACCUMULATE:
             value += widen(tl.load(out, j < features, other=0))
         tl.store(out, value.to(dweight.dtype.element_ty), j < features)
@@ -103,7 +103,7 @@ def _sum_runs(
 
 def variants(capability: int) -> list[Variant]:
     """bf16 into fp32, the same on every GPU."""
-    types = (*("*bf16",) * 4, *("i32",) * 3, "*i64", "*i64", "*fp32", "i32", "i32", "i32:16", *("i64:16", 1) * 2)
+    types = (*("*bf16",) * 4, *("i32",) * 3, "*i64", "*i64", "*fp32", "i32", "i32", "i32:16", *("i32:16", 1) * 2)
     return [
         Variant(f"embedding_wgrad, {parts} segments, {name}", _sum_runs, types, (True, parts, *tile), 4, 1)
         for parts, name, tile in ((1, "rare", _RARE), (_MERGED, "rare", _RARE), (_MERGED, "frequent", _FREQUENT))

@@ -33,7 +33,7 @@ from zbkern.kernels.triton_product import (
 @triton.jit(do_not_specialize=["P"])
 def _gated_fwd(
     x, weight_gate, weight_up, gate, up, h, bias_gate, bias_up, P, Q, R,
-    x_outer: tl.int64, x_inner: tl.int64, w_outer: tl.int64, w_inner: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
+    x_outer, x_inner, w_outer, w_inner, o_outer, o_inner,
     X_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTORS: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
@@ -87,8 +87,8 @@ def _gate_backward(
 @triton.jit(do_not_specialize=["P"])
 def _gated_dgrad(
     dy, down, gate, up, dgate, dup, h, P, Q, R,
-    y_outer: tl.int64, y_inner: tl.int64, w_outer: tl.int64, w_inner: tl.int64,
-    i_outer: tl.int64, i_inner: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
+    y_outer, y_inner, w_outer, w_inner,
+    i_outer, i_inner, o_outer, o_inner,
     Y_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTORS: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -240,7 +240,7 @@ def variants(capability: int) -> list[Variant]:
     forward = tiles.choose("fwd", 4096, 22016, 4096, "bfloat16", capability, sms)
     m, n, k = forward.m, forward.n // 2, forward.k
     dgrad = tiles.choose("dgrad", 4096, 11008, 4096, "bfloat16", capability, sms)
-    strides, sizes = ((1, 1) if bulk else ("i64:16", 1)), ("i32", "i32:16", "i32:16")
+    strides, sizes = ((1, 1) if bulk else ("i32:16", 1)), ("i32", "i32:16", "i32:16")
     return [
         Variant(
             "gated_linear_fwd bf16 silu",
@@ -257,7 +257,7 @@ def variants(capability: int) -> list[Variant]:
             _gated_dgrad,
             (operand(dgrad.m, dgrad.k), operand(dgrad.k, dgrad.n), "*bf16", "*bf16")
             + (operand(dgrad.m, dgrad.n // _parts(dgrad)),) * 3
-            + (*sizes, *strides * 2, "i64:16", 1, *strides),
+            + (*sizes, *strides * 2, "i32:16", 1, *strides),
             (False, False, bulk, bulk, "silu", "ieee", dgrad.m, dgrad.n, dgrad.k, dgrad.group, _parts(dgrad)),
             dgrad.warps,
             dgrad.stages,

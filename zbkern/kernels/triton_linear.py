@@ -49,8 +49,8 @@ def _finish(
 @triton.jit(do_not_specialize=["P"])
 def _product(
     a, b, out, z, bias, P, Q, R,
-    a_outer: tl.int64, a_inner: tl.int64, b_outer: tl.int64, b_inner: tl.int64,
-    o_outer: tl.int64, o_inner: tl.int64, z_outer: tl.int64, z_inner: tl.int64,
+    a_outer, a_inner, b_outer, b_inner,
+    o_outer, o_inner, z_outer, z_inner,
     A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
     ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
@@ -176,7 +176,7 @@ def variants(capability: int) -> list[Variant]:
         long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
         tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk)
         backward = op == "dgrad" and z
-        b_t, strides = op == "fwd", ("i64:16", 1)
+        b_t, strides = op == "fwd", ("i32:16", 1)
         pointer, width = f"*{dtype}", tile.n // tile.halves
 
         def operand(*block: int) -> str:

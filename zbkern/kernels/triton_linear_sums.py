@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels import tiles
-from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, widen
+from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, offset, widen
 from zbkern.kernels.triton_product import (
     Matrix,
     halve,
@@ -51,7 +51,7 @@ def _sums(
     a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, r0, r1, r2, r3, r4, r5, r6, r7,
     o0, o1, o2, o3, o4, o5, o6, o7, v0, v1, v2, v3, v4, v5, v6, v7,
     p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7,
-    a_outer: tl.int64, a_inner: tl.int64, b_outer: tl.int64, b_inner: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
+    a_outer, a_inner, b_outer, b_inner, o_outer, o_inner,
     PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
     DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr,
     COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
@@ -160,7 +160,7 @@ _of_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"p{i}" for i in range(SL
 @Kernel
 @triton.jit(do_not_specialize=["M"])
 def _sum_rows(
-    dy, dbias, M, N, outer: tl.int64, inner: tl.int64, step: tl.int64,
+    dy, dbias, M, N, outer, inner, step,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dbias [N] (+)= sum over rows of dy [M, N]. One program: all rows of COLUMNS columns, in order."""
@@ -168,7 +168,7 @@ def _sum_rows(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, M, ROWS):
         i = first + tl.arange(0, ROWS)
-        place = dy + (i[:, None] * outer + j[None, :] * inner)
+        place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
         total += widen(tl.load(place, (i < M)[:, None] & (j < N)[None, :], 0.0))
     value = tl.sum(total, 0)
     if ADD:
@@ -415,7 +415,7 @@ def variants(capability: int) -> list[Variant]:
             *slots(f"*{out}" if vector else None, products),
             *slots("i32:16" if op == "wgrad" else "i32", products),
             *slots("i32:16", products),
-            *((1,) * 6 if bulk else ("i64:16", 1) * 3),
+            *((1,) * 6 if bulk else ("i32:16", 1) * 3),
         )
         reduces = bulk and accumulate and out == "fp32"
         constants = (
@@ -438,5 +438,5 @@ def variants(capability: int) -> list[Variant]:
         sums("fwd", 8, 1, out="bf16", accumulate=False, vector=True),
         sums("dgrad", 8, 1, out="bf16", accumulate=False),
         *([sums("wgrad", 1, 2, bulk=False)] if bulk else []),
-        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", "i64:16", 1, 1), (True, 32, 64), 4, 3),
+        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", "i32:16", 1, 1), (True, 32, 64), 4, 3),
     ]

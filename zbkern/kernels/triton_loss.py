@@ -107,7 +107,7 @@ def _logit_gradient(z, column, target, lse, factor, smoothing, z_loss, vocabular
 @triton.jit(do_not_specialize=["ignored"])
 def _loss(
     z, target, loss, lse, ignored, smoothing, z_loss, vocabulary,
-    z_row: tl.int64, target_row: tl.int64, loss_row: tl.int64, lse_row: tl.int64,
+    z_row, target_row, loss_row, lse_row,
     SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """loss and lse of logits z [rows, vocabulary], and (GRADIENT) dz of each row's own loss in their place.
@@ -153,7 +153,7 @@ def _loss(
 @triton.jit(do_not_specialize=["ignored", "first", "last"])
 def _gradient(
     z, target, lse, dloss, ignored, smoothing, z_loss, vocabulary, first, last,
-    z_row: tl.int64, target_row: tl.int64, lse_row: tl.int64, dloss_row: tl.int64, BLOCK: tl.constexpr,
+    z_row, target_row, lse_row, dloss_row, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dz in place of the logits z [rows, last - first] of that part of the vocabulary, from the loss's gradient [rows].
 
@@ -172,7 +172,7 @@ def _gradient(
 
 def variants(capability: int) -> list[Variant]:
     """bf16 logits, the same on every GPU."""
-    numbers, strides = ("i32", "fp32", "fp32", "i32:16"), ("i64:16", 1, 1, 1)
+    numbers, strides = ("i32", "fp32", "fp32", "i32:16"), ("i32:16", 1, 1, 1)
     loss = ("*bf16", "*i64", "*fp32", "*fp32", *numbers, *strides)
     gradient = ("*bf16", "*i64", "*fp32", "*fp32", *numbers, "i32", "i32", *strides)
     return [

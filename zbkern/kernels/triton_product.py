@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels import tiles
-from zbkern.kernels.triton_common import INTERPRETED, dot
+from zbkern.kernels.triton_common import INTERPRETED, dot, offset
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def load(
     else:
         i = (row + tl.arange(0, ROWS))[:, None]
         j = (column + tl.arange(0, COLUMNS))[None, :]
-        return tl.load(source + (i * outer + j * inner), (i < rows) & (j < columns), 0.0)
+        return tl.load(source + (offset(i, outer) + offset(j, inner)), (i < rows) & (j < columns), 0.0)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def store(
         i = (row + tl.arange(0, ROWS))[:, None]
         j = (column + tl.arange(0, COLUMNS))[None, :]
         mask = (i < rows) & (j < columns)
-        tl.store(target + (i * outer + j * inner), value.to(target.dtype.element_ty), mask)
+        tl.store(target + (offset(i, outer) + offset(j, inner)), value.to(target.dtype.element_ty), mask)
 
 
 @triton.jit

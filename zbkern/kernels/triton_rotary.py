@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton_common import Kernel, Variant, widen
+from zbkern.kernels.triton_common import Kernel, Variant, offset, widen
 
 _ELEMENTS = 4096
 """Of one program: 32 per thread of 4 warps; the cosines and sines of a token are loaded once for all of its heads."""
@@ -78,8 +78,8 @@ def _rotate(
     place = tl.program_id(0).to(tl.int64)
     batch, token = place // tokens, place % tokens
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    x = x_ptr + batch * x_batch + token * x_token + head * x_head
-    y = y_ptr + batch * y_batch + token * y_token + head * y_head
+    x = x_ptr + batch * x_batch + token * x_token + offset(head, x_head)
+    y = y_ptr + batch * y_batch + token * y_token + offset(head, y_head)
     pair = tl.arange(0, PAIRS)[None, :]
     cos = widen(tl.load(cos_ptr + token * cos_token + pair * cos_column, pair < half, other=0))
     sin = widen(tl.load(sin_ptr + token * sin_token + pair * sin_column, pair < half, other=0))
@@ -88,20 +88,20 @@ def _rotate(
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)[None, :]
         mask = (head < heads) & (column < 2 * half)
-        both = tl.reshape(widen(tl.load(x + column * x_column, mask, other=0)), [HEADS, PAIRS, 2])
+        both = tl.reshape(widen(tl.load(x + offset(column, x_column), mask, other=0)), [HEADS, PAIRS, 2])
         a, b = tl.split(both)
         both = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [HEADS, 2 * PAIRS])
-        tl.store(y + column * y_column, both.to(y_ptr.dtype.element_ty), mask)
+        tl.store(y + offset(column, y_column), both.to(y_ptr.dtype.element_ty), mask)
     else:
         mask = (head < heads) & (pair < half)
-        a = widen(tl.load(x + pair * x_column, mask, other=0))
-        b = widen(tl.load(x + (pair + half) * x_column, mask, other=0))
-        tl.store(y + pair * y_column, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask)
-        tl.store(y + (pair + half) * y_column, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask)
+        a = widen(tl.load(x + offset(pair, x_column), mask, other=0))
+        b = widen(tl.load(x + offset(pair + half, x_column), mask, other=0))
+        tl.store(y + offset(pair, y_column), (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask)
+        tl.store(y + offset(pair + half, y_column), (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask)
     if REST > 0:
         column = 2 * half + tl.arange(0, REST)[None, :]
         mask = (head < heads) & (column < size)
-        tl.store(y + column * y_column, tl.load(x + column * x_column, mask), mask)
+        tl.store(y + offset(column, y_column), tl.load(x + offset(column, x_column), mask), mask)
 
 
 def variants(capability: int) -> list[Variant]:

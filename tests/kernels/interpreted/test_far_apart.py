@@ -1,0 +1,133 @@
+"""Tensors of more than 2^31 elements, as logits of a large vocabulary: strides fit into 32 bits, offsets do not.
+
+They lie in the middle of memory that is reserved and not there until touched; an offset that wraps around stays in it.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import torch
+from torch import Tensor
+
+from zbkern.kernels import spec, triton_launches
+
+FAR = 2**30 + 17  # odd, so that products go by pointers, not by descriptors
+RESERVED = 4 * (FAR + 2**20)
+
+
+@pytest.fixture(scope="module")
+def room() -> Tensor:
+    """float16 zeros, of which only the touched pages take memory. One test uses it at a time."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, 2 * RESERVED, flags=flags), dtype=torch.float16)
+    except (OSError, ValueError) as error:
+        pytest.skip(f"no address space for {2 * RESERVED} bytes: {error}")
+
+
+def far(values: Tensor, dimension: int, room: Tensor, start: int = 0) -> Tensor:
+    """The values, the three along one dimension FAR apart, the others one after the other from `start` on."""
+    assert values.shape[dimension] == 3
+    strides = list(values.select(dimension, 0).contiguous().stride())
+    strides.insert(dimension, FAR)
+    return room.as_strided(values.shape, strides, room.numel() // 2 + start).copy_(values)
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale).half()
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_linear(room: Tensor, dimension: int) -> None:
+    shape = (3, 16) if dimension == 0 else (16, 3)
+    x, weight = far(normal(*shape), dimension, room), normal(24, shape[1])
+    wanted = normal(*shape) @ weight.t()
+    y = torch.full_like(wanted, float("nan"))
+    triton_launches.linear_fwd(x, weight, None, y)
+    torch.testing.assert_close(y, wanted)
+    dx = far(torch.zeros(shape).half(), dimension, room, 64)
+    triton_launches.linear_dgrad(y, weight, dx)
+    torch.testing.assert_close(dx, y @ weight, rtol=1e-2, atol=1e-2)
+    dbias = torch.zeros(shape[1])
+    triton_launches.linear_wgrad([(normal(shape[0], 8), x)], (None, dbias), False)
+    torch.testing.assert_close(dbias, x.float().sum(0))
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_activation(room: Tensor, dimension: int) -> None:
+    values = normal(*((3, 40) if dimension == 0 else (40, 3)))
+    y = far(torch.zeros_like(values), dimension, room, 64)
+    triton_launches.activation_fwd(far(values, dimension, room), "relu", y)
+    torch.testing.assert_close(y, values.relu())
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_embedding(room: Tensor, dimension: int) -> None:
+    dy = normal(*((3, 40) if dimension == 0 else (40, 3)))
+    indices, dweight = torch.arange(dy.shape[0]), torch.full(dy.shape, float("nan"))
+    triton_launches.embedding_wgrad([(indices, far(dy, dimension, room))], (dweight,), False)
+    torch.testing.assert_close(dweight, dy.float())
+
+
+@pytest.mark.parametrize("dimension", range(4))
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(room: Tensor, interleaved: bool, dimension: int) -> None:
+    shape = [1, 2, 4, 8]
+    shape[dimension] = 3
+    values, angles = normal(*shape), torch.randn(shape[1], shape[3] // 2)
+    y, wanted = far(torch.zeros(shape).half(), dimension, room, 128), torch.empty(shape).half()
+    triton_launches.rotary_fwd(values, angles.cos(), angles.sin(), interleaved, wanted)
+    triton_launches.rotary_fwd(far(values, dimension, room), angles.cos(), angles.sin(), interleaved, y)
+    assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("dimension", [0])
+@pytest.mark.parametrize("features", [16, 17000])  # held in registers, and in pieces
+def test_rms_norm(room: Tensor, features: int, dimension: int) -> None:
+    rows, features = (3, features) if dimension == 0 else (5, 3)
+    values, dy = normal(rows, features), normal(rows, features)
+    results = []
+    for x, out in (
+        (values, torch.empty(rows, features).half()),
+        (far(values, dimension, room), far(torch.zeros(rows, features).half(), dimension, room, 2**15)),
+    ):
+        y, rstd, partials = torch.empty(rows, features).half(), torch.empty(rows), torch.zeros(1, 1, features)
+        triton_launches.rms_norm_fwd(x, None, 1e-5, out, rstd)
+        y.copy_(out)
+        triton_launches.rms_norm_dgrad(dy, x, None, rstd, out, partials)
+        results.append((y, rstd, out, partials))
+    assert all(torch.equal(got, wanted) for got, wanted in zip(results[1], results[0], strict=True))
+
+
+def test_attention(room: Tensor) -> None:
+    q, k, v = (normal(*shape) for shape in ((5, 3, 16), (6, 3, 16), (6, 3, 16)))
+    options = spec.AttentionOptions(0.25, True, None, (0, 5), (0, 6))
+    results = []
+    for some_q in (q, far(q, 1, room)):  # heads first
+        y, lse = torch.empty_like(q), torch.empty(3, 5)
+        triton_launches.attention_fwd(some_q, k, v, options, y, lse)
+        results.append((y, lse))
+    assert all(torch.equal(got, wanted) for got, wanted in zip(results[1], results[0], strict=True))
+
+
+def test_cross_entropy(room: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are the launch's own: they are put far apart."""
+    from zbkern.kernels import triton_loss
+
+    x, weight, target = normal(3, 16), normal(40, 16), torch.tensor([3, 39, 0])
+    results = []
+    for place in (None, lambda *_: far(torch.zeros(3, 40).half(), 0, room)):
+        if place is not None:
+            monkeypatch.setattr(triton_loss, "_logits", place)
+        loss, lse, dx, dweight = torch.zeros(3), torch.zeros(3), torch.zeros(3, 16).half(), torch.zeros(40, 16)
+        triton_launches.cross_entropy_fwd(x, weight, None, target, spec.CrossEntropyOptions(), loss, lse, dx)
+        segments = [(x, target, lse, torch.ones(3))]
+        options = {"weight": weight, "bias": None, "options": spec.CrossEntropyOptions()}
+        triton_launches.cross_entropy_wgrad(segments, (dweight, None), False, **options)
+        results.append((loss, lse, dx, dweight))
+    assert all(torch.equal(got, wanted) for got, wanted in zip(results[1], results[0], strict=True))
