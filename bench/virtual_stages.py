@@ -1,159 +1,266 @@
-"""What is planned and what runs: every schedule on virtual ranks whose compute sleeps, next to its simulation.
+"""A pipeline on one GPU: four stages on disjoint groups of its multiprocessors, planned and measured.
 
-The ranks are threads of one process (`LocalTransport`), their layers sleep in F, B and W, and messages travel for as
-long as the costs say. What then differs from the simulated cost is the engine's own: its loop, waiting and filling.
-The gradients are checked: W of every layer must have run once for every microbatch. With --jitter each pass takes a
-random part more or less, and planned and eager filling of one schedule are compared on the same samples.
+Each stage is a thread of this process whose stream has 32 multiprocessors of its own, so bubbles, launches and queues
+are real. L2, memory and power are shared: what that costs is measured first, with one to four groups busy. Costs are
+those of a step with all groups at work; the simulation of every schedule with them stands next to what it took. Before
+any figure, every schedule's gradients are compared with those of a plain loop.
 
-    python -m bench.virtual_stages [--stages 32] [--microbatches 64] [--unit 0.1] [--only zb_h1 ...]
-    python -m bench.virtual_stages --jitter 0.1 --stages 8 --microbatches 24
+    CUDA_DEVICE_MAX_CONNECTIONS=32 python -m bench.virtual_stages [--rounds 9]
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import contextlib
+import copy
+import dataclasses
+import os
 import statistics
+import sys
 import threading
-import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from bench.report import environment, table, write_json
-from zbkern import wgrad
-from zbkern.pipeline import Costs, Pipeline, Schedule, schedules, simulate
+import zbkern
+from bench import partitions, report
+from zbkern.pipeline import Costs, Pipeline, Schedule, draw, measured, plan, schedules, simulate
 from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.timeline import Timeline
 
-FORWARD, BACKWARD, WEIGHT, COMMUNICATION = 1.0, 1.0, 0.75, 0.1  # in units of --unit seconds, of all chunks of a rank
-
-
-class Sleep(torch.autograd.Function):
-    """The identity; F, B and W sleep, and W waits where a queue is deferring. Its gradient is the sum of dy."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, seconds: Sequence[float]) -> Tensor:
-        ctx.weight, ctx.seconds = weight, seconds
-        time.sleep(seconds[0])
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
-        weight, (_, backward, length) = ctx.weight, ctx.seconds
-        time.sleep(backward)
-
-        def launch(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor], accumulate: bool) -> None:
-            time.sleep(length)
-            total = sum(dy.sum() for (dy,) in segments)
-            outputs[0].add_(total) if accumulate else outputs[0].fill_(total)
-
-        queue, key = wgrad.current()
-        queue.add(wgrad.WGradTask(launch, (dy,), (weight,)), key)
-        return dy, None, None
+STAGES, MULTIPROCESSORS = 4, 32
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a norm: bf16 gradients are rounded at every microbatch
 
 
-class Chunk(nn.Module):
-    """A chunk of some layers. `durations`: of F, B and W of each microbatch in turn; without them nothing sleeps."""
+class StreamTransport(LocalTransport):
+    """Messages between streams of one device: the receiver's stream waits for the sender's, and no host does."""
 
-    def __init__(self, layers: int) -> None:
+    def send(self, peer: int, tag: Any, message: Any) -> None:
+        super().send(peer, tag, (message, _event()))
+
+    def deliver(self, tag: Any, message: Any) -> None:
+        super().deliver(tag, (message, None))
+
+    def ready(self, tag: Any) -> bool:
+        found = self._ring.mailboxes[self.rank].peek(tag)
+        return found is not None and (found[1] is None or found[1].query())
+
+    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
+        message, departure = super().receive(peer, tag, timeout)
+        if departure is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(departure)
+            for leaf in pytree.tree_leaves(message):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(stream)
+        return message
+
+
+def _event() -> torch.cuda.Event | None:
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+
+
+class Block(nn.Module):
+    """Two products and what is between them, around which the input is added."""
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(1) for _ in range(layers))
-        self.durations: list[tuple[float, float, float]] = []
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        seconds = [part / len(self.weights) for part in self.durations.pop(0)] if self.durations else (0.0, 0.0, 0.0)
-        for weight in self.weights:
-            x = Sleep.apply(x, weight, seconds)
-        return x
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def measure(
-    schedule: Schedule, fill: str, unit: float, layers: int = 1, jitter: float = 0.0, seed: int = 0
-) -> tuple[float, float]:
-    """(simulated without jitter, measured) cost in seconds, of a step after one that does not sleep."""
-    seconds = [unit * share / schedule.chunks for share in (FORWARD, BACKWARD, WEIGHT)]
-    travel = unit * COMMUNICATION
-    count = schedule.microbatches
-    found: list[float] = []
-    errors: list[BaseException] = []
-
-    def rank_loop(transport: LocalTransport) -> None:
-        modules = {chunk: Chunk(layers) for chunk in schedule.chunks_of(transport.rank)}
-        try:
-            with Pipeline(modules.values(), schedule, lambda y, _: y.sum(), transport, fill=fill, timeout=60) as pipe:
-                inputs = torch.ones(count, 1, requires_grad=True)
-                pipe.step(inputs, inputs)
-                for chunk, module in modules.items():
-                    generator = random.Random(f"{seed} {chunk}")
-                    module.durations = [
-                        tuple(part * max(0.0, generator.gauss(1, jitter)) for part in seconds) for _ in range(count)
-                    ]
-                pipe.step(inputs, inputs)
-                timeline = pipe.gather_timeline()
-            for module in modules.values():
-                for weight in module.weights:
-                    torch.testing.assert_close(weight.grad, torch.full((1,), 2.0))
-            if transport.rank == 0:
-                found.append(timeline.cost)
-        except BaseException as error:
-            errors.append(error)
-            transport.fail(f"rank {transport.rank}: {error}")
-
-    ranks = LocalTransport.ring(schedule.stages, delay=lambda *_: travel)
-    threads = [threading.Thread(target=rank_loop, args=(transport,)) for transport in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return simulate(schedule, Costs(*seconds, communication=travel), fill=fill).cost, found[0]
+def interference(streams: Sequence[Any], width: int, tokens: int, device: torch.device) -> list[float]:
+    """Time of one group's products with 1, 2, .. groups busy, over its time alone."""
+    a, b = torch.randn(tokens, width, device=device), torch.randn(width, 4 * width, device=device)
+    a, b = (tensor.to(torch.bfloat16) for tensor in (a, b))
+    out = [torch.empty(tokens, 4 * width, device=device, dtype=a.dtype) for _ in streams]
+    found = []
+    for busy in range(1, len(streams) + 1):
+        times = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(streams[0])
+            for _ in range(40):
+                for stream, target in zip(streams[:busy], out, strict=False):
+                    with torch.cuda.stream(stream):
+                        torch.mm(a, b, out=target)
+            end.record(streams[0])
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        found.append(statistics.median(times))
+    return [time / found[0] for time in found]
 
 
-def every_schedule(stages: int, microbatches: int, unit: float, only: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Name -> (simulated, measured) cost."""
-    names = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half"]
-    names += ["v_min", "one_f_one_b_v", "dualpipe_v", "zb_h1 eager", "zb_v eager"]
-    found = {}
-    for name in names:
-        if not only or name in only:
-            schedule = getattr(schedules, name.split()[0])(stages, microbatches)
-            found[name] = measure(schedule, "eager" if "eager" in name else "planned", unit)
-    rows = [(name, f"{a:.3f} s", f"{b:.3f} s", f"{b / a:.3f}") for name, (a, b) in found.items()]
-    print(table(("schedule", "simulated", "measured", "ratio"), rows))
-    return found
+class Row(NamedTuple):
+    """A schedule: its simulated cost in seconds, and the step of median cost."""
+
+    name: str
+    simulated: float
+    measured: Timeline
 
 
-def under_jitter(stages: int, microbatches: int, unit: float, jitter: float) -> dict[str, list[float]]:
-    """Fill -> measured cost of each of five samples."""
-    schedule = schedules.zb_h1(stages, microbatches)
-    found = {
-        fill: [measure(schedule, fill, unit, 8, jitter, seed)[1] for seed in range(5)] for fill in ("planned", "eager")
+class Runner:
+    """The stages' threads: every schedule has its Pipeline in each of them, and they step when told."""
+
+    def __init__(self, model: list[nn.Module], x: Tensor, target: Tensor, streams: Sequence[Any]) -> None:
+        self.model, self.x, self.target, self.streams = model, x, target, streams
+
+    def run(self, candidates: dict[str, tuple[Schedule, str]], rounds: int) -> dict[str, list[Timeline]]:
+        """Name -> the timelines of its steps, one of each candidate in turn, after two that warm up and are checked."""
+        rings = {name: StreamTransport.ring(STAGES) for name in candidates}
+        found: dict[str, list[Timeline]] = {name: [] for name in candidates}
+        errors: list[BaseException] = []
+
+        def stage(rank: int) -> None:
+            try:
+                with contextlib.ExitStack() as stack:
+                    if self.x.is_cuda:
+                        stack.enter_context(torch.cuda.stream(self.streams[rank]))
+                        partitions.tell_cublas(MULTIPROCESSORS)
+                    pipes = {}
+                    for name, (schedule, fill) in candidates.items():
+                        parts = [self._part(schedule, chunk) for chunk in schedule.chunks_of(rank)]
+                        ring, loss_fn = rings[name][rank], nn.functional.mse_loss
+                        pipe = Pipeline(parts, schedule, loss_fn, ring, fill=fill, timeout=60)
+                        pipes[name] = stack.enter_context(pipe)
+                    for index in range(-2, rounds):
+                        for name, pipe in pipes.items():
+                            pipe.step(self.x, self.target)
+                            timeline = pipe.gather_timeline()  # after it, all stages are at the same place again
+                            if index == -2:
+                                self._check(name, pipe)
+                            elif index >= 0 and rank == 0:
+                                found[name].append(timeline)
+            except BaseException as error:
+                errors.append(error)
+                for ring in rings.values():
+                    ring[rank].fail(f"stage {rank}: {error}")
+
+        threads = [threading.Thread(target=stage, args=(rank,)) for rank in range(STAGES)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return found
+
+    def _layers(self, schedule: Schedule, chunk: int) -> range:
+        each = len(self.model) // len(schedule.placement)
+        return range(chunk * each, (chunk + 1) * each)
+
+    def _part(self, schedule: Schedule, chunk: int) -> nn.Module:
+        blocks = [copy.deepcopy(self.model[layer]) for layer in self._layers(schedule, chunk)]
+        return zbkern.convert(nn.Sequential(*blocks))
+
+    def _check(self, name: str, pipe: Pipeline) -> None:
+        """Gradients of this stage's part against those of the plain loop, which the model holds."""
+        for chunk, module in pipe.modules.items():
+            plain = nn.Sequential(*[self.model[layer] for layer in self._layers(pipe.schedule, chunk)])
+            for (key, ours), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
+                expected = theirs.grad.float()
+                difference = float((ours.grad.float() - expected).norm() / expected.norm())
+                if not difference < TOLERANCE[ours.dtype]:
+                    raise AssertionError(
+                        f"{name}, chunk {chunk}, {key}: gradients differ by {difference:.2g} of their norm"
+                    )
+
+
+def plain_gradients(model: list[nn.Module], x: Tensor, target: Tensor, microbatches: int) -> None:
+    """Into `.grad`, by a loop over microbatches without any pipeline."""
+    for inputs, targets in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
+        (nn.functional.mse_loss(nn.Sequential(*model)(inputs), targets) / microbatches).backward()
+
+
+def compare(runner: Runner, microbatches: int, rounds: int, seconds: float) -> tuple[dict[str, Costs], list[Row]]:
+    """The measured costs of a stage's passes, and what every schedule took next to its simulation with them.
+
+    seconds: for the planner, twice.
+    """
+    flat = schedules.zb_h1(STAGES, microbatches), "planned"
+    folded = schedules.zb_v(STAGES, microbatches), "planned"
+    steps = runner.run({"one chunk": flat, "two chunks": folded}, 3)
+    memory = {"one chunk": Costs(), "two chunks": Costs(activation=0.5, held=0.25)}  # a stage's whole activation is 1
+    costs = {name: measured.costs(timelines, memory[name]) for name, timelines in steps.items()}
+    one, two = costs.values()
+    size = {"stages": STAGES, "microbatches": microbatches, "memory_limit": STAGES, "time_limit": seconds}
+    candidates: dict[str, tuple[Schedule, str]] = {
+        "1F1B": (schedules.one_f_one_b(STAGES, microbatches), "planned"),
+        "ZB-H1": flat,
+        "ZB-H1, eager": (flat[0], "eager"),
+        "ZB-H2": (schedules.zb_h2(STAGES, microbatches), "planned"),
+        "ZB-V": folded,
+        "planned, memory of 1F1B": (plan(one, **size).schedule, "planned"),
+        "planned in a V, memory of 1F1B": (plan(two, **size, chunks=2, placement="v").schedule, "planned"),
     }
-    rows = [(fill, f"{statistics.mean(costs):.3f} s") for fill, costs in found.items()]
-    print(table((f"zb_h1, passes random by {jitter:.0%}", "measured"), rows))
-    print(f"eager takes {statistics.mean(found['eager']) / statistics.mean(found['planned']):.3f} of planned")
-    return found
+    timelines = runner.run(candidates, rounds)
+    rows = []
+    for name, (schedule, fill) in candidates.items():
+        simulated = simulate(schedule, one if schedule.chunks == 1 else two, fill=fill)
+        took = sorted(timelines[name], key=lambda timeline: timeline.cost)
+        rows.append(Row(name, simulated.cost, took[len(took) // 2]))
+    return costs, rows
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, default=32)
-    parser.add_argument("--microbatches", type=int, default=64)
-    parser.add_argument("--unit", type=float, default=0.1, help="seconds of F of one microbatch on one rank")
-    parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of a pass, as a part of its mean")
-    parser.add_argument("--only", nargs="+", default=[], help="names of schedules, such as zb_h2")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    size = (arguments.stages, arguments.microbatches, arguments.unit)
-    print(f"\n{size[0]} virtual ranks, {size[1]} microbatches, F of {size[2]:g} s\n")
-    if arguments.jitter:
-        name, figures = "virtual_stages_jitter", under_jitter(*size, arguments.jitter)
-    else:
-        name, figures = "virtual_stages", every_schedule(*size, arguments.only)
-    print(f"\n{environment()}\nwritten to {write_json(name, figures)}")
+    parser.add_argument("--rounds", type=int, default=9, help="timed steps of every schedule")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for virtual_stages.json and .svg")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("nothing measured: this needs a CUDA GPU (bench.sleeping_ranks runs the engine without one)")
+        return 0
+    if os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32") != "32":
+        print("CUDA_DEVICE_MAX_CONNECTIONS is not 32: streams may share a queue, and wait for each other")
+    device = torch.device("cuda", 0)
+    torch.manual_seed(0)
+    model = [Block(options.width).to(device, torch.bfloat16) for _ in range(2 * STAGES)]
+    size = options.microbatches * options.tokens, options.width
+    x, target = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    plain_gradients(model, x, target, options.microbatches)
+    with partitions.partitions(STAGES, MULTIPROCESSORS, device) as streams, partitions.told(MULTIPROCESSORS):
+        factors = interference(streams, options.width, options.tokens, device)
+        costs, rows = compare(Runner(model, x, target, streams), options.microbatches, options.rounds, seconds=10)
+    busy = ", ".join(f"{count}: {factor:.3f}" for count, factor in enumerate(factors, 1))
+    print(f"{STAGES} stages of {MULTIPROCESSORS} multiprocessors; a product's time with so many groups busy: {busy}\n")
+    print(show(rows))
+    figures = {
+        "interference": factors,
+        "costs": {name: dataclasses.asdict(each) for name, each in costs.items()},
+        "schedules": [{"name": r.name, "simulated": r.simulated, "measured": r.measured.cost} for r in rows],
+    }
+    path = report.write_json("virtual_stages", figures, options.out)
+    picture = draw.save([row.measured for row in rows], options.out / "virtual_stages.svg", [row.name for row in rows])
+    print(f"\nwritten to {path} and {picture}")
+    return 0
+
+
+def show(rows: Sequence[Row]) -> str:
+    """The table: costs in milliseconds, and speed over the first row's schedule."""
+    first = rows[0]
+    cells = [
+        (
+            *(row.name, f"{1e3 * row.simulated:.2f}", f"{1e3 * row.measured.cost:.2f}"),
+            f"{row.measured.cost / row.simulated:.3f}",
+            f"{first.simulated / row.simulated:.3f}",
+            f"{first.measured.cost / row.measured.cost:.3f}",
+        )
+        for row in rows
+    ]
+    header = ("schedule", "simulated, ms", "measured, ms", "ratio", f"speed over {first.name}, simulated", "measured")
+    return report.table(header, cells)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""What is planned and what runs: every schedule on virtual ranks whose compute sleeps, next to its simulation.
+
+The ranks are threads of one process (`LocalTransport`), their layers sleep in F, B and W, and messages travel for as
+long as the costs say. What then differs from the simulated cost is the engine's own: its loop, waiting and filling.
+The gradients are checked: W of every layer must have run once for every microbatch. With --jitter each pass takes a
+random part more or less, and planned and eager filling of one schedule are compared on the same samples.
+
+    python -m bench.sleeping_ranks [--stages 32] [--microbatches 32] [--unit 0.2] [--only zb_h1 ...]
+    python -m bench.sleeping_ranks --jitter 0.1 --stages 8 --microbatches 24 --unit 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bench.report import environment, table, write_json
+from zbkern import wgrad
+from zbkern.pipeline import Costs, Pipeline, Schedule, schedules, simulate
+from zbkern.pipeline.local_transport import LocalTransport
+
+FORWARD, BACKWARD, WEIGHT, COMMUNICATION = 1.0, 1.0, 0.75, 0.1  # in units of --unit seconds, of all chunks of a rank
+
+
+class Sleep(torch.autograd.Function):
+    """The identity; F, B and W sleep, and W waits where a queue is deferring. Its gradient is the sum of dy."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, seconds: Sequence[float]) -> Tensor:
+        ctx.weight, ctx.seconds = weight, seconds
+        time.sleep(seconds[0])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        weight, (_, backward, length) = ctx.weight, ctx.seconds
+        time.sleep(backward)
+
+        def launch(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor], accumulate: bool) -> None:
+            time.sleep(length)
+            total = sum(dy.sum() for (dy,) in segments)
+            outputs[0].add_(total) if accumulate else outputs[0].fill_(total)
+
+        queue, key = wgrad.current()
+        queue.add(wgrad.WGradTask(launch, (dy,), (weight,)), key)
+        return dy, None, None
+
+
+class Chunk(nn.Module):
+    """A chunk of some layers. `durations`: of F, B and W of each microbatch in turn; without them nothing sleeps."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(1) for _ in range(layers))
+        self.durations: list[tuple[float, float, float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds = [part / len(self.weights) for part in self.durations.pop(0)] if self.durations else (0.0, 0.0, 0.0)
+        for weight in self.weights:
+            x = Sleep.apply(x, weight, seconds)
+        return x
+
+
+def measure(
+    schedule: Schedule, fill: str, unit: float, layers: int = 1, jitter: float = 0.0, seed: int = 0
+) -> tuple[float, float]:
+    """(simulated, measured) cost in seconds, of a step after one that does not sleep.
+
+    Eager filling decides by what has arrived. With equal costs much arrives just when it is asked for, and on a clock
+    such ties do not exist: so its simulated cost is the mean over five samples of passes that are random by 0.1%.
+    """
+    seconds = [unit * share / schedule.chunks for share in (FORWARD, BACKWARD, WEIGHT)]
+    travel = unit * COMMUNICATION
+    count = schedule.microbatches
+    found: list[float] = []
+    errors: list[BaseException] = []
+
+    def rank_loop(transport: LocalTransport) -> None:
+        modules = {chunk: Chunk(layers) for chunk in schedule.chunks_of(transport.rank)}
+        try:
+            with Pipeline(modules.values(), schedule, lambda y, _: y.sum(), transport, fill=fill, timeout=60) as pipe:
+                inputs = torch.ones(count, 1, requires_grad=True)
+                pipe.step(inputs, inputs)
+                for chunk, module in modules.items():
+                    generator = random.Random(f"{seed} {chunk}")
+                    module.durations = [
+                        tuple(part * max(0.0, generator.gauss(1, jitter)) for part in seconds) for _ in range(count)
+                    ]
+                pipe.step(inputs, inputs)
+                timeline = pipe.gather_timeline()
+            for module in modules.values():
+                for weight in module.weights:
+                    torch.testing.assert_close(weight.grad, torch.full((1,), 2.0))
+            if transport.rank == 0:
+                found.append(timeline.cost)
+        except BaseException as error:
+            errors.append(error)
+            transport.fail(f"rank {transport.rank}: {error}")
+
+    ranks = LocalTransport.ring(schedule.stages, delay=lambda *_: travel)
+    threads = [threading.Thread(target=rank_loop, args=(transport,)) for transport in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    costs = Costs(*seconds, communication=travel)
+    samples = [{"jitter": 0.001, "seed": sample} for sample in range(5)] if fill == "eager" else [{}]
+    return statistics.mean(simulate(schedule, costs, fill=fill, **sample).cost for sample in samples), found[0]
+
+
+def every_schedule(stages: int, microbatches: int, unit: float, only: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Name -> (simulated, measured) cost."""
+    names = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half"]
+    names += ["v_min", "one_f_one_b_v", "dualpipe_v", "zb_h1 eager", "zb_v eager"]
+    found = {}
+    for name in names:
+        if not only or name in only:
+            schedule = getattr(schedules, name.split()[0])(stages, microbatches)
+            found[name] = measure(schedule, "eager" if "eager" in name else "planned", unit)
+    rows = [(name, f"{a:.3f} s", f"{b:.3f} s", f"{b / a:.3f}") for name, (a, b) in found.items()]
+    print(table(("schedule", "simulated", "measured", "ratio"), rows))
+    return found
+
+
+def under_jitter(stages: int, microbatches: int, unit: float, jitter: float) -> dict[str, list[float]]:
+    """Fill -> measured cost of each of five samples."""
+    schedule = schedules.zb_h1(stages, microbatches)
+    found = {
+        fill: [measure(schedule, fill, unit, 8, jitter, seed)[1] for seed in range(5)] for fill in ("planned", "eager")
+    }
+    rows = [(fill, f"{statistics.mean(costs):.3f} s") for fill, costs in found.items()]
+    print(table((f"zb_h1, passes random by {jitter:.0%}", "measured"), rows))
+    print(f"eager takes {statistics.mean(found['eager']) / statistics.mean(found['planned']):.3f} of planned")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", type=int, default=32)
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--unit", type=float, default=0.2, help="seconds of F of one microbatch on one rank")
+    parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of a pass, as a part of its mean")
+    parser.add_argument("--only", nargs="+", default=[], help="names of schedules, such as zb_h2")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    size = (arguments.stages, arguments.microbatches, arguments.unit)
+    print(f"\n{size[0]} virtual ranks, {size[1]} microbatches, F of {size[2]:g} s\n")
+    if arguments.jitter:
+        name, figures = "sleeping_ranks_jitter", under_jitter(*size, arguments.jitter)
+    else:
+        name, figures = "sleeping_ranks", every_schedule(*size, arguments.only)
+    print(f"\n{environment()}\nwritten to {write_json(name, figures)}")
+
+
+if __name__ == "__main__":
+    main()
