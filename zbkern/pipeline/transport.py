@@ -88,6 +88,7 @@ class DistributedTransport:
         self.activity = Activity(self.rank)
         self._group = group
         self._device = device
+        self._on_cpu = device.type == "cpu"
         self._peers = sorted(set(peers) - {self.rank})
         self._open()
 
@@ -95,7 +96,7 @@ class DistributedTransport:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         self._control = _new_group(ranks, "gloo")
         self._up = self._down = self._control
-        if self._device.type != "cpu":
+        if not self._on_cpu:
             self._up, self._down = (_new_group(ranks, backend_of(self._group, self._device)) for _ in range(2))
         self._mailbox = Mailbox()
         self._lost = False
@@ -120,7 +121,7 @@ class DistributedTransport:
             for tensor, leaf in zip(tensors, leaves, strict=True)
         ]
         sizes = _sizes(shapes)
-        usual = self._device.type == "cpu" and sizes == self._usual_to.get(peer)
+        usual = self._on_cpu and sizes == self._usual_to.get(peer)
         self._usual_to.setdefault(peer, sizes)
         spec = None if isinstance(message, Tensor) else spec
         works = self._send_header(peer, ("message", tag, (shapes, usual), spec))
@@ -200,7 +201,7 @@ class DistributedTransport:
         for peer in self._peers:
             try:
                 works = self._send_header(peer, (what, None, reason, None))
-                if self._device.type == "cpu":  # what the peer has posted a receive for
+                if self._on_cpu:  # what the peer has posted a receive for
                     empty = [torch.empty(size, dtype=dtype) for dtype, size in self._usual_to.get(peer, [])]
                     works += self._send_tensors(peer, empty, _USUAL)
                 self._sends.put(works)
@@ -288,14 +289,14 @@ class DistributedTransport:
         shapes, usual = detail
         sizes = _sizes(shapes)
         tensors, works = posted if usual and posted else self._receive_tensors(peer, sizes, _OTHER)
-        if self._device.type == "cpu":
+        if self._on_cpu:
             while works:
                 works.pop(0).wait()
         found = iter(tensors)
         leaves = [None if shape is None else next(found).requires_grad_(shape[2]) for shape in shapes]
         message = leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
         self._mailbox.put(tag, (message, works))
-        if self._device.type == "cpu" and (usual or posted is None):
+        if self._on_cpu and (usual or posted is None):
             return self._receive_tensors(peer, sizes, _USUAL)
         return posted
 
