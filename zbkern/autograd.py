@@ -53,12 +53,22 @@ def apply(function: type[torch.autograd.Function], call: Call, x: Tensor, *argum
     backward() from autograd.grad(y, x).
     """
     if not torch.is_grad_enabled():
-        return function.apply(call, x.detach(), *arguments)
+        return function.forward(_Nothing(), call, x.detach(), *arguments)
     if wgrad.possible:
         _choose_route(call)
     if call.route is Route.DETACHED:
         return function.apply(call, x, *arguments, _anchor)
     return function.apply(call, x, *arguments, *call.owners)
+
+
+class _Nothing:
+    """In the place of a function's context where there is no backward: half the time of a small layer's forward."""
+
+    needs_input_grad = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 _anchor = torch.empty(0, requires_grad=True)

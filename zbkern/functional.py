@@ -333,11 +333,13 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _autocast(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
+    dtype = x.dtype
+    if torch._C._is_any_autocast_enabled():
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.is_floating_point() and dtype != torch.float64:
+            return x.to(torch.get_autocast_dtype(device))
     for weight in weights:
-        if weight is not None and x.dtype != weight.dtype:
+        if weight is not None and weight.dtype != dtype:
             raise TypeError(
                 f"{op}: x is {x.dtype} and a weight or bias {weight.dtype}; convert one, or use torch.autocast"
             )
