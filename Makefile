@@ -60,9 +60,10 @@ test-gpu: ready-gpu ## every launch on a GPU: against float64, on streams of its
 	--seconds $(TEST_SECONDS) tests/gpu > .cache/gpu-{}.log 2>&1; code=$$?; cat .cache/gpu-{}.log; exit $$code' || code=1; \
 	exit $$code
 
-lint: $(READY) ## style and imports
+lint: $(READY) ## style, imports and types
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m mypy
 
 bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 	$(PYTHON) -m bench.pipeline
@@ -78,5 +79,5 @@ bench-split: $(READY) ## what the split of backward into B and W costs
 	$(PYTHON) -m bench.split
 
 clean: ## remove what was built, installed and drawn
-	rm -rf .venv .cache build dist demo zbkern.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache build dist demo zbkern.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

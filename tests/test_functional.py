@@ -1,11 +1,13 @@
-"""Every public op against torch's own, in float64: values, gradients at once and deferred, second derivatives."""
+"""Every public op against torch's own, in float64: values, gradients at once and deferred, second derivatives.
+
+Attention and rotary, which torch writes in other ways, are in test_functional_attention.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from torch import Tensor
 import zbkern
 from zbkern import functional as Z
 from zbkern import testing
-from zbkern.kernels.dispatch import UnavailableError
 
 
 @dataclass
@@ -287,147 +288,6 @@ def test_no_grad_leaves_no_graph(name: str) -> None:
     assert not y.requires_grad
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
-@pytest.mark.parametrize("lengths", [None, [4, 1, 6]])
-def test_attention(heads: tuple[int, int], causal: bool, window: int | None, lengths: list[int] | None) -> None:
-    torch.manual_seed(0)
-    query_heads, key_heads = heads
-    shape = (2, 7) if lengths is None else (sum(lengths),)
-    q = torch.randn(*shape, query_heads, 5, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(*shape, key_heads, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    ends = None if lengths is None else [0, *torch.tensor(lengths).cumsum(0).tolist()]
-
-    def by_hand(q, k, v):
-        parts = []
-        pieces = range(2) if lengths is None else [slice(a, b) for a, b in pairwise(ends)]
-        for piece in pieces:
-            a = q[piece].transpose(0, 1)
-            b, c = (t[piece].transpose(0, 1).repeat_interleave(query_heads // key_heads, 0) for t in (k, v))
-            place = torch.arange(a.shape[1])
-            distance = place[:, None] - place
-            hidden = (distance < 0) | (distance >= (window or 99)) if causal else torch.zeros_like(distance).bool()
-            scores = (a @ b.mT / 5**0.5).masked_fill(hidden, float("-inf"))
-            parts.append((scores.softmax(-1) @ c).transpose(0, 1))
-        return torch.stack(parts) if lengths is None else torch.cat(parts)
-
-    def ours(q, k, v):
-        return Z.attention(q, k, v, causal, window, sequences=ends)
-
-    y, expected = ours(q, k, v), by_hand(q, k, v)
-    testing.assert_close(y, expected)
-    dy = torch.randn_like(y)
-    for a, b in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy), strict=True):
-        testing.assert_close(a, b)
-
-
-NORMS = {
-    "rms_norm": (
-        lambda x, r, w, b: Z.rms_norm(x, w, 1e-3, residual=r),
-        lambda x, r, w, b: (F.rms_norm(x + r, (5,), w, 1e-3), x + r),
-    ),
-    "layer_norm": (
-        lambda x, r, w, b: Z.layer_norm(x, w, b, residual=r),
-        lambda x, r, w, b: (F.layer_norm(x + r, (5,), w, b), x + r),
-    ),
-}
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("name", NORMS)
-def test_outputs_of_a_norm_with_residual(name: str, used: tuple[int, ...], deferred: bool) -> None:
-    """Each alone and both, with the same tensor as x and residual in a second call; grads do not share memory."""
-    torch.manual_seed(0)
-    mine = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (3, 5), (5,), (5,))]
-    others, queue = twins(mine), zbkern.WGradQueue()
-    for function, tensors in zip(NORMS[name], (mine, others), strict=True):
-        with queue.defer() if deferred else contextlib.nullcontext():
-            x, residual, weight, bias = tensors
-            for r in (residual, x):
-                outputs = function(x, r, weight, bias)
-                sum((outputs[i] * (i + 1.5)).square().sum() for i in used).backward()
-                if r is residual:
-                    assert x.grad.data_ptr() != residual.grad.data_ptr()
-    assert queue.pending() == (2 if deferred and 0 in used else 0)
-    queue.run()
-    for got, expected in zip(mine, others, strict=True):
-        assert (got.grad is None) == (expected.grad is None)
-        if got.grad is not None:
-            testing.assert_close(got.grad, expected.grad)
-
-
-@pytest.mark.parametrize("used", [0, 1])
-@pytest.mark.parametrize("name", NORMS)
-def test_second_derivatives_of_one_output_of_a_norm_with_residual(name: str, used: int) -> None:
-    torch.manual_seed(0)
-    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (3, 5), (5,), (5,))]
-    assert torch.autograd.gradgradcheck(lambda *t: NORMS[name][0](*t)[used], tensors, fast_mode=True)
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_a_residual_of_another_dtype_is_added_as_torch_does(name: str) -> None:
-    torch.manual_seed(0)
-    x, residual, weight, bias = torch.randn(3, 5).bfloat16(), torch.randn(3, 5), torch.randn(5), torch.randn(5)
-    for a, b in ((x, residual), (residual, x)):
-        (y, summed), expected = (function(a, b, weight, bias) for function in NORMS[name])
-        assert torch.equal(summed, expected[1])
-        testing.assert_close(y, expected[0])
-
-
-def rotated_by_hand(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """As the transformers library writes it, in modeling_llama and in modeling_gptj, on the first columns."""
-    size = 2 * angles.shape[1]
-    turning, rest = x[..., :size], x[..., size:]
-    if interleaved:
-        wide = angles.repeat_interleave(2, -1)[:, None]
-        other = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
-    else:
-        wide = torch.cat((angles, angles), -1)[:, None]
-        other = torch.cat((-turning[..., size // 2 :], turning[..., : size // 2]), -1)
-    return torch.cat((turning * wide.cos() + other * wide.sin(), rest), -1)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("shape", [(3, 2, 8), (2, 3, 2, 8), (2, 1, 3, 2, 11)])
-@pytest.mark.parametrize("half", [0, 1, 3, 4])
-def test_rotary(shape: tuple[int, ...], half: int, interleaved: bool) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(*shape[:-2], 2 * shape[-2], shape[-1], dtype=torch.float64)[..., ::2, :].requires_grad_()
-    angles = torch.randn(3, half, dtype=torch.float64)
-
-    def ours(x: Tensor) -> Tensor:
-        return Z.rotary(x, angles.cos(), angles.sin(), interleaved)
-
-    y, expected = ours(x), rotated_by_hand(x, angles, interleaved)
-    testing.assert_close(y, expected)
-    dy = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64)[..., ::2]
-    testing.assert_close(torch.autograd.grad(y, x, dy, retain_graph=True)[0], torch.autograd.grad(expected, x, dy)[0])
-    assert torch.autograd.gradcheck(ours, x, fast_mode=True)
-    assert torch.autograd.gradgradcheck(ours, x, fast_mode=True)
-    # under function transforms it is torch's own operations
-    testing.assert_close(torch.func.grad(lambda x: (ours(x) * dy).sum())(x.detach()), torch.autograd.grad(y, x, dy)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_rounds_once(interleaved: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, angles = torch.randn(2, 5, 3, 8).to(dtype).requires_grad_(), torch.randn(5, 3)
-    y = Z.rotary(x, angles.cos(), angles.sin(), interleaved)
-    wide = rotated_by_hand(x.detach().float(), angles, interleaved)
-    testing.assert_close(y, wide, tolerance=torch.finfo(dtype).eps)
-    y.sum().backward()
-    assert y.dtype == x.grad.dtype == dtype
-
-
-def test_attention_with_fewer_queries_than_keys_lines_up_the_ends() -> None:
-    q = torch.randn(1, 2, 1, 3, dtype=torch.float64)
-    k, v = torch.randn(2, 1, 5, 1, 3, dtype=torch.float64)
-    full = Z.attention(torch.cat([torch.zeros(1, 3, 1, 3, dtype=torch.float64), q], 1), k, v, causal=True)
-    testing.assert_close(Z.attention(q, k, v, causal=True), full[:, 3:])
-
-
 def test_logits_are_never_whole_in_memory() -> None:
     """Counted where tensors are made: nothing as large as all logits appears in F, B or W."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -465,86 +325,6 @@ def test_head_says_so_when_its_weight_changed_before_w() -> None:
     with pytest.raises(RuntimeError, match=r"head.*its weight changed between B and W"):
         queue.run()
     queue.discard()
-
-
-def t(*shape: int, device: str = "cpu") -> Tensor:
-    return torch.zeros(shape, device=device)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: Z.linear(t(2, 3), t(4, 5)),
-            ValueError,
-            r"linear: weight must be \[N, K\] with K=3 like x; got \[4, 5\]",
-        ),
-        (lambda: Z.linear([1.0], t(4, 5)), TypeError, "linear: x must be a torch.Tensor; got list"),
-        (lambda: Z.linear(t(2, 5), t(4, 5), t(3)), ValueError, "linear: bias must be .* N=4"),
-        (lambda: Z.linear(t(2, 5), t(4, 5), 1.0), TypeError, "linear: bias must be"),
-        (lambda: Z.linear(t(2, 5), t(4, 5), activation="tanh"), ValueError, "linear: activation must be .*'tanh'"),
-        (lambda: Z.linear(t(2, 5), t(4, 5).double()), TypeError, "linear: x is torch.float32 and a weight or bias"),
-        (lambda: Z.linear(t(2, 5), t(4, 5), t(4).double()), TypeError, "a weight or bias torch.float64; convert one"),
-        (lambda: Z.linear(t(2, 5), t(4, 5, device="meta")), ValueError, "linear: weight is on meta and x on cpu"),
-        (lambda: Z.linear(t(2, 5), t(4, 5), impl="magic"), UnavailableError, "there is no implementation 'magic'"),
-        (lambda: Z.linear(t(2, 5), t(4, 5), impl="cuda"), UnavailableError, "linear: impl='cuda' cannot run on cpu"),
-        (lambda: Z.gated_mlp(t(2, 5), t(4, 5), t(3, 5), t(5, 4)), ValueError, "up must have gate's shape"),
-        (
-            lambda: Z.gated_mlp(t(2, 5), t(4, 5), t(4, 5), t(5, 3)),
-            ValueError,
-            r"down must be \[N, H\] with H=4",
-        ),
-        (lambda: Z.gated_mlp(t(2, 5), t(4, 5), t(4, 5), None), TypeError, "gated_mlp: down must be a torch.Tensor"),
-        (lambda: Z.swiglu(t(2, 5), t(4, 5), t(4, 5), t(5, 4, device="meta")), ValueError, "down is on meta"),
-        (lambda: Z.swiglu(t(2, 5), t(4, 5), t(4, 5).double(), t(5, 4)), TypeError, "gated_mlp: x is torch.float32"),
-        (lambda: Z.grouped_linear(t(5, 4), None, [5]), TypeError, "grouped_linear: weight must be a torch.Tensor"),
-        (lambda: Z.grouped_linear(t(5, 4), t(1, 2, 4), [5.5]), TypeError, r"counts must be integers; got \[5.5\]"),
-        (lambda: Z.grouped_linear(t(5, 4), t(3, 2, 4), [2, 2, 2]), ValueError, "grouped_linear: counts must be 3"),
-        (lambda: Z.grouped_linear(t(5, 4), t(2, 4), [5]), ValueError, "grouped_linear: x must be"),
-        (lambda: Z.embedding(t(3), t(7, 4)), TypeError, "embedding: indices must be integers"),
-        (lambda: Z.embedding([0, 1], t(7, 4)), TypeError, "embedding: indices must be a torch.Tensor; got list"),
-        (lambda: Z.embedding(INDICES, t(7, 4, device="meta")), ValueError, "weight is on meta and indices on cpu"),
-        (
-            lambda: Z.embedding(INDICES, t(7, 4), 7),
-            ValueError,
-            "padding_idx must be within the 7 rows; got 7",
-        ),
-        (lambda: Z.rms_norm(t(2, 5), t(4)), ValueError, "rms_norm: weight must be .* K=5"),
-        (lambda: Z.rms_norm(t(2, 5), t(5, device="meta")), ValueError, "rms_norm: weight is on meta and x on cpu"),
-        (lambda: Z.layer_norm(t(2, 5), t(5), 1.0), TypeError, "layer_norm: bias must be a torch.Tensor; got float"),
-        (lambda: Z.layer_norm(t(2, 5), t(5), t(4)), ValueError, "layer_norm: bias must be .* K=5"),
-        (lambda: Z.layer_norm(t(2, 5), None, t(5)), ValueError, "layer_norm: bias without weight"),
-        (lambda: Z.layer_norm(t(2, 5), residual=t(5)), ValueError, r"residual must be \[2, 5\] like x.* got .* \[5\]"),
-        (lambda: Z.rms_norm(t(2, 5), residual=1.0), TypeError, "rms_norm: residual must be a torch.Tensor; got float"),
-        (lambda: Z.rms_norm(t(2, 5), residual=t(2, 5).int()), ValueError, "of a floating dtype; got torch.int32"),
-        (lambda: Z.attention(t(2, 5), t(2, 5), t(2, 5)), ValueError, "attention: q must be"),
-        (lambda: Z.attention(t(1, 2, 3, 4), t(1, 2, 2, 4), t(1, 2, 2, 4)), ValueError, "that divides q's"),
-        (lambda: Z.attention(t(1, 2, 3, 4), t(2, 2, 3, 4), t(2, 2, 3, 4)), ValueError, "q's batch and D"),
-        (lambda: Z.attention(t(1, 2, 3, 4), t(1, 2, 0, 4), t(1, 2, 0, 4)), ValueError, "that divides q's"),
-        (lambda: Z.attention(*[t(1, 2, 3, 4)] * 2, t(1, 2, 3, 4).double()), TypeError, "must have one floating dtype"),
-        (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, key_sequences=[0, 2]), ValueError, "key_sequences needs sequences"),
-        (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, window=2), ValueError, "window must be at least 1 and needs causal"),
-        (lambda: Z.attention(*[t(5, 3, 4)] * 3, sequences=[0, 3]), ValueError, "sequences must rise from 0 to the 5"),
-        (lambda: Z.rotary(t(5, 4), t(5, 2), t(5, 2)), ValueError, "rotary: x must be .*T, H, D"),
-        (lambda: Z.rotary(t(5, 2, 4), t(4, 2), t(5, 2)), ValueError, "rotary: cos must be .* T=5 and R <= 4 like x"),
-        (lambda: Z.rotary(t(5, 2, 4), t(5, 2), t(5, 3)), ValueError, r"rotary: sin must be .* got \[5, 3\]"),
-        (lambda: Z.rotary(t(5, 2, 4), t(5, 2), t(5, 1)), ValueError, r"sin must have cos's shape \[5, 2\]"),
-        (lambda: Z.rotary(t(5, 2, 4), t(5, 2).int(), t(5, 2)), TypeError, "cos must be floating .* got torch.int32"),
-        (lambda: Z.rotary(t(5, 2, 4), t(5, 2), t(5, 2).requires_grad_()), TypeError, "one that requires a gradient"),
-        (lambda: Z.rotary(t(5, 2, 4), None, t(5, 2)), TypeError, "rotary: cos must be a torch.Tensor; got NoneType"),
-        (lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET[:3]), ValueError, "target must be integers of shape"),
-        (lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), None), TypeError, "target must be a torch.Tensor; got None"),
-        (
-            lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET > 0),
-            ValueError,
-            "must be integers .* got torch.bool",
-        ),
-        (lambda: Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, reduction="max"), ValueError, "reduction must be"),
-    ],
-)
-def test_errors_name_function_argument_expected_and_got(call: Callable, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_vmap_and_functional_gradients_see_through() -> None:

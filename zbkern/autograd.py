@@ -35,7 +35,7 @@ class Call:
     __slots__ = ("launches", "listened", "name", "owners", "route", "wanted")
 
     def __init__(self, owners: Owners, launches: ModuleType, name: str) -> None:
-        self.owners = owners
+        self.owners: tuple[Any, ...] = owners  # which may be None, the function knows
         self.wanted = owners  # None for those that take no gradient; meant for DETACHED, elsewhere the edges tell
         self.launches = launches
         self.name = name

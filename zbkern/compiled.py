@@ -137,7 +137,8 @@ def _register_lowering() -> None:
     @register_lowering(operator, type_promotion_kind=None)
     def lower(kind: str, x: Any, dy: Any, weight: Any, bias: Any, copy: bool) -> None:
         ir.FallbackKernel.create(operator, kind, x, dy, weight, bias, False)
-        V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in V.graph.operations[-1].inputs)
+        launch: Any = V.graph.operations[-1]
+        V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in launch.inputs)
 
 
 def _owner(weight: Tensor | None) -> Tensor | None:
@@ -186,5 +187,5 @@ def _accumulations(node: Any) -> Mapping[Any, Any]:
     return _edges.accumulations
 
 
-def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
+def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from zbkern import nn
 
 Module = torch.nn.Module
+Model = TypeVar("Model", bound=Module)
 Filter = Callable[[str, Module], bool]
 
 _TWINS: dict[type[Module], type[Module]] = {
@@ -21,7 +23,7 @@ _TWINS: dict[type[Module], type[Module]] = {
 }
 
 
-def convert(model: Module, filter: Filter | None = None) -> Module:
+def convert(model: Model, filter: Filter | None = None) -> Model:
     """Gives every module that has a zbkern twin the twin's behaviour; returns `model`, changed in place.
 
     Known are torch's Linear, Embedding, LayerNorm and RMSNorm, and the transformers library's Conv1D. filter(name,
@@ -34,11 +36,11 @@ def convert(model: Module, filter: Filter | None = None) -> Module:
             twin = _twin(type(module))
             assert twin is not None
             module.__class__ = twin
-            module.zbkern_name = name  # type: ignore[assignment]
+            module.zbkern_name = name
     return model
 
 
-def restore(model: Module, filter: Filter | None = None) -> Module:
+def restore(model: Model, filter: Filter | None = None) -> Model:
     """Gives converted modules their torch behaviour back; returns `model`, changed in place."""
     _check("restore", model, filter)
     for name, module in model.named_modules():

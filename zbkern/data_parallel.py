@@ -29,7 +29,7 @@ class ShardedReduction:
     """
 
     def __init__(self, model: torch.nn.Module, queue: WGradQueue) -> None:
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FSDPModule
 
         if not isinstance(model, FSDPModule):
             raise TypeError(
@@ -37,7 +37,7 @@ class ShardedReduction:
                 "DistributedDataParallel needs no ShardedReduction"
             )
         self._model = model
-        self._root = fully_shard.state(model)
+        self._root = state_of(model)
         self._queue = queue
         queue.listeners.append(self._landed)
 
@@ -58,12 +58,17 @@ class ShardedReduction:
                 group.post_backward()
 
 
-def parameter_groups(root: Any) -> list[Any]:
-    """What FSDP2 gathers and reduces together under this root, in the order of the model; none before it has run."""
+def state_of(root: Any) -> Any:
+    """What FSDP2 keeps about a module that `fully_shard` was applied to."""
     from torch.distributed.fsdp import fully_shard
 
+    return fully_shard.state(root)  # type: ignore[attr-defined]
+
+
+def parameter_groups(root: Any) -> list[Any]:
+    """What FSDP2 gathers and reduces together under this root, in the order of the model; none before it has run."""
     found = []
-    for state in fully_shard.state(root)._state_ctx.all_states:
+    for state in state_of(root)._state_ctx.all_states:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # torch before 2.12 keeps one per state under another name
             groups = [state._fsdp_param_group]

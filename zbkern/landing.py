@@ -102,7 +102,7 @@ def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **option
 
     options: for launches that take several weights; the others have none.
     """
-    several = getattr(batch[0][0].launch, "several", None)
+    several: Any = getattr(batch[0][0].launch, "several", None)
     if len(batch) == 1 and (several is None or not options):
         target = targets[0]
         batch[0][0].launch([task.tensors for task in batch[0]], target.outputs, target.add)
@@ -163,7 +163,7 @@ def hand_over(gradients: list[tuple[Tensor, Tensor]], create_graph: bool = False
                 gradient.zero_()
             _announce(parameter)
     parameters = [parameter for parameter, _ in gradients]
-    gradient = None  # autograd copies a tensor that somebody else holds
+    gradient = None  # type: ignore[assignment]  # autograd copies a tensor that somebody else holds
     with torch.enable_grad():
         arrival = _Arrival.apply(gradients, *parameters)
     torch.autograd.backward(arrival, create_graph=create_graph)

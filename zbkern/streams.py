@@ -40,7 +40,7 @@ class SideStream:
         """What the launches held that have ended by now."""
         if not self._flights or capturing():  # events of a graph that is being captured have no state yet
             return []
-        ended = []
+        ended: list[Any] = []
         while self._flights and self._flights[0][0].query():
             ended += self._flights.popleft()[1]
         return ended

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +41,7 @@ class WGradTask:
         self._arithmetic = arithmetic
         self.name = name
         self.listened = listened
-        self.key: Hashable = None
+        self.key: Any = None  # hashable
         self.ready: Any = None  # an event after which `tensors` hold their values, where W has a stream of its own
         self.pins: list[list[int]] = []  # a queue's entries for the storages of the tensors
         version = 0  # grows whenever one of the tensors is modified in place

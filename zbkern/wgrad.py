@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -164,7 +165,7 @@ class WGradQueue:
         """Number of tasks that wait, of one key, of a list, or of all."""
         return len(self._tasks) if key is None else len(self._select(key))
 
-    def keys(self) -> list[Hashable]:
+    def keys(self) -> list[Any]:
         """The keys that have tasks waiting, oldest first."""
         with self._lock:
             return list(dict.fromkeys(task.key for task in self._tasks))
@@ -369,7 +370,7 @@ def run_in_backward(task: WGradTask) -> None:
     if queue is None:
         queue = _endings[backward] = WGradQueue()
         # Only the callback owns the queue: if the backward fails, both go, and its gradients with them, as in torch.
-        torch.autograd.Variable._execution_engine.queue_callback(queue.run)
+        torch.autograd.Variable._execution_engine.queue_callback(queue.run)  # type: ignore[arg-type]
     queue.add(task)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_optimizer import clip_in_float64, on_threads
+from optimizer_cases import clip_in_float64, on_threads
 from torch import Tensor, nn
 
 import zbkern

@@ -149,9 +149,9 @@ def accepts(name: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
     """What `why_not` could not tell: torch looks at the tensors, and at its own versions of the libraries."""
     if not name.startswith("torch "):
         return True
-    heads = (t.transpose(1, 2) for t in (q, k, v))
     grouped = q.shape[-2] != k.shape[-2]
-    parameters = torch.backends.cuda.SDPAParams(*heads, None, 0.0, options.causal, grouped)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, options.causal, grouped)
     if name == "torch cudnn":
         return torch.backends.cuda.can_use_cudnn_attention(parameters)
     return torch.backends.cuda.can_use_flash_attention(parameters)

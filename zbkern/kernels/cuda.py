@@ -99,10 +99,10 @@ def linear_wgrads(
     copies: list[Tensor] = []  # their memory must not be given away before the launch
     for segments, (dweight, dbias) in products:
         (n, k), (step, unit) = ((0, 0), (0, 1)) if dweight is None else (dweight.shape, dweight.stride())
-        if unit != 1 or not (n and k) or (dbias is not None and not dbias.is_contiguous()):
+        if dweight is None or unit != 1 or not (n and k) or (dbias is not None and not dbias.is_contiguous()):
             _add_bias(segments, dbias, accumulate)
             dbias = None
-            if not (n and k):
+            if dweight is None or not (n and k):
                 continue
             if unit != 1:  # a transposed view: the same product with its factors exchanged
                 segments, dweight = [(dy, x) for x, dy in segments], dweight.t()

@@ -93,7 +93,7 @@ def _by_shape(capability: tuple[int, int]) -> ModuleType:
     joined = ModuleType("triton, W by shape")
     vars(joined).update({name: getattr(triton, name) for name in spec.LAUNCHES if hasattr(triton, name)})
     named = {"cuda": _launches("cuda"), "triton": triton}
-    joined.linear_wgrad = measured.linear_wgrad(measured.WGRAD[capability], named)
+    vars(joined)["linear_wgrad"] = measured.linear_wgrad(measured.WGRAD[capability], named)
     return joined
 
 

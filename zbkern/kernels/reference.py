@@ -30,7 +30,7 @@ _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 
-_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_BACKWARD: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "gelu": lambda dy, z: torch.ops.aten.gelu_backward(dy, z),
     "gelu_tanh": lambda dy, z: torch.ops.aten.gelu_backward(dy, z, approximate="tanh"),
     "relu": lambda dy, z: torch.ops.aten.threshold_backward(dy, z, 0),

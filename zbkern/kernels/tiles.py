@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 TABLE = Path(__file__).with_name("tiles.json")
 
@@ -94,7 +96,7 @@ def choose(
     return min(candidates, key=cost)[0]
 
 
-def count(tile: Tile, *shapes: tuple[int, int]) -> int:
+def count(tile: Tile, *shapes: Sequence[int]) -> int:
     """How many of these tiles cover outputs of these shapes."""
     return sum(-(-p // tile.m) * -(-q // tile.n) for p, q in shapes)
 
@@ -131,7 +133,8 @@ class AttentionTile:
 # heads of up to 64, 128 and 256: the largest of a dozen tries that does not spill, with any mask. An accumulator of
 # 128 x 256 is 128 of the 255 registers of a thread: dkdv, which has two, is split there where they hold accumulators.
 _HEADS = (64, 128, 256)
-_ATTENTION = {
+_Row = tuple[Any, ...]  # an AttentionTile
+_ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
     ("mma", "fwd"): ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
     ("mma", "dq"): ((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2)),
     ("mma", "dkdv"): ((32, 128, 8, 3), (64, 64, 8, 2), (32, 64, 8, 2, True)),
@@ -142,7 +145,8 @@ _ATTENTION = {
     ("tcgen05", "dq"): ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
     ("tcgen05", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
 }
-_ATTENTION_PACKED = {  # which have code for the end of each sequence, and fewer registers left
+# Sequences of different lengths have code for the end of each, and fewer registers left.
+_ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
     ("mma", "fwd", 64): (128, 64, 8, 3),
     ("mma", "dkdv", 64): (32, 64, 8, 3),
     ("wgmma", "fwd", 256): (64, 64, 8, 2),
@@ -150,7 +154,7 @@ _ATTENTION_PACKED = {  # which have code for the end of each sequence, and fewer
     ("wgmma", "dkdv", 256): (16, 64, 8, 2, True),
     ("tcgen05", "fwd", 64): (128, 64, 4, 3),
 }
-_ATTENTION_SINGLE = {  # three products each; heads of more than 128 spill
+_ATTENTION_SINGLE: dict[str, tuple[_Row, ...]] = {  # three products each; heads of more than 128 spill
     "fwd": ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2)),
     "dq": ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2)),
     "dkdv": ((16, 16, 4, 2, True), (16, 16, 4, 2, True), (16, 16, 4, 2, True)),

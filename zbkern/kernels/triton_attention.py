@@ -46,8 +46,8 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y:
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
     streamed = describe((k, v), sequences, tile.keys)
     arguments = (q, *streamed, out, lse, *places, options.window, exponent, tokens, heads // k.shape[1], *strides)
-    constants = (options.causal, size, size_block(size), tile.queries, tile.keys, precision(q.dtype))
-    constants = (*constants, streamed[0] is not k)
+    sizes = (options.causal, size, size_block(size), tile.queries, tile.keys)
+    constants = (*sizes, precision(q.dtype), streamed[0] is not k)
     _forward((grid, heads), arguments, constants, warps=tile.warps, stages=tile.stages)
     if out is not y:
         y.copy_(out)
@@ -382,8 +382,8 @@ class Shape:
 
     def variant(self, part: str, kernel: Kernel, types: Sequence, tile: tiles.AttentionTile) -> Variant:
         half = self.dtype == "bf16"
-        constants = (self._causal, self._size, size_block(self._size), tile.queries, tile.keys)
-        constants = (*constants, "ieee" if half else "tf32x3", self.tma)
+        sizes = (self._causal, self._size, size_block(self._size), tile.queries, tile.keys)
+        constants = (*sizes, "ieee" if half else "tf32x3", self.tma)
         name = f"attention {part} {self.name}"
         return Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=half, bulk=self.tma)
 

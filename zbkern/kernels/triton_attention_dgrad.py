@@ -280,8 +280,8 @@ def variants(capability: int) -> list[Variant]:
     for shape in (Shape(capability, *row) for row in SHAPES):
         tensor, places, rest = shape.tensor, (*shape.places, "fp32", "fp32"), ("i32:16", "i32", *("i32:16",) * 12)
         tile = shape.tile("dq")
-        types = (tensor, tensor, *shape.streamed(tile.keys), tensor, tensor, "*fp32", "*fp32", *places, "i32", *rest)
-        found.append(shape.variant("dq", _dq, types, tile))
+        inputs = (tensor, tensor, *shape.streamed(tile.keys), tensor, tensor)
+        found.append(shape.variant("dq", _dq, (*inputs, "*fp32", "*fp32", *places, "i32", *rest), tile))
         tile = shape.tile("dkdv")
         lines = f"tensordesc<fp32[1, {tile.queries}]>" if shape.tma else "*fp32"
         parts = {"dk": (tensor, None), "dv": (None, tensor)} if tile.split else {"dkdv": (tensor, tensor)}

@@ -221,7 +221,7 @@ def _alike(matrices: Sequence[Matrix]) -> bool:
     return all(matrix.layout == matrices[0].layout for matrix in matrices)
 
 
-def _outputs(matrices: Sequence[Matrix], rows: int, columns: int) -> tuple[list[Any], bool, tuple[int, int]]:
+def _outputs(matrices: Sequence[Matrix], rows: int, columns: int) -> tuple[list[Any], bool, tuple[int, ...]]:
     """(what the kernel is given, whether these are descriptors, their strides)."""
     first = matrices[0]
     if has_bulk_copies(first.tensor.device) and first.describable and not first.transposed:

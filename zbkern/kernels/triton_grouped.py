@@ -40,7 +40,9 @@ def grouped_linear_wgrad(
 ) -> None:
     """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments."""
     groups = next(output for output in outputs if output is not None).shape[0]
-    layers = [([], [None if out is None else out[e] for out in outputs]) for e in range(groups)]
+    layers: list[tuple[list, list[Tensor | None]]] = [
+        ([], [None if out is None else out[e] for out in outputs]) for e in range(groups)
+    ]
     for x, dy, counts in segments:
         for e, rows, gradients in _groups(counts, x, dy):
             layers[e][0].append((rows, gradients))

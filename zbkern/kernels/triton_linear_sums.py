@@ -73,13 +73,14 @@ def _sums(
     vectors = (v0, v1, v2, v3, v4, v5, v6, v7)
     p_s = (p0, p1, p2, p3, p4, p5, p6, p7)
     q_s = (q0, q1, q2, q3, q4, q5, q6, q7)
+    # Tuples grow by addition: Triton has no unpacking.
     steps = (max(tl.cdiv(r0, K), 1),)  # the step after the last of each segment, counted through all products
     for s in tl.static_range(1, PRODUCTS * SEGMENTS):
         least = 1 if s % SEGMENTS == 0 else 0  # a product of no rows takes one step, which writes zeros
-        steps = steps + (steps[s - 1] + max(tl.cdiv(r_s[s], K), least),)  # noqa: RUF005 (Triton has no unpacking)
+        steps = steps + (steps[s - 1] + max(tl.cdiv(r_s[s], K), least),)  # type: ignore[assignment]  # noqa: RUF005
     ends = (tl.cdiv(p0, M) * tl.cdiv(q0, N),)  # the tile after the last of each product
     for i in tl.static_range(1, PRODUCTS):
-        ends = ends + (ends[i - 1] + tl.cdiv(p_s[i], M) * tl.cdiv(q_s[i], N),)  # noqa: RUF005
+        ends = ends + (ends[i - 1] + tl.cdiv(p_s[i], M) * tl.cdiv(q_s[i], N),)  # type: ignore[assignment]  # noqa: RUF005
     begin, length = 0, steps[SEGMENTS - 1]
     total = tl.cdiv(max(ends[0] - tl.program_id(0), 0), tl.num_programs(0)) * length  # steps of this program's tiles
     if PRODUCTS > 1:
@@ -214,7 +215,7 @@ def linear_wgrads(
     run("wgrad", products, accumulate, num_sms, max_tiles)
 
 
-linear_wgrad.several = linear_wgrads  # how a queue finds it
+linear_wgrad.several = linear_wgrads  # type: ignore[attr-defined]  # how a queue finds it
 
 
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
@@ -329,8 +330,8 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
     if max_tiles:
         programs = max(programs, -(-tiles.count(tile, *shapes) // max_tiles))
 
-    slots: list[tuple[Any, Any, int]] = []
-    targets: list[tuple[Any, Tensor | None, int, int]] = []
+    slots: list[tuple[Any, Any, int]] = []  # a, b, r
+    targets: list[tuple[Any, ...]] = []  # output, vector, p, q
     for part, counts, shape in zip(parts, rows, shapes, strict=True):
         pairs = [
             (a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)) if reads else (a.tensor, b.tensor)

@@ -107,8 +107,8 @@ def _dgrad(
     _dgrad_pieces(rows, (*arguments, features, *strides), (centered, PIECE), warps=8, stages=1)
     if partials is not None:
         grid = (triton.cdiv(features, 256), partials.shape[1])
-        arguments = (dy, x, mean, rstd, partials, rows, features, *strides[:4])
-        _sum_columns(grid, arguments, (centered, 8, 256), warps=4, stages=1)
+        summed = (dy, x, mean, rstd, partials, rows, features, *strides[:4])
+        _sum_columns(grid, summed, (centered, 8, 256), warps=4, stages=1)
 
 
 @Kernel

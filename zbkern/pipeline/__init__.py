@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from zbkern.pipeline.norms import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.norms import grad_norm as grad_norm
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
-    from zbkern.pipeline.planner import Relief as Relief
-    from zbkern.pipeline.planner import plan as plan
-    from zbkern.pipeline.planner import plan_relieved as plan_relieved
+    from zbkern.pipeline.planner.plan import plan as plan
+    from zbkern.pipeline.planner.relief import Relief as Relief
+    from zbkern.pipeline.planner.relief import plan_relieved as plan_relieved
     from zbkern.pipeline.profiling import profile as profile
 
 

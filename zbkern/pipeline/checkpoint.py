@@ -119,7 +119,7 @@ def load(
     if hasattr(optimizer, "abandon"):
         optimizer.abandon()
     reader = dcp.FileSystemReader(path)
-    stored = reader.read_metadata().state_dict_metadata
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     wanted = state.targets(stored)
     mine = f"random.{state.rank}"
     wanted.update({key: torch.empty(stored[key].size, dtype=torch.uint8) for key in ("common", mine) if key in stored})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,11 @@ from zbkern.pipeline.actions import Schedule
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.warmup import chain
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
-def is_transport(group: Any) -> bool:
+
+def is_transport(group: Any) -> TypeIs[Transport]:
     return hasattr(group, "deliver")
 
 

@@ -103,7 +103,12 @@ class Pipeline:
         self.tied = dict(tied or {})
         self.optimizer: Any = None  # an Optimizer of this pipeline sets itself here
         self._tied = TiedWeights(self.tied, self._transport, None if is_transport(group) else group)
-        self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._backward}
+        self._handlers: dict[str, Callable[..., None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "W": self._weight,
+            "BW": self._backward,
+        }
         if replan_every and self._replicas.gathers:
             raise ValueError(
                 "Pipeline: replan_every must be 0 with FSDP2 stages: replicas that measure different times would take "

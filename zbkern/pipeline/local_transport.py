@@ -91,7 +91,7 @@ class _Ring:
     def post(self, sender: int, receiver: int, tag: Any, message: Any) -> None:
         """Files the message, or lets the postman do so later."""
         seconds = self._delay(sender, receiver, tag) if self._delay else 0.0
-        if seconds > 0:
+        if self._postman is not None and seconds > 0:
             self._postman.post(seconds, lambda: self.mailboxes[receiver].put(tag, message))
         else:
             self.mailboxes[receiver].put(tag, message)

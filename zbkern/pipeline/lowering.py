@@ -97,7 +97,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     if not isinstance(schedule, Schedule):
         raise TypeError(f"lower: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
     schedule.validate()
-    ready = {}
+    ready: dict[Message, tuple[float, ...]] = {}
     for timeline in (simulate(schedule), simulate(schedule, costs)):
         for row in timeline.events:
             for event in row:
@@ -155,7 +155,7 @@ class _Rendezvous:
         self._position = [0] * len(lowered.programs)
         self._queues: list[dict[Hashable, deque[Send | Receive]]] = [defaultdict(deque) for _ in self._position]
         self._arrived: set[Message] = set()
-        self._made: set[Message] = set()
+        self._made: set[Message | None] = set()
 
     def finish(self) -> None:
         runnable = deque(range(len(self._position)))
@@ -201,15 +201,18 @@ class _Rendezvous:
 
     def _meet(self, message: Message, channel: Hashable) -> bool:
         """Whether a message is first in line at both its ends."""
-        heads = [self._queues[end].get(channel) for end in (message.source, message.target)]
-        return all(heads) and heads[0][0] == Send(message) and heads[1][0] == Receive(message)
+        sender, receiver = (self._queues[end].get(channel) for end in (message.source, message.target))
+        if not sender or not receiver:
+            return False
+        return sender[0] == Send(message) and receiver[0] == Receive(message)
 
     def _waits(self) -> list[str]:
         lines = []
         for rank, (done, program) in enumerate(zip(self._position, self._lowered.programs, strict=True)):
-            if done < len(program):
-                needed = input_of(self._lowered.schedule, program[done])
-                lines.append(f"rank {rank} at {program[done]} needs {needed} from rank {needed.source}")
+            operation = program[done] if done < len(program) else None
+            needed = input_of(self._lowered.schedule, operation) if isinstance(operation, Action) else None
+            if needed is not None:
+                lines.append(f"rank {rank} at {operation} needs {needed} from rank {needed.source}")
         lines += [
             f"rank {rank} is held up in: {queue[0]}"
             for rank, queues in enumerate(self._queues)

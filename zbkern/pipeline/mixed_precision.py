@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,8 @@ def update_scale(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: bool, device: torch.device
 ) -> None:
     """The scaler's `update` with what all ranks have found in the place of what this rank has."""
-    mine = scaler._found_inf_per_device(optimizer)  # where torch's sharded scaler writes what its ranks have found, too
+    # By device; where torch's sharded scaler writes what its ranks have found, too.
+    mine: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     if not mine:  # no gradients on this rank
         mine[device] = torch.zeros((), device=device)
     for index, value in enumerate(mine.values()):

@@ -38,8 +38,8 @@ class NamedState:
         self._masters: list[tuple[Tensor, Tensor]] = getattr(optimizer, "masters", [])
         names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
         for chunk, module in self._chunks.items():
-            for key, parameter in module.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), []).append(self._rename(chunk, key))
+            for key, value in module.named_parameters(remove_duplicate=False):
+                names.setdefault(id(value), []).append(self._rename(chunk, key))
         tied = {name for p in getattr(modules, "tied", {}).values() for name in names.get(id(p), [])}
         self._check_unique(tied, group)
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
@@ -108,11 +108,11 @@ class NamedState:
     def take(self, loaded: Mapping[str, Tensor]) -> None:
         """Puts what `targets` made, and somebody has filled, into modules and torch optimizer."""
         for chunk, module in self._chunks.items():
-            state = {}
+            entries = {}
             for key, value in module.state_dict().items():
                 found = loaded[f"model.{self._rename(chunk, key)}"]
-                state[key] = found if isinstance(value, Tensor) else unpack(found)
-            module.load_state_dict(state)
+                entries[key] = found if isinstance(value, Tensor) else unpack(found)
+            module.load_state_dict(entries)
         if self._inner is None:
             return
         order = {id(parameter): index for index, parameter in enumerate(parameters(self._inner))}
@@ -126,8 +126,8 @@ class NamedState:
                     value if kind == "optimizer" else unpack(value)
                 )
             elif kind == "group":
-                found = unpack(value)
-                values.update(dict.fromkeys(found["names"], found["values"]))
+                settings = unpack(value)
+                values.update(dict.fromkeys(settings["names"], settings["values"]))
         groups = self._inner.state_dict()["param_groups"]
         for group, described in zip(self._inner.param_groups, groups, strict=True):
             if group["params"]:
@@ -144,7 +144,7 @@ class NamedState:
             for key, value in module.state_dict().items()
         }
 
-    def _check_unique(self, tied: set[str | None], group: dist.ProcessGroup | None) -> None:
+    def _check_unique(self, tied: set[str], group: dist.ProcessGroup | None) -> None:
         """Tensors of one name would become one in the checkpoint; for a tied parameter that is right."""
         mine = [
             (name, chunk)

@@ -73,9 +73,10 @@ def squares(gradients: list[Tensor]) -> Tensor:
         mesh = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         kinds.setdefault((gradient.device, gradient.dtype, mesh), []).append(gradient)
     sums = []
-    for (_, dtype, mesh), alike in kinds.items():
+    for (_, dtype, _), alike in kinds.items():
         norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32)))
-        sums.append((norms if mesh is None else norms.full_tensor()).double().square().sum())
+        everywhere = norms.full_tensor() if isinstance(norms, DTensor) else norms
+        sums.append(everywhere.double().square().sum())
     if not sums:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack([value.to(sums[0].device) for value in sums]).sum()

@@ -112,7 +112,7 @@ class Optimizer:
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         tied = getattr(pipe, "tied", {}) if tied is None else tied
         self.masters = install_masters(optimizer) if master_weights else []
-        self._undo = UNDO[undo](optimizer) if undo is not None else None
+        self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
         planned = hasattr(pipe, "schedule")
         self._transport = pipe.transport if planned else connect_row(pipe, self._device)
         # the order in which the sum travels is that in which the model meets the ranks
@@ -142,11 +142,12 @@ class Optimizer:
         for parameter in self._model_parameters():
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
-            if getattr(parameter, "main_grad", None) is not None:
+            main_grad = getattr(parameter, "main_grad", None)
+            if main_grad is not None:
                 if self._pending is None:
-                    parameter.main_grad.zero_()
+                    main_grad.zero_()
                 else:
-                    parameter.main_grad = torch.zeros_like(parameter.main_grad)
+                    parameter.main_grad = torch.zeros_like(main_grad)
 
     def step(self) -> None:
         """Steps at once when nothing speaks against it yet; `validate` puts right what turns out to be wrong."""
@@ -177,6 +178,7 @@ class Optimizer:
         if self._pending is None:
             return
         with self._failing_together():
+            assert self._next is not None  # the last rank of the chain has its verdict at once
             total = self._transport.receive(self._next, Message(self._number, "all"), self.timeout)
             self._pass_back(total)
             self._conclude(total)
@@ -285,6 +287,7 @@ class Optimizer:
     def _conclude(self, total: Tensor) -> None:
         """All squares are known: makes the step what it should have been."""
         step, self._pending, self._total = self._pending, None, total
+        assert step is not None
         self.last_norm = norm = math.sqrt(total.item())
         finite, factor = math.isfinite(norm), coefficient(norm, self.max_norm)
         self._wary = self.adaptive and not (finite and factor == 1)
@@ -326,8 +329,8 @@ class Optimizer:
         for group, before in zip(self.optimizer.param_groups, step.before, strict=True):
             group.update(before)
         yield
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for parameter, newer in gradients:
+            parameter.grad = newer
         for group, current, after in zip(self.optimizer.param_groups, now, step.after, strict=True):
             changed = {k: v for k, v in current.items() if isinstance(v, Tensor) or k == "params" or v != after.get(k)}
             group.update(changed)
@@ -338,13 +341,14 @@ class Optimizer:
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
         load_gradients(self.masters)
         for parameter in parameters(self.optimizer):
-            if getattr(parameter, "main_grad", None) is not None:
-                parameter.grad = parameter.main_grad
+            main_grad = getattr(parameter, "main_grad", None)
+            if main_grad is not None:
+                parameter.grad = main_grad
         if self._scaler is not None:
             unscale(self._scaler, self.optimizer, self._device)
         return [(parameter, parameter.grad) for parameter in parameters(self.optimizer) if parameter.grad is not None]
 
-    def _model_parameters(self) -> Iterator[Tensor]:
+    def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}
         return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
 

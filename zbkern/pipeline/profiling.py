@@ -39,19 +39,19 @@ def profile(
     `repeats` steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were;
     buffers that a forward updates (running statistics) are not.
     """
-    modules = [_Counted(module) for module in module_list("profile", modules)]
+    counted = [_Counted(module) for module in module_list("profile", modules)]
     schedule = _all_forwards_first(tuple(placement), microbatches)
-    parameters = [p for module in modules for p in module.parameters()]
+    parameters = [p for module in counted for p in module.parameters()]
     gradients = [p.grad for p in parameters]
 
     def loss(output: Any, target: Any) -> Tensor:
-        return modules[-1].loss(loss_fn, output, target)
+        return counted[-1].loss(loss_fn, output, target)
 
-    target = device_of(device, modules)
+    target = device_of(device, counted)
     here = [target] if target.type == "cuda" else []  # by default of all GPUs, with a warning
-    with torch.random.fork_rng(here), Pipeline(modules, schedule, loss, group, target) as pipe:
+    with torch.random.fork_rng(here), Pipeline(counted, schedule, loss, group, target) as pipe:
         if 0 in pipe.modules:
-            pipe.modules[0].keeps_inputs = True
+            counted[0].keeps_inputs = True
         pipe.queue.merge = False  # schedules seldom have two W of a chunk in a row
         timelines = []
         for _ in range(1 + repeats):
@@ -60,8 +60,8 @@ def profile(
             pipe.step(inputs, targets)
             timelines.append(pipe.gather_timeline())
         mine = schedule.chunks_of(pipe.rank)
-        held = pipe.queue.peak_bytes / (microbatches * len(mine))
-        memory = {chunk: (module.saved_bytes, held) for chunk, module in zip(mine, modules, strict=True)}
+        pinned = pipe.queue.peak_bytes / (microbatches * len(mine))
+        memory = {chunk: (module.saved_bytes, pinned) for chunk, module in zip(mine, counted, strict=True)}
         gathered = pipe._transport.gather(memory)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

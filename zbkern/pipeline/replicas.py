@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zbkern import landing
-from zbkern.data_parallel import parameter_groups, unsharded
+from zbkern.data_parallel import parameter_groups, state_of, unsharded
 from zbkern.wgrad import WGradQueue, WGradTask
 
 Waiting = Mapping[int, int]  # id of a parameter -> how many of its W are still to run
@@ -50,7 +50,7 @@ class Replicas:
     def begin(self, microbatches: int) -> None:
         """Before the first forward of a step: from here on gradients stay on this replica."""
         self.clear()
-        self._left = dict.fromkeys(self._shares, microbatches)
+        self._left: dict[int, int] = dict.fromkeys(self._shares, microbatches)
         for share in self._shares.values():
             share.begin()
 
@@ -74,7 +74,7 @@ class Replicas:
 
     def clear(self) -> None:
         """Forgets a step that was begun."""
-        self._left: dict[int, int] = {}
+        self._left = {}
         self._waiting: Counter[int] = Counter()
 
     def void(self) -> None:
@@ -258,24 +258,18 @@ class _Sharded:
     def finish(self) -> None:
         self.advance({})
         for root in self._roots:
-            _state(root)._root_post_backward_final_callback()
+            state_of(root)._root_post_backward_final_callback()
 
     def void(self) -> None:
-        for part in self.module.modules():
-            if _is_sharded(part):
-                part.reshard()
+        sharded: list[Any] = [part for part in self.module.modules() if _is_sharded(part)]
+        for part in sharded:
+            part.reshard()
 
     def _synchronise(self, last: bool) -> None:
         for root in self._roots:
             root.set_is_last_backward(last)
             root.set_reshard_after_backward(last)
             root.set_requires_gradient_sync(last)
-
-
-def _state(root: nn.Module) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard.state(root)
 
 
 def _share_of(chunk: int, module: nn.Module) -> _Share | None:

@@ -113,8 +113,8 @@ class _Run:
                 if action.kind != "W" and arrival is None:
                     self._waiting[_need(action)] = rank
                     break
-                if self._eager is not None:
-                    self._fill(rank, action, arrival.time)
+                if self._eager is not None and arrival is not None:
+                    self._fill(rank, self._eager[rank], action, arrival.time)
                 self._execute(rank, action, arrival)
                 position[rank] += 1
         if self._eager is not None:
@@ -167,9 +167,9 @@ class _Run:
         if key in self._waiting:
             self._runnable.append(self._waiting.pop(key))
 
-    def _fill(self, rank: int, action: Action, arrival: float) -> None:
+    def _fill(self, rank: int, pending: _Pending, action: Action, arrival: float) -> None:
         """Runs pending W: as many as an F needs gone to have room, then until the input is there."""
-        pending, memory, events = self._eager[rank], self._memory[rank], self._events[rank]
+        memory, events = self._memory[rank], self._events[rank]
         room = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
         while pending.queue and (memory.now > room or events[-1].end < arrival):
             self._execute(rank, pending.queue.popleft(), None)

@@ -61,7 +61,8 @@ class Stage:
         ]
         if pairs:
             with self.queue.defer((self.chunk, microbatch)):
-                torch.autograd.backward(*zip(*pairs, strict=True))
+                ends, arrived = zip(*pairs, strict=True)
+                torch.autograd.backward(ends, arrived)
         return pytree.tree_map(_take_gradient, inputs) if self.chunk > 0 else None
 
     def weight(self, *microbatches: int) -> None:

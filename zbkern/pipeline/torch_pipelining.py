@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.nn.parallel import DistributedDataParallel
@@ -34,24 +33,15 @@ class PipelineStage(pipelining.PipelineStage):
         num_stages: int,
         device: torch.device,
         *arguments: Any,
-        group: dist.ProcessGroup | None = None,
         queue: WGradQueue | None = None,
         **options: Any,
     ) -> None:
         if "dw_builder" in options:
             raise TypeError("PipelineStage: dw_builder is taken by the queue; use torch's PipelineStage with your own")
         self.queue = WGradQueue() if queue is None else queue
-        self._runner: Callable[[], object] = _nothing
-        super().__init__(
-            submodule,
-            stage_index,
-            num_stages,
-            device,
-            *arguments,
-            group=group,
-            dw_builder=lambda: self._runner,
-            **options,
-        )
+        self._runner: Callable[[], Any] = _nothing
+        options["dw_builder"] = lambda: self._runner
+        super().__init__(submodule, stage_index, num_stages, device, *arguments, **options)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

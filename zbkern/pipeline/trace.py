@@ -47,8 +47,8 @@ def events(timelines: Sequence[Timeline], titles: Sequence[str] | None = None) -
                         "args": {"kind": kind, "chunk": chunk, "microbatch": microbatch, "part": part},
                     }
                 )
-        for rank, row in enumerate(timeline.samples):
-            for seconds, *values in row:
+        for rank, samples in enumerate(timeline.samples):
+            for seconds, *values in samples:
                 for name, value in zip(_COUNTERS, values, strict=True):
                     counter = {"ph": "C", "pid": process, "name": f"rank {rank}: {name}", "ts": seconds * scale}
                     found.append({**counter, "args": {name: value}})

@@ -44,16 +44,16 @@ class Transport(Protocol):
     size: int
     activity: Activity
 
-    def send(self, peer: int, tag: Tag, message: Any) -> None:
+    def send(self, peer: int, tag: Any, message: Any) -> None:
         """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are."""
 
-    def deliver(self, tag: Tag, message: Any) -> None:
+    def deliver(self, tag: Any, message: Any) -> None:
         """Files a message of this rank for itself: neighbouring chunks on one rank hand tensors over directly."""
 
-    def ready(self, tag: Tag) -> bool:
+    def ready(self, tag: Any) -> bool:
         """True when `receive` would return at once."""
 
-    def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
+    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
         """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
 
     def forget(self, step: int) -> None:
@@ -123,8 +123,8 @@ class DistributedTransport:
         sizes = _sizes(shapes)
         usual = self._on_cpu and sizes == self._usual_to.get(peer)
         self._usual_to.setdefault(peer, sizes)
-        spec = None if isinstance(message, Tensor) else spec
-        works = self._send_header(peer, ("message", tag, (shapes, usual), spec))
+        structure = None if isinstance(message, Tensor) else spec
+        works = self._send_header(peer, ("message", tag, (shapes, usual), structure))
         works += self._send_tensors(peer, [t for t in tensors if t is not None], _USUAL if usual else _OTHER)
         self._sends.put(works)
 

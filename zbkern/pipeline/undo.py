@@ -7,7 +7,7 @@ The arithmetic is that of Qi et al., Zero Bubble Pipeline Parallelism (arXiv 240
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Inverse:
                         optimizer.state.pop(parameter, None)
 
 
-UNDO = {"snapshot": Snapshot, "inverse": Inverse}
+UNDO: dict[str, Callable[[torch.optim.Optimizer], Any]] = {"snapshot": Snapshot, "inverse": Inverse}
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -90,6 +90,7 @@ def _check_part(schedule: Schedule, rank: int, index: int, slices: dict[tuple[in
     kind, chunk, microbatch, part = schedule.actions[rank][index]
     if kind != "W":
         _fail(schedule, rank, index, "only a W can be sliced")
+    assert part is not None
     number, count = part
     if not 0 <= number < count:
         _fail(schedule, rank, index, "part=(i, n) needs 0 <= i < n")

@@ -12,6 +12,7 @@ csrc/planner_blocks.cpp is the compiled twin.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from zbkern.pipeline.planner.lists import compiled
 from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem, Rows, fits
@@ -140,7 +141,7 @@ class _Blocks:
             return _NEVER
         ends: dict[int, int] = {}
         place, clock = [0] * problem.ranks, [0] * problem.ranks
-        start: list[int | None] = [None] * problem.ranks
+        start: list[Any] = [None] * problem.ranks
         progress = True
         while progress:
             progress = False

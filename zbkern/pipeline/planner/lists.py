@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem, Rows, fits
 from zbkern.pipeline.planner.randomness import Random
@@ -85,8 +85,11 @@ def refine(problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0)
     """
     random = Random(seed)
     caps = forward_caps(problem, rule.slope)
-    best = now = list_schedule(problem, rule, caps)
-    for _ in range(tries if best is not None else 0):
+    now = list_schedule(problem, rule, caps)
+    if now is None:
+        return None
+    best = now
+    for _ in range(tries):
         first = random.below(problem.chunks)
         count = 1 + random.below(min(3, problem.chunks - first))
         change = 1 if random.percent(50) else -1
@@ -120,7 +123,7 @@ class _Lists:
         self.backward_at[-1] = [0] * microbatches
         self.done = [[0] * chunks for _ in range(3)]  # [kind][chunk]
         self.clock, self.memory, self.held = [0] * ranks, [0] * ranks, [0] * ranks
-        self.start: list[int | None] = [None] * ranks
+        self.start: list[Any] = [None] * ranks
         self.idle, self.last_was_forward = [False] * ranks, [False] * ranks
         self.pending: list[list[int]] = [[] for _ in range(ranks)]  # the chunks of its B whose W has not run
         self.rows: Rows = [[] for _ in range(ranks)]
@@ -201,7 +204,7 @@ class _Lists:
             kind = WEIGHT if full else FORWARD
         elif backward is not None:
             more = 0 if self.rule.fuse else problem.held[backward] - problem.activation[backward]
-            full = self.pending[rank] and self.memory[rank] + more > problem.limit[rank]
+            full = bool(self.pending[rank]) and self.memory[rank] + more > problem.limit[rank]
             kind = WEIGHT if full else BACKWARD
         elif self.pending[rank] and (
             next_ >= _NEVER or 4 * (next_ - now) >= self.rule.patience * problem.weight[self.pending[rank][0]]

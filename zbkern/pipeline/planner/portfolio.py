@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from zbkern.pipeline import schedules
@@ -261,16 +262,16 @@ def published(problem: Problem) -> Iterator[Orders]:
     per_rank = problem.chunks // ranks
     if problem.placement == down:
         for make in (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2):
-            makers.append(lambda make=make: make(ranks, microbatches))
+            makers.append(partial(make, ranks, microbatches))
     elif problem.placement == down + down[::-1]:
         v_shaped = (
             schedules.zb_v, schedules.v_half, schedules.v_min, schedules.one_f_one_b_v, schedules.dualpipe_v
         )  # fmt: skip
         for make in v_shaped:
-            makers.append(lambda make=make: make(ranks, microbatches))
+            makers.append(partial(make, ranks, microbatches))
     elif problem.placement == down * per_rank:
         for make in (schedules.interleaved, schedules.interleaved_zero_bubble):
-            makers.append(lambda make=make: make(ranks, microbatches, per_rank))
+            makers.append(partial(make, ranks, microbatches, per_rank))
     for maker in makers:
         try:
             schedule = maker()

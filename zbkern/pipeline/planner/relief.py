@@ -68,7 +68,7 @@ def plan_relieved(
     A first answer of each choice decides which one the search goes on with. Raises ScheduleError when none fits.
     """
     _, homes = placement_of(placement, stages, chunks)
-    given = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * stages
+    given: Sequence[Any] = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * stages
     if len(given) != stages:
         raise ValueError(f"plan_relieved: memory_limit must be one number or one per rank ({stages}); got {len(given)}")
     best: tuple[float, Costs, list[float] | None, tuple[Relief | None, ...]] | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from zbkern.pipeline.planner.lists import compiled
 from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem
@@ -124,7 +125,7 @@ class _Annealer:
         """Start of every position, end of every pass and span of every rank; None for a deadlock."""
         problem, ranks = self.problem, range(self.problem.ranks)
         starts: list[list[int]] = [[] for _ in ranks]
-        ends: list[int | None] = [None] * problem.passes
+        ends: list[Any] = [None] * problem.passes
         clock = [0] * problem.ranks
         left, progress = problem.passes, True
         while progress:
@@ -276,10 +277,10 @@ def grown(problem: Problem, orders: Orders, microbatches: int) -> list[Orders]:
     orders are for fewer microbatches. A rank's part is a stretch that runs every kind of pass of each of its chunks
     once, nearest to the same time on all ranks; where all ranks are busy throughout it, repeating it costs no bubble.
     """
-    small = orders.fused and len(orders.fused) // problem.chunks
+    small = len(orders.fused) // problem.chunks
     annealer = _Annealer(problem.with_microbatches(small), orders)
     rows = [[number // small for number in row] for row in annealer.rows]  # kind and chunk
-    found = []
+    found: list[Orders] = []
     end = max(annealer.ends)
     for eighth in range(2, 7):
         time_ = end * eighth // 8

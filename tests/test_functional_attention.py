@@ -1,0 +1,99 @@
+"""Attention and rotary embeddings against the formula written out, in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from zbkern import functional as Z
+from zbkern import testing
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
+@pytest.mark.parametrize("lengths", [None, [4, 1, 6]])
+def test_attention(heads: tuple[int, int], causal: bool, window: int | None, lengths: list[int] | None) -> None:
+    torch.manual_seed(0)
+    query_heads, key_heads = heads
+    shape = (2, 7) if lengths is None else (sum(lengths),)
+    q = torch.randn(*shape, query_heads, 5, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(*shape, key_heads, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    ends = None if lengths is None else [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+    def by_hand(q, k, v):
+        parts = []
+        pieces = range(2) if lengths is None else [slice(a, b) for a, b in pairwise(ends)]
+        for piece in pieces:
+            a = q[piece].transpose(0, 1)
+            b, c = (t[piece].transpose(0, 1).repeat_interleave(query_heads // key_heads, 0) for t in (k, v))
+            place = torch.arange(a.shape[1])
+            distance = place[:, None] - place
+            hidden = (distance < 0) | (distance >= (window or 99)) if causal else torch.zeros_like(distance).bool()
+            scores = (a @ b.mT / 5**0.5).masked_fill(hidden, float("-inf"))
+            parts.append((scores.softmax(-1) @ c).transpose(0, 1))
+        return torch.stack(parts) if lengths is None else torch.cat(parts)
+
+    def ours(q, k, v):
+        return Z.attention(q, k, v, causal, window, sequences=ends)
+
+    y, expected = ours(q, k, v), by_hand(q, k, v)
+    testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    for a, b in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy), strict=True):
+        testing.assert_close(a, b)
+
+
+def test_attention_with_fewer_queries_than_keys_lines_up_the_ends() -> None:
+    q = torch.randn(1, 2, 1, 3, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 5, 1, 3, dtype=torch.float64)
+    full = Z.attention(torch.cat([torch.zeros(1, 3, 1, 3, dtype=torch.float64), q], 1), k, v, causal=True)
+    testing.assert_close(Z.attention(q, k, v, causal=True), full[:, 3:])
+
+
+def rotated_by_hand(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """As the transformers library writes it, in modeling_llama and in modeling_gptj, on the first columns."""
+    size = 2 * angles.shape[1]
+    turning, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        wide = angles.repeat_interleave(2, -1)[:, None]
+        other = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
+    else:
+        wide = torch.cat((angles, angles), -1)[:, None]
+        other = torch.cat((-turning[..., size // 2 :], turning[..., : size // 2]), -1)
+    return torch.cat((turning * wide.cos() + other * wide.sin(), rest), -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shape", [(3, 2, 8), (2, 3, 2, 8), (2, 1, 3, 2, 11)])
+@pytest.mark.parametrize("half", [0, 1, 3, 4])
+def test_rotary(shape: tuple[int, ...], half: int, interleaved: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(*shape[:-2], 2 * shape[-2], shape[-1], dtype=torch.float64)[..., ::2, :].requires_grad_()
+    angles = torch.randn(3, half, dtype=torch.float64)
+
+    def ours(x: Tensor) -> Tensor:
+        return Z.rotary(x, angles.cos(), angles.sin(), interleaved)
+
+    y, expected = ours(x), rotated_by_hand(x, angles, interleaved)
+    testing.assert_close(y, expected)
+    dy = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64)[..., ::2]
+    testing.assert_close(torch.autograd.grad(y, x, dy, retain_graph=True)[0], torch.autograd.grad(expected, x, dy)[0])
+    assert torch.autograd.gradcheck(ours, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(ours, x, fast_mode=True)
+    # under function transforms it is torch's own operations
+    testing.assert_close(torch.func.grad(lambda x: (ours(x) * dy).sum())(x.detach()), torch.autograd.grad(y, x, dy)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_rounds_once(interleaved: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, angles = torch.randn(2, 5, 3, 8).to(dtype).requires_grad_(), torch.randn(5, 3)
+    y = Z.rotary(x, angles.cos(), angles.sin(), interleaved)
+    wide = rotated_by_hand(x.detach().float(), angles, interleaved)
+    testing.assert_close(y, wide, tolerance=torch.finfo(dtype).eps)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == dtype

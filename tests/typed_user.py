@@ -1,0 +1,104 @@
+"""What a user's type checker makes of the public API: read by mypy --strict in test_types.py, and never run.
+
+A line that must be refused says so in a `type: ignore`, which is an error itself when there is nothing to ignore.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import zbkern
+from zbkern import functional
+from zbkern.pipeline import (
+    Costs,
+    Optimizer,
+    Pipeline,
+    Schedule,
+    Timeline,
+    checkpoint,
+    clip_grad_norm_,
+    plan,
+    profile,
+    schedules,
+    simulate,
+)
+
+
+def layers(model: torch.nn.Sequential) -> None:
+    assert_type(zbkern.convert(model), torch.nn.Sequential)
+    assert_type(zbkern.convert(model, filter=lambda name, module: name != "head"), torch.nn.Sequential)
+    assert_type(zbkern.restore(model), torch.nn.Sequential)
+    assert_type(zbkern.left_alone(model), dict[str, str])
+    assert_type(zbkern.nn.Linear(64, 256, bias=False).weight, torch.nn.Parameter | Tensor)
+    zbkern.nn.MLP(64, 256, activation="silu")
+    zbkern.nn.Attention(64)  # type: ignore[call-arg]
+    zbkern.convert("model")  # type: ignore[type-var]
+
+
+def ops(x: Tensor, weight: Tensor) -> None:
+    assert_type(functional.linear(x, weight, activation="gelu"), Tensor)
+    assert_type(functional.swiglu(x, weight, weight, weight), Tensor)
+    assert_type(functional.attention(x, x, x, causal=True, window=128), Tensor)
+    assert_type(functional.rotary(x, weight, weight), Tensor)
+    assert_type(functional.embedding(x, weight, padding_idx=0), Tensor)
+    assert_type(functional.linear_cross_entropy(x, weight, x, reduction="sum"), Tensor)
+    assert_type(functional.grouped_linear(x, weight, [3, 4]), Tensor)
+    assert_type(functional.rms_norm(x, weight), Tensor)
+    assert_type(functional.rms_norm(x, weight, residual=x), tuple[Tensor, Tensor])
+    assert_type(functional.layer_norm(x, weight, weight), Tensor)
+    assert_type(functional.layer_norm(x, weight, weight, residual=x), tuple[Tensor, Tensor])
+    functional.linear(x, weight, 1.0)  # type: ignore[arg-type]
+
+
+def deferred() -> None:
+    queue = zbkern.WGradQueue(max_bytes=2**30)
+    with queue.defer(key=(0, 1)) as same:
+        assert_type(same, zbkern.WGradQueue)
+    keys = queue.keys()
+    for chunk, microbatch in keys:
+        assert_type(queue.run((chunk, microbatch)), int)
+    assert_type(queue.run_one(), bool)
+    assert_type(queue.pending(), int)
+    assert_type(queue.discard(), int)
+    assert_type(queue.bytes, int)
+    assert_type(queue.peak_bytes, int)
+    queue.run(key=[1], keys=[2])  # type: ignore[call-arg]
+
+
+def schedule() -> Schedule:
+    costs = Costs(forward=1, backward=1, weight=1, communication=0.1, activation=1, held=0.5)
+    timeline = simulate(schedules.zb_h1(stages=4, microbatches=8), costs)
+    assert_type(timeline, Timeline)
+    assert_type(timeline.cost, float)
+    assert_type(timeline.bubble_rate, float)
+    answer = plan(costs, stages=4, microbatches=8, placement="v", chunks=2, memory_limit=4)
+    assert_type(answer.timeline, Timeline)
+    assert_type(answer.lower_bound, float)
+    assert_type(answer.optimal, bool)
+    plan(costs, 4)  # type: ignore[call-arg]
+    assert_type(Schedule.from_csv(answer.schedule.to_csv(dialect="torch"), dialect="torch"), Schedule)
+    return answer.schedule
+
+
+def train(modules: list[torch.nn.Module], inputs: Tensor, targets: Tensor) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(output, target)
+
+    assert_type(profile(modules, (0, 1), loss_fn, inputs, targets), Costs)
+    with Pipeline(modules, schedule(), loss_fn, fill="eager", tied={"head": targets}) as pipe:
+        assert_type(pipe, Pipeline)
+        optimizer = Optimizer(torch.optim.AdamW(modules[0].parameters()), pipe, max_norm=1.0, undo=None)
+        optimizer.zero_grad()
+        assert_type(pipe.step(inputs, targets), Tensor | None)
+        optimizer.step()
+        optimizer.validate()
+        assert_type(optimizer.last_norm, float | None)
+        assert_type(optimizer.undone, int)
+        assert_type(pipe.evaluate(inputs, targets), Tensor | None)
+        assert_type(pipe.queue, zbkern.WGradQueue)
+        assert_type(pipe.gather_timeline(), Timeline)
+        assert_type(clip_grad_norm_(modules[0].parameters(), max_norm=1.0), float)
+        checkpoint.save("folder", 100, pipe, optimizer, extra={"epoch": 1})
+        Pipeline(modules, schedule(), loss_fn, timeout="long")  # type: ignore[arg-type]
