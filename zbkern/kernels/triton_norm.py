@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton_common import Kernel, Variant
+from zbkern.kernels.triton_common import Kernel, Variant, offset
 
 HELD = 16384
 """Features up to which a row is held in registers; longer ones are read in pieces, once per pass."""
@@ -101,9 +101,9 @@ def strides_of(matrix: Tensor | None) -> tuple[int | None, int | None]:
 @triton.jit
 def _load(x_ptr, residual_ptr, row, column, x_row, x_column, residual_row, residual_column, mask, wide: tl.constexpr):
     """x, or x + residual rounded to x's dtype: what is kept of the sum is what dgrad will read."""
-    value = tl.load(x_ptr + row * x_row + column * x_column, mask, other=0).to(wide)
+    value = tl.load(x_ptr + row * x_row + offset(column, x_column), mask, other=0).to(wide)
     if residual_ptr is not None:
-        value += tl.load(residual_ptr + row * residual_row + column * residual_column, mask, other=0).to(wide)
+        value += tl.load(residual_ptr + row * residual_row + offset(column, residual_column), mask, other=0).to(wide)
         value = value.to(x_ptr.dtype.element_ty).to(wide)
     return value
 
@@ -147,7 +147,7 @@ def _forward_rows(
     strides = (x_row, x_column, residual_row, residual_column)
     x = _load(x_ptr, residual_ptr, row[:, None], column[None, :], *strides, mask, wide)
     if residual_ptr is not None:
-        summed = summed_ptr + row[:, None] * summed_row + column[None, :] * summed_column
+        summed = summed_ptr + row[:, None] * summed_row + offset(column[None, :], summed_column)
         tl.store(summed, x.to(summed_ptr.dtype.element_ty), mask)
     if CENTERED:
         mean = tl.sum(x, 1) / features
@@ -160,7 +160,7 @@ def _forward_rows(
         y *= tl.load(weight_ptr + column, inside, other=0).to(wide)[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, inside, other=0).to(wide)[None, :]
-    tl.store(y_ptr + row[:, None] * y_row + column[None, :] * y_column, y.to(y_ptr.dtype.element_ty), mask)
+    tl.store(y_ptr + row[:, None] * y_row + offset(column[None, :], y_column), y.to(y_ptr.dtype.element_ty), mask)
 
 
 @Kernel
@@ -216,14 +216,14 @@ def _forward_pieces(
         inside = column < features
         x = _load(x_ptr, residual_ptr, row, column, *strides, inside, wide)
         if residual_ptr is not None:
-            summed = summed_ptr + row * summed_row + column * summed_column
+            summed = summed_ptr + row * summed_row + offset(column, summed_column)
             tl.store(summed, x.to(summed_ptr.dtype.element_ty), inside)
         y = (x - mean) * rstd
         if weight_ptr is not None:
             y *= tl.load(weight_ptr + column, inside, other=0).to(wide)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + column, inside, other=0).to(wide)
-        tl.store(y_ptr + row * y_row + column * y_column, y.to(y_ptr.dtype.element_ty), inside)
+        tl.store(y_ptr + row * y_row + offset(column, y_column), y.to(y_ptr.dtype.element_ty), inside)
 
 
 _PLAIN = ((128, False), (4096, False), (4096, True), (8192, True), (16384, True), (65536, True))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton_common import Kernel, Variant
+from zbkern.kernels.triton_common import Kernel, Variant, offset
 from zbkern.kernels.triton_norm import PIECE, SHAPES, dense, describe, norm_tile, strides_of
 
 HELD = 8192
@@ -154,8 +154,8 @@ def _dgrad_rows(
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < rows)[:, None] & inside[None, :]
-        normal = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask, other=0).to(wide)
-        g = tl.load(dy_ptr + row[:, None] * dy_row + column[None, :] * dy_column, mask, other=0).to(wide)
+        normal = tl.load(x_ptr + row[:, None] * x_row + offset(column[None, :], x_column), mask, other=0).to(wide)
+        g = tl.load(dy_ptr + row[:, None] * dy_row + offset(column[None, :], dy_column), mask, other=0).to(wide)
         rstd = tl.load(rstd_ptr + row, row < rows, other=0)[:, None]
         if CENTERED:
             normal -= tl.load(mean_ptr + row, row < rows, other=0)[:, None]
@@ -172,9 +172,11 @@ def _dgrad_rows(
             dx -= (tl.sum(g, 1) / features)[:, None]
         dx *= rstd
         if dsummed_ptr is not None:
-            dsummed = dsummed_ptr + row[:, None] * dsummed_row + column[None, :] * dsummed_column
+            dsummed = dsummed_ptr + row[:, None] * dsummed_row + offset(column[None, :], dsummed_column)
             dx += tl.load(dsummed, mask, other=0).to(wide)
-        tl.store(dx_ptr + row[:, None] * dx_row + column[None, :] * dx_column, dx.to(dx_ptr.dtype.element_ty), mask)
+        tl.store(
+            dx_ptr + row[:, None] * dx_row + offset(column[None, :], dx_column), dx.to(dx_ptr.dtype.element_ty), mask
+        )
     if partials_ptr is not None:
         mine = partials_ptr + tl.program_id(0).to(tl.int64) * features + column
         tl.store(mine, tl.sum(along, 0), inside)
@@ -214,8 +216,8 @@ def _dgrad_pieces(
     for start in range(0, features, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < features
-        g = tl.load(dy_ptr + row * dy_row + column * dy_column, inside, other=0).to(wide)
-        normal = (tl.load(x_ptr + row * x_row + column * x_column, inside, other=0).to(wide) - mean) * rstd
+        g = tl.load(dy_ptr + row * dy_row + offset(column, dy_column), inside, other=0).to(wide)
+        normal = (tl.load(x_ptr + row * x_row + offset(column, x_column), inside, other=0).to(wide) - mean) * rstd
         if weight_ptr is not None:
             g *= tl.load(weight_ptr + column, inside, other=0).to(wide)
         along += tl.where(inside, g * normal, 0)
@@ -225,14 +227,14 @@ def _dgrad_pieces(
     for start in range(0, features, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < features
-        g = tl.load(dy_ptr + row * dy_row + column * dy_column, inside, other=0).to(wide)
-        normal = (tl.load(x_ptr + row * x_row + column * x_column, inside, other=0).to(wide) - mean) * rstd
+        g = tl.load(dy_ptr + row * dy_row + offset(column, dy_column), inside, other=0).to(wide)
+        normal = (tl.load(x_ptr + row * x_row + offset(column, x_column), inside, other=0).to(wide) - mean) * rstd
         if weight_ptr is not None:
             g *= tl.load(weight_ptr + column, inside, other=0).to(wide)
         dx = (g - normal * slope - level) * rstd
         if dsummed_ptr is not None:
-            dx += tl.load(dsummed_ptr + row * dsummed_row + column * dsummed_column, inside, other=0).to(wide)
-        tl.store(dx_ptr + row * dx_row + column * dx_column, dx.to(dx_ptr.dtype.element_ty), inside)
+            dx += tl.load(dsummed_ptr + row * dsummed_row + offset(column, dsummed_column), inside, other=0).to(wide)
+        tl.store(dx_ptr + row * dx_row + offset(column, dx_column), dx.to(dx_ptr.dtype.element_ty), inside)
 
 
 @Kernel
@@ -262,8 +264,8 @@ def _sum_columns(
     for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < rows)[:, None] & inside[None, :]
-        normal = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask, other=0).to(wide)
-        g = tl.load(dy_ptr + row[:, None] * dy_row + column[None, :] * dy_column, mask, other=0).to(wide)
+        normal = tl.load(x_ptr + row[:, None] * x_row + offset(column[None, :], x_column), mask, other=0).to(wide)
+        g = tl.load(dy_ptr + row[:, None] * dy_row + offset(column[None, :], dy_column), mask, other=0).to(wide)
         if CENTERED:
             normal -= tl.load(mean_ptr + row, row < rows, other=0)[:, None]
             total += g

@@ -168,7 +168,14 @@ def plan(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: as torch.set_float32_matmul_precision says, "highest" as three tf32 products."""
+    """How float32 is multiplied: where torch may use tf32 as one product of tf32, else as three of its parts.
+
+    torch.set_float32_matmul_precision and allow_tf32 both set what is asked here; torch's own question after the former
+    raises an error where a program has set fp32_precision.
+    """
     if dtype != torch.float32:
         return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    allowed = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # from torch 2.9 on
+    if allowed is None:
+        return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if allowed == "tf32" else "tf32x3"

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import torch
 from torch import Tensor
 
-from zbkern.kernels import spec, triton_launches
+from zbkern.kernels import spec, triton_launches, triton_loss, triton_norm, triton_norm_backward
 
 FAR = 2**30 + 17  # odd, so that products go by pointers, not by descriptors
 RESERVED = 4 * (FAR + 2**20)
@@ -86,19 +86,22 @@ def test_rotary(room: Tensor, interleaved: bool, dimension: int) -> None:
     assert torch.equal(y, wanted)
 
 
-@pytest.mark.parametrize("dimension", [0])
-@pytest.mark.parametrize("features", [16, 17000])  # held in registers, and in pieces
-def test_rms_norm(room: Tensor, features: int, dimension: int) -> None:
-    rows, features = (3, features) if dimension == 0 else (5, 3)
-    values, dy = normal(rows, features), normal(rows, features)
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("held", [True, False])  # in registers, or read in pieces
+def test_rms_norm(room: Tensor, held: bool, dimension: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not held:
+        monkeypatch.setattr(triton_norm, "HELD", 2)
+        monkeypatch.setattr(triton_norm_backward, "HELD", 2)
+    shape = (3, 16) if dimension == 0 else (5, 3)
+    values, dy = normal(*shape), normal(*shape)
     results = []
     for x, out in (
-        (values, torch.empty(rows, features).half()),
-        (far(values, dimension, room), far(torch.zeros(rows, features).half(), dimension, room, 2**15)),
+        (values, torch.empty(shape).half()),
+        (far(values, dimension, room), far(torch.zeros(shape).half(), dimension, room, 64)),
     ):
-        y, rstd, partials = torch.empty(rows, features).half(), torch.empty(rows), torch.zeros(1, 1, features)
+        rstd, partials = torch.empty(shape[0]), torch.zeros(1, 1, shape[1])
         triton_launches.rms_norm_fwd(x, None, 1e-5, out, rstd)
-        y.copy_(out)
+        y = out.clone()
         triton_launches.rms_norm_dgrad(dy, x, None, rstd, out, partials)
         results.append((y, rstd, out, partials))
     assert all(torch.equal(got, wanted) for got, wanted in zip(results[1], results[0], strict=True))
@@ -117,8 +120,6 @@ def test_attention(room: Tensor) -> None:
 
 def test_cross_entropy(room: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits are the launch's own: they are put far apart."""
-    from zbkern.kernels import triton_loss
-
     x, weight, target = normal(3, 16), normal(40, 16), torch.tensor([3, 39, 0])
     results = []
     for place in (None, lambda *_: far(torch.zeros(3, 40).half(), 0, room)):
