@@ -248,6 +248,39 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(loss_fn: Any, message: 
         pipe.step(torch.ones(2, 2), torch.ones(2, 2))
 
 
+class Counting(nn.Linear):
+    """Returns a number beside its tensor."""
+
+    def forward(self, x: torch.Tensor, count: int = 0) -> Any:
+        return super().forward(x), count + 1
+
+
+def test_what_is_no_tensor_does_not_travel() -> None:
+    schedule = schedules.zb_v(1, 2)
+    with (
+        one_rank(modules=[Counting(2, 2), nn.Linear(2, 2)], schedule=schedule) as pipe,
+        pytest.raises(PipelineError, match=r"chunk 0 must return tensors \(or None\) for the next chunk.*got 1 among"),
+    ):
+        pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_a_chunk_that_was_not_converted_is_told_once(caplog: pytest.LogCaptureFixture, fill: str) -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    modules = [frozen, nn.Linear(2, 2), zbkern.convert(nn.Linear(2, 2)), nn.Linear(2, 2)]
+    schedule = schedules.zb_v(2, 4)
+
+    def rank_steps(transport: LocalTransport) -> None:
+        mine = [modules[chunk] for chunk in schedule.chunks_of(transport.rank)]
+        with Pipeline(mine, schedule, nn.functional.mse_loss, transport, fill=fill) as pipe:
+            for _ in range(2):
+                pipe.step(torch.ones(4, 2), torch.ones(4, 2))
+
+    assert on_threads(2, rank_steps) == [None, None]
+    told = sorted(record.getMessage().split(",")[0] for record in caplog.records)
+    assert told == ["chunk 1: no W waits", "chunk 3: no W waits"]
+
+
 def test_a_step_without_gradients_is_refused() -> None:
     with one_rank() as pipe:
         with torch.no_grad(), pytest.raises(RuntimeError, match="call evaluate for the loss alone"):

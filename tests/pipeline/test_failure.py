@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,38 @@ def check_failing_then_working(results: list[Any]) -> None:
 
 def test_every_rank_hears_of_it_and_the_pipeline_goes_on() -> None:
     check_failing_then_working(on_threads(2, lambda transport: failing_then_working(transport, transport.rank, {3})))
+
+
+def test_a_batch_that_is_refused_on_one_rank_is_known_to_all_and_the_pipeline_goes_on() -> None:
+    def rank_steps(transport: LocalTransport) -> str:
+        model, (inputs, targets) = make_model(2), make_data(4)
+        module = zbkern.convert(model[transport.rank])
+        with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=30) as pipe:
+            with pytest.raises((PipelineError, ValueError)) as caught:
+                pipe.step(inputs, targets[:-1])
+            pipe.step(inputs, targets)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    first, last = on_threads(2, rank_steps)
+    reason = "Pipeline.step: dimension 0 of targets must be a multiple of the 4 microbatches; got [7, 5, 3]"
+    assert last.startswith(f"ValueError: {reason}")
+    assert first.startswith(f"PipelineError: rank 1: {reason}")
+
+
+def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
+    """One rank goes on and fails before the other one wakes up: that is not a failure of the gather."""
+    first, second = LocalTransport.ring(2)
+    gathered: list[Any] = []
+    waiting = threading.Thread(target=lambda: gathered.append(first.gather("a")))
+    with first._ring._written:  # held, so that the other thread sleeps until both have happened
+        waiting.start()
+        assert first._ring._written.wait_for(lambda: first._ring._boards, 10)
+        gathered.append(second.gather("b"))
+        second.fail("broken")
+    waiting.join(10)
+    assert gathered == [["a", "b"]] * 2
+    with pytest.raises(PipelineError, match="broken"):
+        first.gather("c")
 
 
 def failing_over_gloo() -> tuple[str, Any]:

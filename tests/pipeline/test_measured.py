@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,44 @@ def test_a_slow_pass_is_found_and_the_ranks_behind_it_are_late() -> None:
         assert loss.cost == pytest.approx(loss.compute + loss.late + loss.host, abs=0.6)
         assert loss.host == pytest.approx(0, abs=0.5)
     assert "furthest from the plan: 2B" in drift.to_text()
+
+
+def test_an_idle_share_is_that_of_the_ranks_that_are_known() -> None:
+    whole = simulate(schedules.one_f_one_b(4, 8), Costs())
+    one = replace(whole, events=(whole.events[0], (), (), ()))
+    assert one.bubble_rate == pytest.approx(1 - whole.busy[0] / one.cost)
+    assert replace(whole, events=((), (), (), ())).bubble_rate == 0
+
+
+def test_without_a_step_there_is_nothing_to_compare() -> None:
+    ring = LocalTransport.ring(1)
+    with (
+        Pipeline(nn.Linear(2, 2), schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0]) as pipe,
+        pytest.raises(ValueError, match=r"rank 0 has none: run Pipeline.step first"),
+    ):
+        pipe.drift()
+
+
+def test_an_evaluation_leaves_the_timeline_of_the_last_step() -> None:
+    model, (inputs, targets) = make_model(1), make_data(2)
+    ring = LocalTransport.ring(1)
+    with Pipeline(model, schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0], record=True) as pipe:
+        pipe.step(inputs, targets)
+        before, samples = pipe.last_timeline, pipe.samples
+        pipe.evaluate(inputs, targets)
+        assert pipe.last_timeline.events == before.events
+        assert pipe.samples == samples
+        assert pipe.drift().measured.events == before.events
+        with pytest.raises(ValueError, match="targets must be given"):
+            pipe.evaluate(inputs)
+        assert model[0].training
+        assert pipe.last_timeline.events == before.events
+
+
+def test_a_timeline_and_a_schedule_are_printed_in_a_line() -> None:
+    timeline = simulate(schedules.one_f_one_b(4, 8), Costs())
+    assert repr(timeline) == "<Timeline of one_f_one_b: 4 ranks, cost 33, idle 27.3%>"
+    assert repr(timeline.schedule) == "<Schedule one_f_one_b: 4 ranks, 1 chunk each, 8 microbatches>"
 
 
 def test_pictures_of_both(tmp_path: Path) -> None:

@@ -77,6 +77,28 @@ def test_without_undo_nothing_steps_before_the_verdict() -> None:
     assert [o.undone for o in check(case, undo=None)] == [0, 0, 0, 0]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("undo", ["snapshot", None])
+def test_a_learning_rate_schedule_of_torchs(undo: str | None) -> None:
+    """Of the torch optimizer, stepped right after ours: every step is done with its own rate, also when done late."""
+
+    def rates(transport: LocalTransport) -> list[float]:
+        weight = nn.Parameter(torch.zeros(()))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        optimizer = Optimizer(inner, transport, undo=undo, max_norm=1e3)
+        steps = []
+        for _ in range(4):
+            optimizer.validate()
+            steps.append(-weight.item())
+            weight.grad = torch.ones(())
+            optimizer.step()
+            schedule.step()
+        return steps
+
+    assert on_threads(2, rates) == [[0.0, 1.0, 1.5, 1.75]] * 2
+
+
 def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
     case = Case(2, 1, {(1, 0): 3.0})
 

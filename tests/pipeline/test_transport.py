@@ -1,12 +1,14 @@
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from zbkern.pipeline.transport import backend_of
+from zbkern.pipeline.mailbox import Tag
+from zbkern.pipeline.transport import DistributedTransport, backend_of
 
 
 def backends() -> list[str]:
@@ -20,3 +22,39 @@ def backends() -> list[str]:
 
 def test_the_backend_is_that_of_the_device(two_ranks: Any) -> None:
     assert two_ranks.run(backends) == [["gloo", "gloo"]] * 2
+
+
+class Both(NamedTuple):
+    hidden: torch.Tensor
+    mask: torch.Tensor | None
+
+
+def message() -> dict[str, Any]:
+    both = Both(torch.arange(6.0).view(2, 3), None)
+    return {"both": both, "rest": [torch.zeros(0), (torch.ones(2, dtype=torch.bool),)], "nothing": ()}
+
+
+def exchange() -> tuple[Any, list[str]]:
+    """What rank 1 got from rank 0, and the warnings of both of its threads."""
+    rank, tag = dist.get_rank(), Tag(0, "F", 1, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        transport = DistributedTransport(None, [0, 1], torch.device("cpu"))
+        if rank == 0:
+            transport.send(1, tag, message())
+        received = transport.receive(0, tag, 30) if rank == 1 else None
+        transport.close()
+    return received, [str(warning.message) for warning in caught]
+
+
+def test_a_tree_of_tensors_arrives_as_it_was_without_a_warning(two_ranks: Any) -> None:
+    (_, first), (received, second) = two_ranks.run(exchange)
+    assert first == second == []
+    expected = message()
+    assert received.keys() == expected.keys()
+    assert isinstance(received["both"], Both)
+    assert torch.equal(received["both"].hidden, expected["both"].hidden)
+    assert received["both"].mask is None
+    assert [type(part) for part in received["rest"]] == [torch.Tensor, tuple]
+    assert torch.equal(received["rest"][1][0], expected["rest"][1][0])
+    assert received["nothing"] == ()

@@ -65,6 +65,10 @@ class Schedule:
     microbatches: int
     name: str = "custom"
 
+    def __repr__(self) -> str:
+        chunks = f"{self.chunks} chunk{'s' if self.chunks > 1 else ''} each"
+        return f"<Schedule {self.name}: {self.stages} ranks, {chunks}, {self.microbatches} microbatches>"
+
     @property
     def stages(self) -> int:
         """Number of ranks."""

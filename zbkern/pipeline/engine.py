@@ -146,13 +146,17 @@ class Pipeline:
         return self._loss()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
-        """The mean loss of the same arguments, forward only, with the modules in evaluation mode meanwhile."""
+        """The mean loss of the same arguments, forward only, with the modules in evaluation mode meanwhile.
+
+        Timelines and samples stay those of the last step.
+        """
         if self.optimizer is not None:
             self.optimizer.validate()
-        self._begin(inputs, targets)
         modules = [stage.module for stage in self._stages.values()]
         training = [module.training for module in modules]
+        recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
+            self._begin(inputs, targets)
             for module in modules:
                 module.eval()
             with torch.no_grad():
@@ -160,6 +164,7 @@ class Pipeline:
         finally:
             for module, mode in zip(modules, training, strict=True):
                 module.train(mode)
+            self._recorder = recorder
             self._replicas.void()
         return self._loss()
 
@@ -244,8 +249,13 @@ class Pipeline:
                 self.optimizer.recover()
             self._failed, self._step = False, 0  # every rank counts anew
         count = self.schedule.microbatches
-        self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
-        self._targets = split("targets", targets, count) if self._last in self._stages else []
+        try:
+            self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
+            self._targets = split("targets", targets, count) if self._last in self._stages else []
+        except (TypeError, ValueError) as error:  # the others have begun, and would hear no more than that it ended
+            self.abandon()
+            self._transport.fail(f"rank {self.rank}: {error}")
+            raise
         self._losses: list[Tensor] = []
         self._recorder.clear()
         self._in_flight = 0
@@ -339,10 +349,12 @@ class Pipeline:
         self._recorder.done((action,), start)
 
     def _weight(self, *actions: Action) -> None:
+        chunk, part = actions[0].chunk, actions[0].part
+        if self._stages[chunk].splits is False:
+            self._stages[chunk].warn_of_fused_backward()
         if self.fill == "eager":
             return
         start = self._recorder.now()
-        chunk, part = actions[0].chunk, actions[0].part
         if part is None:
             self._stages[chunk].weight(*(action.microbatch for action in actions))
         else:

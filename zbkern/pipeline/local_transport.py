@@ -56,20 +56,14 @@ class LocalTransport:
         self._ring.mailboxes[self.rank].forget(step)
 
     def fail(self, reason: str) -> None:
-        for mailbox in self._ring.mailboxes:
-            mailbox.fail(reason)
-        self._ring.barrier.abort()
+        self._ring.fail(reason)
 
     def reopen(self) -> None:
         self._ring = self._ring.successor()
         self._ring.members[self.rank] = self
 
     def gather(self, value: Any) -> list[Any]:
-        self._ring.board[self.rank] = value
-        self._ring.barrier.wait()
-        values = list(self._ring.board)
-        self._ring.barrier.wait()
-        return values
+        return self._ring.gather(self.rank, value)
 
     def close(self) -> None:
         self._ring.close(self.rank)
@@ -80,8 +74,9 @@ class _Ring:
 
     def __init__(self, size: int, delay: Delay | None) -> None:
         self.mailboxes = [Mailbox() for _ in range(size)]
-        self.barrier = threading.Barrier(size)
-        self.board: list[Any] = [None] * size
+        self._boards: list[dict[int, Any]] = []  # what the ranks have given to the first gather, the second, ...
+        self._given = [0] * size
+        self._written = threading.Condition()
         self.members: list[Any] = []
         self._delay = delay
         self._postman = _Postman() if delay else None
@@ -95,6 +90,28 @@ class _Ring:
             self._postman.post(seconds, lambda: self.mailboxes[receiver].put(tag, message))
         else:
             self.mailboxes[receiver].put(tag, message)
+
+    def fail(self, reason: str) -> None:
+        """Ends what every rank waits for; a gather that has everything ends well, however late a rank wakes up."""
+        for mailbox in self.mailboxes:
+            mailbox.fail(reason)
+        with self._written:
+            self._written.notify_all()
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """One value of every rank, by rank."""
+        with self._written:
+            number = self._given[rank]
+            self._given[rank] += 1
+            if number == len(self._boards):
+                self._boards.append({})
+            board = self._boards[number]
+            board[rank] = value
+            self._written.notify_all()
+            self._written.wait_for(lambda: len(board) == len(self.mailboxes) or self.mailboxes[rank].failure)
+            if len(board) < len(self.mailboxes):
+                raise PipelineError(self.mailboxes[rank].failure)
+            return [board[r] for r in range(len(self.mailboxes))]
 
     def close(self, rank: int) -> None:
         """Tells all ranks, after what this one has sent, that nothing more will come from it."""

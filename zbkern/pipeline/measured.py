@@ -54,6 +54,12 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
 
 def compare(measured: Timeline, given: Costs | None = None) -> Drift:
     """A measured step next to the simulation of its schedule, with these costs or with its own medians."""
+    for rank, row in enumerate(measured.events):
+        if not row:
+            raise ValueError(
+                f"compare: the measured timeline must hold a step of every rank; rank {rank} has none: run "
+                "Pipeline.step first, and take Pipeline.gather_timeline() or Pipeline.drift()"
+            )
     planned_with = given or costs([measured])
     planned = simulate(measured.schedule, planned_with)
     return Drift(replace(planned, unit=measured.unit), measured, planned_with)

@@ -153,6 +153,7 @@ class Optimizer:
         """Steps at once when nothing speaks against it yet; `validate` puts right what turns out to be wrong."""
         self.validate()
         self._number += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
         with self._failing_together():
             gradients = self._collect()
             total = self._pass_on(squares([g for p, g in gradients if id(p) not in self._uncounted]))

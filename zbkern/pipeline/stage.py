@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from zbkern.wgrad import WGradQueue
+
+logger = logging.getLogger("zbkern")
 
 
 class Stage:
@@ -33,6 +36,7 @@ class Stage:
         self.queue = queue
         self.loss_fn = loss_fn
         self.microbatches = microbatches
+        self.splits: bool | None = None  # whether its first B left any W behind
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
     def forward(self, microbatch: int, inputs: Any, target: Any = None) -> Any:
@@ -41,8 +45,15 @@ class Stage:
             outputs = self._call(inputs)
             if self.loss_fn is not None:
                 outputs = self._loss(outputs, target) / self.microbatches
+        leaves = pytree.tree_leaves(outputs)
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"Pipeline: chunk {self.chunk} must return tensors (or None) for the next chunk, in tuples, lists "
+                    f"or dicts; got {leaf!r} among them: make it a tensor, or compute it in the chunk that needs it"
+                )
         if torch.is_grad_enabled():
-            self._saved[microbatch] = (inputs, [self._root(leaf) for leaf in pytree.tree_leaves(outputs)])
+            self._saved[microbatch] = (inputs, [self._root(leaf) for leaf in leaves])
         return pytree.tree_map_only(Tensor, _detach, outputs)
 
     def backward_input(self, microbatch: int, gradients: Any) -> Any:
@@ -63,6 +74,8 @@ class Stage:
             with self.queue.defer((self.chunk, microbatch)):
                 ends, arrived = zip(*pairs, strict=True)
                 torch.autograd.backward(ends, arrived)
+            if self.splits is None:
+                self.splits = self._splits(microbatch)
         return pytree.tree_map(_take_gradient, inputs) if self.chunk > 0 else None
 
     def weight(self, *microbatches: int) -> None:
@@ -75,9 +88,23 @@ class Stage:
         for _ in range(-(-self.queue.pending(key) // (count - index))):
             self.queue.run_one(key)
 
+    def warn_of_fused_backward(self) -> None:
+        """Says once that this chunk's B does everything, so that the schedule's W are empty."""
+        self.splits = True
+        logger.warning(
+            "chunk %d: no W waits, its B computes every gradient, because none of its layers is zbkern's; call "
+            "zbkern.convert on it before the Pipeline (zbkern.left_alone says why a layer stays torch's)",
+            self.chunk,
+        )
+
     def reset(self) -> None:
         """Forgets microbatches that were begun and not finished."""
         self._saved.clear()
+
+    def _splits(self, microbatch: int) -> bool:
+        if self.queue.max_bytes is not None or self.queue.pending((self.chunk, microbatch)):
+            return True  # under a limit W may have run already
+        return not any(parameter.requires_grad for parameter in self.module.parameters())
 
     def _root(self, output: Any) -> Tensor | GradientEdge | None:
         """Where this output's gradient enters the graph: the output itself need not live on to its B."""

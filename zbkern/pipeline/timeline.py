@@ -64,7 +64,13 @@ class Timeline:
     @property
     def bubble_rate(self) -> float:
         cost = self.cost
-        return 1.0 - sum(self.busy) / (len(self.events) * cost) if cost > 0 else 0.0
+        known = sum(1 for row in self.events if row)  # a pipeline's last_timeline has one rank's
+        return 1.0 - sum(self.busy) / (known * cost) if cost > 0 else 0.0
+
+    def __repr__(self) -> str:
+        cost = f"{self.cost:.4g} {self.unit}".rstrip()
+        name, ranks = self.schedule.name, self.schedule.stages
+        return f"<Timeline of {name}: {ranks} ranks, cost {cost}, idle {self.bubble_rate:.1%}>"
 
     def save(self, path: str | Path) -> Path:
         """Writes the picture or trace that the suffix names: .svg, .html, .png, or .json (Perfetto)."""

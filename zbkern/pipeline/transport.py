@@ -123,8 +123,9 @@ class DistributedTransport:
         sizes = _sizes(shapes)
         usual = self._on_cpu and sizes == self._usual_to.get(peer)
         self._usual_to.setdefault(peer, sizes)
-        structure = None if isinstance(message, Tensor) else spec
-        works = self._send_header(peer, ("message", tag, (shapes, usual), structure))
+        # not the spec itself: torch 2.13 warns when one is unpickled
+        skeleton = None if isinstance(message, Tensor) else pytree.tree_unflatten([0] * len(leaves), spec)
+        works = self._send_header(peer, ("message", tag, (shapes, usual), skeleton))
         works += self._send_tensors(peer, [t for t in tensors if t is not None], _USUAL if usual else _OTHER)
         self._sends.put(works)
 
@@ -259,9 +260,9 @@ class DistributedTransport:
         try:
             with self._stream_of_its_own():  # a receive begins at once, not after the work that is queued on another
                 while True:
-                    what, tag, detail, spec = self._receive_header(peer)
+                    what, tag, detail, skeleton = self._receive_header(peer)
                     if what == "message":
-                        posted = self._receive_message(peer, tag, detail, spec, posted)
+                        posted = self._receive_message(peer, tag, detail, skeleton, posted)
                     elif what == "asked":
                         self._asked(tag, detail)
                     else:
@@ -278,7 +279,7 @@ class DistributedTransport:
                 self._pass_on(f"rank {peer} ended without a word: its connection was lost", "lost")
 
     def _receive_message(
-        self, peer: int, tag: Tag, detail: tuple[list[Any], bool], spec: Any, posted: _Posted | None
+        self, peer: int, tag: Tag, detail: tuple[list[Any], bool], skeleton: Any, posted: _Posted | None
     ) -> _Posted | None:
         """Files a message; returns the receive that is posted for the next one.
 
@@ -294,7 +295,7 @@ class DistributedTransport:
                 works.pop(0).wait()
         found = iter(tensors)
         leaves = [None if shape is None else next(found).requires_grad_(shape[2]) for shape in shapes]
-        message = leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+        message = leaves[0] if skeleton is None else pytree.tree_unflatten(leaves, pytree.tree_structure(skeleton))
         self._mailbox.put(tag, (message, works))
         if self._on_cpu and (usual or posted is None):
             return self._receive_tensors(peer, sizes, _USUAL)
