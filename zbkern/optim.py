@@ -113,11 +113,9 @@ class AdamW(torch.optim.Optimizer):
         batches = self._batches()
         for batch in batches:
             (params, *_, masters), options = batch.tensors, batch.options
-            if (
-                (masters is None and params[0].dtype in _SMALL)
-                or 0 in options.betas
-                or options.lr * options.weight_decay == 1
-            ):
+            bare = masters is None and params[0].dtype in _SMALL
+            decay = 0.0 if isinstance(options.lr, Tensor) else options.lr * options.weight_decay  # not read: would wait
+            if bare or 0 in options.betas or decay == 1:
                 raise ValueError(
                     "AdamW.undo_step: needs parameters in fp32 or with master_weights, betas above 0 and lr x "
                     f"weight_decay other than 1; got {params[0].dtype}, {options}"
@@ -177,7 +175,7 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
-        if master and parameter.dtype in _SMALL:
+        if master and parameter.dtype in _SMALL and "master" not in state:
             state["master"] = parameter.detach().to(wide)
 
     def _here(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -264,7 +262,9 @@ def _adopted(saved: dict[str, Any], parameter: Tensor, master: bool) -> dict[str
     """State from a state dict where it belongs: fp32 at least, on the parameter's device."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     state = {
-        name: torch.as_tensor(value).to(parameter.device, torch.float32 if name == "step" else wide, copy=True)
+        name: (value if isinstance(value, Tensor) else torch.tensor(value)).to(
+            device=parameter.device, dtype=torch.float32 if name == "step" else wide, copy=True
+        )
         for name, value in saved.items()
     }
     if not (master and parameter.dtype in _SMALL):
