@@ -34,20 +34,22 @@ Product product_from(const py::handle& source) {
   return product;
 }
 
-AdamTensor adam_tensor_from(const py::handle& source) {
-  const auto fields = py::cast<py::tuple>(source);
-  return {address(fields[0]), address(fields[1]), address<float>(fields[2]), address<float>(fields[3]),
-          address<float>(fields[4]), fields[5].cast<std::int64_t>()};
+// Lists that Python keeps from step to step: to make one costs the host more than to launch it.
+struct AdamTensors {
+  std::vector<AdamTensor> items;
+};
+
+struct Spans {
+  std::vector<Span> items;
+};
+
+template <class T = void>
+T* pointer(std::uintptr_t value) {
+  return reinterpret_cast<T*>(value);
 }
 
-std::vector<Span> spans_from(const py::sequence& source) {
-  std::vector<Span> spans;
-  for (const py::handle& item : source) {
-    const auto fields = py::cast<py::tuple>(item);
-    spans.push_back({address(fields[0]), fields[1].cast<std::int64_t>()});
-  }
-  return spans;
-}
+using Addresses = std::vector<std::uintptr_t>;
+using Counts = std::vector<std::int64_t>;
 
 // The device of the launch is current while this lives.
 class OnDevice {
@@ -110,53 +112,70 @@ PYBIND11_MODULE(_cuda, module) {
       py::arg("products"), py::arg("input"), py::arg("dweight"), py::arg("dbias"), py::arg("accumulate"),
       py::arg("places"), py::arg("max_tiles"), py::arg("hopper"), py::arg("device"), py::arg("stream"));
 
-  // tensors: (param, grad, exp_avg, exp_avg_sq, master or 0, count)
+  // addresses of each tensor's parts, its master or 0, and how many elements it has; then set_grads
+  py::class_<AdamTensors>(module, "AdamTensors")
+      .def(py::init([](const Addresses& params, const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
+                       const Addresses& steps, const Addresses& masters, const Counts& counts) {
+             AdamTensors list;
+             for (std::size_t i = 0; i < counts.size(); ++i) {
+               list.items.push_back({pointer(params.at(i)), nullptr, pointer<float>(exp_avgs.at(i)),
+                                     pointer<float>(exp_avg_sqs.at(i)), pointer<float>(steps.at(i)),
+                                     pointer<float>(masters.at(i)), counts[i]});
+             }
+             return list;
+           }),
+           py::arg("params"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("masters"),
+           py::arg("counts"))
+      .def(
+          "set_grads",
+          [](AdamTensors& list, const Addresses& grads) {
+            for (std::size_t i = 0; i < list.items.size(); ++i) list.items[i].grad = pointer(grads.at(i));
+          },
+          py::arg("grads"));
   module.def(
       "adam",
-      [](const py::sequence& tensors, int param, int grad, std::uintptr_t control, double beta1, double beta2, double eps,
-         double weight_decay, bool undo, int device, std::uintptr_t stream) {
-        Adam task{{}, kind_of(param), kind_of(grad), reinterpret_cast<const float*>(control),
-                  {beta1, beta2, eps, weight_decay}, undo, stream_of(stream)};
-        for (const py::handle& tensor : tensors) task.tensors.push_back(adam_tensor_from(tensor));
-        const OnDevice there(device);
-        adam(task);
-      },
-      py::arg("tensors"), py::arg("param"), py::arg("grad"), py::arg("control"), py::arg("beta1"), py::arg("beta2"),
-      py::arg("eps"), py::arg("weight_decay"), py::arg("undo"), py::arg("device"), py::arg("stream"));
-  module.def(
-      "adam_element",  // the arithmetic of one element, on the host: (w, m, v)
-      [](float gradient, float w, float m, float v, const std::array<float, 3>& control, double beta1, double beta2,
-         double eps, double weight_decay, bool undo) {
-        const AdamRates rates = adam_rates({beta1, beta2, eps, weight_decay}, control.data());
-        undo ? adam_element<true>(rates, gradient, w, m, v) : adam_element<false>(rates, gradient, w, m, v);
-        return py::make_tuple(w, m, v);
-      },
-      py::arg("gradient"), py::arg("w"), py::arg("m"), py::arg("v"), py::arg("control"), py::arg("beta1"),
-      py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("undo"));
-  // spans: (data, count)
-  module.def("squared_norm_workspace",
-             [](const py::sequence& spans) { return 2 * squared_norm_blocks(spans_from(spans)); });
-  module.def(
-      "squared_norm",
-      [](const py::sequence& spans, int kind, bool accumulate, std::uintptr_t result, std::uintptr_t workspace,
+      [](const AdamTensors& tensors, int param, int grad, std::uintptr_t control, double lr, std::uintptr_t lr_at,
+         double beta1, double beta2, double eps, double weight_decay, double max_norm, bool maximize, bool undo,
          int device, std::uintptr_t stream) {
         const OnDevice there(device);
-        squared_norm(spans_from(spans), kind_of(kind), accumulate, reinterpret_cast<float*>(result),
-                     reinterpret_cast<float*>(workspace), stream_of(stream));
+        adam({tensors.items, kind_of(param), kind_of(grad), pointer<const float>(control),
+              {beta1, beta2, eps, weight_decay, lr, pointer<const float>(lr_at), max_norm, maximize}, undo,
+              stream_of(stream)});
+      },
+      py::arg("tensors"), py::arg("param"), py::arg("grad"), py::arg("control"), py::arg("lr"), py::arg("lr_at"),
+      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("max_norm"),
+      py::arg("maximize"), py::arg("undo"), py::arg("device"), py::arg("stream"));
+  module.def(
+      "adam_element",  // the arithmetic of one element, on the host: (w, m, v)
+      [](float gradient, float w, float m, float v, double step, const std::array<float, 3>& control, double lr,
+         double beta1, double beta2, double eps, double weight_decay, double max_norm, bool maximize, bool undo) {
+        if (!adam_skips(control.data())) {
+          const AdamNumbers numbers{beta1, beta2, eps, weight_decay, lr, nullptr, max_norm, maximize};
+          const AdamRates rates = adam_rates(numbers, step, control.data());
+          undo ? adam_element<true>(rates, gradient, w, m, v) : adam_element<false>(rates, gradient, w, m, v);
+        }
+        return py::make_tuple(w, m, v);
+      },
+      py::arg("gradient"), py::arg("w"), py::arg("m"), py::arg("v"), py::arg("step"), py::arg("control"),
+      py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("max_norm"),
+      py::arg("maximize"), py::arg("undo"));
+  // workspace: floats that squared_norm needs
+  py::class_<Spans>(module, "Spans")
+      .def(py::init([](const Addresses& data, const Counts& counts) {
+             Spans list;
+             for (std::size_t i = 0; i < counts.size(); ++i) list.items.push_back({pointer(data.at(i)), counts[i]});
+             return list;
+           }),
+           py::arg("data"), py::arg("counts"))
+      .def_property_readonly("workspace", [](const Spans& list) { return 2 * squared_norm_blocks(list.items); });
+  module.def(
+      "squared_norm",
+      [](const Spans& spans, int kind, bool accumulate, std::uintptr_t result, std::uintptr_t workspace, int device,
+         std::uintptr_t stream) {
+        const OnDevice there(device);
+        squared_norm(spans.items, kind_of(kind), accumulate, pointer<float>(result), pointer<float>(workspace),
+                     stream_of(stream));
       },
       py::arg("spans"), py::arg("kind"), py::arg("accumulate"), py::arg("result"), py::arg("workspace"),
       py::arg("device"), py::arg("stream"));
-  // copies: (target, source, bytes)
-  module.def(
-      "copy_all",
-      [](const py::sequence& items, int device, std::uintptr_t stream) {
-        std::vector<Copy> copies;
-        for (const py::handle& item : items) {
-          const auto fields = py::cast<py::tuple>(item);
-          copies.push_back({address(fields[0]), address(fields[1]), fields[2].cast<std::int64_t>()});
-        }
-        const OnDevice there(device);
-        copy_all(copies, stream_of(stream));
-      },
-      py::arg("copies"), py::arg("device"), py::arg("stream"));
 }

@@ -86,13 +86,13 @@ template <class Param, class Grad, bool Undo>
 __global__ __launch_bounds__(kThreads) void adam_kernel(const __grid_constant__ Batch<AdamTensor> batch,
                                                         const __grid_constant__ AdamNumbers numbers,
                                                         const float* control) {
-  if (control[3] != 0.0f) return;
-  __shared__ AdamRates shared_rates;
-  if (threadIdx.x == 0) shared_rates = adam_rates(numbers, control);
-  __syncthreads();
-  const AdamRates rates = shared_rates;
+  if (adam_skips(control)) return;
   const int index = item_of_block(batch);
   const AdamTensor& item = batch.items[index];
+  __shared__ AdamRates shared_rates;
+  if (threadIdx.x == 0) shared_rates = adam_rates(numbers, *item.step, control);
+  __syncthreads();
+  const AdamRates rates = shared_rates;
   auto* param = static_cast<Param*>(item.param);
   const auto* grad = static_cast<const Grad*>(item.grad);
   for_chunk(batch, item.count, index, [&](std::int64_t at, int left) {
@@ -103,6 +103,13 @@ __global__ __launch_bounds__(kThreads) void adam_kernel(const __grid_constant__ 
     store(item.exp_avg + at, left, m), store(item.exp_avg_sq + at, left, v), store(param + at, left, w);
     if (item.master != nullptr) store(item.master + at, left, w);
   });
+}
+
+// Counts the step of every tensor, before it is taken or after it is taken back: all blocks of a tensor read the count.
+__global__ __launch_bounds__(kMaxTensors) void count_kernel(const __grid_constant__ Batch<AdamTensor> batch,
+                                                            const float* control, float by) {
+  if (adam_skips(control) || static_cast<int>(threadIdx.x) >= batch.count) return;
+  *batch.items[threadIdx.x].step += by;
 }
 
 // partial[b]: sum of squares of chunk b; partial[blocks + b]: 1 if one of its elements is not finite.
@@ -153,42 +160,22 @@ __global__ __launch_bounds__(kThreads) void finish_norm_kernel(const float* part
   }
 }
 
-__global__ __launch_bounds__(kThreads) void copy_kernel(const __grid_constant__ Batch<Copy> batch) {
-  const int index = item_of_block(batch);
-  const Copy& item = batch.items[index];
-  auto* target = static_cast<unsigned char*>(item.target);
-  const auto* source = static_cast<const unsigned char*>(item.source);
-  const std::int64_t begin = (static_cast<std::int64_t>(blockIdx.x) - batch.first_chunk[index]) * kChunk;
-  const std::int64_t end = min(item.bytes, begin + kChunk);
-  const bool aligned = (reinterpret_cast<std::uintptr_t>(target) | reinterpret_cast<std::uintptr_t>(source)) % 16 == 0;
-  const std::int64_t wide = aligned ? begin + (end - begin) / 16 * 16 : begin;
-  for (std::int64_t i = begin + threadIdx.x * 16; i < wide; i += kThreads * 16) {
-    *reinterpret_cast<uint4*>(target + i) = *reinterpret_cast<const uint4*>(source + i);
-  }
-  for (std::int64_t i = wide + threadIdx.x; i < end; i += kThreads) target[i] = source[i];
-}
-
-std::int64_t extent(const AdamTensor& item) { return item.count; }
-std::int64_t extent(const Span& item) { return item.count; }
-std::int64_t extent(const Copy& item) { return item.bytes; }
-
 template <class Item>
 int chunks_of(const Item& item) {
-  return static_cast<int>((extent(item) + kChunk - 1) / kChunk);
+  return static_cast<int>((item.count + kChunk - 1) / kChunk);
 }
 
-// Hands the items to `launch(batch, blocks)`, kMaxTensors at a time; those without elements are left out.
+// Hands the items to `launch(batch, blocks)`, kMaxTensors at a time; blocks is 0 where none of them has an element.
 template <class Item, class Launch>
 void in_batches(const std::vector<Item>& items, Launch launch) {
   Batch<Item> batch;
   batch.count = 0;
   int blocks = 0;
   const auto flush = [&] {
-    if (blocks > 0) launch(batch, blocks);
+    if (batch.count > 0) launch(batch, blocks);
     batch.count = blocks = 0;
   };
   for (const Item& item : items) {
-    if (extent(item) == 0) continue;
     if (batch.count == kMaxTensors) flush();
     batch.items[batch.count] = item;
     batch.first_chunk[batch.count++] = blocks;
@@ -201,11 +188,11 @@ void in_batches(const std::vector<Item>& items, Launch launch) {
 template <class Param, class Grad>
 void adam_of(const Adam& task) {
   in_batches(task.tensors, [&](const Batch<AdamTensor>& batch, int blocks) {
-    if (task.undo) {
-      adam_kernel<Param, Grad, true><<<blocks, kThreads, 0, task.stream>>>(batch, task.numbers, task.control);
-    } else {
-      adam_kernel<Param, Grad, false><<<blocks, kThreads, 0, task.stream>>>(batch, task.numbers, task.control);
-    }
+    const auto count = [&](float by) { count_kernel<<<1, kMaxTensors, 0, task.stream>>>(batch, task.control, by); };
+    const auto kernel = task.undo ? adam_kernel<Param, Grad, true> : adam_kernel<Param, Grad, false>;
+    if (!task.undo) count(1.0f);
+    if (blocks > 0) kernel<<<blocks, kThreads, 0, task.stream>>>(batch, task.numbers, task.control);
+    if (task.undo) count(-1.0f);
   });
 }
 
@@ -239,6 +226,7 @@ void squared_norm(const std::vector<Span>& spans, Kind kind, bool accumulate, fl
   const int total = squared_norm_blocks(spans);
   int first = 0;
   in_batches(spans, [&](const Batch<Span>& batch, int blocks) {
+    if (blocks == 0) return;
     switch (kind) {
       case Kind::float32:
         square_kernel<float><<<blocks, kThreads, 0, stream>>>(batch, workspace, first, total);
@@ -254,12 +242,6 @@ void squared_norm(const std::vector<Span>& spans, Kind kind, bool accumulate, fl
   });
   finish_norm_kernel<<<1, kThreads, 0, stream>>>(workspace, total, accumulate, result);
   check(cudaGetLastError(), "squared norm: launch");
-}
-
-void copy_all(const std::vector<Copy>& copies, cudaStream_t stream) {
-  in_batches(copies, [&](const Batch<Copy>& batch, int blocks) {
-    copy_kernel<<<blocks, kThreads, 0, stream>>>(batch);
-  });
 }
 
 }  // namespace zbkern

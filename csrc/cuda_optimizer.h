@@ -1,5 +1,5 @@
-// Many tensors in one launch: AdamW and its inverse, the squared norm of gradients, copies. Nothing here waits for the
-// GPU or allocates, and all of it can be captured in a graph: what changes from step to step is read on the device.
+// Many tensors in one launch: AdamW and its inverse, the squared norm of gradients. Nothing here waits for the GPU or
+// allocates, and all of it can be captured in a graph: what changes from step to step is read on the device.
 #pragma once
 
 #include <cmath>
@@ -13,19 +13,24 @@ struct AdamTensor {
   const void* grad;      // of the kind `grad`
   float* exp_avg;        // m
   float* exp_avg_sq;     // v
+  float* step;           // how many steps were taken; counted here
   float* master;         // the weight in fp32, of which param is a rounded copy; or null: param is the weight
   std::int64_t count;
 };
 
 struct AdamNumbers {
   double beta1, beta2, eps, weight_decay;
+  double lr;
+  const float* lr_at;  // on the device, or null: lr
+  double max_norm;     // infinite for none
+  bool maximize;
 };
 
 struct Adam {
-  std::vector<AdamTensor> tensors;
+  const std::vector<AdamTensor>& tensors;
   Kind param;
   Kind grad;
-  const float* control;  // on the device: learning rate, number of this step (1, 2, ..), factor of the gradient, skip
+  const float* control;  // on the device, or null: sum of squares of all gradients, nonzero to skip, their loss scale
   AdamNumbers numbers;
   bool undo;             // take the step back instead
   cudaStream_t stream;
@@ -34,21 +39,32 @@ struct Adam {
 // One AdamW step (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW takes it:
 //   g' = factor g    m = beta1 m + (1-beta1) g'    v = beta2 v + (1-beta2) g'^2
 //   w = (1 - lr wd) w - lr (m / (1-beta1^t)) / (sqrt(v / (1-beta2^t)) + eps)
-// A nonzero skip leaves everything as it is. The inverse needs the gradient of the step and is exact up to rounding;
-// for an exact return copy the tensors before the step (copy_all).
+// factor clips to max_norm as torch.nn.utils.clip_grad_norm_ does, and takes the loss scale out. Gradients that are not
+// finite leave everything as it is. The inverse needs the gradients of the step and is exact up to rounding.
 void adam(const Adam& task);
+
+ZBKERN_HOST_DEVICE inline bool adam_skips(const float* control) {
+  return control != nullptr && (control[1] != 0.0f || !(control[0] < INFINITY));  // nor is NaN below it
+}
+
+ZBKERN_HOST_DEVICE inline double adam_factor(const AdamNumbers& numbers, const float* control) {
+  const double sign = numbers.maximize ? -1.0 : 1.0;
+  if (control == nullptr) return sign;
+  const double clip = numbers.max_norm / (sqrt(static_cast<double>(control[0])) / control[2] + 1e-6);
+  return sign * (clip < 1.0 ? clip : 1.0) / control[2];
+}
 
 // What a step computes for every element, from double once a block.
 struct AdamRates {
   float rate, scale_v, decay, factor, beta1, beta2, rest1, rest2, eps;
 };
 
-ZBKERN_HOST_DEVICE inline AdamRates adam_rates(const AdamNumbers& numbers, const float* control) {
-  const double lr = control[0], step = control[1];
+ZBKERN_HOST_DEVICE inline AdamRates adam_rates(const AdamNumbers& numbers, double step, const float* control) {
+  const double lr = numbers.lr_at != nullptr ? *numbers.lr_at : numbers.lr;
   return {static_cast<float>(lr / (1.0 - pow(numbers.beta1, step))),
           static_cast<float>(1.0 / sqrt(1.0 - pow(numbers.beta2, step))),
           static_cast<float>(1.0 - lr * numbers.weight_decay),
-          control[2],
+          static_cast<float>(adam_factor(numbers, control)),
           static_cast<float>(numbers.beta1),
           static_cast<float>(numbers.beta2),
           static_cast<float>(1.0 - numbers.beta1),
@@ -83,13 +99,5 @@ struct Span {
 int squared_norm_blocks(const std::vector<Span>& spans);
 void squared_norm(const std::vector<Span>& spans, Kind kind, bool accumulate, float* result, float* workspace,
                   cudaStream_t stream);
-
-struct Copy {
-  void* target;
-  const void* source;
-  std::int64_t bytes;
-};
-
-void copy_all(const std::vector<Copy>& copies, cudaStream_t stream);
 
 }  // namespace zbkern

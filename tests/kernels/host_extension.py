@@ -7,6 +7,7 @@ segments are split over launches, and what is copied first.
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
@@ -18,14 +19,35 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def tensor_at(address: int, kind: int, shape: tuple[int, ...], stride: int | None = None) -> Tensor:
     """The tensor that lies there. stride: between rows."""
     dtype = DTYPES[kind]
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
     strides = (stride, 1) if len(shape) == 2 else (1,)
     count = sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1
     buffer = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
 
 
+class AdamTensors:
+    """Addresses of tensors and their states: params, exp_avgs, exp_avg_sqs, steps, masters, and numbers of elements."""
+
+    def __init__(self, columns: tuple[list[int], ...]) -> None:
+        self.rows = list(zip(*columns, strict=True))
+        self.grads: list[int] = []
+
+    def set_grads(self, grads: list[int]) -> None:
+        self.grads = grads
+
+
+class Spans:
+    def __init__(self, data: list[int], counts: list[int]) -> None:
+        self.data, self.counts, self.workspace = data, counts, 2 * len(counts)
+
+
 class HostExtension:
-    """launches: the number of weights and of segments of each launch. grids: its places, max_tiles and hopper."""
+    """launches: the number of weights and of segments of each launch. grids: its places, max_tiles and hopper.
+
+    adams: the number of tensors of each launch of AdamW.
+    """
 
     MAX_SEGMENTS = 16
     MAX_PRODUCTS = 4
@@ -33,6 +55,7 @@ class HostExtension:
     def __init__(self) -> None:
         self.launches: list[tuple[int, int]] = []
         self.grids: list[tuple[int, int, bool]] = []
+        self.adams: list[int] = []
 
     def has_sm90(self) -> bool:
         return True
@@ -61,14 +84,30 @@ class HostExtension:
             if dbias_at:
                 self._write(tensor_at(dbias_at, dbias_kind, (n,)), bias, accumulate)
 
+    @staticmethod
+    def AdamTensors(*columns: list[int]) -> AdamTensors:
+        return AdamTensors(columns)
+
+    @staticmethod
+    def Spans(data: list[int], counts: list[int]) -> Spans:
+        return Spans(data, counts)
+
     def adam(
-        self, tensors: list[tuple], param: int, grad: int, control: int,
-        beta1: float, beta2: float, eps: float, weight_decay: float, undo: bool, *rest: Any,
+        self, tensors: AdamTensors, param: int, grad: int, control: int, lr: float, lr_at: int,
+        beta1: float, beta2: float, eps: float, weight_decay: float, max_norm: float, maximize: bool, undo: bool,
+        *rest: Any,
     ) -> None:  # fmt: skip
-        rate, step, factor, skip = tensor_at(control, 0, (4,)).tolist()
-        if skip:
-            return
-        for param_at, grad_at, m_at, v_at, master_at, count in tensors:
+        self.adams.append(len(tensors.rows))
+        rate, factor = tensor_at(lr_at, 0, (1,)).item() if lr_at else lr, -1.0 if maximize else 1.0
+        if control:
+            squares, bad, scale = tensor_at(control, 0, (3,)).tolist()
+            if bad or not math.isfinite(squares):
+                return
+            factor *= min(1.0, max_norm / (math.sqrt(squares) / scale + 1e-6)) / scale
+        for grad_at, (param_at, m_at, v_at, step_at, master_at, count) in zip(tensors.grads, tensors.rows, strict=True):
+            count_of_steps = tensor_at(step_at, 0, (1,))
+            count_of_steps += 0 if undo else 1
+            step = count_of_steps.item()
             weight, g = tensor_at(param_at, param, (count,)), tensor_at(grad_at, grad, (count,)).double() * factor
             m, v = tensor_at(m_at, 0, (count,)), tensor_at(v_at, 0, (count,))
             master = tensor_at(master_at, 0, (count,)) if master_at else weight
@@ -83,21 +122,15 @@ class HostExtension:
             if undo:
                 m.copy_((m.double() - (1 - beta1) * g) / beta1)
                 v.copy_(((v.double() - (1 - beta2) * g * g) / beta2).clamp_min(0))
+                count_of_steps -= 1
 
-    def squared_norm_workspace(self, spans: list[tuple[int, int]]) -> int:
-        return 2 * len(spans)
-
-    def squared_norm(self, spans: list[tuple], kind: int, accumulate: bool, result: int, *rest: Any) -> None:
-        values = [tensor_at(at, kind, (count,)).double() for at, count in spans]
+    def squared_norm(self, spans: Spans, kind: int, accumulate: bool, result: int, *rest: Any) -> None:
+        values = [tensor_at(at, kind, (count,)).double() for at, count in zip(spans.data, spans.counts, strict=True)]
         norm = sum(value.square().sum().item() for value in values)
         bad = any(not value.isfinite().all() for value in values)
         out = tensor_at(result, 0, (2,))
         before = out.tolist() if accumulate else (0.0, 0.0)
         out.copy_(torch.tensor([before[0] + norm, max(before[1], float(bad))]))
-
-    def copy_all(self, copies: list[tuple[int, int, int]], *rest: Any) -> None:
-        for target, source, size in copies:
-            ctypes.memmove(target, source, size)
 
     @staticmethod
     def _aligned(*addresses: int) -> None:

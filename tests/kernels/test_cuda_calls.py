@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from host_extension import HostExtension
+from host_extension import AdamTensors, HostExtension
 from torch import Tensor
 
 from zbkern import testing
-from zbkern.kernels import cuda, cuda_optimizer, reference
+from zbkern.kernels import cuda, cuda_optimizer, reference, reference_optimizer, spec
 from zbkern.wgrad import WGradQueue, WGradTask
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -206,61 +207,114 @@ def test_a_weight_without_elements(extension: HostExtension, n: int, k: int) -> 
     assert not extension.launches
 
 
-def adam_state(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[list[Tensor], ...]:
+SIZES = (7, 64, 3)
+
+
+def adam_state(dtype: torch.dtype, grad_dtype: torch.dtype, masters: bool = False) -> list[list[Tensor] | None]:
+    """Parameters, gradients, and state after some steps, in the order of the launch."""
     torch.manual_seed(0)
-    sizes = (7, 64, 3)
-    params = [torch.randn(size).to(dtype) for size in sizes]
-    grads = [torch.randn(size).to(grad_dtype) for size in sizes]
-    return params, grads, [torch.zeros(size) for size in sizes], [torch.zeros(size) for size in sizes]
+    params = [torch.randn(size).to(dtype) for size in SIZES]
+    wide = [param.float() + 1e-4 for param in params] if masters else None
+    grads = [torch.randn(size).to(grad_dtype) for size in SIZES]
+    averages = [[torch.rand(size) for size in SIZES] for _ in range(2)]
+    return [params, grads, *averages, [torch.tensor(4.0) for _ in SIZES], wide]
 
 
-def test_adamw_is_torchs() -> None:
-    params, grads, exp_avgs, exp_avg_sqs = adam_state(FP32, FP32)
-    twins = [param.clone().requires_grad_() for param in params]
-    optimizer = torch.optim.AdamW(twins, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
-    control = cuda_optimizer.control("cpu")
-    for step in range(1, 4):
-        for twin, grad in zip(twins, grads, strict=True):
-            twin.grad = grad * 0.5
-        optimizer.step()
-        control.copy_(torch.tensor([0.01, step, 0.5, 0.0]))
-        cuda_optimizer.adamw(
-            params, grads, exp_avgs, exp_avg_sqs, control, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1
-        )
-        for param, twin in zip(params, twins, strict=True):
-            testing.assert_close(param, twin.detach(), "param")
+def copied(lists: list[list[Tensor] | None]) -> list[list[Tensor] | None]:
+    return [tensors and [tensor.clone() for tensor in tensors] for tensors in lists]
 
 
-def test_adamw_with_masters_can_be_undone_and_skipped() -> None:
-    params, grads, exp_avgs, exp_avg_sqs = adam_state(BF16, BF16)
-    masters = [param.float() + 1e-4 for param in params]
-    before = [tensor.clone() for tensor in (*params, *masters)]
-    control = cuda_optimizer.control("cpu")
-    control[0] = 0.01
-    lists = params, grads, exp_avgs, exp_avg_sqs, control
-    cuda_optimizer.adamw(*lists, masters=masters, weight_decay=0.1)
-    assert all((a != b).any() for a, b in zip(masters, before[3:], strict=True))
-    assert all(torch.equal(param, master.to(BF16)) for param, master in zip(params, masters, strict=True))
-    cuda_optimizer.adamw(*lists, masters=masters, weight_decay=0.1, undo=True)
-    for master, was in zip(masters, before[3:], strict=True):
-        testing.assert_close(master, was, "master")
-    now = [tensor.clone() for tensor in (*params, *masters)]
-    control[3] = 1.0
-    cuda_optimizer.adamw(*lists, masters=masters)
-    assert all(torch.equal(a, b) for a, b in zip((*params, *masters), now, strict=True))
+def close(ours: list[list[Tensor] | None], theirs: list[list[Tensor] | None]) -> None:
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for got, want in zip(a or (), b or (), strict=True):
+            testing.assert_close(got, want, f"list {i}")
 
 
-def test_norm_and_copies() -> None:
-    tensors = [torch.randn(9), torch.randn(4, 5)]
-    result = torch.full((2,), float("nan"))
-    cuda_optimizer.squared_norm(tensors, result)
-    testing.assert_close(result[0], sum(tensor.square().sum() for tensor in tensors), "norm")
-    assert result[1] == 0
-    first = result[0].clone()
-    cuda_optimizer.squared_norm([torch.tensor([2.0, float("inf")])[:1]], result, accumulate=True)
-    testing.assert_close(result[0], first + 4, "norm")
-    cuda_optimizer.squared_norm([torch.tensor([2.0, float("inf")])], result)
-    assert result[1] == 1
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    cuda_optimizer.copy_all(copies, tensors)
-    assert all(torch.equal(a, b) for a, b in zip(copies, tensors, strict=True))
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [(FP32, FP32), (FP32, BF16), (BF16, FP32), (BF16, BF16)])
+@pytest.mark.parametrize(
+    "numbers", [None, (4.0, 0.0, 1.0), (400.0, 0.0, 8.0), (float("inf"), 0.0, 1.0), (1.0, 1.0, 1.0)]
+)
+def test_adamw_is_the_references(
+    dtype: torch.dtype, grad_dtype: torch.dtype, masters: bool, numbers: tuple[float, ...] | None
+) -> None:
+    options = spec.AdamWOptions(0.01, (0.8, 0.95), 1e-6, 0.1, maximize=masters, max_norm=1.0)
+    lists = adam_state(dtype, grad_dtype, masters)
+    control = None if numbers is None else torch.tensor(numbers)
+    before, twins = copied(lists), copied(lists)
+    for _ in range(2):
+        cuda_optimizer.adamw(*lists, options, control)
+        reference.adamw(*twins, options, control)
+    close(lists, twins)
+    skipped = numbers is not None and (numbers[0] == float("inf") or numbers[1] == 1)
+    assert torch.equal(lists[0][1], before[0][1]) is skipped
+    if dtype == FP32 or masters:
+        for _ in range(2):
+            cuda_optimizer.adamw(*lists, options, control, undo=True)
+            reference.adamw(*twins, options, control, undo=True)
+        close(lists[2:], before[2:])
+        close(twins[2:], before[2:])
+        assert lists[4][0] == 4
+
+
+def test_a_learning_rate_is_read_where_it_lies() -> None:
+    lists, lr = adam_state(FP32, FP32), torch.tensor(0.5)
+    twins = copied(lists)
+    cuda_optimizer.adamw(*lists, spec.AdamWOptions(lr))
+    cuda_optimizer.adamw(*twins, spec.AdamWOptions(0.5))
+    assert torch.equal(lists[0][1], twins[0][1])
+
+
+def test_addresses_are_packed_again_only_where_they_move(
+    extension: HostExtension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = []
+    monkeypatch.setattr(extension, "AdamTensors", lambda *columns: packed.append(1) or AdamTensors(columns))
+    lists, memory, options = adam_state(FP32, FP32), {}, spec.AdamWOptions(0.01)
+    twins = copied(lists)
+    for change in (None, None, 1, 2, None):  # nothing, gradients, averages
+        if change is not None:
+            lists[change] = [tensor.clone() for tensor in lists[change]]
+        cuda_optimizer.adamw(*lists, options, memory=memory)
+        reference.adamw(*twins, options)
+    close(lists, twins)
+    assert len(packed) == 2
+    lists[1] = [tensor.double() for tensor in lists[1]]
+    with pytest.raises(ValueError, match=r"grads\[0\] must be torch.float64, one of"):
+        cuda_optimizer.adamw(*lists, options, memory=memory)
+
+
+@pytest.mark.parametrize("module", [cuda_optimizer, reference])
+def test_norm(module: ModuleType) -> None:
+    tensors = [torch.randn(9), torch.randn(4, 5), torch.empty(0)]
+    control = torch.full((3,), float("nan"))
+    module.squared_norm(tensors, control)
+    testing.assert_close(control[0], sum(tensor.square().sum() for tensor in tensors), "norm")
+    assert control[1] == 0
+    assert control[2].isnan()
+    first, memory = control[0].clone(), {}
+    module.squared_norm([torch.tensor([2.0, float("inf")])[:1]], control, accumulate=True, memory=memory)
+    testing.assert_close(control[0], first + 4, "norm")
+    module.squared_norm([torch.tensor([2.0, float("inf")], dtype=BF16)], control, memory=memory)
+    assert control[1] == 1
+    module.squared_norm([torch.ones(2)], control, accumulate=True)
+    assert control[1] == 1
+    module.squared_norm([], control)
+    assert control.tolist()[:2] == [0, 0]
+
+
+def like_a_gpu(supports_xla: bool = True) -> list[str]:
+    return ["cpu"]
+
+
+def test_what_the_reference_does_where_reading_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = spec.AdamWOptions(0.01, max_norm=1.0)
+    for control in (torch.tensor([4.0, 0.0, 1.0]), torch.tensor([4.0, 1.0, 1.0])):
+        lists = adam_state(BF16, FP32, masters=True)
+        twins = copied(lists)
+        reference.adamw(*twins, options, control)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference_optimizer, "_HOST", ("meta",))
+            patch.setattr(importlib.import_module("torch.optim.adam"), "_get_capturable_supported_devices", like_a_gpu)
+            reference.adamw(*lists, options, control)
+        close(lists, twins)

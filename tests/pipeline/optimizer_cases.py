@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pipeline import chunks
+from zbkern.optim import AdamW
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.optimizer import Optimizer
@@ -27,6 +28,8 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
     "adamw maximize": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "zbkern adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
+    "zbkern adamw maximize": lambda p: AdamW(p, lr=0.01, weight_decay=0.1, maximize=True),
     "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),

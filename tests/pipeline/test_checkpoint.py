@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import zbkern
+from zbkern.optim import AdamW
 from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
 from zbkern.pipeline.local_transport import LocalTransport
 
@@ -144,6 +145,59 @@ def test_master_weights_and_loss_scale_go_on_bit_for_bit(tmp_path: Path, dtype: 
     plain_run(module, optimizer, range(10, 11), scaler)
     assert checkpoint.load(tmp_path, module, optimizer).step == 3
     assert plain_run(module, optimizer, range(3, 7), scaler) == expected
+
+
+def zbkern_adamw(module: nn.Module, masters: bool = True) -> AdamW:
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.003}]
+    return AdamW(groups, lr=0.01, master_weights=masters, max_norm=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_in_the_state_go_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    module = layers(0, 2).to(dtype)
+    optimizer = zbkern_adamw(module)
+    plain_run(module, optimizer, range(3))
+    path = checkpoint.save(tmp_path, 3, module, optimizer)
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = [name for name, _ in module.named_parameters()] if dtype == torch.bfloat16 else []
+    assert {key for key in keys if "master" in key} == {f"master.{name}" for name in names}
+    saved = copy.deepcopy(state_by_name([module], optimizer))
+    expected = plain_run(module, optimizer, range(3, 7))
+    again = layers(0, 2).to(dtype)
+    other = zbkern_adamw(again)
+    plain_run(again, other, range(10, 11))
+    assert checkpoint.load(tmp_path, again, other).step == 3
+    assert_same(saved, state_by_name([again], other))
+    assert plain_run(again, other, range(3, 7)) == expected
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_masters_change_hands(tmp_path: Path, inside: bool) -> None:
+    """Between an Optimizer that keeps them and an AdamW that does so itself."""
+
+    def make(module: nn.Module, inside: bool) -> Optimizer:
+        inner = AdamW(module.parameters(), lr=0.01, master_weights=inside)
+        optimizer = Optimizer(inner, LocalTransport.ring(1)[0], master_weights=not inside)
+        plain_run(module, optimizer, range(2))
+        return optimizer
+
+    def masters(module: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+        kept = [optimizer.optimizer.state[p].get("master") for p in module.parameters()]
+        return [m.clone() for m in kept if m is not None] or [m.clone() for _, m in optimizer.masters]
+
+    module, other = layers(0, 2).bfloat16(), layers(0, 2).bfloat16()
+    writer = make(module, inside)
+    checkpoint.save(tmp_path, 2, module, writer)
+    saved = masters(module, writer)
+    expected = plain_run(module, writer, range(2, 5))
+    reader = make(other, not inside)
+    checkpoint.load(tmp_path, other, reader)
+    found = masters(other, reader)
+    assert len(found) == len(saved) == 8
+    assert all(torch.equal(a, b) for a, b in zip(found, saved, strict=True))
+    assert plain_run(other, reader, range(2, 5)) == expected
 
 
 def test_masters_of_a_model_that_was_saved_without(tmp_path: Path) -> None:
@@ -338,6 +392,42 @@ def test_loads_with_other_stages(two_ranks: Any, tmp_path: Path, writer: str, re
     assert_same(state_by_name([whole], optimizer), expected)
 
 
+def build_small(name: str) -> tuple[dict[int, nn.Sequential], Pipeline, Optimizer]:
+    schedule = getattr(schedules, name)(2, MICROBATCHES)
+    mine = {chunk: module.bfloat16() for chunk, module in chunks(schedule.placement, dist.get_rank()).items()}
+    pipe = Pipeline(list(mine.values()), schedule, lambda y, target: (y.float() - target).square().mean(), timeout=30)
+    parameters = [p for module in mine.values() for p in module.parameters()]
+    return mine, pipe, Optimizer(AdamW(parameters, lr=0.01, master_weights=True), pipe, max_norm=0.15)
+
+
+def small_on_two(folder: Path, name: str, save: bool) -> dict[str, Any]:
+    modules, pipe, optimizer = build_small(name)
+    with pipe:
+        for step in range(3) if save else range(20, 21):
+            inputs, targets = batch(step)
+            optimizer.zero_grad()
+            placement = pipe.schedule.placement
+            first, last = (placement[end] == pipe.rank for end in (0, -1))
+            pipe.step(inputs.bfloat16() if first else None, targets if last else None)
+            optimizer.step()
+        checkpoint.save(folder, 3, pipe, optimizer) if save else checkpoint.load(folder, pipe, optimizer)
+        return state_by_name(list(modules.values()), optimizer.optimizer)
+
+
+@pytest.mark.dist
+def test_masters_in_the_state_load_with_other_stages(two_ranks: Any, tmp_path: Path) -> None:
+    saved = two_ranks.run(small_on_two, tmp_path, "zb_h1", True)
+    expected = {**saved[0], **saved[1]}
+    assert expected["layer0.0.weight/master"].dtype == torch.float32
+    assert torch.equal(expected["layer0.0.weight/master"].bfloat16(), expected["layer0.0.weight"])
+    loaded = two_ranks.run(small_on_two, tmp_path, "zb_v", False)
+    assert_same({**loaded[0], **loaded[1]}, expected)
+    whole = layers(0, LAYERS).bfloat16()
+    optimizer = AdamW(whole.parameters(), master_weights=True)
+    checkpoint.load(tmp_path, whole, optimizer)
+    assert_same(state_by_name([whole], optimizer), expected)
+
+
 @pytest.mark.dist
 def test_two_stages_load_what_one_process_saved(two_ranks: Any, tmp_path: Path) -> None:
     whole = layers(0, LAYERS)
@@ -348,7 +438,7 @@ def test_two_stages_load_what_one_process_saved(two_ranks: Any, tmp_path: Path) 
     assert_same({**results[0][1], **results[1][1]}, state_by_name([whole], optimizer))
 
 
-def sharded(folder: Path) -> tuple[dict[str, Any], bool]:
+def sharded(folder: Path, ours: bool) -> tuple[dict[str, Any], bool]:
     """FSDP2 shards, saved by two ranks; then loaded into shards, and unsharded for the test."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -359,7 +449,7 @@ def sharded(folder: Path) -> tuple[dict[str, Any], bool]:
         for parameter in module.parameters():
             nn.init.normal_(parameter)
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-        return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+        return module, (AdamW if ours else torch.optim.AdamW)(module.parameters(), lr=0.1)
 
     module, optimizer = make(1)
     module(torch.ones(2, 5)).square().sum().backward()
@@ -374,11 +464,14 @@ def sharded(folder: Path) -> tuple[dict[str, Any], bool]:
 
 
 @pytest.mark.dist
-def test_shards(two_ranks: Any, tmp_path: Path) -> None:
-    (first, same), (second, also_same) = two_ranks.run(sharded, tmp_path)
+@pytest.mark.parametrize("ours", [False, True])
+def test_shards(two_ranks: Any, tmp_path: Path, ours: bool) -> None:
+    (first, same), (second, also_same) = two_ranks.run(sharded, tmp_path, ours)
     assert same
     assert also_same
     assert_same(first, second)
+    if ours:
+        assert_same(first, two_ranks.run(sharded, tmp_path / "torch", False)[0][0])
     whole = nn.Sequential(OrderedDict(layer0=nn.Linear(5, 3)))
     optimizer = torch.optim.AdamW(whole.parameters())
     checkpoint.load(tmp_path, whole, optimizer)

@@ -10,6 +10,7 @@ import torch
 from optimizer_cases import MAX_NORM, OPTIMIZERS, Case, check, clip_in_float64, on_threads, plain_loop
 from torch import Tensor, nn
 
+from zbkern.optim import AdamW
 from zbkern.pipeline import norms
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.mailbox import PipelineError
@@ -60,7 +61,11 @@ def test_scaler_grows_and_backs_off_alike_on_all_ranks() -> None:
     assert scales == {2048.0}  # grew after 2 steps, halved by the fourth, grew after 2 more
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd momentum", "sgd nesterov", "adamw", "adamw foreach", "adamw maximize"])
+INVERTIBLE = ["sgd", "sgd momentum", "sgd nesterov", "adamw", "adamw foreach", "adamw maximize"]
+INVERTIBLE += ["zbkern adamw", "zbkern adamw maximize"]
+
+
+@pytest.mark.parametrize("name", INVERTIBLE)
 def test_inverse_is_exact_to_rounding(name: str) -> None:
     forced = {(3, 0): 3.0, (2, 1): math.nan, (3, 2): 9.0, (2, 4): math.inf, (3, 5): 5.0}
     optimizers = check(Case(4, 7, forced, OPTIMIZERS[name]), exact=False, undo="inverse", adaptive=False)
@@ -149,6 +154,56 @@ def test_main_grad_is_read_kept_and_cleared() -> None:
     torch.testing.assert_close(second, torch.full((4,), 1 - 0.5 * 2 / norm), rtol=2**-8, atol=0)
 
 
+def own_masters(case: Case, grad_dtype: torch.dtype, **options: Any) -> tuple[list[list[Tensor]], list[Optimizer]]:
+    """Ours over an AdamW that keeps masters itself and reads main_grad, in which the next backward's are already."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], Optimizer]:
+        weights, scaler = case.weights(transport.rank), case.scaler()
+        inner = AdamW(weights, lr=0.01, weight_decay=0.1, master_weights=True)
+        optimizer = Optimizer(inner, transport, max_norm=MAX_NORM, scaler=scaler, timeout=20, **options)
+        history = []
+        for weight in weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=grad_dtype)
+        for step in range(case.steps):
+            inner.param_groups[0]["lr"] = case.learning_rate(step, 0.01)
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            for weight, gradient in zip(weights, case.gradients(transport.rank, step, scale), strict=True):
+                weight.main_grad.copy_(gradient)
+            optimizer.step()
+            optimizer.zero_grad()
+            for weight in weights:
+                weight.main_grad += 7
+            optimizer.validate()
+            assert all((weight.main_grad == 7).all() for weight in weights)
+            assert all(weight.grad is None for weight in weights)
+            history.append([weight.detach().clone() for weight in weights])
+        return history, optimizer
+
+    rows = on_threads(case.ranks, rank_loop)
+    return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [o for _, o in rows]
+
+
+@pytest.mark.parametrize("undo", ["snapshot", "inverse", None])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, None), (torch.bfloat16, 4.0), (torch.float16, 2.0**10)])
+def test_an_optimizer_that_keeps_masters_itself(dtype: torch.dtype, scale: float | None, undo: str | None) -> None:
+    forced = {(2, 0): 3.0, (3, 1): math.inf, (1, 3): 3.0, (2, 4): math.nan, (3, 6): 5.0}
+    case = Case(4, 8, forced, OPTIMIZERS["adamw foreach"], dtype, scale)
+    expected, _ = plain_loop(case, clip_in_float64)
+    history, optimizers = own_masters(case, torch.float32, undo=undo, adaptive=False)
+    assert optimizers[0].undone == (5 if undo else 0)
+    for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
+        for a, b in zip(weights, theirs, strict=True):
+            if undo == "inverse":
+                torch.testing.assert_close(a, b, msg=lambda m, s=step: f"step {s}: {m}")
+            else:
+                assert torch.equal(a, b), f"step {step}"
+    if scale is None:  # scaled in place where they are bf16, too
+        rounded, others = own_masters(case, torch.bfloat16, undo=undo, adaptive=False)
+        assert [o.undone for o in others] == [o.undone for o in optimizers]
+        for a, b in zip(rounded[-1], expected[-1], strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
+
+
 def test_ranks_without_gradients_take_part() -> None:
     def rank_loop(transport: LocalTransport) -> tuple[float | None, float]:
         weight = nn.Parameter(torch.ones(2))
@@ -221,6 +276,9 @@ def test_state_dict_resumes_bit_for_bit() -> None:
         ({"undo": "copy"}, r"undo must be one of \('snapshot', 'inverse', None\); got 'copy'"),
         ({"undo": "inverse", "optimizer": torch.optim.Adagrad([torch.ones(1)])}, "knows AdamW and SGD; got Adagrad"),
         ({"undo": "inverse", "optimizer": torch.optim.SGD([torch.ones(1).half()])}, "needs parameters in fp32"),
+        ({"undo": "inverse", "optimizer": AdamW([torch.ones(1).half()])}, "needs parameters in fp32"),
+        ({"optimizer": AdamW([torch.ones(1)], max_norm=2.0)}, "give max_norm to Optimizer"),
+        ({"optimizer": AdamW([torch.ones(1)], master_weights=True), "master_weights": True}, "one of the two"),
     ],
 )
 def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
@@ -232,6 +290,15 @@ def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
 def test_a_pipeline_is_no_parameters() -> None:
     with pytest.raises(TypeError, match=r"clip_grad_norm_: parameters must be .* got LocalTransport \(a Pipeline goes"):
         norms.clip_grad_norm_(LocalTransport.ring(1)[0], 1.0)
+
+
+def test_a_scaler_and_fp16_gradients_that_no_master_widens() -> None:
+    weight = nn.Parameter(torch.ones(1).half())
+    weight.grad = torch.ones(1).half()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = Optimizer(AdamW([weight], master_weights=True), LocalTransport.ring(1)[0], scaler=scaler)
+    with pytest.raises(PipelineError, match="needs gradients above fp16; leave the masters to Optimizer"):
+        optimizer.step()
 
 
 def test_amsgrad_cannot_be_inverted() -> None:

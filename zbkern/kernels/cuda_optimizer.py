@@ -1,32 +1,23 @@
-"""An optimizer step in a few launches, whatever the number of tensors: AdamW and its inverse, the norm, copies.
+"""An optimizer step in a few launches of the compiled extension, whatever the number of tensors (contract: spec.py).
 
 Nothing here waits for the GPU, and everything can be captured in a CUDA graph: what changes from step to step is read
-on the device (`control`). Step, clip and undo then need no synchronisation:
-
-    squared_norm(grads, norm)                     # one pass: the norm and whether all gradients are finite
-    control[2:] = factor and skip, from norm      # torch operations on the device
-    adamw(params, grads, exp_avgs, exp_avg_sqs, control)
-
-Raw launches, for engines that keep their own optimizer state; nothing in zbkern calls them. `zbkern.pipeline.Optimizer`
-drives any torch optimizer, and waits for the norm on the host.
+on the device. The host's share is a list of addresses, and a comparison with that of the step before: only what has
+moved is checked and packed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zbkern.kernels.cuda import KINDS, _cuda, raw_stream
+from zbkern.kernels.cuda import why_not as why_not
+from zbkern.kernels.spec import AdamWOptions
 
-
-def control(device: torch.device | str) -> Tensor:
-    """What adamw reads on the device at each step, to be written there: [learning rate, step, factor, skip], float32.
-
-    step: 1 at the first. factor: of all gradients (clipping, loss scale). skip: nonzero leaves everything as it is.
-    """
-    return torch.tensor([0.0, 1.0, 1.0, 0.0], device=device)
+DTYPES = tuple(KINDS)  # of parameters and of gradients
 
 
 def adamw(
@@ -34,85 +25,90 @@ def adamw(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    control: Tensor,
-    *,
-    masters: Sequence[Tensor] | None = None,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    steps: Sequence[Tensor],
+    masters: Sequence[Tensor] | None,
+    options: AdamWOptions,
+    control: Tensor | None = None,
     undo: bool = False,
+    memory: dict[str, Any] | None = None,
 ) -> None:
-    """One AdamW step of all tensors in one launch, in place; can be captured in a CUDA graph.
+    """One step of all tensors in one launch, and one that counts it in `steps`; in place.
 
-    params: of one dtype, float32, bf16 or fp16; grads: likewise. exp_avgs, exp_avg_sqs, masters: float32; with masters
-    (the weights in float32) each param is the rounded copy. All contiguous. undo: the inverse, with the gradients of
-    the step; exact up to rounding (arXiv 2401.10241, appendix). For an exact return, save
-    the tensors with copy_all before the step. Raises ValueError.
+    params: of one dtype, float32, bf16 or fp16; grads: likewise. Everything else in float32; all contiguous. undo:
+    exact up to rounding. Raises ValueError.
     """
-    lists = [params, grads, exp_avgs, exp_avg_sqs] + ([] if masters is None else [masters])
-    if len({len(tensors) for tensors in lists}) != 1:
-        raise ValueError(f"adamw: lists of tensors must be equally long; got {[len(tensors) for tensors in lists]}")
     if not params:
         return
-    for name, tensors, dtype in (
-        ("params", params, params[0].dtype),
-        ("grads", grads, grads[0].dtype),
-        ("exp_avgs", exp_avgs, torch.float32),
-        ("exp_avg_sqs", exp_avg_sqs, torch.float32),
-        ("masters", masters or (), torch.float32),
-    ):
-        _check_list("adamw", name, tensors, dtype, params)
-    items = [
-        (*(tensor.data_ptr() for tensor in tensors), *([0] if masters is None else []), tensors[0].numel())
-        for tensors in zip(*lists, strict=True)
-    ]
-    device = params[0].device.index
-    kinds = KINDS[params[0].dtype], KINDS[grads[0].dtype]
-    _cuda.adam(items, *kinds, control.data_ptr(), *betas, eps, weight_decay, undo, device, raw_stream(device))
+    memory = {} if memory is None else memory
+    state = [params, exp_avgs, exp_avg_sqs, steps, *([] if masters is None else [masters])]
+    if {len(tensors) for tensors in state} != {len(grads)}:
+        lengths = [len(tensors) for tensors in (*state, grads)]
+        raise ValueError(f"adamw: lists of tensors must be equally long; got {lengths}")
+    addresses = [tensor.data_ptr() for tensors in state for tensor in tensors]
+    moving = [grad.data_ptr() for grad in grads]
+    if memory.get("addresses") != addresses:
+        memory["addresses"] = memory["grads"] = None  # should a check fail
+        for name, tensors, dtype in (
+            ("params", params, params[0].dtype),
+            ("exp_avgs", exp_avgs, torch.float32),
+            ("exp_avg_sqs", exp_avg_sqs, torch.float32),
+            ("masters", masters or (), torch.float32),
+        ):
+            _check_list("adamw", name, tensors, dtype, params)
+        for index, step in enumerate(steps):
+            if step.dtype != torch.float32 or step.numel() != 1 or step.device != params[0].device:
+                raise ValueError(
+                    f"adamw: steps[{index}] must be one float32 on {params[0].device}; got {step.numel()} {step.dtype} "
+                    f"on {step.device}"
+                )
+        count = len(params)
+        columns = [addresses[first : first + count] for first in range(0, len(addresses), count)]
+        columns += [] if masters is not None else [[0] * count]
+        memory["tensors"] = _cuda.AdamTensors(*columns, [param.numel() for param in params])
+        memory["addresses"] = addresses
+    if memory["grads"] != moving:
+        _check_list("adamw", "grads", grads, grads[0].dtype, params)
+        memory["tensors"].set_grads(moving)
+        memory["grads"] = moving
+    device = params[0].get_device()
+    lr, lr_at, alive = options.lr, 0, None
+    if isinstance(lr, Tensor):
+        if lr.is_cuda:
+            alive = lr.to(device=params[0].device, dtype=torch.float32)  # itself, as a rule
+            lr, lr_at = 0.0, alive.data_ptr()
+        else:
+            lr = float(lr)
+    _cuda.adam(
+        memory["tensors"], KINDS[params[0].dtype], KINDS[grads[0].dtype], 0 if control is None else control.data_ptr(),
+        lr, lr_at, *options.betas, options.eps, options.weight_decay, options.max_norm, options.maximize, undo,
+        device, raw_stream(device),
+    )  # fmt: skip
 
 
 def squared_norm(
-    tensors: Sequence[Tensor], result: Tensor, *, accumulate: bool = False, workspace: Tensor | None = None
+    tensors: Sequence[Tensor], control: Tensor, accumulate: bool = False, memory: dict[str, Any] | None = None
 ) -> None:
-    """result[0] (+)= sum of the squares of all elements, result[1] = 1 where one is not finite. result [2] float32.
-
-    tensors: of one dtype, contiguous. One pass; the sum has a fixed order. workspace: squared_norm_workspace floats,
-    which is allocated where it is not given. Raises ValueError.
-    """
-    if tensors:
-        _check_list("squared_norm", "tensors", tensors, tensors[0].dtype, tensors)
-    spans = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
-    if workspace is None:
-        workspace = result.new_empty(_cuda.squared_norm_workspace(spans))
+    """One pass over tensors of one dtype, contiguous; the sum has a fixed order. Raises ValueError."""
+    memory = {} if memory is None else memory
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if memory.get("spans_at") != addresses or "spans" not in memory:
+        _check_list("squared_norm", "tensors", tensors, tensors[0].dtype if tensors else torch.float32, tensors)
+        memory["spans"] = _cuda.Spans(addresses, [tensor.numel() for tensor in tensors])
+        memory["spans_at"] = addresses
+    # not kept: a graph has memory of its own
+    workspace = torch.empty(memory["spans"].workspace, dtype=torch.float32, device=control.device)
     kind = KINDS[tensors[0].dtype] if tensors else 0
-    device = result.device.index
-    _cuda.squared_norm(spans, kind, accumulate, result.data_ptr(), workspace.data_ptr(), device, raw_stream(device))
-
-
-def squared_norm_workspace(tensors: Sequence[Tensor]) -> int:
-    """Floats that squared_norm needs."""
-    return _cuda.squared_norm_workspace([(0, tensor.numel()) for tensor in tensors])
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source to its target in one launch; same dtypes and sizes, contiguous. Raises ValueError."""
-    if len(targets) != len(sources):
-        raise ValueError(f"copy_all: as many targets as sources are needed; got {len(targets)} and {len(sources)}")
-    for target, source in zip(targets, sources, strict=True):
-        _check_list("copy_all", "sources", [source], target.dtype, [target])
-        _check_list("copy_all", "targets", [target], target.dtype, [source])
-    if targets:
-        device = targets[0].device.index
-        pairs = zip(targets, sources, strict=True)
-        copies = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in pairs]
-        _cuda.copy_all(copies, device, raw_stream(device))
+    device = control.get_device()
+    _cuda.squared_norm(
+        memory["spans"], kind, accumulate, control.data_ptr(), workspace.data_ptr(), device, raw_stream(device)
+    )
 
 
 def _check_list(
     function: str, name: str, tensors: Sequence[Tensor], dtype: torch.dtype, like: Sequence[Tensor]
 ) -> None:
     for index, (tensor, other) in enumerate(zip(tensors, like, strict=False)):
-        if tensor.dtype != dtype or (function != "copy_all" and dtype not in KINDS):
+        if tensor.dtype != dtype or dtype not in KINDS:
             raise ValueError(f"{function}: {name}[{index}] must be {dtype}, one of {list(KINDS)}; got {tensor.dtype}")
         if tensor.numel() != other.numel() or tensor.device != other.device or not tensor.is_contiguous():
             raise ValueError(

@@ -23,6 +23,7 @@ _MODULES = {
     "torch": "zbkern.kernels.reference",
 }
 _LENDERS = {"cuda": "triton"}
+_WHOLE = {("adamw", "cuda"): "zbkern.kernels.cuda_optimizer"}  # has all launches of its op, and dtypes of its own
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -39,6 +40,8 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     if impl not in _MODULES:
         return f"this version of zbkern has no {impl} kernels; use impl='torch' or impl='auto'"
     if impl == "triton":
+        if (op, "cuda") in _WHOLE:
+            return "it has no kernels for this"
         reason = _why_not_triton(torch.device(device), dtype)
         if reason is not None:
             return reason
@@ -46,7 +49,7 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
         reason = _why_not_cuda(op, torch.device(device), dtype)
         if reason is not None:
             return reason
-    module = _launches(impl)
+    module = _launches_of(op, impl)
     missing = [name for name in spec.OPS[op] if not hasattr(module, name)]
     return f"{impl} lacks {', '.join(missing)}" if missing else None
 
@@ -54,21 +57,27 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
 @functools.cache
 def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype | None = None) -> ModuleType:
     """The module whose launches run `op`. Raises UnavailableError when a named implementation cannot."""
-    for candidate in candidates(device) if impl == "auto" else (impl,):
+    for candidate in candidates(op, device) if impl == "auto" else (impl,):
         reason = why_not(op, candidate, device, dtype)
         if reason is None:
             by_shape = impl == "auto" and candidate == "triton" and why_not(op, "cuda", device, dtype) is None
-            return _by_shape(torch.cuda.get_device_capability(device)) if by_shape else _launches(candidate)
+            return _by_shape(torch.cuda.get_device_capability(device)) if by_shape else _launches_of(op, candidate)
     raise UnavailableError(f"{op}: impl={impl!r} cannot run on {device}: {reason}")
 
 
-def candidates(device: torch.device | str) -> tuple[str, ...]:
+def candidates(op: str, device: torch.device | str) -> tuple[str, ...]:
     """What "auto" chooses from, in order.
 
-    On a CPU Triton is an interpreter, for tests; it runs where it is named. Of the CUDA extension "auto" takes no op as
-    a whole, but the launches that are faster (`_by_shape`).
+    On a CPU Triton is an interpreter, for tests; it runs where it is named. Of an op that the CUDA extension has in
+    part "auto" takes the launches that are faster (`_by_shape`).
     """
-    return ("triton", "torch") if torch.device(device).type == "cuda" else ("torch",)
+    if torch.device(device).type != "cuda":
+        return ("torch",)
+    return ("cuda", "torch") if (op, "cuda") in _WHOLE else ("triton", "torch")
+
+
+def _launches_of(op: str, impl: str) -> ModuleType:
+    return importlib.import_module(_WHOLE[op, impl]) if (op, impl) in _WHOLE else _launches(impl)
 
 
 @functools.cache
@@ -98,14 +107,16 @@ def _by_shape(capability: tuple[int, int]) -> ModuleType:
 
 
 def _why_not_cuda(op: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
-    module = importlib.import_module(_MODULES["cuda"])
+    whole = (op, "cuda") in _WHOLE
+    module = _launches_of(op, "cuda") if whole else importlib.import_module(_MODULES["cuda"])
     if not any(hasattr(module, name) for name in spec.OPS[op]):
         return "it has nothing of its own for this; use impl='triton'"
     if dtype is not None and dtype not in module.DTYPES:
-        return f"its kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+        names = " and ".join(str(taken).removeprefix("torch.") for taken in module.DTYPES)
+        return f"its kernels take {names}, not {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda":
         return f"its kernels need a CUDA device, not {device}"
-    return module.why_not(device) or why_not(op, _LENDERS["cuda"], device, dtype)
+    return module.why_not(device) or (None if whole else why_not(op, _LENDERS["cuda"], device, dtype))
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype | None) -> str | None:

@@ -19,6 +19,8 @@ from zbkern.kernels.reference_norm import norm_partials as norm_partials
 from zbkern.kernels.reference_norm import norm_wgrad as norm_wgrad
 from zbkern.kernels.reference_norm import rms_norm_dgrad as rms_norm_dgrad
 from zbkern.kernels.reference_norm import rms_norm_fwd as rms_norm_fwd
+from zbkern.kernels.reference_optimizer import adamw as adamw
+from zbkern.kernels.reference_optimizer import squared_norm as squared_norm
 from zbkern.kernels.reference_rotary import rotary_dgrad as rotary_dgrad
 from zbkern.kernels.reference_rotary import rotary_fwd as rotary_fwd
 from zbkern.kernels.reference_rotary import rotated as rotated

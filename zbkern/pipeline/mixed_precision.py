@@ -7,15 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.undo import copy_
+from zbkern.pipeline.undo import copy_, gradient_of
 
 Pairs = list[tuple[Tensor, Tensor]]  # a parameter below fp32, its fp32 master
 
 
 def install_masters(optimizer: torch.optim.Optimizer) -> Pairs:
-    """Puts fp32 copies in the place of the optimizer's parameters below fp32, with the state that these have."""
+    """Puts fp32 copies in the place of the optimizer's parameters below fp32, with the state that these have.
+
+    Raises ValueError for an optimizer that keeps such copies itself.
+    """
     pairs = []
     for group in optimizer.param_groups:
+        if group.get("master_weights"):
+            raise ValueError(
+                f"Optimizer: {type(optimizer).__name__} keeps fp32 masters in its state; give master_weights=True to "
+                "one of the two"
+            )
         for index, parameter in enumerate(group["params"]):
             if not parameter.is_floating_point() or parameter.dtype.itemsize >= 4:
                 continue
@@ -25,12 +33,6 @@ def install_masters(optimizer: torch.optim.Optimizer) -> Pairs:
                 optimizer.state[master] = optimizer.state.pop(parameter)
             pairs.append((parameter, master))
     return pairs
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Where frameworks and zbkern's W leave it: `main_grad` if the parameter has one, else `.grad`."""
-    gradient = getattr(parameter, "main_grad", None)
-    return parameter.grad if gradient is None else gradient
 
 
 def load_gradients(pairs: Pairs) -> None:
@@ -45,18 +47,36 @@ def publish(pairs: Pairs) -> None:
     copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
 
-def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Takes the loss scale out of the gradients, also on ranks whose scaler has never scaled a loss."""
+class Gradients:
+    """What a GradScaler takes for an optimizer: gradients of any dtype above fp16, wherever a parameter keeps them."""
+
+    def __init__(self, gradients: list[Tensor]) -> None:
+        holders = [gradient.detach() for gradient in gradients]
+        for holder, gradient in zip(holders, gradients, strict=True):
+            holder.grad = gradient
+        self.param_groups = [{"params": holders}]
+
+
+def unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor], device: torch.device) -> Gradients:
+    """Takes the loss scale out of the gradients, also on ranks whose scaler has never scaled a loss.
+
+    Returns what `update_scale` needs. Raises ValueError for fp16, in which the result would be rounded away.
+    """
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        raise ValueError(
+            "Optimizer: a scaler needs gradients above fp16; leave the masters to Optimizer(master_weights=True), or "
+            "have the gradients in a main_grad of fp32"
+        )
+    found = Gradients(gradients)
     scaler.scale(torch.ones((), device=device))  # makes the scale, where that has not happened
-    scaler.unscale_(optimizer)
+    scaler.unscale_(found)
+    return found
 
 
-def update_scale(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: bool, device: torch.device
-) -> None:
+def update_scale(scaler: torch.amp.GradScaler, unscaled: Gradients, found: bool, device: torch.device) -> None:
     """The scaler's `update` with what all ranks have found in the place of what this rank has."""
     # By device; where torch's sharded scaler writes what its ranks have found, too.
-    mine: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+    mine: dict[Any, Tensor] = scaler._found_inf_per_device(unscaled)
     if not mine:  # no gradients on this rank
         mine[device] = torch.zeros((), device=device)
     for index, value in enumerate(mine.values()):

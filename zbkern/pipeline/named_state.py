@@ -19,7 +19,7 @@ class NamedState:
     """This rank's modules and optimizer as a flat dict of tensors, and back. Keys:
 
         model.NAME                parameters and buffers
-        master.NAME               fp32 master weights
+        master.NAME               fp32 master weights, of an Optimizer or in the torch optimizer's state
         optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor
         value.ENTRY.NAME          the same where it is something else
         group.RANK.INDEX          hyperparameters, and the names of the parameters that have them
@@ -36,6 +36,8 @@ class NamedState:
         self._optimizer = optimizer
         self._inner = getattr(optimizer, "optimizer", optimizer)  # torch's, inside of ours
         self._masters: list[tuple[Tensor, Tensor]] = getattr(optimizer, "masters", [])
+        groups = getattr(self._inner, "param_groups", [])
+        self._inner_has_masters = any(group.get("master_weights") for group in groups)
         names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
@@ -66,7 +68,8 @@ class NamedState:
         for name, parameter in self._own.items():
             for entry, value in self._inner.state.get(parameter, {}).items():
                 plain = isinstance(value, Tensor)
-                found[f"{'optimizer' if plain else 'value'}.{entry}.{name}"] = value if plain else pack(value)
+                kind = f"{'optimizer' if plain else 'value'}.{entry}" if entry != "master" else entry
+                found[f"{kind}.{name}"] = value if plain else pack(value)
         found.update({f"master.{name}": master for _, master in self._masters for name in self._names[id(master)]})
         settings = zip(self._inner.param_groups, hyperparameters(self._inner), strict=True)
         for index, (group, values) in enumerate(settings):
@@ -95,7 +98,8 @@ class NamedState:
             return found
         for key, what in stored.items():
             kind, name = _parse(key)
-            if kind == "optimizer" and name in self._own and what.size == self._own[name].shape:
+            kept = kind == "optimizer" or (kind == "master" and self._inner_has_masters)
+            if kept and name in self._own and what.size == self._own[name].shape:
                 like = self._own[name]  # a shard where the parameter is one
                 found[key] = torch.empty_like(like, dtype=what.properties.dtype, requires_grad=False)
             elif kind == "group" or (kind in ("optimizer", "value") and name in self._own):
@@ -125,6 +129,8 @@ class NamedState:
                 state.setdefault(order[id(self._own[name])], {})[entry] = (
                     value if kind == "optimizer" else unpack(value)
                 )
+            elif kind == "master" and self._inner_has_masters:
+                state.setdefault(order[id(self._own[name])], {})["master"] = value
             elif kind == "group":
                 settings = unpack(value)
                 values.update(dict.fromkeys(settings["names"], settings["values"]))

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from zbkern.pipeline.connection import connect_row
 from zbkern.pipeline.mailbox import PipelineError
-from zbkern.pipeline.mixed_precision import install_masters, load_gradients, publish, unscale, update_scale
+from zbkern.pipeline.mixed_precision import Gradients, install_masters, load_gradients, publish, unscale, update_scale
 from zbkern.pipeline.norms import coefficient, scale_, squares
-from zbkern.pipeline.undo import UNDO, hyperparameters, parameters
+from zbkern.pipeline.undo import UNDO, gradient_of, hyperparameters, parameters
 from zbkern.pipeline.warmup import chain
 
 
@@ -63,13 +63,15 @@ class Optimizer:
     max_norm: gradients are scaled down to this 2-norm over all ranks; None for never. A step with gradients that are
     not finite (or of a norm beyond fp32) is skipped. scaler: the torch.amp.GradScaler that has scaled the loss: step()
     does what its `unscale_`, `step` and `update` would do. master_weights: parameters below fp32 get fp32 copies, which
-    the torch optimizer updates in their place; gradients are read from `main_grad` where a parameter has one.
-    undo: how a wrong step is taken back: "snapshot" (exact, any optimizer, memory of parameters and state once more),
-    "inverse" (AdamW and SGD, no memory, equal up to rounding), or None: never step before the verdict. adaptive: after
-    a step that was clipped or skipped, wait for the next one's verdict instead of undoing every time; norms of
-    consecutive steps are alike. tied: {name: parameter} of weights that several ranks hold with equal gradients, which
-    count once; taken from a Pipeline. timeout: seconds to wait for a message; a Pipeline's by default.
-    Raises ValueError for an undo that does not fit the optimizer. All ranks construct theirs together.
+    the torch optimizer updates in their place; gradients are read from `main_grad` where a parameter has one. Not for a
+    torch optimizer that keeps such copies itself, as zbkern.optim.AdamW(master_weights=True) does. undo: how a wrong
+    step is taken back: "snapshot" (exact, any optimizer, memory of parameters and state once more), "inverse" (torch's
+    AdamW and SGD, zbkern.optim.AdamW; no memory, equal up to rounding), or None: never step before the verdict.
+    adaptive: after a step that was clipped or skipped, wait for the next one's verdict instead of undoing every time;
+    norms of consecutive steps are alike. tied: {name: parameter} of weights that several ranks hold with equal
+    gradients, which count once; taken from a Pipeline. timeout: seconds to wait for a message; a Pipeline's by default.
+    Raises ValueError for an undo that does not fit the optimizer, and for an optimizer with a max_norm of its own. All
+    ranks construct theirs together.
 
     Attributes: `last_norm`, the norm of the last validated step, before clipping (None at first); `undone`, how often
     this rank took a step back; `clipped`, `skipped`: how many validated steps were; `optimizer`: the torch optimizer;
@@ -95,6 +97,11 @@ class Optimizer:
             raise TypeError(f"Optimizer: scaler must be a torch.amp.GradScaler or None; got {type(scaler).__name__}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"Optimizer: max_norm must be above 0, or None to clip nothing; got {max_norm}")
+        if getattr(optimizer, "max_norm", None) is not None:
+            raise ValueError(
+                f"Optimizer: {type(optimizer).__name__}(max_norm={optimizer.max_norm}) clips by the norm of its own "
+                "parameters, not of all ranks'; give max_norm to Optimizer"
+            )
         if getattr(pipe, "optimizer", None) is not None:
             raise ValueError(
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
@@ -109,6 +116,8 @@ class Optimizer:
         self.last_norm: float | None = None
         self.undone = self.clipped = self.skipped = 0
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._unscaled: Gradients | None = None
+        self._reads_main_grad = getattr(optimizer, "reads_main_grad", False)
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         tied = getattr(pipe, "tied", {}) if tied is None else tied
         self.masters = install_masters(optimizer) if master_weights else []
@@ -304,7 +313,7 @@ class Optimizer:
         self.skipped += not finite
         self.clipped += factor < 1
         if self._scaler is not None:
-            update_scale(self._scaler, self.optimizer, not finite, self._device)
+            update_scale(self._scaler, self._unscaled, not finite, self._device)
         for _, master in self.masters:
             master.grad = None
         self._settled = self._number
@@ -323,15 +332,16 @@ class Optimizer:
                     "place after step(), which now has to be redone with it; clear gradients by Optimizer.zero_grad(), "
                     "or call Optimizer.validate() first"
                 )
-        gradients = [(parameter, parameter.grad) for parameter, _, _ in step.gradients]
+        places = [(parameter, self._place_of_gradient(parameter)) for parameter, _, _ in step.gradients]
+        gradients = [getattr(parameter, place) for parameter, place in places]
         now = [dict(group) for group in self.optimizer.param_groups]
-        for parameter, gradient, _ in step.gradients:
-            parameter.grad = gradient
+        for (parameter, place), (_, gradient, _) in zip(places, step.gradients, strict=True):
+            setattr(parameter, place, gradient)
         for group, before in zip(self.optimizer.param_groups, step.before, strict=True):
             group.update(before)
         yield
-        for parameter, newer in gradients:
-            parameter.grad = newer
+        for (parameter, place), gradient in zip(places, gradients, strict=True):
+            setattr(parameter, place, gradient)
         for group, current, after in zip(self.optimizer.param_groups, now, step.after, strict=True):
             changed = {k: v for k, v in current.items() if isinstance(v, Tensor) or k == "params" or v != after.get(k)}
             group.update(changed)
@@ -342,12 +352,18 @@ class Optimizer:
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
         load_gradients(self.masters)
         for parameter in parameters(self.optimizer):
-            main_grad = getattr(parameter, "main_grad", None)
-            if main_grad is not None:
-                parameter.grad = main_grad
+            if not self._reads_main_grad and getattr(parameter, "main_grad", None) is not None:
+                parameter.grad = parameter.main_grad
+        found = [(parameter, gradient_of(parameter)) for parameter in parameters(self.optimizer)]
+        found = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
         if self._scaler is not None:
-            unscale(self._scaler, self.optimizer, self._device)
-        return [(parameter, parameter.grad) for parameter in parameters(self.optimizer) if parameter.grad is not None]
+            self._unscaled = unscale(self._scaler, [gradient for _, gradient in found], self._device)
+        return found
+
+    def _place_of_gradient(self, parameter: Tensor) -> str:
+        """Where the torch optimizer reads it."""
+        main = self._reads_main_grad and getattr(parameter, "main_grad", None) is not None
+        return "main_grad" if main else "grad"
 
     def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}

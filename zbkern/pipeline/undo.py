@@ -1,6 +1,7 @@
 """Takes back a step of a torch optimizer: exactly, from copies, or in arithmetic, without memory.
 
-Both are used alike: `save(optimizer)` before its step, `restore(optimizer)` afterwards, with the same `.grad` in place.
+Both are used alike: `save(optimizer)` before its step, `restore(optimizer)` afterwards, with the same gradients and
+settings in place.
 The arithmetic is that of Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4 and appendix.
 """
 
@@ -26,7 +27,7 @@ class Snapshot:
         self._copies: list[Tensor] = []
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        self._originals = [p for p in parameters(optimizer) if p.grad is not None]
+        self._originals = [p for p in parameters(optimizer) if gradient_of(p) is not None]
         self._entries: dict[Any, dict[Any, Any]] = {}  # of each parameter's state: the tensor itself, or a copy
         for key, state in optimizer.state.items():
             entries = self._entries[key] = {}
@@ -53,16 +54,19 @@ class Snapshot:
 class Inverse:
     """Solves the update for what was there before, for AdamW and SGD: no memory, equal up to rounding.
 
-    Raises ValueError for other optimizers, for parameters below fp32 (rounding would not be small), and for settings
-    that lose information (a beta or 1 - lr x weight_decay of zero, amsgrad).
+    Also for an optimizer that does so itself (`undo_step`), zbkern.optim.AdamW for one. Raises ValueError for others,
+    for parameters below fp32 without masters in the optimizer (rounding would not be small), and for settings that lose
+    information (a beta or 1 - lr x weight_decay of zero, amsgrad).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        if not isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)):
+        self._itself = hasattr(optimizer, "undo_step")
+        if not self._itself and not isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)):
             raise ValueError(
                 f"Optimizer: undo='inverse' knows AdamW and SGD; got {type(optimizer).__name__}; use undo='snapshot'"
             )
-        small = next((p for p in parameters(optimizer) if p.dtype not in (torch.float32, torch.float64)), None)
+        bare = (p for group in optimizer.param_groups if not group.get("master_weights") for p in group["params"])
+        small = next((p for p in bare if p.dtype not in (torch.float32, torch.float64)), None)
         if small is not None:
             raise ValueError(
                 f"Optimizer: undo='inverse' needs parameters in fp32; got {small.dtype}; "
@@ -77,11 +81,14 @@ class Inverse:
             _check_invertible(group)
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._itself:
+            optimizer.undo_step()
         with torch.no_grad():
             for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
-                for parameter in (p for p in group["params"] if p.grad is not None):
-                    gradient = -parameter.grad if settings.get("maximize") else parameter.grad
-                    self._invert(parameter, gradient, optimizer.state.get(parameter, {}), settings)
+                for parameter in (p for p in group["params"] if gradient_of(p) is not None):
+                    if not self._itself:
+                        gradient = -parameter.grad if settings.get("maximize") else parameter.grad
+                        self._invert(parameter, gradient, optimizer.state.get(parameter, {}), settings)
                     if id(parameter) not in self._had_state:
                         optimizer.state.pop(parameter, None)
 
@@ -92,6 +99,12 @@ UNDO: dict[str, Callable[[torch.optim.Optimizer], Any]] = {"snapshot": Snapshot,
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """All parameters of an optimizer, in its order."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Where frameworks and zbkern's W leave it: `main_grad` if the parameter has one, else `.grad`."""
+    gradient = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -1,0 +1,432 @@
+"""zbkern.optim.AdamW against torch.optim.AdamW; through torch, and through the extension's stand-in on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from tests.kernels.host_extension import HostExtension
+from zbkern import testing
+from zbkern.kernels import cuda_optimizer, dispatch, reference
+from zbkern.optim import AdamW
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SHAPES = ((5, 3), (7,), (2, 4, 3), ())
+SETTINGS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostExtension]:
+    """impl="auto" runs the calls of cuda_optimizer.py, on tensors of the CPU."""
+    host = HostExtension()
+    monkeypatch.setattr(cuda_optimizer, "_cuda", host)
+    monkeypatch.setattr(cuda_optimizer, "raw_stream", lambda device: 0)
+
+    def resolve(op: str, impl: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+        return cuda_optimizer if impl == "auto" and dtype in cuda_optimizer.DTYPES else reference
+
+    monkeypatch.setattr(dispatch, "resolve", resolve)
+    return host
+
+
+@pytest.fixture(params=["torch", "extension"])
+def through(request: pytest.FixtureRequest) -> str:
+    """Both implementations; tests that compare bit for bit ask for torch's."""
+    if request.param == "extension":
+        request.getfixturevalue("extension")
+    return request.param
+
+
+def weights(dtype: torch.dtype = FP32, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def gradients(step: int, dtype: torch.dtype = FP32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def twins_of(parameters: list[nn.Parameter], dtype: torch.dtype | None = None) -> list[nn.Parameter]:
+    return [nn.Parameter(parameter.detach().clone().to(dtype or parameter.dtype)) for parameter in parameters]
+
+
+def give(parameters: list[nn.Parameter], grads: list[Tensor | None]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = None if grad is None else grad.clone().to(parameter.dtype)
+
+
+def same(ours: list[Any], theirs: list[Any], exact: bool = True) -> None:
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        a, b = a.detach(), b.detach()
+        assert torch.equal(a, b) if exact else testing.assert_close(a, b, f"tensor {i}") is None, f"{i}: {a} {b}"
+
+
+def two_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": parameters[:2], "weight_decay": 0.2, "lr": 0.03},
+        {"params": parameters[2:], "betas": (0.7, 0.9), "eps": 1e-4, "maximize": True},
+    ]
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+@pytest.mark.parametrize("groups", [list, two_groups])
+@pytest.mark.parametrize("schedule", [None, lr_scheduler.ExponentialLR, lr_scheduler.OneCycleLR])
+def test_many_steps_are_torchs(through: str, dtype: torch.dtype, groups: Callable[..., Any], schedule: Any) -> None:
+    ours = weights(dtype)
+    theirs = twins_of(ours)
+    optimizers = [AdamW(groups(ours), **SETTINGS), torch.optim.AdamW(groups(theirs), foreach=True, **SETTINGS)]
+    more = {"gamma": 0.9} if schedule is lr_scheduler.ExponentialLR else {"max_lr": 0.1, "total_steps": 60}
+    schedulers = [schedule(optimizer, **more) for optimizer in optimizers] if schedule else []
+    for step in range(50):
+        grads: list[Tensor | None] = list(gradients(step, dtype))
+        grads[step % 5 :][:1] = [None] * len(grads[step % 5 :][:1])  # a different one is missing, or none
+        for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
+            give(parameters, grads)
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    same(ours, theirs, through == "torch" or dtype == FP64)
+    for a, b in zip(ours, theirs, strict=True):
+        state, expected = optimizers[0].state[a], optimizers[1].state[b]
+        assert state.keys() == expected.keys()
+        assert state["step"] == expected["step"]
+        same([state["exp_avg"], state["exp_avg_sq"]], [expected["exp_avg"], expected["exp_avg_sq"]], False)
+
+
+@pytest.mark.parametrize("grad_dtype", [BF16, FP32, None])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_masters_are_what_fp32_adamw_gives(through: str, dtype: torch.dtype, grad_dtype: torch.dtype | None) -> None:
+    """Gradients of the parameter's dtype in .grad, or of any in main_grad; either as they are."""
+    ours = weights(dtype)
+    theirs = twins_of(ours, FP32)
+    optimizer = AdamW(ours, master_weights=True, **SETTINGS)
+    other = torch.optim.AdamW(theirs, foreach=True, **SETTINGS)
+    for step in range(30):
+        grads = gradients(step, grad_dtype or dtype)
+        if grad_dtype is None:
+            give(ours, grads)
+        else:
+            give(ours, [torch.full_like(grad, math.nan) for grad in grads])  # is not read
+            for parameter, grad in zip(ours, grads, strict=True):
+                parameter.main_grad = grad
+        give(theirs, grads)
+        optimizer.step()
+        other.step()
+        for parameter in ours:
+            assert torch.equal(parameter, optimizer.state[parameter]["master"].to(dtype))
+    same([optimizer.state[parameter]["master"] for parameter in ours], theirs, through == "torch")
+
+
+def test_small_parameters_without_masters_have_wide_state(through: str) -> None:
+    ours = weights(BF16)
+    optimizer = AdamW(ours, **SETTINGS)
+    theirs = twins_of(ours, FP32)
+    other = torch.optim.AdamW(theirs, foreach=True, **SETTINGS)
+    for step in range(5):
+        give(ours, gradients(step, BF16))
+        give(theirs, gradients(step, BF16))
+        optimizer.step()
+        other.step()
+        with torch.no_grad():
+            for twin in theirs:
+                twin.copy_(twin.to(BF16))
+        same(ours, [twin.to(BF16) for twin in theirs], through == "torch")
+    assert {optimizer.state[p][name].dtype for p in ours for name in ("exp_avg", "exp_avg_sq")} == {FP32}
+
+
+def test_launches_are_one_per_pair_of_dtypes_and_group(extension: HostExtension) -> None:
+    parameters = [*weights(), *weights(BF16)]
+    optimizer = AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}], master_weights=True)
+    give(parameters, [*gradients(0), *gradients(0)])
+    parameters[-1].main_grad = torch.ones(())
+    optimizer.step()
+    assert extension.adams == [1, 3, 3, 1]
+    wide = weights(FP64)
+    apart = nn.Parameter(torch.randn(3, 4).t())
+    give([*wide, apart], [*gradients(0), torch.ones(4, 3)])
+    AdamW([*wide, apart]).step()
+    assert extension.adams == [1, 3, 3, 1]  # what it cannot take runs through torch
+
+
+def test_gradients_that_move_are_followed(extension: HostExtension) -> None:
+    ours = weights()
+    theirs = twins_of(ours)
+    optimizer, other = AdamW(ours, **SETTINGS), torch.optim.AdamW(theirs, **SETTINGS)
+    for step in range(8):
+        held = [grad.clone() for grad in gradients(step)]  # alive: the next ones lie elsewhere
+        give(ours, held if step != 5 else gradients(step))
+        give(theirs, gradients(step))
+        optimizer.step()
+        other.step()
+        if step == 3:
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"].clone()
+        if step == 4:
+            ours[0].data = ours[0].data.clone()
+    same(ours, theirs, False)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_clipping_is_torchs(through: str, dtype: torch.dtype) -> None:
+    ours = weights(dtype)
+    theirs = twins_of(ours, FP32)
+    optimizer = AdamW(two_groups(ours), max_norm=3.0, master_weights=True)
+    other = torch.optim.AdamW(two_groups(theirs), foreach=True)
+    for step in range(10):
+        grads = [grad * (0.1 if step % 3 else 2.0) for grad in gradients(step)]
+        give(ours, grads)
+        give(theirs, [grad.to(dtype) for grad in grads])
+        given = [parameter.grad.clone() for parameter in ours]
+        norm = nn.utils.clip_grad_norm_(theirs, 3.0)
+        optimizer.step()
+        other.step()
+        testing.assert_close(optimizer.last_norm, norm, "norm")
+        same([parameter.grad for parameter in ours], given)  # are not scaled
+    same([optimizer.state[p].get("master", p) for p in ours], theirs, False)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 3e38])
+def test_a_step_that_is_not_finite_changes_nothing(through: str, bad: float) -> None:
+    ours = weights(BF16)
+    optimizer = AdamW(ours, max_norm=1.0, master_weights=True)
+    for step in range(4):
+        before = [parameter.detach().clone() for parameter in ours], copy.deepcopy(optimizer.state_dict()["state"])
+        grads = gradients(step, BF16)
+        if step in (0, 2):
+            grads[2][1, 2, 0] = bad
+        give(ours, grads)
+        optimizer.step()
+        assert optimizer.last_norm.isfinite() == (step in (1, 3))
+        if step == 2:
+            same(ours, before[0])
+            for index, state in before[1].items():
+                same(list(optimizer.state_dict()["state"][index].values()), list(state.values()))
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_grad_scaler_hands_its_scale_to_the_device(
+    through: str, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with fp16 gradients, which GradScaler.unscale_ refuses."""
+    ours = weights(FP16)
+    theirs = twins_of(ours, FP32)
+    optimizer = AdamW(ours, max_norm=max_norm, master_weights=True)
+    other = torch.optim.AdamW(theirs, foreach=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler.scale(torch.ones(()))
+    for step in range(6):
+        scale = scaler.get_scale()
+        grads = gradients(step, FP16)
+        give(ours, [grad * scale for grad in grads])
+        if step == 2:
+            ours[1].grad[3] = math.inf
+        give(theirs, grads)
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(theirs, max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 2:
+            other.step()
+    assert scaler.get_scale() == 16.0  # 8, 16 after two, 8 by the third, 16 after two more
+    same([optimizer.state[p]["master"] for p in ours], theirs, False)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_step_is_undone(through: str, dtype: torch.dtype) -> None:
+    ours = weights(dtype)
+    optimizer = AdamW(two_groups(ours), master_weights=True, max_norm=0.5)
+    for step in range(3):
+        kept = [parameter.detach().clone() for parameter in ours], copy.deepcopy(optimizer.state_dict()["state"])
+        grads: list[Tensor | None] = list(gradients(step))
+        grads[1] = None
+        give(ours, grads)
+        optimizer.step()
+    assert not torch.equal(ours[0], kept[0][0])
+    optimizer.undo_step()
+    same(ours, kept[0], dtype == BF16)
+    for index, state in kept[1].items():
+        same(list(optimizer.state_dict()["state"][index].values()), list(state.values()), False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "message"),
+    [
+        (BF16, {}, "needs parameters in fp32 or with master_weights"),
+        (FP32, {"betas": (0.0, 0.9)}, "betas above 0"),
+        (FP32, {"lr": 0.5, "weight_decay": 2.0}, "other than 1"),
+    ],
+)
+def test_a_step_that_cannot_be_undone_says_so(dtype: torch.dtype, settings: dict[str, Any], message: str) -> None:
+    ours = weights(dtype)
+    optimizer = AdamW(ours, **settings)
+    give(ours, gradients(0))
+    optimizer.step()
+    with pytest.raises(ValueError, match=message):
+        optimizer.undo_step()
+
+
+# ---- state
+
+
+def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: range) -> list[nn.Parameter]:
+    for step in steps:
+        give(parameters, gradients(step))
+        optimizer.step()
+    return parameters
+
+
+@pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy"])
+@pytest.mark.parametrize(("dtype", "masters"), [(FP32, False), (BF16, False), (BF16, True)])
+def test_a_state_dict_goes_on_bit_for_bit(
+    through: str, dtype: torch.dtype, masters: bool, way: str, tmp_path: Any
+) -> None:
+    ours = weights(dtype)
+    optimizer = AdamW(two_groups(ours), master_weights=masters, max_norm=1.0)
+    trained(optimizer, ours, range(4))
+    again = twins_of(ours)
+    if way == "deepcopy":
+        again, other = copy.deepcopy((ours, optimizer))
+        assert (other.max_norm, other.impl) == (1.0, "auto")
+    else:
+        state = copy.deepcopy(optimizer.state_dict())
+        if way == "file":
+            torch.save(state, tmp_path / "state")
+            state = torch.load(tmp_path / "state", weights_only=True)
+        other = AdamW(two_groups(again), master_weights=masters, max_norm=1.0, lr=5.0)
+        trained(other, twins_of(ours), range(0))
+        other.load_state_dict(state)
+        first = state["state"][0]["exp_avg"]
+        assert first.data_ptr() != other.state[again[0]]["exp_avg"].data_ptr()
+    same(trained(other, again, range(4, 8)), trained(optimizer, ours, range(4, 8)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_dicts_of_torchs_adamw_load_and_the_other_way_round(fused: bool) -> None:
+    ours = weights()
+    theirs = twins_of(ours)
+    optimizer, other = AdamW(two_groups(ours)), torch.optim.AdamW(two_groups(theirs), foreach=not fused, fused=fused)
+    trained(other, theirs, range(3))
+    with torch.no_grad():
+        for a, b in zip(ours, theirs, strict=True):
+            a.copy_(b)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    same(trained(optimizer, ours, range(3, 6)), trained(other, theirs, range(3, 6)), not fused)
+    third = twins_of(ours)
+    back = torch.optim.AdamW(two_groups(third), foreach=True)
+    back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    same(trained(back, third, range(6, 9)), trained(optimizer, ours, range(6, 9)), not fused)
+
+
+def test_masters_come_and_go_with_how_it_is_constructed() -> None:
+    ours = weights(BF16)
+    plain, kept = AdamW(ours), AdamW(ours, master_weights=True)
+    trained(kept, ours, range(2))
+    plain.load_state_dict(kept.state_dict())
+    assert not plain.param_groups[0]["master_weights"]
+    assert all("master" not in state for state in plain.state.values())
+    trained(plain, ours, range(2, 4))
+    kept.load_state_dict(plain.state_dict())
+    trained(kept, ours, range(4, 5))
+    assert all(torch.equal(kept.state[p]["master"].to(BF16), p) for p in ours)
+
+
+def test_groups_may_differ_in_masters_and_be_added_later(through: str) -> None:
+    ours = weights(BF16)
+    optimizer = AdamW(ours[:2], master_weights=True)
+    trained(optimizer, ours, range(1))
+    optimizer.add_param_group({"params": ours[2:], "master_weights": False})
+    trained(optimizer, ours, range(1, 2))
+    assert ["master" in optimizer.state[p] for p in ours] == [True, True, False, False]
+
+
+def test_a_learning_rate_may_be_a_tensor(through: str) -> None:
+    ours, lr = weights(), torch.tensor(0.01)
+    theirs = twins_of(ours)
+    optimizer, other = AdamW(ours, lr=lr), torch.optim.AdamW(theirs, lr=0.01)
+    schedulers = [lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, other)]
+    for step in range(3):
+        trained(optimizer, ours, range(step, step + 1))
+        trained(other, theirs, range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] is lr
+    same(ours, theirs, False)
+
+
+def test_a_closure_is_called_first() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = AdamW([weight], lr=0.1, weight_decay=0.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = weight.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 2
+    torch.testing.assert_close(weight.detach(), torch.full((2,), 0.9))
+
+
+def test_no_gradients_no_step() -> None:
+    optimizer = AdamW(weights(), max_norm=1.0)
+    optimizer.step()
+    assert optimizer.last_norm is None
+    assert not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0; got -1.0"),
+        ({"lr": torch.ones(2)}, r"lr must be a number or one element; got \[2\]"),
+        ({"betas": (0.9, 1.0)}, "betas must be at least 0 and below 1"),
+        ({"eps": -1.0}, "eps must be at least 0"),
+        ({"amsgrad": True}, "amsgrad is not supported; use torch.optim.AdamW"),
+        ({"differentiable": True}, "differentiable is not supported"),
+        ({"max_norm": 0.0}, "max_norm must be above 0"),
+        ({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]}, "real floating dtype; got torch.complex64"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdamW(**{"params": weights(), **changes})
+
+
+def test_a_state_dict_with_amsgrad_is_refused_and_changes_nothing() -> None:
+    ours = weights()
+    optimizer, other = AdamW(ours), torch.optim.AdamW(twins_of(ours), amsgrad=True)
+    trained(optimizer, ours, range(1))
+    trained(other, list(other.param_groups[0]["params"]), range(2))
+    with pytest.raises(ValueError, match="amsgrad is not supported"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.state[ours[0]]["step"] == 1
+
+
+def test_gradients_that_are_sparse_or_of_another_shape_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.eye(2).to_sparse()
+    with pytest.raises(ValueError, match=r"dense and of their parameter's shape; got torch\.sparse_coo"):
+        AdamW([weight]).step()
+    weight.main_grad = torch.ones(4)
+    with pytest.raises(ValueError, match=r"got torch.strided \[4\] for \[2, 2\]"):
+        AdamW([weight]).step()
+
+
+def test_an_implementation_that_cannot_run_says_why() -> None:
+    with pytest.raises(dispatch.UnavailableError, match="impl='cuda' cannot run on cpu: its kernels need a CUDA"):
+        AdamW(weights(), impl="cuda")
+    with pytest.raises(dispatch.UnavailableError, match="take float32 and bfloat16 and float16, not float64"):
+        AdamW(weights(FP64), impl="cuda")
+    with pytest.raises(dispatch.UnavailableError, match="it has no kernels for this"):
+        AdamW(weights(), impl="triton")
+    ours = weights()
+    trained(AdamW(ours, impl="torch"), ours, range(1))
