@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench import gpu_peers
-from zbkern import testing
+from zbkern import optim, testing
 from zbkern.kernels import dispatch, spec
 
 Run = Callable[[], object]
@@ -30,10 +30,11 @@ class Sizes:
     heads: tuple[int, int, int] = (32, 128, 8192)  # heads, head size, tokens
     vocabulary: tuple[int, int, int] = (8192, 4096, 128256)  # tokens, features, vocabulary
     norm: tuple[int, int] = (16384, 4096)
+    parameters: tuple[int, ...] = (*[4096 * 4096] * 4, *[11008 * 4096] * 3, *[4096] * 8)  # of an optimizer's tensors
 
     @classmethod
     def tiny(cls) -> Sizes:
-        return cls(64, 4096, (32,), (16,), ((48, 32),), (32, 48), (2, 16, 32), (16, 32, 64), (24, 32))
+        return cls(64, 4096, (32,), (16,), ((48, 32),), (32, 48), (2, 16, 32), (16, 32, 64), (24, 32), (64, 7))
 
 
 @dataclass(frozen=True)
@@ -396,6 +397,43 @@ def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
     yield Case(f"M={m} K={k} V={v}", ours, peers, check, 6 * m * k * v, 2 * (m * k + v * k) * size, 450.0, 600.0)
 
 
+def adamw(bench: Bench) -> Iterator[Case]:
+    yield _adamw(bench, torch.float32)
+
+
+def adamw_with_masters(bench: Bench) -> Iterator[Case]:
+    yield _adamw(bench, torch.bfloat16)
+
+
+def _adamw(bench: Bench, dtype: torch.dtype) -> Case:
+    """Weights in fp32; or in bf16 with fp32 masters, where the peer casts gradients, steps masters, and rounds them."""
+    ours = [torch.nn.Parameter(bench.random(n).to(dtype)) for n in bench.sizes.parameters]
+    theirs = [torch.nn.Parameter(parameter.detach().float()) for parameter in ours]
+    rounded = [torch.empty_like(parameter) for parameter in ours]
+    for parameter, twin in zip(ours, theirs, strict=True):
+        parameter.grad = torch.randn_like(parameter)
+        twin.grad = parameter.grad.float()
+    impl = "auto" if bench.impl == "triton" else bench.impl
+    optimizer = optim.AdamW(ours, weight_decay=0.1, master_weights=True, impl=impl)
+    peer = torch.optim.AdamW(theirs, weight_decay=0.1, fused=True)
+
+    @torch.no_grad()
+    def peers_step() -> None:
+        if dtype != torch.float32:
+            torch._foreach_copy_([twin.grad for twin in theirs], [parameter.grad for parameter in ours])
+        peer.step()
+        if dtype != torch.float32:
+            torch._foreach_copy_(rounded, theirs)
+
+    def check() -> None:
+        for parameter, twin in zip(ours, theirs, strict=True):
+            testing.assert_close(optimizer.state[parameter].get("master", parameter).detach(), twin.detach(), "weight")
+
+    count = sum(bench.sizes.parameters)
+    # weight, exp_avg, exp_avg_sq there and back; gradient once: in bf16 it leaves room for the rounded weight
+    return Case(f"{count:,} weights", optimizer.step, {"torch, fused": peers_step}, check, 0, 28 * count, 0.95, 1.0)
+
+
 def host_time(bench: Bench) -> Iterator[Case]:
     """What a W launch costs the calling thread: a small one, many in a row."""
     launches = bench.launches("linear")
@@ -438,5 +476,7 @@ ROWS = (
     Row("attention forward", "TFLOP/s", "rate", attention_forward),
     Row("attention backward", "TFLOP/s", "rate", attention_backward),
     Row("linear + cross entropy", "TFLOP/s", "rate", linear_cross_entropy),
+    Row("AdamW, fp32", "TB/s", "ratio", adamw),
+    Row("AdamW, bf16 + masters", "TB/s", "ratio", adamw_with_masters),
     Row("host time of a W", "us", "rate", host_time),
 )

@@ -23,6 +23,7 @@ pytestmark = [
 SMALL_RUN = """
 import torch
 from zbkern.kernels import cuda, cuda_optimizer
+from zbkern.kernels.spec import AdamWOptions
 
 def random(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype)
@@ -42,13 +43,17 @@ cuda.linear_wgrads(products, True)
 for dtype in (torch.float32, torch.bfloat16):
     params, grads = ([random(size, dtype=dtype) for size in (1, 16385, 40000)] for _ in range(2))
     moments = [[torch.zeros(p.shape, device="cuda") for p in params] for _ in range(3)]
-    control = cuda_optimizer.control("cuda")
+    steps = [torch.ones((), device="cuda") for _ in params]
+    control = torch.tensor([4.0, 0.0, 1.0], device="cuda")
+    options = AdamWOptions(torch.tensor(0.01, device="cuda"), max_norm=1.0)
     for masters in (None, moments[2]):
         for undo in (False, True):
-            cuda_optimizer.adamw(params, grads, *moments[:2], control, masters=masters, undo=undo)
-    cuda_optimizer.squared_norm(grads, torch.zeros(2, device="cuda"))
-    cuda_optimizer.copy_all(params, grads)
-    cuda_optimizer.copy_all([p[1:] for p in params], [g[1:] for g in grads])  # not aligned
+            lists = [params, grads, *moments[:2], steps, masters]
+            cuda_optimizer.adamw(*lists, options, control, undo)
+            lists[:4] = [[tensor[1:] for tensor in tensors] for tensors in lists[:4]]  # not aligned
+            lists[5] = masters and [tensor[1:] for tensor in masters]
+            cuda_optimizer.adamw(*lists, options, None, undo)
+    cuda_optimizer.squared_norm(grads, control)
 torch.cuda.synchronize()
 """
 
