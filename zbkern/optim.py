@@ -44,6 +44,8 @@ class AdamW(torch.optim.Optimizer):
     """
 
     reads_main_grad = True
+    _buffer: Tensor | None
+    _control: Tensor | None
     _step_supports_amp_scaling = True  # what GradScaler asks for before it hands over `grad_scale` and `found_inf`
 
     def __init__(
@@ -127,7 +129,7 @@ class AdamW(torch.optim.Optimizer):
         """What is stepped together: of one group, device, dtype of parameters and of gradients."""
         found = []
         for number, group in enumerate(self.param_groups):
-            rows: dict[tuple[Any, ...], list[tuple[Tensor | None, ...]]] = {}
+            rows: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
             masters = group["master_weights"]
             for parameter in group["params"]:
                 gradient = getattr(parameter, "main_grad", None)
@@ -136,12 +138,13 @@ class AdamW(torch.optim.Optimizer):
                 state, dtype = self.state[parameter], parameter.dtype
                 if "step" not in state or (masters and dtype in _SMALL and "master" not in state):
                     self._begin(parameter, gradient, masters)
-                row = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], state.get("master"))
+                row: tuple[Any, ...] = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"])
+                row += (state.get("master"),)
                 if type(parameter) not in _PLAIN:
                     row = self._here(row)
                 fit = row[0].is_contiguous() and row[1].is_contiguous()
                 rows.setdefault((parameter.device, dtype, gradient.dtype, row[-1] is None, fit), []).append(row)
-            options = self._options(group) if rows else None
+            options = self._options(group)
             for key, alike in rows.items():
                 *columns, kept = map(list, zip(*alike, strict=True))
                 device, *dtypes, bare, fit = key
@@ -159,8 +162,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _options(self, group: dict[str, Any]) -> AdamWOptions:
         max_norm = math.inf if self.max_norm is None else self.max_norm
-        numbers = (group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize"))
-        return AdamWOptions(*numbers, max_norm)
+        numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
+        return AdamWOptions(**numbers, max_norm=max_norm)
 
     def _begin(self, parameter: Tensor, gradient: Tensor, master: bool) -> None:
         if gradient.is_sparse or gradient.shape != parameter.shape:
@@ -178,7 +181,7 @@ class AdamW(torch.optim.Optimizer):
         if master and parameter.dtype in _SMALL and "master" not in state:
             state["master"] = parameter.detach().to(wide)
 
-    def _here(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def _here(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Of shards (DTensor) the part that is on this rank; all steps are element by element."""
         if not hasattr(tensors[0], "to_local"):
             return tensors
@@ -197,9 +200,9 @@ class AdamW(torch.optim.Optimizer):
         devices = {batch.tensors[0][0].device for batch in batches}
         if len(devices) > 1:
             raise ValueError(f"AdamW: max_norm and loss scaling need all parameters on one device; got {devices}")
-        if self._buffer is None or self._buffer.device not in devices:
-            self._buffer = torch.ones(3, device=devices.pop())
         control = self._buffer
+        if control is None or control.device not in devices:
+            control = self._buffer = torch.ones(3, device=devices.pop())
         if self.max_norm is None:
             control[:2].zero_()
         else:
@@ -244,8 +247,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         self._memory: dict[tuple[Any, ...], dict[str, Any]] = {}  # of each batch, what its launches keep
-        self._buffer: Tensor | None = None
-        self._control: Tensor | None = None
+        self._buffer = self._control = None
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ class _Batch:
     """One launch: parameters, gradients, exp_avg, exp_avg_sq, step, and masters or None."""
 
     launches: ModuleType
-    tensors: tuple[list[Tensor] | None, ...]
+    tensors: tuple[Any, ...]  # lists of tensors
     options: AdamWOptions
     memory: dict[str, Any]
 

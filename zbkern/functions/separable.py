@@ -71,7 +71,7 @@ class SeparableFunction:
     @classmethod
     def launch(
         cls,
-        segments: Sequence[wgrad.Segment],
+        segments: Sequence[tuple[Tensor, ...]],
         outputs: Sequence[Tensor | None],
         accumulate: bool,
         options: tuple[Hashable, ...] = (),

@@ -48,7 +48,7 @@ def adamw(
         gradients = list(torch._foreach_mul(gradients, _factor(control, options.max_norm)))
     (_undo if undo else _step)(weights, gradients, exp_avgs, exp_avg_sqs, steps, options)
     if weights[0] is not params[0]:
-        torch._foreach_copy_(params, weights)
+        torch._foreach_copy_(list(params), list(weights))
     if kept is not None:
         for tensor, before in zip(changed, kept, strict=True):
             tensor.copy_(torch.where(skip, before, tensor))
@@ -63,7 +63,7 @@ def squared_norm(
     if not tensors:
         return
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
+    norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide))
     control[0] += norms.double().square().sum()
     control[1] = torch.maximum(control[1], (~norms.isfinite().all()).to(control.dtype))
 

@@ -69,14 +69,14 @@ def unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor], device: torch
         )
     found = Gradients(gradients)
     scaler.scale(torch.ones((), device=device))  # makes the scale, where that has not happened
-    scaler.unscale_(found)
+    scaler.unscale_(found)  # type: ignore[arg-type]  # reads param_groups alone
     return found
 
 
 def update_scale(scaler: torch.amp.GradScaler, unscaled: Gradients, found: bool, device: torch.device) -> None:
     """The scaler's `update` with what all ranks have found in the place of what this rank has."""
     # By device; where torch's sharded scaler writes what its ranks have found, too.
-    mine: dict[Any, Tensor] = scaler._found_inf_per_device(unscaled)
+    mine: dict[Any, Tensor] = scaler._found_inf_per_device(unscaled)  # type: ignore[arg-type]
     if not mine:  # no gradients on this rank
         mine[device] = torch.zeros((), device=device)
     for index, value in enumerate(mine.values()):

@@ -97,9 +97,9 @@ class Optimizer:
             raise TypeError(f"Optimizer: scaler must be a torch.amp.GradScaler or None; got {type(scaler).__name__}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"Optimizer: max_norm must be above 0, or None to clip nothing; got {max_norm}")
-        if getattr(optimizer, "max_norm", None) is not None:
+        if (own := getattr(optimizer, "max_norm", None)) is not None:
             raise ValueError(
-                f"Optimizer: {type(optimizer).__name__}(max_norm={optimizer.max_norm}) clips by the norm of its own "
+                f"Optimizer: {type(optimizer).__name__}(max_norm={own}) clips by the norm of its own "
                 "parameters, not of all ranks'; give max_norm to Optimizer"
             )
         if getattr(pipe, "optimizer", None) is not None:
@@ -116,7 +116,7 @@ class Optimizer:
         self.last_norm: float | None = None
         self.undone = self.clipped = self.skipped = 0
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._unscaled: Gradients | None = None
+        self._unscaled = Gradients([])
         self._reads_main_grad = getattr(optimizer, "reads_main_grad", False)
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         tied = getattr(pipe, "tied", {}) if tied is None else tied
@@ -351,11 +351,13 @@ class Optimizer:
     def _collect(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
         load_gradients(self.masters)
+        found = []
         for parameter in parameters(self.optimizer):
-            if not self._reads_main_grad and getattr(parameter, "main_grad", None) is not None:
-                parameter.grad = parameter.main_grad
-        found = [(parameter, gradient_of(parameter)) for parameter in parameters(self.optimizer)]
-        found = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                found.append((parameter, gradient))
+                if not self._reads_main_grad:
+                    parameter.grad = gradient
         if self._scaler is not None:
             self._unscaled = unscale(self._scaler, [gradient for _, gradient in found], self._device)
         return found

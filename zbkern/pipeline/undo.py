@@ -82,7 +82,7 @@ class Inverse:
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         if self._itself:
-            optimizer.undo_step()
+            optimizer.undo_step()  # type: ignore[attr-defined]
         with torch.no_grad():
             for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
                 for parameter in (p for p in group["params"] if gradient_of(p) is not None):
