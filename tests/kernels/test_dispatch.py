@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from zbkern.kernels import dispatch, reference, spec
+from zbkern.kernels import dispatch, measured, reference, spec
 
 TRITON = importlib.util.find_spec("triton") is not None
 
@@ -72,29 +73,54 @@ def test_the_cuda_extension_borrows_the_launches_that_it_lacks(fresh: None, monk
     dispatch._launches.cache_clear()
 
 
-def test_auto_takes_w_by_shape_where_that_is_measured(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zbkern.kernels import measured
-
-    ran = []
-    for name in ("cuda", "triton"):
-        module = SimpleNamespace(linear_wgrad=lambda *_, name=name: ran.append(name))
-        monkeypatch.setitem(dispatch._MODULES, name, module)
+@pytest.fixture
+def gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A GPU whose launches are names in a list of what ran."""
+    ran: list[str] = []
+    for name in ("cuda", "triton", "torch"):
+        launches = {
+            launch: lambda *_, label=f"{name} {launch}": ran.append(label)
+            for launch in ("linear_fwd", "linear_dgrad", "linear_wgrad")
+        }
+        monkeypatch.setitem(dispatch._MODULES, name, SimpleNamespace(**launches))
     monkeypatch.setattr(dispatch, "_launches", lambda impl: dispatch._MODULES[impl])
     monkeypatch.setattr(dispatch, "why_not", lambda op, impl, device, dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    dispatch._by_shape.cache_clear()
-    assert dispatch.resolve("linear", "auto", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
+    dispatch._automatic.cache_clear()
+    yield ran
+    dispatch._automatic.cache_clear()
 
+
+def test_auto_takes_plain_products_from_the_library_until_ours_are_measured_to_be_faster(
+    gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> list[str]:
+        gpu.clear()
+        dispatch.resolve.cache_clear()
+        dispatch._automatic.cache_clear()
+        launches = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
+        launches.linear_fwd("x", "weight", None, "y")
+        launches.linear_fwd("x", "weight", None, "y", "gelu", "z")
+        launches.linear_dgrad("dy", "weight", "dx")
+        launches.linear_dgrad("dy", "weight", "dx", False, "gelu", "z")
+        launches.linear_wgrad([], (None, None), True)
+        return [label.split()[0] for label in gpu]
+
+    assert run() == ["torch", "triton", "torch", "triton", "triton"]
+    monkeypatch.setitem(measured.PRODUCTS, (9, 0), "triton")
+    assert run() == ["triton"] * 5
+    assert dispatch.resolve("linear", "triton", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
+
+
+def test_auto_takes_w_by_shape_where_that_is_measured(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     table = {(1024, 4096, 4096): "cuda", (8192, 4096, 4096): "triton", (1024, 512, 512): "triton"}
     monkeypatch.setitem(measured.WGRAD, (9, 0), table)
-    dispatch.resolve.cache_clear()
-    dispatch._by_shape.cache_clear()
     launches = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
     for m, n, k in [(1024, 4096, 4096), (600, 2048, 8192), (5000, 4096, 4096), (1024, 256, 512), (1024, 4100, 4096)]:
         half = torch.empty(m // 2, 1).expand(m // 2, k), torch.empty(m // 2, 1).expand(m // 2, n)
         launches.linear_wgrad([half, half], (None, None), True)
-    assert ran == ["cuda", "cuda", "triton", "triton", "triton"]  # 4100 is no multiple of 8
-    dispatch._by_shape.cache_clear()
+    # 4100 is no multiple of 8
+    assert [label.split()[0] for label in gpu] == ["cuda", "cuda", "triton", "triton", "triton"]
 
 
 def test_auto_on_a_cpu_never_imports_triton() -> None:

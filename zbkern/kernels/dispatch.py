@@ -2,7 +2,7 @@
 
 An implementation is a module that has the launches of `spec.py` as functions. It is imported when first asked for. The
 CUDA extension has only the launches that it does better than Triton; the others of an op it borrows from there. "auto"
-takes its W by shape, where `measured.py` has figures for the GPU.
+goes by what was measured (`measured.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from zbkern.kernels import measured, spec
 
@@ -60,16 +61,18 @@ def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     for candidate in candidates(op, device) if impl == "auto" else (impl,):
         reason = why_not(op, candidate, device, dtype)
         if reason is None:
-            by_shape = impl == "auto" and candidate == "triton" and why_not(op, "cuda", device, dtype) is None
-            return _by_shape(torch.cuda.get_device_capability(device)) if by_shape else _launches_of(op, candidate)
+            if impl == "auto" and candidate == "triton":
+                extension = why_not(op, "cuda", device, dtype) is None
+                return _automatic(torch.cuda.get_device_capability(device), extension)
+            return _launches_of(op, candidate)
     raise UnavailableError(f"{op}: impl={impl!r} cannot run on {device}: {reason}")
 
 
 def candidates(op: str, device: torch.device | str) -> tuple[str, ...]:
     """What "auto" chooses from, in order.
 
-    On a CPU Triton is an interpreter, for tests; it runs where it is named. Of an op that the CUDA extension has in
-    part "auto" takes the launches that are faster (`_by_shape`).
+    On a CPU Triton is an interpreter, for tests; it runs where it is named. Where "auto" takes Triton, some launches
+    are others' (`_automatic`).
     """
     if torch.device(device).type != "cuda":
         return ("torch",)
@@ -94,15 +97,39 @@ def _launches(impl: str) -> ModuleType:
 
 
 @functools.cache
-def _by_shape(capability: tuple[int, int]) -> ModuleType:
-    """Triton's launches, but for W whichever was the faster at its shape on such a GPU."""
-    triton = _launches("triton")
-    if capability not in measured.WGRAD:
-        return triton
-    joined = ModuleType("triton, W by shape")
-    vars(joined).update({name: getattr(triton, name) for name in spec.LAUNCHES if hasattr(triton, name)})
-    named = {"cuda": _launches("cuda"), "triton": triton}
-    vars(joined)["linear_wgrad"] = measured.linear_wgrad(measured.WGRAD[capability], named)
+def _automatic(capability: tuple[int, int], extension: bool) -> ModuleType:
+    """Triton's launches, but products with nothing to fuse, and W, from where such a GPU was found to be faster.
+
+    extension: the CUDA extension can run here.
+    """
+    triton, library = _launches("triton"), _launches(measured.PRODUCTS.get(capability, "torch"))
+
+    def linear_fwd(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        activation: str | None = None,
+        z: Tensor | None = None,
+    ) -> None:
+        (library if activation is None else triton).linear_fwd(x, weight, bias, y, activation, z)
+
+    def linear_dgrad(
+        dy: Tensor,
+        weight: Tensor,
+        dx: Tensor,
+        accumulate: bool = False,
+        activation: str | None = None,
+        z: Tensor | None = None,
+    ) -> None:
+        (library if activation is None else triton).linear_dgrad(dy, weight, dx, accumulate, activation, z)
+
+    joined = ModuleType("triton, with products and W by measurement")
+    launches = {name: getattr(triton, name) for name in spec.LAUNCHES if hasattr(triton, name)}
+    vars(joined).update(launches, linear_fwd=linear_fwd, linear_dgrad=linear_dgrad)
+    if extension and capability in measured.WGRAD:
+        named = {"cuda": _launches("cuda"), "triton": triton}
+        vars(joined)["linear_wgrad"] = measured.linear_wgrad(measured.WGRAD[capability], named)
     return joined
 
 

@@ -1,6 +1,6 @@
-"""Whose W is the faster at which shape, the CUDA extension's or Triton's, as measured: impl="auto" asks at each launch.
+"""Whose launches are the faster, as measured: what impl="auto" goes by.
 
-`python -m bench.cuda_wgrad` measures both on a GPU and prints the entry of WGRAD for it.
+`python -m bench.cuda_wgrad` measures W on a GPU and prints its entry of WGRAD; `python -m bench.gpu` has the products.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from types import ModuleType
 from typing import TypeVar
 
 from torch import Tensor
+
+PRODUCTS: dict[tuple[int, int], str] = {}
+"""compute capability -> "triton" or "torch", which is cuBLAS: whose product is the faster where there is nothing to
+fuse into it (F and B of a linear without activation). Not measured yet: cuBLAS, which is known to be near the ceiling.
+"""
 
 WGRAD: dict[tuple[int, int], dict[tuple[int, int, int], str]] = {}
 """compute capability -> (tokens, N, K) -> "cuda" or "triton". Not measured yet: "auto" never takes the extension."""
