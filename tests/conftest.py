@@ -44,18 +44,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator:
     """Two gloo processes for the whole session: starting them costs more than most tests."""
-    from ranks import Ranks
-
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+    yield from _ranks(2)
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator:
     """Four gloo processes, for two stages of two replicas."""
+    yield from _ranks(4)
+
+
+def _ranks(size: int) -> Iterator:
     from ranks import Ranks
 
-    ranks = Ranks(4)
+    ranks = Ranks(size)
     yield ranks
     ranks.close()

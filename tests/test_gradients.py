@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
-from tests.tied import Block, both, loss_of, microbatches, pair
+from tests.tied import Block, assert_deferred_is_the_same, both, loss_of, microbatches, pair
 from zbkern import testing
 
 
@@ -44,10 +44,7 @@ def test_w_of_one_microbatch_between_b_of_others() -> None:
 
 def test_float32_is_equal_to_rounding() -> None:
     model, twin = (m.float() for m in pair())
-    queue = zbkern.WGradQueue()
-    both(model, twin, queue)
-    queue.run()
-    testing.assert_same_gradients(twin, model)
+    assert_deferred_is_the_same(model, twin)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +56,7 @@ def test_frozen_layers(frozen: list[str]) -> None:
         for name, parameter in each.named_parameters():
             if any(name.startswith(prefix) for prefix in frozen):
                 parameter.requires_grad_(False)
-    queue = zbkern.WGradQueue()
-    both(model, twin, queue)
-    queue.run()
-    testing.assert_same_gradients(twin, model)
+    assert_deferred_is_the_same(model, twin)
 
 
 def test_frozen_early_stage_leaves_nothing_to_do() -> None:
@@ -85,9 +79,7 @@ def test_requires_grad_changes_between_steps() -> None:
         for each in (model, twin):
             each.first.requires_grad_(step % 2 == 0)
             each.second.up.weight.requires_grad_(step % 3 != 0)
-        both(model, twin, queue)
-        queue.run()
-        testing.assert_same_gradients(twin, model)
+        assert_deferred_is_the_same(model, twin, queue)
 
 
 def test_frozen_between_b_and_w_drops_the_gradient_as_autograd_does() -> None:
@@ -310,10 +302,7 @@ def test_tensor_hook_that_replaces_the_gradient() -> None:
     model, twin = pair()
     for each in (model, twin):
         each.first.up.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
-    queue = zbkern.WGradQueue()
-    both(model, twin, queue)
-    queue.run()
-    testing.assert_same_gradients(twin, model)
+    assert_deferred_is_the_same(model, twin)
 
 
 def test_optimizer_in_backward() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbkern
+from zbkern import testing
 
 
 class Block(nn.Module):
@@ -65,3 +66,11 @@ def both(model: nn.Module, twin: nn.Module, queue: zbkern.WGradQueue, count: int
             loss = loss_of(twin, x)
         with queue.defer(key):
             loss.backward()
+
+
+def assert_deferred_is_the_same(model: nn.Module, twin: nn.Module, queue: zbkern.WGradQueue | None = None) -> None:
+    """Some microbatches through both, then the twin's W: the gradients are equal."""
+    queue = zbkern.WGradQueue() if queue is None else queue
+    both(model, twin, queue)
+    queue.run()
+    testing.assert_same_gradients(twin, model)

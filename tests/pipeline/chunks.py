@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from zbkern.pipeline.local_transport import Delay, LocalTransport
+from zbkern.pipeline.mailbox import PipelineError
 
 WIDTH = 6
 
@@ -79,4 +81,21 @@ def on_threads(size: int, function: Any, delay: Delay | None = None) -> list[Any
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def results_on_threads(size: int, function: Callable[[LocalTransport], Any]) -> list[Any]:
+    """function(transport) on one thread per rank; raises what the first rank raised."""
+
+    def call(transport: LocalTransport) -> Any:
+        try:
+            return function(transport)
+        except BaseException as error:
+            transport.fail(repr(error))
+            raise
+
+    results = on_threads(size, call)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, PipelineError)):
+        raise error
     return results

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.pipeline import chunks
+from tests.pipeline.chunks import results_on_threads
 from zbkern.optim import AdamW
 from zbkern.pipeline.local_transport import LocalTransport
-from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.optimizer import Optimizer
 
 SHAPES = ((5, 3), (7,), (2, 4, 3))  # of the parameters of every rank
@@ -41,23 +40,6 @@ OPTIMIZERS: dict[str, Make] = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
 }
-
-
-def on_threads(size: int, function: Callable[[LocalTransport], Any]) -> list[Any]:
-    """function(transport) on one thread per rank; raises what the first rank raised."""
-
-    def call(transport: LocalTransport) -> Any:
-        try:
-            return function(transport)
-        except BaseException as error:
-            transport.fail(repr(error))
-            raise
-
-    results = chunks.on_threads(size, call)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    for error in sorted(errors, key=lambda error: isinstance(error, PipelineError)):
-        raise error
-    return results
 
 
 class Case:
@@ -169,7 +151,7 @@ def ours(case: Case, **options: Any) -> tuple[list[list[Tensor]], list[list[floa
             found.append(optimizer.last_norm)
         return history, found, optimizer
 
-    rows = on_threads(case.ranks, rank_loop)
+    rows = results_on_threads(case.ranks, rank_loop)
     history = [[weight for row, _, _ in rows for weight in row[step]] for step in range(case.steps)]
     return history, [found for _, found, _ in rows], [optimizer for _, _, optimizer in rows]
 

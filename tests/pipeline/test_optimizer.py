@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import MAX_NORM, OPTIMIZERS, Case, check, clip_in_float64, on_threads, plain_loop
+from optimizer_cases import MAX_NORM, OPTIMIZERS, Case, check, clip_in_float64, plain_loop
 from torch import Tensor, nn
 
+from tests.pipeline.chunks import results_on_threads
 from zbkern.optim import AdamW
 from zbkern.pipeline import norms
 from zbkern.pipeline.local_transport import LocalTransport
@@ -101,7 +102,7 @@ def test_a_learning_rate_schedule_of_torchs(undo: str | None) -> None:
             schedule.step()
         return steps
 
-    assert on_threads(2, rates) == [[0.0, 1.0, 1.5, 1.75]] * 2
+    assert results_on_threads(2, rates) == [[0.0, 1.0, 1.5, 1.75]] * 2
 
 
 def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
@@ -116,7 +117,7 @@ def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
         optimizer.validate()
 
     with pytest.raises(PipelineError, match=r"shape \[5, 3\] was changed in place after step\(\)"):
-        on_threads(2, rank_loop)
+        results_on_threads(2, rank_loop)
 
 
 def test_a_failing_step_reaches_the_other_ranks() -> None:
@@ -130,7 +131,7 @@ def test_a_failing_step_reaches_the_other_ranks() -> None:
         optimizer.validate()
 
     with pytest.raises(PipelineError, match="rank 2, optimizer step 1: ZeroDivisionError"):
-        on_threads(3, rank_loop)
+        results_on_threads(3, rank_loop)
 
 
 def test_main_grad_is_read_kept_and_cleared() -> None:
@@ -148,7 +149,7 @@ def test_main_grad_is_read_kept_and_cleared() -> None:
         assert torch.equal(weight.main_grad, torch.full((4,), 7.0))
         return optimizer.last_norm, weight.detach().float()
 
-    (norm, first), (_, second) = on_threads(2, rank_loop)
+    (norm, first), (_, second) = results_on_threads(2, rank_loop)
     assert norm == pytest.approx(math.sqrt(4 * 0.25**2 + 4 * 2.0**2))
     torch.testing.assert_close(first, torch.full((4,), 1 - 0.5 * 0.25 / norm), rtol=2**-8, atol=0)
     torch.testing.assert_close(second, torch.full((4,), 1 - 0.5 * 2 / norm), rtol=2**-8, atol=0)
@@ -179,7 +180,7 @@ def own_masters(case: Case, grad_dtype: torch.dtype, **options: Any) -> tuple[li
             history.append([weight.detach().clone() for weight in weights])
         return history, optimizer
 
-    rows = on_threads(case.ranks, rank_loop)
+    rows = results_on_threads(case.ranks, rank_loop)
     return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [o for _, o in rows]
 
 
@@ -217,7 +218,7 @@ def test_ranks_without_gradients_take_part() -> None:
         optimizer.validate()
         return optimizer.last_norm, scaler.get_scale()
 
-    for norm, scale in on_threads(3, rank_loop):
+    for norm, scale in results_on_threads(3, rank_loop):
         assert norm == pytest.approx(0.25, rel=1e-6)  # unscaled 5, clipped to 1; unscaled once more
         assert scale == 4.0
 
@@ -236,7 +237,7 @@ def test_tied_weights_count_once(first: int) -> None:
         clipped = norms.clip_grad_norm_(parameters, 1.0, transport, tied)
         return [norm, optimizer.last_norm, clipped, norms.grad_norm(parameters, transport, tied)]
 
-    for found in on_threads(4, rank_loop):
+    for found in results_on_threads(4, rank_loop):
         expected = math.sqrt(4 + 16)
         assert found == pytest.approx([expected, expected, expected, 1.0], rel=1e-6)
 
@@ -262,7 +263,7 @@ def test_state_dict_resumes_bit_for_bit() -> None:
             results.append([parameter.detach().clone() for parameter in weights])
         return results
 
-    for whole, parts in on_threads(2, rank_loop):
+    for whole, parts in results_on_threads(2, rank_loop):
         for a, b in zip(whole, parts, strict=True):
             assert torch.equal(a, b)
 

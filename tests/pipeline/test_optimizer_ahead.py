@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import clip_in_float64, on_threads
+from optimizer_cases import clip_in_float64
 from torch import Tensor, nn
 
 import zbkern
+from tests.pipeline.chunks import results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.mailbox import PipelineError
@@ -109,7 +110,7 @@ def train(
             assert not transport._ring.mailboxes[transport.rank]._messages, "messages are left over"
         return losses, optimizer
 
-    results = on_threads(stages, rank_loop)
+    results = results_on_threads(stages, rank_loop)
     return model, results[schedule.placement[-1]][0], [optimizer for _, optimizer in results]
 
 
@@ -196,7 +197,7 @@ def test_closing_sees_the_last_step_done() -> None:
             optimizer.step()
         return (chunk.linear.weight - before[transport.rank]).abs().max(), optimizer.last_norm
 
-    changes, norms = zip(*on_threads(2, train), strict=True)
+    changes, norms = zip(*results_on_threads(2, train), strict=True)
     assert all(0 < change <= 1e-3 for change in changes)
     assert norms[0] == norms[1]
 
@@ -221,7 +222,7 @@ def test_evaluation_waits_for_the_verdict() -> None:
             pipe.step(*data)
             return value
 
-    _, value = on_threads(2, rank_loop)
+    _, value = results_on_threads(2, rank_loop)
     inputs, targets = batch(0)
     for module, before in zip(plain, model, strict=True):
         before.eval()
@@ -272,7 +273,7 @@ def train_through_failures(
             optimizer.validate()
         return errors
 
-    return model, on_threads(4, rank_loop)
+    return model, results_on_threads(4, rank_loop)
 
 
 def assert_trained(model: list[nn.Module]) -> None:

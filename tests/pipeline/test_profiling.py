@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 import zbkern
+from tests.pipeline.chunks import results_on_threads
 from zbkern.pipeline import Costs, profile
 from zbkern.pipeline.local_transport import LocalTransport
 
@@ -39,21 +39,15 @@ class SlowBlock(nn.Module):
 
 def measure(blocks: list[nn.Module], **changes: Any) -> list[Costs]:
     """profile of one block per rank on threads; inputs of 4 microbatches of 2 rows."""
-    found: list[Any] = [None] * len(blocks)
     data = torch.randn(8, 16)
 
-    def rank(transport: LocalTransport) -> None:
+    def rank(transport: LocalTransport) -> Costs:
         module = zbkern.convert(blocks[transport.rank])
         arguments = {"repeats": 2, "group": transport, **changes}
         placement = range(len(blocks))
-        found[transport.rank] = profile([module], placement, nn.functional.mse_loss, data, data, **arguments)
+        return profile([module], placement, nn.functional.mse_loss, data, data, **arguments)
 
-    threads = [threading.Thread(target=rank, args=(t,), daemon=True) for t in LocalTransport.ring(len(blocks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    return results_on_threads(len(blocks), rank)
 
 
 def test_every_rank_gets_the_times_of_every_chunk() -> None:

@@ -16,23 +16,13 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import zbkern
+from tests.tied import Block
 from zbkern import testing
 
 pytestmark = pytest.mark.dist
 
-WIDTH = 6
+WIDTH = 6  # of a Block
 MICROBATCHES = 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class EndsInView(Block):

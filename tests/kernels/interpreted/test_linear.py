@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -25,21 +27,32 @@ from zbkern.kernels import (
     triton_product,
 )
 
-SIZES = [
-    1,
-    7,
-    8,
-    15,
-    16,
-    17,
-    24,
-    33,
-    40,
-]  # the tiles below are 16 wide; multiples of 8 go by descriptor in half precision
+# The tiles below are 16 wide; multiples of 8 go by descriptor in half precision.
+SIZES = [1, 7, 8, 15, 16, 17, 24, 33, 40]
 DTYPES = [torch.float32, torch.float16]
 
 properties = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 fewer = settings(properties, max_examples=10)
+
+
+Spy = Callable[[ModuleType, str, Callable[[Any, Any], Any]], list]
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    """spy(module, kernel, read): the list to which every launch from now on adds read(its grid, its constants)."""
+
+    def watch(module: ModuleType, name: str, read: Callable[[Any, Any], Any]) -> list:
+        found, kernel = [], getattr(module, name)
+
+        def launch(grid: Any, arguments: Any, constants: Any, *options: Any, **more: Any) -> None:
+            found.append(read(grid, constants))
+            kernel(grid, arguments, constants, *options, **more)
+
+        monkeypatch.setattr(module, name, launch)
+        return found
+
+    return watch
 
 
 class Small(tiles.Tile):
@@ -132,11 +145,9 @@ def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tup
 @pytest.mark.parametrize(
     ("options", "programs"), [({}, 4), ({"num_sms": 1}, 1), ({"max_tiles": 1}, 8), ({"max_tiles": 3}, 4)]
 )
-def test_programs_of_a_w(options: dict, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_a_w(options: dict, programs: int, spy: Spy) -> None:
     """As many as there are SMs, fewer if told so, more if each must end early; the result is the same."""
-    grids = []
-    kernel = triton_linear_sums._over_rows
-    monkeypatch.setattr(triton_linear_sums, "_over_rows", lambda *a, **k: (grids.append(a[0]), kernel(*a, **k)))
+    grids = spy(triton_linear_sums, "_over_rows", lambda grid, constants: grid)
     random = checks.Random(torch.float32, "cpu")
     x, dy = random(20, 64), random(20, 64)
     dweight, dbias = torch.zeros(64, 64), torch.zeros(64)
@@ -187,21 +198,17 @@ def test_segments_of_different_layouts_and_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("bulk", [True, False])
-def test_descriptors_and_pointers_agree(bulk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_and_pointers_agree(bulk: bool, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers either way: sm_80 and odd alignments take pointers."""
     monkeypatch.setattr(triton_product, "_machine", lambda device: (90 if bulk else 80, 3))
-    seen = []
-    kernel = triton_linear_sums._over_rows
-    monkeypatch.setattr(triton_linear_sums, "_over_rows", lambda *a, **k: (seen.append(a[2][4]), kernel(*a, **k)))
+    seen = spy(triton_linear_sums, "_over_rows", lambda grid, constants: constants[4])
     checks.linear_wgrad(triton_launches, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
     assert seen == [bulk]
 
 
-def test_fewer_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_sms(spy: Spy) -> None:
     """num_sms bounds the programs; one program then does several tiles, and the result stays the same."""
-    grids = []
-    kernel = triton_linear._product
-    monkeypatch.setattr(triton_linear, "_product", lambda *a, **k: (grids.append(a[0]), kernel(*a, **k)))
+    grids = spy(triton_linear, "_product", lambda grid, constants: grid)
     random = checks.Random(torch.float32, "cpu")
     x, weight = random(64, 16), random(64, 16)
     for num_sms in (None, 2, 1):
@@ -211,17 +218,15 @@ def test_fewer_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grids == [4, 2, 1]
 
 
-def test_layers_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_a_launch(spy: Spy) -> None:
     """Seven weights of different shapes are one launch; a fourth segment makes it two weights a launch."""
-    grids = []
-    kernel = triton_linear_sums._over_rows
-    monkeypatch.setattr(triton_linear_sums, "_over_rows", lambda *a, **k: (grids.append(a[2][:2]), kernel(*a, **k)))
+    shares = spy(triton_linear_sums, "_over_rows", lambda grid, constants: constants[:2])
     random = checks.Random(torch.float16, "cpu")
     shapes = [(16, 24), (40, 16), (8, 8), (32, 32), (8, 48), (24, 8), (16, 16)]
     for segments, expected in ((1, [(8, 1)]), (4, [(2, 4)] * 3 + [(1, 4)])):
-        grids.clear()
+        shares.clear()
         checks.linear_wgrads(triton_launches, random, [(n, k, [16] * segments) for n, k in shapes], accumulate=True)
-        assert grids == expected
+        assert shares == expected
 
 
 def test_a_group_never_sees_its_neighbours() -> None:
