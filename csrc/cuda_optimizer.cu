@@ -54,9 +54,13 @@ __device__ void load(const T* data, int left, float (&values)[kVector]) {
 template <class T>
 __device__ void store(T* data, int left, const float (&values)[kVector]) {
   if (whole(data, left)) {
-    Four<T> four;
-    for (int i = 0; i < kVector; ++i) four.values[i] = from_float<T>(values[i]);
-    *reinterpret_cast<Four<T>*>(data) = four;
+    if constexpr (sizeof(T) == 4) {  // an assignment becomes four narrow stores; nor is it read again soon
+      __stcs(reinterpret_cast<float4*>(data), make_float4(values[0], values[1], values[2], values[3]));
+    } else {
+      Four<T> four;
+      for (int i = 0; i < kVector; ++i) four.values[i] = from_float<T>(values[i]);
+      *reinterpret_cast<Four<T>*>(data) = four;
+    }
   } else {
     for (int i = 0; i < min(left, kVector); ++i) data[i] = from_float<T>(values[i]);
   }

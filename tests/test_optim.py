@@ -376,6 +376,16 @@ def test_a_closure_is_called_first() -> None:
     torch.testing.assert_close(weight.detach(), torch.full((2,), 0.9))
 
 
+def test_gradients_are_cleared_wherever_they_are() -> None:
+    ours = weights(BF16)
+    give(ours, gradients(0))
+    kept = ours[1].main_grad = torch.ones(7)
+    AdamW(ours).zero_grad()
+    assert all(parameter.grad is None for parameter in ours)
+    assert ours[1].main_grad is kept
+    assert not kept.any()
+
+
 def test_no_gradients_no_step() -> None:
     optimizer = AdamW(weights(), max_norm=1.0)
     optimizer.step()

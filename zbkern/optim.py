@@ -37,9 +37,10 @@ class AdamW(torch.optim.Optimizer):
     ranks of a pipeline or over shards, give max_norm to zbkern.pipeline.Optimizer instead.
 
     step() never waits for the device. A torch.amp.GradScaler's `step(optimizer)` hands over its scale and flag on the
-    device, too. It can be captured in a CUDA graph after one step that makes the state. Step numbers, clipping and
-    skipping are computed anew in each replay; of the numbers in a group only `lr` may change, where it is a tensor on
-    the device (as with torch's capturable=True; schedulers write into it). A number is a constant of the graph.
+    device, too; it finds gradients in `.grad` alone (for `main_grad` there is the scaler of zbkern.pipeline.Optimizer).
+    A step can be captured in a CUDA graph after one that makes the state. Step numbers, clipping and skipping are
+    computed anew in each replay; of the numbers in a group only `lr` may change, where it is a tensor on the device (as
+    with torch's capturable=True; schedulers write into it). A number is a constant of the graph.
     Raises ValueError for amsgrad and differentiable, and for settings out of range.
     """
 
@@ -104,6 +105,13 @@ class AdamW(torch.optim.Optimizer):
         for batch in batches:
             batch.launches.adamw(*batch.tensors, batch.options, control=self._control, memory=batch.memory)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; a `main_grad` is zeroed in place."""
+        super().zero_grad(set_to_none)
+        own = (getattr(parameter, "main_grad", None) for group in self.param_groups for parameter in group["params"])
+        if kept := [gradient for gradient in own if gradient is not None]:
+            torch._foreach_zero_(kept)
 
     @torch.no_grad()
     def undo_step(self) -> None:

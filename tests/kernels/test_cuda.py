@@ -264,6 +264,15 @@ def test_hopper_code_uses_wgmma_and_tma(extension: ModuleType) -> None:
         assert not re.search(r"\b(STL|LDL)\b", body), name
 
 
+@pytest.mark.parametrize("architecture", ["8.0", "9.0a"])
+def test_the_optimizer_moves_16_bytes_at_a_time(extension: ModuleType, architecture: str) -> None:
+    kernels = {name: body for name, body in machine_code(extension, architecture).items() if "adam_kernel" in name}
+    assert len(kernels) == 18  # dtypes of parameters and of gradients, and the inverse
+    for name, body in kernels.items():
+        wide = [re.findall(rf"{what}\.E(?:\.\w+)*\.128\b", body) for what in ("LDG", "STG")]
+        assert min(map(len, wide)) >= 3, name  # exp_avg, exp_avg_sq, and the master where it is not the parameter
+
+
 def test_ampere_code_uses_tensor_cores_and_asynchronous_copies(extension: ModuleType) -> None:
     kernels = {name: body for name, body in machine_code(extension, "8.0").items() if "4sm80" in name}
     assert len(kernels) == 8  # two input types, two output types, with bias and without

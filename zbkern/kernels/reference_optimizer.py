@@ -89,7 +89,7 @@ def _step(
     beta1, beta2 = options.betas
     torch_adamw(
         list(weights), gradients, list(exp_avgs), list(exp_avg_sqs), [], list(steps),
-        foreach=True, capturable=not on_host, amsgrad=False, maximize=options.maximize, beta1=beta1, beta2=beta2,
+        capturable=not on_host, amsgrad=False, maximize=options.maximize, beta1=beta1, beta2=beta2,
         lr=float(options.lr) if on_host else options.lr, weight_decay=options.weight_decay, eps=options.eps,
     )  # fmt: skip
 
