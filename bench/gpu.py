@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench import gpu_peers, gpu_rows, report, roofline
-from bench.gpu_rows import Bench, Case, Row, Sizes
+from bench.gpu_case import Bench, Case, Row, Sizes
 from zbkern import testing
 from zbkern.kernels import dispatch
 

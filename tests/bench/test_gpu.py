@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench import gpu, gpu_rows, roofline
+from bench.gpu_case import Bench, Case, Row, Sizes
 
 CPU = ["--device", "cpu", "--tiny", "--dtype", "float32"]
 
@@ -41,16 +42,16 @@ def test_the_rows_fit_our_kernels(row: str, tmp_path: Path) -> None:
     assert "rate" in figure or figure["why not"] == "the row's time was up"
 
 
-def bench() -> gpu_rows.Bench:
-    return gpu_rows.Bench(torch.device("cpu"), torch.float32, "torch", gpu_rows.Sizes.tiny())
+def bench() -> Bench:
+    return Bench(torch.device("cpu"), torch.float32, "torch", Sizes.tiny())
 
 
-def case(check=lambda: None, ours=lambda: None, **peers) -> gpu_rows.Case:  # type: ignore[no-untyped-def]
-    return gpu_rows.Case("shape", ours, peers, check, 10, 5, 0.9, 1.0)
+def case(check=lambda: None, ours=lambda: None, **peers) -> Case:  # type: ignore[no-untyped-def]
+    return Case("shape", ours, peers, check, 10, 5, 0.9, 1.0)
 
 
-def row(*cases: gpu_rows.Case, goal: str = "ratio", unit: str = "TFLOP/s") -> gpu_rows.Row:
-    return gpu_rows.Row("row", unit, goal, lambda bench: iter(cases))
+def row(*cases: Case, goal: str = "ratio", unit: str = "TFLOP/s") -> Row:
+    return Row("row", unit, goal, lambda bench: iter(cases))
 
 
 def fails() -> None:
