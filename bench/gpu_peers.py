@@ -50,6 +50,37 @@ def rms_norm(weight: Tensor, eps: float) -> Peers:
     return peers
 
 
+def added_rms_norm(weight: Tensor, eps: float) -> Peers:
+    """name -> function of x, residual [M, K]: (the norm of their sum, the sum)."""
+
+    def two(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        summed = x + residual
+        return torch.nn.functional.rms_norm(summed, weight.shape, weight, eps), summed
+
+    peers: Peers = {"torch": two}
+    quack = _function("quack.rmsnorm", "rmsnorm")
+    if quack is not None:
+        peers["QuACK"] = lambda x, residual: quack(x, weight, residual=residual, eps=eps)
+    return peers
+
+
+def rotary(cos: Tensor, sin: Tensor, interleaved: bool) -> Peers:
+    """name -> function of x [B, T, H, D], of which all columns are turned by cos, sin [T, D / 2]."""
+    wide = cos[:, None], sin[:, None]
+
+    def eager(x: Tensor) -> Tensor:
+        a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        turned = a * wide[0] - b * wide[1], b * wide[0] + a * wide[1]
+        joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+        return joined.to(x.dtype)
+
+    peers: Peers = {"torch": eager}
+    flash = _function("flash_attn.layers.rotary", "apply_rotary_emb")
+    if flash is not None:
+        peers["flash_attn"] = lambda x: flash(x, cos.to(x.dtype), sin.to(x.dtype), interleaved=interleaved)
+    return peers
+
+
 def attention(device: torch.device) -> Peers:
     """name -> function of q, k, v [B, T, H, D], causal, differentiable."""
 

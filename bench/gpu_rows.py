@@ -3,94 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from bench import gpu_peers
-from zbkern import optim, testing
-from zbkern.kernels import dispatch, spec
-
-Run = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Shapes of all rows: of large models, or small enough for a test on a CPU."""
-
-    square: int = 8192
-    copied: int = 2**30
-    tokens: tuple[int, ...] = (2048, 4096, 8192)
-    merged: tuple[int, ...] = (1024, 2048, 4096)
-    layers: tuple[tuple[int, int], ...] = ((4096, 4096), (11008, 4096), (4096, 11008))  # N, K
-    hidden: tuple[int, int] = (4096, 11008)
-    heads: tuple[int, int, int] = (32, 128, 8192)  # heads, head size, tokens
-    vocabulary: tuple[int, int, int] = (8192, 4096, 128256)  # tokens, features, vocabulary
-    norm: tuple[int, int] = (16384, 4096)
-    parameters: tuple[int, ...] = (*[4096 * 4096] * 4, *[11008 * 4096] * 3, *[4096] * 8)  # of an optimizer's tensors
-
-    @classmethod
-    def tiny(cls) -> Sizes:
-        return cls(64, 4096, (32,), (16,), ((48, 32),), (32, 48), (2, 16, 32), (16, 32, 64), (24, 32), (64, 7))
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where and how everything runs."""
-
-    device: torch.device
-    dtype: torch.dtype
-    impl: str
-    sizes: Sizes
-
-    @property
-    def tolerance(self) -> float:
-        """Where both sides round on the way: twice what a single one is allowed."""
-        return 2 * testing.TOLERANCE[self.dtype]
-
-    def launches(self, op: str) -> ModuleType:
-        return dispatch.resolve(op, self.impl, self.device, self.dtype)
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.device).to(self.dtype)
-
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(*shape, device=self.device, dtype=dtype or self.dtype)
-
-    def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(*shape, device=self.device)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One shape of a row. flops and bytes: of one run of `ours`, the least that the operation needs."""
-
-    label: str
-    ours: Run
-    peers: dict[str, Run]
-    check: Run
-    flops: int = 0
-    bytes: int = 0
-    floor: float | None = None  # in the unit of the row's goal
-    target: float | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """unit: what `rate` is given in. goal: what floor and target are about: "ratio" to the first peer, or "rate"."""
-
-    name: str
-    unit: str
-    goal: str
-    cases: Callable[[Bench], Iterator[Case]] = field(repr=False)
-
-    def rate(self, case: Case, seconds: float) -> float:
-        if self.unit == "us":
-            return seconds * 1e6
-        return (case.flops if self.unit == "TFLOP/s" else case.bytes) / seconds / 1e12
+from bench import gpu_rows_memory as memory
+from bench.gpu_case import Bench, Case, Row, Run
+from bench.gpu_rows_memory import backward_of
+from zbkern import testing
+from zbkern.kernels import spec
 
 
 def ceilings(bench: Bench) -> Iterator[Case]:
@@ -100,13 +23,6 @@ def ceilings(bench: Bench) -> Iterator[Case]:
     size = a.element_size()
     run = lambda: torch.mm(a, b, out=out)  # noqa: E731
     yield Case(f"torch.mm {n}^3", run, {}, lambda: None, 2 * n**3, 3 * n * n * size)
-
-
-def copies(bench: Bench) -> Iterator[Case]:
-    source = torch.zeros(bench.sizes.copied, dtype=torch.uint8, device=bench.device)
-    target = torch.empty_like(source)
-    count = bench.sizes.copied
-    yield Case(f"copy of {count / 2**20:g} MiB", lambda: target.copy_(source), {}, lambda: None, 0, 2 * count)
 
 
 def _product_bytes(m: int, n: int, k: int, size: int, out: int) -> int:
@@ -264,63 +180,6 @@ def gated_dgrad(bench: Bench) -> Iterator[Case]:
         )
 
 
-def norm_forward(bench: Bench) -> Iterator[Case]:
-    launches = bench.launches("rms_norm")
-    m, k = bench.sizes.norm
-    x, weight, y, rstd = bench.random(m, k), bench.random(k), bench.empty(m, k), bench.zeros(m)
-    peers = gpu_peers.rms_norm(weight, 1e-5)
-
-    def check() -> None:
-        testing.assert_close(y, peers["torch"](x), "y")
-
-    yield Case(
-        f"M={m} K={k}",
-        lambda: launches.rms_norm_fwd(x, weight, 1e-5, y, rstd),
-        {name: lambda run=run: run(x) for name, run in peers.items()},
-        check,
-        0,
-        2 * m * k * x.element_size(),
-        2.4,
-        2.9,
-    )
-
-
-def _backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], dy: Tensor) -> Run:
-    """The backward of a peer alone; its forward runs at the first call, where it may say why it cannot."""
-    graph: list[Tensor] = []
-
-    def run() -> Sequence[Tensor]:
-        if not graph:
-            graph.append(forward())
-        return torch.autograd.grad(graph[0], inputs, dy, retain_graph=True)
-
-    return run
-
-
-def norm_backward(bench: Bench) -> Iterator[Case]:
-    launches = bench.launches("rms_norm")
-    m, k = bench.sizes.norm
-    x, weight, y, dy = (bench.random(*shape) for shape in ((m, k), (k,), (m, k), (m, k)))
-    rstd, dx, dweight = bench.zeros(m), bench.empty(m, k), bench.empty(k)
-    launches.rms_norm_fwd(x, weight, 1e-5, y, rstd)
-    partials = bench.zeros(1, launches.norm_partials(m, k, x.device), k)
-
-    def ours() -> None:
-        launches.rms_norm_dgrad(dy, x, weight, rstd, dx, partials)
-        launches.norm_wgrad([(partials,)], (dweight,), False)
-
-    peers, inputs = {}, (x.detach().requires_grad_(), weight.detach().requires_grad_())
-    for name, run in gpu_peers.rms_norm(inputs[1], 1e-5).items():
-        peers[name] = _backward(lambda run=run: run(inputs[0]), inputs, dy)
-
-    def check() -> None:
-        wanted = peers["torch"]()
-        testing.assert_close(dx, wanted[0], "dx")
-        testing.assert_close(dweight, wanted[1], "dweight")
-
-    yield Case(f"M={m} K={k}", ours, peers, check, 0, 3 * m * k * x.element_size(), 2.1, 2.7)
-
-
 def _attention(bench: Bench, backward: bool) -> Case:
     launches = bench.launches("attention")
     heads, d, tokens = bench.sizes.heads
@@ -334,7 +193,7 @@ def _attention(bench: Bench, backward: bool) -> Case:
     peers: dict[str, Run] = {}
     for name, function in functions.items():
         if backward:
-            peers[name] = _backward(lambda function=function: function(*inputs), inputs, dy.unsqueeze(0))
+            peers[name] = backward_of(lambda function=function: function(*inputs), inputs, dy.unsqueeze(0))
         else:
             peers[name] = lambda function=function: function(*inputs)
     reference = next(iter(peers.values()))
@@ -397,43 +256,6 @@ def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
     yield Case(f"M={m} K={k} V={v}", ours, peers, check, 6 * m * k * v, 2 * (m * k + v * k) * size, 450.0, 600.0)
 
 
-def adamw(bench: Bench) -> Iterator[Case]:
-    yield _adamw(bench, torch.float32)
-
-
-def adamw_with_masters(bench: Bench) -> Iterator[Case]:
-    yield _adamw(bench, torch.bfloat16)
-
-
-def _adamw(bench: Bench, dtype: torch.dtype) -> Case:
-    """Weights in fp32; or in bf16 with fp32 masters, where the peer casts gradients, steps masters, and rounds them."""
-    ours = [torch.nn.Parameter(bench.random(n).to(dtype)) for n in bench.sizes.parameters]
-    theirs = [torch.nn.Parameter(parameter.detach().float()) for parameter in ours]
-    rounded = [torch.empty_like(parameter) for parameter in ours]
-    for parameter, twin in zip(ours, theirs, strict=True):
-        parameter.grad = torch.randn_like(parameter)
-        twin.grad = parameter.grad.float()
-    impl = "auto" if bench.impl == "triton" else bench.impl
-    optimizer = optim.AdamW(ours, weight_decay=0.1, master_weights=True, impl=impl)
-    peer = torch.optim.AdamW(theirs, weight_decay=0.1, fused=True)
-
-    @torch.no_grad()
-    def peers_step() -> None:
-        if dtype != torch.float32:
-            torch._foreach_copy_([twin.grad for twin in theirs], [parameter.grad for parameter in ours])
-        peer.step()
-        if dtype != torch.float32:
-            torch._foreach_copy_(rounded, theirs)
-
-    def check() -> None:
-        for parameter, twin in zip(ours, theirs, strict=True):
-            testing.assert_close(optimizer.state[parameter].get("master", parameter).detach(), twin.detach(), "weight")
-
-    count = sum(bench.sizes.parameters)
-    # weight, exp_avg, exp_avg_sq there and back; gradient once: in bf16 it leaves room for the rounded weight
-    return Case(f"{count:,} weights", optimizer.step, {"torch, fused": peers_step}, check, 0, 28 * count, 0.95, 1.0)
-
-
 def host_time(bench: Bench) -> Iterator[Case]:
     """What a W launch costs the calling thread: a small one, many in a row."""
     launches = bench.launches("linear")
@@ -464,19 +286,23 @@ def host_time(bench: Bench) -> Iterator[Case]:
 
 ROWS = (
     Row("product, ceiling", "TFLOP/s", "rate", ceilings),
-    Row("copy, ceiling", "TB/s", "rate", copies),
+    Row("copy, ceiling", "TB/s", "rate", memory.copies),
     Row("linear forward", "TFLOP/s", "ratio", forward),
     Row("linear dgrad", "TFLOP/s", "ratio", input_gradient),
     Row("W, fp32 added", "TFLOP/s", "ratio", weight_gradient),
     Row("W of 4, merged", "TFLOP/s", "ratio", merged),
     Row("all W of a layer", "TFLOP/s", "ratio", whole_layer),
     Row("dgrad with SwiGLU", "TFLOP/s", "ratio", gated_dgrad),
-    Row("RMSNorm forward", "TB/s", "rate", norm_forward),
-    Row("RMSNorm backward", "TB/s", "rate", norm_backward),
+    Row("RMSNorm forward", "TB/s", "rate", memory.norm_forward),
+    Row("RMSNorm backward", "TB/s", "rate", memory.norm_backward),
+    Row("residual + norm, forward", "TB/s", "rate", memory.added_norm_forward),
+    Row("residual + norm, backward", "TB/s", "rate", memory.added_norm_backward),
+    Row("rotary, halves", "TB/s", "rate", memory.rotary),
+    Row("rotary, interleaved", "TB/s", "rate", memory.rotary_interleaved),
     Row("attention forward", "TFLOP/s", "rate", attention_forward),
     Row("attention backward", "TFLOP/s", "rate", attention_backward),
     Row("linear + cross entropy", "TFLOP/s", "rate", linear_cross_entropy),
-    Row("AdamW, fp32", "TB/s", "ratio", adamw),
-    Row("AdamW, bf16 + masters", "TB/s", "ratio", adamw_with_masters),
+    Row("AdamW, fp32", "TB/s", "ratio", memory.adamw),
+    Row("AdamW, bf16 + masters", "TB/s", "ratio", memory.adamw_with_masters),
     Row("host time of a W", "us", "rate", host_time),
 )

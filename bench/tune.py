@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench import ahead
 from zbkern import testing
 from zbkern.kernels import dispatch, tiles
 from zbkern.kernels.tiles import Tile
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     end = time.perf_counter() + arguments.seconds
     problems = [(op, tuple(shape)) for op in arguments.op or OPS for shape in arguments.shape or SHAPES]
     found = json.loads(arguments.table.read_text()) if arguments.table.exists() else {}
+    compilers = ahead.Compilers()
     for index, (op, shape) in enumerate(problems):
         left = end - time.perf_counter()
         if left <= 0:
@@ -57,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             break
         problem = Problem(op, shape, dtype, torch.device("cuda"))
-        best, rules, times = search(problem, left / (len(problems) - index))
+        best, rules, times = search(problem, left / (len(problems) - index), compilers)
         gain = times[rules] / times[best]
         print(f"{problem.key:<40} {best}  {gain:.3f} x the rules' choice, of {len(times)} candidates", flush=True)
         if gain >= WORTH:
@@ -65,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             found.pop(problem.key, None)
         arguments.table.write_text(text(found))
+    compilers.close()
     print(f"{len(found)} entries in {arguments.table}")
     return 0
 
@@ -103,6 +106,15 @@ class Problem:
             dtype = str(self.dtype).removeprefix("torch.")
             return tiles.choose(self.op, *self.shape, dtype, self.capability, self.num_sms)
 
+    def trial(self, entries: dict[str, Tile]) -> Callable[[], None]:
+        """The launch with tiles from that table."""
+
+        def run() -> None:
+            with table(entries):
+                self.run()
+
+        return run
+
     def right(self) -> bool:
         self.out.zero_()
         self.run()
@@ -134,7 +146,9 @@ def candidates(op: str, size: int, capability: int) -> list[Tile]:
     return found
 
 
-def search(problem: Problem, seconds: float) -> tuple[Tile, Tile, dict[Tile, float]]:
+def search(
+    problem: Problem, seconds: float, compilers: ahead.Compilers | None = None
+) -> tuple[Tile, Tile, dict[Tile, float]]:
     """(fastest, the rules' choice, time of every candidate that was right), within about so many seconds.
 
     One pass with group 8, from the rules' choice outwards; then the other groups for the three best.
@@ -145,15 +159,26 @@ def search(problem: Problem, seconds: float) -> tuple[Tile, Tile, dict[Tile, flo
     every = candidates(problem.op, size, problem.capability)
     near = sorted((t for t in every if t.group == 8), key=lambda t: abs(t.m * t.n - rules.m * rules.n) + t.k / 1e3)
     times: dict[Tile, float] = {}
-    for tile in (rules, *near):
-        _try(problem, tile, times, end)
+    _try_all(problem, [rules, *near], times, end, compilers)
     best = sorted(times, key=times.__getitem__)[:3]
-    for tile in every:
-        if any(astuple(tile)[:-1] == astuple(good)[:-1] for good in best):
-            _try(problem, tile, times, end)
+    others = [tile for tile in every if any(astuple(tile)[:-1] == astuple(good)[:-1] for good in best)]
+    _try_all(problem, others, times, end, compilers)
     if rules not in times:
         raise RuntimeError(f"tune: the rules' own tile {rules} gives a wrong result for {problem.key}")
     return min(times, key=times.__getitem__), rules, times
+
+
+def _try_all(
+    problem: Problem, some: list[Tile], times: dict[Tile, float], end: float, compilers: ahead.Compilers | None
+) -> None:
+    """Two for each core are compiled at a time."""
+    several = 1 if compilers is None else 2 * compilers.processes
+    for first in range(0, len(some), several):
+        part = some[first : first + several]
+        if compilers is not None and time.perf_counter() < end:
+            compilers.compile(problem.trial({problem.key: tile}) for tile in part)
+        for tile in part:
+            _try(problem, tile, times, end)
 
 
 def _try(problem: Problem, tile: Tile, times: dict[Tile, float], end: float) -> None:

@@ -13,12 +13,14 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bench import ahead
 from bench.tune import WORTH, table, text
 from zbkern import testing
 from zbkern.kernels import dispatch, tiles
@@ -47,10 +49,11 @@ def main(argv: list[str] | None = None) -> int:
         itertools.product(arguments.size or (64, 128, 256), (False, True), arguments.launch or LAUNCHES)
     )  # the rules' other launch stays as it is while one is tuned
     end = time.perf_counter() + arguments.seconds
+    compilers = ahead.Compilers()
     for index, (size, packed, launch) in enumerate(problems):
         problem = Problem(launch, size, packed, arguments.tokens, "cuda")
         share = (end - time.perf_counter()) / (len(problems) - index)
-        best, rules, times = search(problem, share)
+        best, rules, times = search(problem, share, compilers)
         gain = times[rules] / times[best]
         print(f"{problem.key:<44} {best}  {gain:.3f} x the rules' choice, of {len(times)} candidates", flush=True)
         if gain >= WORTH:
@@ -58,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             found.pop(problem.key, None)
         arguments.table.write_text(text(found))
+    compilers.close()
     return 0
 
 
@@ -92,6 +96,16 @@ class Problem:
         inputs = self.dy, self.q, self.k, self.v, self.y, self.lse
         self.launches.attention_dgrad(*inputs, self.options, self.dq, self.dk, self.dv)
 
+    def trial(self, tile: AttentionTile) -> Callable[[], None]:
+        """Both launches, the one that is tuned with that tile."""
+
+        def run() -> None:
+            with table({self.key: tile}):
+                self.forward()
+                self.backward()
+
+        return run
+
     def outputs(self) -> list[Tensor]:
         return [self.y, self.dq, self.dk, self.dv]
 
@@ -119,7 +133,9 @@ def candidates(launch: str, size: int, capability: int) -> list[AttentionTile]:
     return [tile for tile in every if tiles.attention_shared_memory(tile, launch, room, 2) <= limit]
 
 
-def search(problem: Problem, seconds: float) -> tuple[AttentionTile, AttentionTile, dict[AttentionTile, float]]:
+def search(
+    problem: Problem, seconds: float, compilers: ahead.Compilers | None = None
+) -> tuple[AttentionTile, AttentionTile, dict[AttentionTile, float]]:
     """(fastest, the rules' choice, time of every candidate that was right), the nearest to the rules' choice first."""
     end = time.perf_counter() + seconds
     rules = problem.rules
@@ -127,15 +143,21 @@ def search(problem: Problem, seconds: float) -> tuple[AttentionTile, AttentionTi
     every = candidates(problem.launch, problem.size, problem.capability)
     near = sorted(every, key=lambda t: (abs(t.queries * t.keys - area), abs(t.stages - rules.stages)))
     times: dict[AttentionTile, float] = {}
-    for tile in dict.fromkeys((rules, *near)):
-        if times and time.perf_counter() > end:
-            break
-        with table({problem.key: tile}):
-            try:
-                times[tile] = problem.time()
-            except Exception:  # wrong, or does not compile or fit: Triton's errors have no common base
-                if tile == rules:
-                    raise
+    some = list(dict.fromkeys((rules, *near)))
+    several = 1 if compilers is None else 2 * compilers.processes  # are compiled at a time
+    for first in range(0, len(some), several):
+        part = some[first : first + several]
+        if compilers is not None and time.perf_counter() < end:
+            compilers.compile(problem.trial(tile) for tile in part)
+        for tile in part:
+            if times and time.perf_counter() > end:
+                return min(times, key=times.__getitem__), rules, times
+            with table({problem.key: tile}):
+                try:
+                    times[tile] = problem.time()
+                except Exception:  # wrong, or does not compile or fit: Triton's errors have no common base
+                    if tile == rules:
+                        raise
     return min(times, key=times.__getitem__), rules, times
 
 

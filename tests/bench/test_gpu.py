@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from bench import gpu, gpu_rows, roofline
+from bench.gpu_case import Bench, Case, Row, Sizes
+from zbkern import testing
 
 CPU = ["--device", "cpu", "--tiny", "--dtype", "float32"]
 
@@ -41,16 +43,16 @@ def test_the_rows_fit_our_kernels(row: str, tmp_path: Path) -> None:
     assert "rate" in figure or figure["why not"] == "the row's time was up"
 
 
-def bench() -> gpu_rows.Bench:
-    return gpu_rows.Bench(torch.device("cpu"), torch.float32, "torch", gpu_rows.Sizes.tiny())
+def bench() -> Bench:
+    return Bench(torch.device("cpu"), torch.float32, "torch", Sizes.tiny())
 
 
-def case(check=lambda: None, ours=lambda: None, **peers) -> gpu_rows.Case:  # type: ignore[no-untyped-def]
-    return gpu_rows.Case("shape", ours, peers, check, 10, 5, 0.9, 1.0)
+def case(check=lambda: None, ours=lambda: None, **peers) -> Case:  # type: ignore[no-untyped-def]
+    return Case("shape", ours, peers, check, 10, 5, 0.9, 1.0)
 
 
-def row(*cases: gpu_rows.Case, goal: str = "ratio", unit: str = "TFLOP/s") -> gpu_rows.Row:
-    return gpu_rows.Row("row", unit, goal, lambda bench: iter(cases))
+def row(*cases: Case, goal: str = "ratio", unit: str = "TFLOP/s") -> Row:
+    return Row("row", unit, goal, lambda bench: iter(cases))
 
 
 def fails() -> None:
@@ -110,3 +112,33 @@ def test_no_plot_without_ceilings() -> None:
     ]
     assert "<circle" in roofline.draw([point, *ceilings], "<title>")
     assert "&lt;title&gt;" in roofline.draw([point, *ceilings], "<title>")
+
+
+def test_what_is_timed_on_a_gpu_finds_the_caches_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this order, on the stream: the cache is swept, the host gets ahead, then time runs."""
+    seen = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            seen.append("event")
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return 2.0
+
+    class Sweep:
+        def max(self) -> None:
+            seen.append("sweep")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append("sleep"), raising=False)
+    monkeypatch.setattr(testing, "_beyond_cache", lambda device: Sweep())
+    candidates = {"one": lambda: [lambda: seen.append("run")] * 2}
+    assert testing.measure(candidates, rounds=1, warmup=0, device="cuda")["one"].seconds == (0.002,)
+    assert seen == ["wait", "sweep", "sleep", "event", "run", "run", "event"]

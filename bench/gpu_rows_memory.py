@@ -1,0 +1,196 @@
+"""The rows of `bench.gpu` that move memory and do little else: copies, norms, rotary embedding, AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from bench import gpu_peers
+from bench.gpu_case import Bench, Case, Run
+from zbkern import optim, testing
+
+
+def copies(bench: Bench) -> Iterator[Case]:
+    """Of random bytes: a memory that compresses zeros would set the roof too high."""
+    source = torch.randint(256, (bench.sizes.copied,), dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    count = bench.sizes.copied
+    yield Case(f"copy of {count / 2**20:g} MiB", lambda: target.copy_(source), {}, lambda: None, 0, 2 * count)
+
+
+def norm_forward(bench: Bench) -> Iterator[Case]:
+    launches = bench.launches("rms_norm")
+    m, k = bench.sizes.norm
+    x, weight, y, rstd = bench.random(m, k), bench.random(k), bench.empty(m, k), bench.zeros(m)
+    peers = gpu_peers.rms_norm(weight, 1e-5)
+
+    def check() -> None:
+        testing.assert_close(y, peers["torch"](x), "y")
+
+    yield Case(
+        f"M={m} K={k}",
+        lambda: launches.rms_norm_fwd(x, weight, 1e-5, y, rstd),
+        {name: lambda run=run: run(x) for name, run in peers.items()},
+        check,
+        0,
+        2 * m * k * x.element_size(),
+        2.4,
+        2.9,
+    )
+
+
+def backward_of(forward: Callable[[], Tensor], inputs: Sequence[Tensor], dy: Tensor) -> Run:
+    """The backward of a peer alone; its forward runs at the first call, where it may say why it cannot."""
+    graph: list[Tensor] = []
+
+    def run() -> Sequence[Tensor]:
+        if not graph:
+            graph.append(forward())
+        return torch.autograd.grad(graph[0], inputs, dy, retain_graph=True)
+
+    return run
+
+
+def norm_backward(bench: Bench) -> Iterator[Case]:
+    launches = bench.launches("rms_norm")
+    m, k = bench.sizes.norm
+    x, weight, y, dy = (bench.random(*shape) for shape in ((m, k), (k,), (m, k), (m, k)))
+    rstd, dx, dweight = bench.zeros(m), bench.empty(m, k), bench.empty(k)
+    launches.rms_norm_fwd(x, weight, 1e-5, y, rstd)
+    partials = bench.zeros(1, launches.norm_partials(m, k, x.device), k)
+
+    def ours() -> None:
+        launches.rms_norm_dgrad(dy, x, weight, rstd, dx, partials)
+        launches.norm_wgrad([(partials,)], (dweight,), False)
+
+    peers, inputs = {}, (x.detach().requires_grad_(), weight.detach().requires_grad_())
+    for name, run in gpu_peers.rms_norm(inputs[1], 1e-5).items():
+        peers[name] = backward_of(lambda run=run: run(inputs[0]), inputs, dy)
+
+    def check() -> None:
+        wanted = peers["torch"]()
+        testing.assert_close(dx, wanted[0], "dx")
+        testing.assert_close(dweight, wanted[1], "dweight")
+
+    yield Case(f"M={m} K={k}", ours, peers, check, 0, 3 * m * k * x.element_size(), 2.1, 2.7)
+
+
+def added_norm_forward(bench: Bench) -> Iterator[Case]:
+    """The residual's addition and the norm of the sum: both are read once, the sum and its norm written once."""
+    launches = bench.launches("rms_norm")
+    m, k = bench.sizes.norm
+    x, residual, weight, rstd = bench.random(m, k), bench.random(m, k), bench.random(k), bench.zeros(m)
+    summed, y, other, other_y = (bench.empty(m, k) for _ in range(4))
+    peers = gpu_peers.added_rms_norm(weight, 1e-5)
+
+    def two() -> None:
+        torch.add(x, residual, out=other)
+        launches.rms_norm_fwd(other, weight, 1e-5, other_y, rstd)
+
+    def check() -> None:
+        wanted = peers["torch"](x, residual)
+        testing.assert_close(summed, wanted[1], "summed")
+        testing.assert_close(y, wanted[0], "y")
+
+    yield Case(
+        f"M={m} K={k}",
+        lambda: launches.rms_norm_fwd(x, weight, 1e-5, y, rstd, residual, summed),
+        {name: lambda run=run: run(x, residual) for name, run in peers.items()} | {"torch's sum, our norm": two},
+        check,
+        0,
+        4 * m * k * x.element_size(),
+        2.4,
+        2.9,
+    )
+
+
+def added_norm_backward(bench: Bench) -> Iterator[Case]:
+    """dx of the sum from both of its uses; torch's gradients of both summands are this one tensor."""
+    launches = bench.launches("rms_norm")
+    m, k = bench.sizes.norm
+    summed, y, dy, dsummed = (bench.random(m, k) for _ in range(4))
+    weight, rstd, dx, dweight = bench.random(k), bench.zeros(m), bench.empty(m, k), bench.empty(k)
+    launches.rms_norm_fwd(summed, weight, 1e-5, y, rstd)
+    partials = bench.zeros(1, launches.norm_partials(m, k, summed.device), k)
+
+    def ours() -> None:
+        launches.rms_norm_dgrad(dy, summed, weight, rstd, dx, partials, dsummed)
+        launches.norm_wgrad([(partials,)], (dweight,), False)
+
+    inputs = summed.detach().requires_grad_(), weight.detach().requires_grad_()
+    norm = backward_of(lambda: gpu_peers.rms_norm(inputs[1], 1e-5)["torch"](inputs[0]), inputs, dy)
+
+    def theirs() -> Sequence[Tensor]:
+        dx, dweight = norm()
+        return dx.add_(dsummed), dweight
+
+    def check() -> None:
+        wanted = theirs()
+        testing.assert_close(dx, wanted[0], "dx", bench.tolerance)  # theirs is rounded before the addition
+        testing.assert_close(dweight, wanted[1], "dweight")
+
+    size = dy.element_size()
+    yield Case(f"M={m} K={k}", ours, {"torch": theirs}, check, 0, 4 * m * k * size, 2.1, 2.7)
+
+
+def rotary(bench: Bench, interleaved: bool = False) -> Iterator[Case]:
+    """All columns of every head turned; the backward is the same launch with the other sign."""
+    launches = bench.launches("rotary")
+    heads, size, tokens = bench.sizes.heads
+    x, y = bench.random(1, tokens, heads, size), bench.empty(1, tokens, heads, size)
+    angles = torch.rand(tokens, size // 2, device=bench.device) * 6.28
+    cos, sin = angles.cos(), angles.sin()
+    peers = gpu_peers.rotary(cos, sin, interleaved)
+    yield Case(
+        f"heads={heads} d={size} T={tokens}",
+        lambda: launches.rotary_fwd(x, cos, sin, interleaved, y),
+        {name: lambda run=run: run(x) for name, run in peers.items()},
+        lambda: testing.assert_close(y, peers["torch"](x), "y"),
+        0,
+        2 * x.nbytes + cos.nbytes + sin.nbytes,
+        2.4,
+        2.9,
+    )
+
+
+def rotary_interleaved(bench: Bench) -> Iterator[Case]:
+    return rotary(bench, interleaved=True)
+
+
+def adamw(bench: Bench) -> Iterator[Case]:
+    yield _adamw(bench, torch.float32)
+
+
+def adamw_with_masters(bench: Bench) -> Iterator[Case]:
+    yield _adamw(bench, torch.bfloat16)
+
+
+def _adamw(bench: Bench, dtype: torch.dtype) -> Case:
+    """Weights in fp32; or in bf16 with fp32 masters, where the peer casts gradients, steps masters, and rounds them."""
+    ours = [torch.nn.Parameter(bench.random(n).to(dtype)) for n in bench.sizes.parameters]
+    theirs = [torch.nn.Parameter(parameter.detach().float()) for parameter in ours]
+    rounded = [torch.empty_like(parameter) for parameter in ours]
+    for parameter, twin in zip(ours, theirs, strict=True):
+        parameter.grad = torch.randn_like(parameter)
+        twin.grad = parameter.grad.float()
+    impl = "auto" if bench.impl == "triton" else bench.impl
+    optimizer = optim.AdamW(ours, weight_decay=0.1, master_weights=True, impl=impl)
+    peer = torch.optim.AdamW(theirs, weight_decay=0.1, fused=True)
+
+    @torch.no_grad()
+    def peers_step() -> None:
+        if dtype != torch.float32:
+            torch._foreach_copy_([twin.grad for twin in theirs], [parameter.grad for parameter in ours])
+        peer.step()
+        if dtype != torch.float32:
+            torch._foreach_copy_(rounded, theirs)
+
+    def check() -> None:
+        for parameter, twin in zip(ours, theirs, strict=True):
+            testing.assert_close(optimizer.state[parameter].get("master", parameter).detach(), twin.detach(), "weight")
+
+    count = sum(bench.sizes.parameters)
+    # weight, exp_avg, exp_avg_sq there and back; gradient once: in bf16 it leaves room for the rounded weight
+    return Case(f"{count:,} weights", optimizer.step, {"torch, fused": peers_step}, check, 0, 28 * count, 0.95, 1.0)
