@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import threading
 from itertools import pairwise
@@ -135,6 +136,27 @@ def tied_step() -> None:
 @pytest.mark.dist
 def test_tied_weights_of_two_ranks_get_the_sum(two_ranks: Any) -> None:
     two_ranks.run(tied_step)
+
+
+def tied_and_different() -> list[str]:
+    """What the log says of copies that are equal, that differ, and of one without memory."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zbkern").addHandler(handler)
+    rank = torch.distributed.get_rank()
+    for values in (torch.ones(3), torch.ones(3) + rank, torch.ones(3, device="meta" if rank else "cpu")):
+        schedule = schedules.zb_h1(2, 2)
+        Pipeline(nn.Linear(2, 2), schedule, nn.functional.mse_loss, tied={"table": nn.Parameter(values)}).close()
+    logging.getLogger("zbkern").removeHandler(handler)
+    return said
+
+
+@pytest.mark.dist
+def test_tied_copies_that_differ_are_told(two_ranks: Any) -> None:
+    (warning,), nothing = two_ranks.run(tied_and_different)
+    assert warning.startswith("Pipeline: the copies of tied 'table' differ between ranks [0, 1]")
+    assert nothing == []
 
 
 def test_frozen_first_stage_and_gradients_elsewhere() -> None:
