@@ -4,6 +4,7 @@ import copy
 import logging
 import random
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -240,6 +241,21 @@ def one_rank(**changes: Any) -> Pipeline:
 def test_bad_construction_names_the_argument(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         one_rank(**changes)
+
+
+def test_ranks_with_different_schedules_are_refused_at_once() -> None:
+    def errors(other: Schedule) -> list[Any]:
+        def construct(transport: LocalTransport) -> None:
+            schedule = other if transport.rank == 1 else schedules.zb_h1(3, 4)
+            Pipeline(nn.Linear(2, 2), schedule, nn.functional.mse_loss, transport)
+
+        return on_threads(3, construct)
+
+    assert errors(replace(schedules.zb_h1(3, 4), name="the same")) == [None] * 3
+    for other in (schedules.gpipe(3, 4), schedules.zb_h1(3, 8)):
+        for error in errors(other):
+            assert isinstance(error, ScheduleError)
+            assert "rank 0 has <Schedule zb_h1: 3 ranks, 1 chunk each, 4 microbatches>, rank 1 another" in str(error)
 
 
 @pytest.mark.parametrize(
