@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,23 @@ def test_attention(key_heads: int | None) -> None:
         return F.linear(y.transpose(1, 2).flatten(-2), m.output.weight, m.output.bias)
 
     check(module, forward, x)
+
+
+@pytest.mark.parametrize("size", [4, 2])
+def test_attention_with_rotary_turns_queries_and_keys(size: int) -> None:
+    module = zbkern.nn.Attention(16, 4, 2, causal=True, dtype=torch.float64)
+    x, angles = torch.randn(2, 6, 16, dtype=torch.float64), torch.randn(6, size // 2, dtype=torch.float64)
+    rotary = angles.cos(), angles.sin()
+
+    def forward(m: nn.Module, x: torch.Tensor, sequences: None, rotary: Any) -> torch.Tensor:
+        q, k, v = F.linear(x, m.qkv.weight).unflatten(-1, (8, 4)).split([4, 2, 2], -2)
+        q, k = (zbkern.functional.rotary(t, *rotary) for t in (q, k))
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True)
+        return F.linear(y.transpose(1, 2).flatten(-2), m.output.weight)
+
+    check(module, forward, x, None, rotary)
+    packed = module(x.flatten(0, 1), sequences=[0, 6, 12], rotary=tuple(t.repeat(2, 1) for t in rotary))
+    testing.assert_close(packed, module(x, rotary=rotary).flatten(0, 1))
 
 
 def test_attention_with_sequences_is_attention_of_each() -> None:

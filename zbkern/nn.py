@@ -117,7 +117,8 @@ class Attention(torch.nn.Module):
 
     features: of input and output [batch, tokens, features]; heads; key_heads: fewer for grouped-query attention, heads
     when None; head_size: features / heads when None; causal, window: as in functional.attention. With
-    `sequences`, forward takes [tokens, features] of sequences one after the other.
+    `sequences`, forward takes [tokens, features] of sequences one after the other. rotary: (cos, sin), each
+    [tokens, up to head_size / 2], turns q and k as functional.rotary does.
     """
 
     def __init__(
@@ -145,9 +146,14 @@ class Attention(torch.nn.Module):
         self.qkv = Linear(features, (heads + 2 * self.key_heads) * self.head_size, bias, device, dtype)
         self.output = Linear(heads * self.head_size, features, bias, device, dtype)
 
-    def forward(self, x: Tensor, sequences: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, sequences: Sequence[int] | None = None, rotary: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         together = self.qkv(x).unflatten(-1, (-1, self.head_size))
-        q, k, v = together.split([self.heads, self.key_heads, self.key_heads], dim=-2)
+        turning, v = together.split([self.heads + self.key_heads, self.key_heads], dim=-2)
+        if rotary is not None:
+            turning = functional.rotary(turning, *rotary)
+        q, k = turning.split([self.heads, self.key_heads], dim=-2)
         y = functional.attention(q, k, v, self.causal, self.window, sequences=sequences)
         return self.output(y.flatten(-2))
 

@@ -1,4 +1,4 @@
-"""The example of docs/pipeline.md runs, on two ranks, up to its first checkpoint."""
+"""The examples of docs/pipeline.md run: the first on two ranks, up to its first checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+import zbkern
+from zbkern.pipeline import Optimizer, Pipeline, plan, profile, schedules
+
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
+
+
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def make_chunk(number: int) -> nn.Module:
@@ -21,7 +28,7 @@ def make_chunk(number: int) -> nn.Module:
 
 def run_example(folder: str) -> tuple[int, bool]:
     """What the page's first block leaves: how many steps it did, and whether this rank has a loss."""
-    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    code = blocks()[0]
     code = code.replace("dist.init_process_group()", "pass").replace('"run"', repr(folder)).replace("1000", "3")
     code = code.replace("999", "2")
     batches = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(4)]
@@ -38,3 +45,63 @@ def run_example(folder: str) -> tuple[int, bool]:
 def test_the_example_runs(two_ranks: Any, tmp_path: Path) -> None:
     assert two_ranks.run(run_example, str(tmp_path / "run")) == [(3, True), (3, False)]
     assert (tmp_path / "run" / "step-00000002").is_dir()
+
+
+def test_the_llama_in_parts_is_the_whole_one() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("the page is about transformers 5: layers returned tuples before")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=8, num_key_value_heads=2)
+    whole = transformers.LlamaForCausalLM(config).double()
+    code = next(block for block in blocks() if "class Part" in block)
+    parts = []
+    for rank in range(2):
+        names: dict[str, Any] = {"torch": torch, "zbkern": zbkern, "whole": whole, "rank": rank}
+        exec(code, names)
+        parts.append(names["chunk"])
+    assert set().union(*(part.state_dict() for part in parts)) == set(whole.state_dict())
+    tokens = torch.randint(61, (2, 7))
+    torch.testing.assert_close(parts[1](parts[0](tokens)), whole(tokens).logits)
+
+
+def logging_example(line: str) -> str:
+    """What the page's log line prints on the rank that has the loss, with a torch scheduler as the page says."""
+    rank = torch.distributed.get_rank()
+    chunk = zbkern.convert(make_chunk(rank))
+    printed: list[str] = []
+    with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss) as pipe:
+        optimizer = Optimizer(torch.optim.AdamW(chunk.parameters(), lr=1.0), pipe, max_norm=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (step + 1))
+        loss = pipe.step(torch.ones(8, 8), torch.ones(8, 8))
+        optimizer.step()
+        scheduler.step()
+        names = {"pipe": pipe, "optimizer": optimizer, "loss": loss, "step": 0, "print": printed.append}
+        exec(line, names)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+    return " ".join(printed)
+
+
+@pytest.mark.dist
+def test_the_log_line(two_ranks: Any) -> None:
+    line = next(block for block in blocks() if "bubble_rate" in block and "print" in block)
+    nothing, text = two_ranks.run(logging_example, line)
+    assert nothing == ""
+    assert re.fullmatch(r"step 0: loss [\d.]+, norm [\d.]+, idle [\d.]+%", text)
+
+
+def planned_example(code: str) -> tuple[str, bool]:
+    rank = torch.distributed.get_rank()
+    names: dict[str, Any] = {"chunk": zbkern.convert(make_chunk(rank)), "rank": rank, "dist": torch.distributed}
+    names |= {"profile": profile, "plan": plan, "Pipeline": Pipeline, "loss_fn": nn.functional.mse_loss}
+    names |= {"inputs": torch.ones(16, 8), "targets": torch.ones(16, 8)}
+    exec(code.replace("range(4)", "range(2)").replace("stages=4", "stages=2, time_limit=1"), names)
+    with names["pipe"] as pipe:
+        return pipe.schedule.to_csv(), pipe.step(names["inputs"], names["targets"]) is not None
+
+
+@pytest.mark.dist
+def test_the_measured_plan(two_ranks: Any) -> None:
+    (first, nothing), (second, loss) = two_ranks.run(planned_example, next(b for b in blocks() if "broadcast" in b))
+    assert first == second
+    assert (nothing, loss) == (False, True)

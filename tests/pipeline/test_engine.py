@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -137,6 +139,27 @@ def test_tied_weights_of_two_ranks_get_the_sum(two_ranks: Any) -> None:
     two_ranks.run(tied_step)
 
 
+def tied_and_different() -> list[str]:
+    """What the log says of copies that are equal, that differ, and of one without memory."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zbkern").addHandler(handler)
+    rank = torch.distributed.get_rank()
+    for values in (torch.ones(3), torch.ones(3) + rank, torch.ones(3, device="meta" if rank else "cpu")):
+        schedule = schedules.zb_h1(2, 2)
+        Pipeline(nn.Linear(2, 2), schedule, nn.functional.mse_loss, tied={"table": nn.Parameter(values)}).close()
+    logging.getLogger("zbkern").removeHandler(handler)
+    return said
+
+
+@pytest.mark.dist
+def test_tied_copies_that_differ_are_told(two_ranks: Any) -> None:
+    (warning,), nothing = two_ranks.run(tied_and_different)
+    assert warning.startswith("Pipeline: the copies of tied 'table' differ between ranks [0, 1]")
+    assert nothing == []
+
+
 def test_frozen_first_stage_and_gradients_elsewhere() -> None:
     schedule, model, (inputs, targets) = schedules.zb_h1(2, 4), make_model(2), make_data(4)
     model[0].requires_grad_(False)
@@ -218,6 +241,21 @@ def one_rank(**changes: Any) -> Pipeline:
 def test_bad_construction_names_the_argument(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         one_rank(**changes)
+
+
+def test_ranks_with_different_schedules_are_refused_at_once() -> None:
+    def errors(other: Schedule) -> list[Any]:
+        def construct(transport: LocalTransport) -> None:
+            schedule = other if transport.rank == 1 else schedules.zb_h1(3, 4)
+            Pipeline(nn.Linear(2, 2), schedule, nn.functional.mse_loss, transport)
+
+        return on_threads(3, construct)
+
+    assert errors(replace(schedules.zb_h1(3, 4), name="the same")) == [None] * 3
+    for other in (schedules.gpipe(3, 4), schedules.zb_h1(3, 8)):
+        for error in errors(other):
+            assert isinstance(error, ScheduleError)
+            assert "rank 0 has <Schedule zb_h1: 3 ranks, 1 chunk each, 4 microbatches>, rank 1 another" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import zlib
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from zbkern.pipeline.actions import Schedule
+from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.warmup import chain
 
@@ -39,6 +42,23 @@ def connect(group: Any, schedule: Schedule, device: torch.device) -> Transport:
     rank = dist.get_rank(group)
     edges = {*pairwise(schedule.placement), *pairwise(chain(schedule))}
     return DistributedTransport(group, {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}, device)
+
+
+def agree(schedule: Schedule, transport: Transport) -> None:
+    """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain."""
+    found = transport.gather((repr(schedule), _checksum(schedule)))
+    others = [rank for rank, (_, checksum) in enumerate(found) if checksum != found[0][1]]
+    if others:
+        raise ScheduleError(
+            f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][0]}, rank {others[0]} another "
+            f"{found[others[0]][0]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
+            "else on every rank, so plan on one and send the schedule with torch.distributed.broadcast_object_list"
+        )
+
+
+@functools.lru_cache(maxsize=8)  # ranks that are threads have one schedule: 24 ms at 64 ranks and 128 microbatches
+def _checksum(schedule: Schedule) -> int:
+    return zlib.crc32(replace(schedule, name="").to_csv().encode())
 
 
 def connect_row(group: Any, device: torch.device) -> Transport:

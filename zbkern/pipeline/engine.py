@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbkern.pipeline.actions import Action, Schedule, ScheduleError
 from zbkern.pipeline.arguments import check, device_of, module_list, split
-from zbkern.pipeline.connection import connect, is_transport, place
+from zbkern.pipeline.connection import agree, connect, is_transport, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare
@@ -99,6 +99,7 @@ class Pipeline:
         }
         self._last = last
         self._transport = connect(group, schedule, self.device)
+        agree(schedule, self._transport)
         self.rank = rank
         self.tied = dict(tied or {})
         self.optimizer: Any = None  # an Optimizer of this pipeline sets itself here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -11,13 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.transport import DistributedTransport, Transport
 
+logger = logging.getLogger("zbkern")
+
 
 class TiedWeights:
-    """Those of `tied` that other ranks name, too. Raises ValueError where there is no process group to sum over."""
+    """Those of `tied` that other ranks name, too. Raises ValueError where there is no process group to sum over.
+
+    Warns of copies that differ: they get equal gradients, and would differ for ever. No error, since a checkpoint that
+    makes them equal is often loaded later.
+    """
 
     def __init__(self, tied: Mapping[str, Tensor], transport: Transport, group: dist.ProcessGroup | None) -> None:
         self._shared: list[tuple[Tensor, dist.ProcessGroup]] = []
-        named = transport.gather(sorted(tied))
+        named = transport.gather({name: _fingerprint(parameter) for name, parameter in tied.items()})
         for name in sorted(tied):
             ranks = [rank for rank, names in enumerate(named) if name in names]
             if len(ranks) == 1:
@@ -25,6 +32,15 @@ class TiedWeights:
             if not isinstance(transport, DistributedTransport):
                 raise ValueError("Pipeline: tied parameters across ranks need a torch.distributed group")
             everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
+            prints = [named[rank][name] for rank in ranks]
+            if transport.rank == ranks[0] and any(found != prints[0] for found in prints if found and prints[0]):
+                logger.warning(
+                    "Pipeline: the copies of tied %r differ between ranks %s (shape and sum: %s); give them one value, "
+                    "from one seed, by a copy or from a checkpoint, before the first step",
+                    name,
+                    ranks,
+                    prints,
+                )
             members = [everyone[rank] for rank in ranks]
             self._shared.append((tied[name], dist.new_group(members, use_local_synchronization=True)))
 
@@ -41,3 +57,11 @@ class TiedWeights:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
+
+
+def _fingerprint(parameter: Tensor) -> tuple[list[int], float] | None:
+    """Shape and sum of all values, the same for the same values; None for a parameter without memory."""
+    if parameter.is_meta:
+        return None
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return list(parameter.shape), local.detach().sum(dtype=torch.float64).item()

@@ -1,0 +1,69 @@
+"""The model of docs/layers.md: what it computes is what torch's operations do, in a pipeline, too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.pipeline.chunks import on_threads
+from zbkern import testing
+from zbkern.pipeline import Pipeline, schedules
+from zbkern.pipeline.local_transport import LocalTransport
+
+PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
+CLASSES, PIPELINE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def chunks() -> list[Any]:
+    names: dict[str, Any] = {}
+    exec(CLASSES, names)
+    torch.manual_seed(0)
+    return [names["Chunk"](number).double() for number in range(2)]
+
+
+def turned(x: Tensor, turns: Tensor) -> Tensor:
+    """x [batch, heads, tokens, size], turned as in Llama."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * turns.cos() - b * turns.sin(), b * turns.cos() + a * turns.sin()], -1)
+
+
+def with_torch(first: nn.Module, last: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The same weights, in torch's operations."""
+    x = F.embedding(tokens, first.embedding.weight)
+    turns = torch.outer(torch.arange(tokens.shape[1]), first.angles)
+    for block in [*first.blocks.values(), *last.blocks.values()]:
+        y = F.rms_norm(x, x.shape[-1:], block.attention_norm.weight)
+        q, k, v = F.linear(y, block.attention.qkv.weight).unflatten(-1, (8, 16)).transpose(1, 2).split([4, 2, 2], 1)
+        y = F.scaled_dot_product_attention(turned(q, turns), turned(k, turns), v, is_causal=True, enable_gqa=True)
+        x = x + F.linear(y.transpose(1, 2).flatten(-2), block.attention.output.weight)
+        y, mlp = F.rms_norm(x, x.shape[-1:], block.mlp_norm.weight), block.mlp
+        x = x + F.linear(F.silu(F.linear(y, mlp.gate.weight)) * F.linear(y, mlp.up.weight), mlp.down.weight)
+    logits = F.linear(F.rms_norm(x, x.shape[-1:], last.norm.weight), last.head.weight)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_the_model_of_the_page_in_a_pipeline() -> None:
+    tokens, targets = torch.randint(256, (2, 8, 12), generator=torch.Generator().manual_seed(0))
+    model, expected = chunks(), chunks()
+    loss = with_torch(*expected, tokens, targets)
+    loss.backward()
+
+    def rank_step(transport: LocalTransport) -> Any:
+        names: dict[str, Any] = {"rank": transport.rank, "torch": torch, "schedules": schedules}
+        names["Chunk"] = model.__getitem__
+        names["Pipeline"] = lambda chunk, schedule, loss_fn: Pipeline(chunk, schedule, loss_fn, transport)
+        exec(PIPELINE, names)
+        with names["pipe"] as pipe:
+            return pipe.step(tokens, targets), pipe.evaluate(tokens, targets), pipe.queue.peak_bytes
+
+    (none, _, _), (ours, evaluated, _) = on_threads(2, rank_step)
+    assert none is None
+    torch.testing.assert_close(ours, loss.detach())
+    torch.testing.assert_close(evaluated, ours)
+    for found, plain in zip(model, expected, strict=True):
+        testing.assert_same_gradients(found, plain)
