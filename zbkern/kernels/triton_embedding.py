@@ -84,13 +84,14 @@ def _sum_runs(
             i = first + tl.arange(0, ROWS)
             mine = (tl.load(tokens + i, i < count, other=-1) == token) & (i < count)
             place = tl.load(order + i, mine, other=0)
-            base = part0 + place * row
+            source, origin = part0, tl.zeros_like(place)
             if PARTS >= 2:
-                base = tl.where(place >= end0, part1 + (place - end0) * row, base)
+                source, origin = tl.where(place >= end0, part1, source), tl.where(place >= end0, end0, origin)
             if PARTS >= 3:
-                base = tl.where(place >= end1, part2 + (place - end1) * row, base)
+                source, origin = tl.where(place >= end1, part2, source), tl.where(place >= end1, end1, origin)
             if PARTS >= 4:
-                base = tl.where(place >= end2, part3 + (place - end2) * row, base)
+                source, origin = tl.where(place >= end2, part3, source), tl.where(place >= end2, end2, origin)
+            base = source + (place - origin) * row
             total += widen(tl.load(base[:, None] + offset(j, column)[None, :], mine[:, None] & inside, other=0))
             first += ROWS
             going = tl.sum(mine.to(tl.int32), 0) == ROWS
