@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import table, write_json
-from zbkern.pipeline import Costs, plan, schedules
+from zbkern.pipeline import Costs, plan
 
 PROFILES = json.loads((Path(__file__).parent.parent / "tests/data/zb_profiles.json").read_text())
-LIMITS_OF_V = {0.5: schedules.v_half, 0.75: None, 1.0: schedules.zb_v, 1.5: None}
 Cell = tuple[str, Costs, int, int, int, float | None, float | None]  # name, costs, stages, microbatches, chunks, limit
 
 

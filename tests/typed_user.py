@@ -5,6 +5,8 @@ A line that must be refused says so in a `type: ignore`, which is an error itsel
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
@@ -50,6 +52,27 @@ def ops(x: Tensor, weight: Tensor) -> None:
     assert_type(functional.layer_norm(x, weight, weight), Tensor)
     assert_type(functional.layer_norm(x, weight, weight, residual=x), tuple[Tensor, Tensor])
     functional.linear(x, weight, 1.0)  # type: ignore[arg-type]
+
+
+class Scale(zbkern.SeparableFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def dgrad(ctx: Any, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        x, gain = ctx.saved_tensors
+        return dy * gain, (x, dy)
+
+    @staticmethod
+    def wgrad(x: Tensor, dy: Tensor) -> Tensor:
+        return (x * dy).sum(0)
+
+
+def own_op(x: Tensor, gain: Tensor) -> None:
+    Scale.apply(x, weights=[gain], name="scale")
+    Scale.apply(x)  # type: ignore[call-arg]
 
 
 def deferred() -> None:
@@ -99,6 +122,7 @@ def train(modules: list[torch.nn.Module], inputs: Tensor, targets: Tensor) -> No
         assert_type(pipe.evaluate(inputs, targets), Tensor | None)
         assert_type(pipe.queue, zbkern.WGradQueue)
         assert_type(pipe.gather_timeline(), Timeline)
+        Optimizer(zbkern.optim.AdamW(modules[0].parameters(), lr=3e-4, master_weights=True), pipe)
         assert_type(clip_grad_norm_(modules[0].parameters(), max_norm=1.0), float)
         checkpoint.save("folder", 100, pipe, optimizer, extra={"epoch": 1})
         Pipeline(modules, schedule(), loss_fn, timeout="long")  # type: ignore[arg-type]

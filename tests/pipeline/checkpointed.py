@@ -65,3 +65,35 @@ def train(pipe: Pipeline, optimizer: Any, steps: range, dtype: torch.dtype = tor
         optimizer.step()
         losses.append(None if loss is None else loss.item())
     return losses
+
+
+def state_by_name(modules: list[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights, buffers, and for every parameter its state and hyperparameters."""
+    found: dict[str, Any] = {}
+    for module in modules:
+        found.update({key: value.clone() for key, value in module.state_dict().items()})
+        names = {id(parameter): key for key, parameter in module.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in (p for p in group["params"] if id(p) in names):
+                name = names[id(parameter)]
+                found.update({f"{name}/{entry}": value for entry, value in optimizer.state[parameter].items()})
+                found[f"{name}/settings"] = (group["lr"], group["weight_decay"], group["betas"])
+    return found
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]) if isinstance(value, Tensor) else value == theirs[key], key
+
+
+def plain_run(module: nn.Module, optimizer: Any, steps: range, scaler: Any = None) -> list[float]:
+    losses = []
+    for step in steps:
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(module(inputs.to(module[0][0].weight.dtype)).float(), targets)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -48,7 +48,7 @@ class SeparableFunction:
         raise NotImplementedError("SeparableFunction: a subclass needs forward(ctx, *inputs, *weights)")
 
     @staticmethod
-    def dgrad(ctx: Any, *dy: Tensor | None) -> tuple[Any, Sequence[Any]]:
+    def dgrad(ctx: Any, *dy: Any) -> tuple[Any, Sequence[Any]]:
         raise NotImplementedError("SeparableFunction: a subclass needs dgrad(ctx, *dy)")
 
     @staticmethod
