@@ -68,6 +68,9 @@ def test_info_says_which_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0] == "  bf16, causal, heads of 128: through torch cudnn (not measured on such a GPU yet)"
     assert "  not triton: it has no compiler" in lines
     assert "  not flash_attn 3: not installed" in lines
+    after = paths.lines("cuda", None)[-2:]
+    assert after[0] == "  float32 with a window, heads of 256: through torch"
+    assert after[1] == "  not triton: heads of more than 128 in float32 do not fit its registers"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert any("attention\n  impl='auto' on cuda\n  bf16, causal" in text for text in info._ops())
 

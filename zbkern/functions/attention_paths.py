@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import pairwise
 from types import ModuleType
@@ -107,14 +107,18 @@ def explain(case: Case, why_not_ours: str | None = None) -> list[tuple[str, str 
 
 
 def lines(device: torch.device | str, why_not_ours: str | None) -> list[str]:
-    """For `zbkern info`: the usual case on that GPU."""
+    """For `zbkern info`: the usual case on that GPU, and the one that is left to torch alone."""
     capability = torch.cuda.get_device_capability(device)
-    case = Case(capability, torch.bfloat16, 128, 8192, True, False, False, True, False)
-    cores = explain(case, why_not_ours)
-    chosen = next(name for name, reason in cores if reason is None)
+    usual = Case(capability, torch.bfloat16, 128, 8192, True, False, False, True, False)
     how = "as measured" if capability in measured.ATTENTION else "not measured on such a GPU yet"
-    found = [f"  bf16, causal, heads of 128: through {chosen} ({how})"]
-    return found + [f"  not {name}: {reason}" for name, reason in cores if reason is not None]
+    large = replace(usual, dtype=torch.float32, size=256, window=True)
+    found = []
+    for what, case in (("bf16, causal, heads of 128", usual), ("float32 with a window, heads of 256", large)):
+        cores = explain(case, why_not_ours)
+        chosen = next(name for name, reason in cores if reason is None)
+        found.append(f"  {what}: through {chosen}" + f" ({how})" * (case is usual))
+        found += [f"  not {name}: {reason}" for name, reason in cores if reason is not None]
+    return found
 
 
 def why_not(name: str, case: Case) -> str | None:
