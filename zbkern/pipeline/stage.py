@@ -110,7 +110,14 @@ class Stage:
         """Where this output's gradient enters the graph: the output itself need not live on to its B."""
         if not isinstance(output, Tensor) or not output.requires_grad:
             return None
-        return output if self.loss_fn is not None else get_gradient_edge(output)
+        if self.loss_fn is not None:
+            return output
+        edge = get_gradient_edge(output)
+        try:
+            edge.node._input_metadata  # noqa: B018
+        except RuntimeError:  # a backward cannot begin at a function written in Python, in some versions of torch
+            edge = get_gradient_edge(output.view_as(output))
+        return edge
 
     def _loss(self, outputs: Any, target: Any) -> Tensor:
         loss = self.loss_fn(outputs, target)  # type: ignore[misc]
