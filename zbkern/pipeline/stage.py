@@ -15,6 +15,9 @@ from zbkern.wgrad import WGradQueue
 
 logger = logging.getLogger("zbkern")
 
+# Before torch 2.9 the edge of a function written in Python, as our layers are, does not keep the graph alive.
+_EDGES_OWN = "ownership_token" in GradientEdge._fields
+
 
 class Stage:
     """Runs one chunk. What a microbatch needs between its F and its B is kept here, between its B and its W in `queue`.
@@ -112,12 +115,9 @@ class Stage:
             return None
         if self.loss_fn is not None:
             return output
-        edge = get_gradient_edge(output)
-        try:
-            edge.node._input_metadata  # noqa: B018
-        except RuntimeError:  # a backward cannot begin at a function written in Python, in some versions of torch
-            edge = get_gradient_edge(output.view_as(output))
-        return edge
+        if not _EDGES_OWN:
+            output = output.view_as(output)
+        return get_gradient_edge(output)
 
     def _loss(self, outputs: Any, target: Any) -> Tensor:
         loss = self.loss_fn(outputs, target)  # type: ignore[misc]
