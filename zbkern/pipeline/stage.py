@@ -15,7 +15,7 @@ from zbkern.wgrad import WGradQueue
 
 logger = logging.getLogger("zbkern")
 
-# Before torch 2.9 the edge of a function written in Python, as our layers are, does not keep the graph alive.
+# In torch 2.8 the edge of a function written in Python, as our layers are, does not keep the graph alive.
 _EDGES_OWN = "ownership_token" in GradientEdge._fields
 
 
