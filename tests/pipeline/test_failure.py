@@ -237,7 +237,7 @@ def test_a_rank_that_is_killed_or_frozen_ends_the_others(how: str) -> None:
     ]
     try:
         assert ranks[1].stdout is not None
-        assert ranks[1].stdout.readline() == "running\n"
+        assert "running\n" in iter(ranks[1].stdout.readline, "")  # older gloo prints lines of its own before
         ranks[1].send_signal(getattr(signal, how))
         start = time.monotonic()
         messages = [ranks[rank].communicate(timeout=30)[1] for rank in (0, 2)]

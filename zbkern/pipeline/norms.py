@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 
 def grad_norm(
@@ -70,16 +71,28 @@ def squares(gradients: list[Tensor]) -> Tensor:
     """
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for gradient in gradients:
-        mesh = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        kinds.setdefault((gradient.device, gradient.dtype, mesh), []).append(gradient)
+        where = None
+        if isinstance(gradient, DTensor):
+            if any(placement.is_partial() for placement in gradient.placements):
+                whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+                gradient = gradient.redistribute(placements=whole)
+            where = gradient.device_mesh, gradient.placements
+            gradient = gradient.to_local()
+        kinds.setdefault((gradient.device, gradient.dtype, where), []).append(gradient)
     sums = []
-    for (_, dtype, _), alike in kinds.items():
+    for (_, dtype, where), alike in kinds.items():
         norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32)))
-        everywhere = norms.full_tensor() if isinstance(norms, DTensor) else norms
-        sums.append(everywhere.double().square().sum())
+        total = norms.double().square().sum()
+        sums.append(total if where is None else _over_shards(total, *where))
     if not sums:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack([value.to(sums[0].device) for value in sums]).sum()
+
+
+def _over_shards(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """The sum over what the ranks of a mesh hold; what they hold alike counts once."""
+    sums = [placement if placement.is_replicate() else Partial() for placement in placements]
+    return DTensor.from_local(part, mesh, sums, run_check=False).full_tensor()
 
 
 def coefficient(norm: float, max_norm: float | None) -> float:
