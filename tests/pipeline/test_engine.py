@@ -189,6 +189,16 @@ def test_inputs_that_ask_for_a_gradient_get_it(parts: bool) -> None:
     torch.testing.assert_close(torch.cat([leaf.grad for leaf in leaves]), expected.grad)
 
 
+def test_an_evaluation_leaves_every_module_in_its_mode() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Dropout().eval())
+    seen = []
+    module[2].register_forward_pre_hook(lambda part, _: seen.append((module.training, module[1].training)))
+    with one_rank(modules=module) as pipe:
+        pipe.evaluate(torch.ones(2, 2), torch.ones(2, 2))
+    assert set(seen) == {(False, False)}
+    assert [part.training for part in module.modules()] == [True, True, True, False]
+
+
 def test_slices_of_w_add_up() -> None:
     whole = schedules.zb_h1(1, 2)
     sliced = [

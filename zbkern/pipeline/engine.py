@@ -156,7 +156,7 @@ class Pipeline:
         if self.optimizer is not None:
             self.optimizer.validate()
         modules = [stage.module for stage in self._stages.values()]
-        training = [module.training for module in modules]
+        modes = [(part, part.training) for module in modules for part in module.modules()]  # parents first
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
             self._begin(inputs, targets)
@@ -165,8 +165,9 @@ class Pipeline:
             with torch.no_grad():
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
-            for module, mode in zip(modules, training, strict=True):
-                module.train(mode)
+            for part, mode in modes:
+                if part.training is not mode:  # by train(), which some layers override
+                    part.train(mode)
             self._recorder = recorder
             self._replicas.void()
         return self._loss()
