@@ -49,7 +49,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        hidden = 8 * config.width // 3 // 64 * 64
+        hidden = max(64, 8 * config.width // 3 // 64 * 64)
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.width)

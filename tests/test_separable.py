@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zbkern
 from zbkern.pipeline import Pipeline, schedules
@@ -135,6 +136,19 @@ def test_hooks_and_main_grad() -> None:
     torch.testing.assert_close(heard, [plain[0].weight.grad])
     torch.testing.assert_close(own[2].weight.main_grad, plain[2].weight.grad + 1)
     assert own[2].weight.grad is None
+
+
+def test_in_a_checkpointed_region_it_is_computed_again_in_b() -> None:
+    plain, own = models()
+    queue = WGradQueue()
+    for x in data():
+        x.requires_grad_()
+        plain(x).square().sum().backward()
+        with queue.defer():
+            checkpoint(own, x, use_reentrant=False).square().sum().backward()
+    assert queue.pending() == 6
+    queue.run()
+    check(plain, own)
 
 
 def test_frozen_weights_and_no_grad() -> None:

@@ -66,6 +66,11 @@ def check_losses(names: list[str], microbatches: int, tied: bool, fill: str, out
     return done
 
 
+def test_the_smallest_model_has_all_its_parts() -> None:
+    gpt = example("gpt")
+    assert all(p.numel() for p in gpt.chunk(gpt.Config(layers=1, width=2, heads=1), 0, 1).parameters())
+
+
 @pytest.mark.parametrize(
     ("microbatches", "tied", "fill"), [(4, False, "planned"), (5, True, "planned"), (4, True, "eager")]
 )

@@ -189,6 +189,16 @@ def test_inputs_that_ask_for_a_gradient_get_it(parts: bool) -> None:
     torch.testing.assert_close(torch.cat([leaf.grad for leaf in leaves]), expected.grad)
 
 
+def test_an_evaluation_leaves_every_module_in_its_mode() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Dropout().eval())
+    seen = []
+    module[2].register_forward_pre_hook(lambda part, _: seen.append((module.training, module[1].training)))
+    with one_rank(modules=module) as pipe:
+        pipe.evaluate(torch.ones(2, 2), torch.ones(2, 2))
+    assert set(seen) == {(False, False)}
+    assert [part.training for part in module.modules()] == [True, True, True, False]
+
+
 def test_slices_of_w_add_up() -> None:
     whole = schedules.zb_h1(1, 2)
     sliced = [
@@ -224,7 +234,8 @@ def one_rank(**changes: Any) -> Pipeline:
         ({"schedule": schedules.one_f_one_b(2, 2)}, "2 stages and the group 1 ranks"),
         ({"modules": []}, r"chunks \[0\] of this schedule and needs 1 modules, in model order; got 0"),
         ({"fill": "lazy"}, "fill must be one of"),
-        ({"loss_fn": None}, "loss_fn must be callable"),
+        ({"loss_fn": None}, "loss_fn must be callable on rank 0, which holds the last chunk; got None"),
+        ({"loss_fn": "mse"}, r"loss_fn must be callable as loss_fn\(output, target\); got 'mse'"),
         ({"max_wgrad_bytes": -1}, "max_bytes must be"),
         ({"group": None}, "init_process_group"),
         ({"modules": None}, "modules must be this rank's chunks, each a torch.nn.Module; got NoneType"),

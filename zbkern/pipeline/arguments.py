@@ -16,7 +16,7 @@ from zbkern.pipeline.simulate import FILLS
 
 def check(
     schedule: Schedule,
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
     fill: str,
     tied: Mapping[str, Tensor] | None,
     timeout: float,
@@ -28,7 +28,7 @@ def check(
     """Raises TypeError, ValueError or ScheduleError for what cannot be an argument of a Pipeline."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"Pipeline: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
-    if not callable(loss_fn):
+    if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"Pipeline: loss_fn must be callable as loss_fn(output, target); got {loss_fn!r}")
     if fill not in FILLS:
         raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")

@@ -39,15 +39,15 @@ class Pipeline:
     modules: this rank's chunks in model order; convert them (`zbkern.convert`) so that their W can wait. They may then
     be wrapped in DistributedDataParallel or sharded by `fully_shard`, over ranks that hold the same chunks of other
     pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). loss_fn: called as loss_fn(output,
-    target) for one microbatch on the last chunk's rank. group: the pipeline's ranks, None for all; or a Transport.
-    fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run at once. tied:
-    {name: parameter} of weights that several ranks hold: those that give the same name get the sum of their gradients.
-    timeout: seconds to wait for one message before the step fails. fill_with: called where the rank would wait and no W
-    is left; it does a little work of yours and returns True while there is more. nonfinite: "raise" ends the step with
-    the microbatch whose loss is not finite (it waits for the device once per loss), "ignore" leaves that to an
-    Optimizer, which skips. record: keep samples of the W queue and of memory (`samples`). replan_every: steps after
-    which costs are measured and, if another schedule is better for them within the memory of this one, it takes over; 0
-    for never. costs: whose `activation` and `held` that memory is reckoned with.
+    target) for one microbatch on the last chunk's rank, None will do elsewhere. group: the pipeline's ranks, None for
+    all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
+    at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
+    their gradients. timeout: seconds to wait for one message before the step fails. fill_with: called where the rank
+    would wait and no W is left; it does a little work of yours and returns True while there is more. nonfinite: "raise"
+    ends the step with the microbatch whose loss is not finite (it waits for the device once per loss), "ignore" leaves
+    that to an Optimizer, which skips. record: keep samples of the W queue and of memory (`samples`). replan_every:
+    steps after which costs are measured and, if another schedule is better for them within the memory of this one, it
+    takes over; 0 for never. costs: whose `activation` and `held` that memory is reckoned with.
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together.
 
     A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
@@ -58,7 +58,7 @@ class Pipeline:
         self,
         modules: Iterable[torch.nn.Module],
         schedule: Schedule,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: Callable[[Any, Any], Tensor] | None,
         group: dist.ProcessGroup | Transport | None = None,
         device: torch.device | str | None = None,
         fill: str = "planned",
@@ -85,13 +85,15 @@ class Pipeline:
                 f"Pipeline: rank {rank} holds chunks {chunks} of this schedule and needs {len(chunks)} modules, "
                 f"in model order; got {len(modules)}"
             )
+        last = len(schedule.placement) - 1
+        if last in chunks and loss_fn is None:
+            raise TypeError(f"Pipeline: loss_fn must be callable on rank {rank}, which holds the last chunk; got None")
         self.fill = fill
         self.timeout = timeout
         self.fill_with = fill_with
         self.nonfinite = nonfinite
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
-        last = len(schedule.placement) - 1
         self._replicas = Replicas(dict(zip(chunks, modules, strict=True)), self.queue)
         self._stages = {
             chunk: Stage(module, chunk, self.queue, loss_fn if chunk == last else None, schedule.microbatches)
@@ -154,7 +156,7 @@ class Pipeline:
         if self.optimizer is not None:
             self.optimizer.validate()
         modules = [stage.module for stage in self._stages.values()]
-        training = [module.training for module in modules]
+        modes = [(part, part.training) for module in modules for part in module.modules()]  # parents first
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
             self._begin(inputs, targets)
@@ -163,8 +165,9 @@ class Pipeline:
             with torch.no_grad():
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
-            for module, mode in zip(modules, training, strict=True):
-                module.train(mode)
+            for part, mode in modes:
+                if part.training is not mode:  # by train(), which some layers override
+                    part.train(mode)
             self._recorder = recorder
             self._replicas.void()
         return self._loss()

@@ -24,7 +24,7 @@ from zbkern.pipeline.transport import Transport
 def profile(
     modules: Iterable[torch.nn.Module],
     placement: Sequence[int],
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
     inputs: Any = None,
     targets: Any = None,
     microbatches: int = 4,
@@ -45,11 +45,12 @@ def profile(
     gradients = [p.grad for p in parameters]
 
     def loss(output: Any, target: Any) -> Tensor:
-        return counted[-1].loss(loss_fn, output, target)
+        return counted[-1].loss(loss_fn, output, target)  # type: ignore[arg-type]
 
     target = device_of(device, counted)
     here = [target] if target.type == "cuda" else []  # by default of all GPUs, with a warning
-    with torch.random.fork_rng(here), Pipeline(counted, schedule, loss, group, target) as pipe:
+    criterion = None if loss_fn is None else loss
+    with torch.random.fork_rng(here), Pipeline(counted, schedule, criterion, group, target) as pipe:
         if 0 in pipe.modules:
             counted[0].keeps_inputs = True
         pipe.queue.merge = False  # schedules seldom have two W of a chunk in a row
