@@ -109,13 +109,13 @@ def run_schedule(name: str, kind: str, stock: bool, data_parallel: bool = False,
         x, target = data(step)
         arguments = (x,) if 0 in places[rank] else ()
         options = {"target": target} if stages - 1 in places[rank] else {}
-        if not stock and not data_parallel:
-            outputs = schedule.eval(*arguments, **options)
-            if stages - 1 in places[rank]:
-                testing.assert_close(outputs, functools.reduce(lambda y, module: module(y), expected, x), "outputs")
         schedule.step(*arguments, **options)
         assert queue.pending() == 0
         assert queue.bytes == 0
+        if not stock and not data_parallel:  # not before the first step, where torch 2.11 still forgets its gradients
+            outputs = schedule.eval(*arguments, **options)
+            if stages - 1 in places[rank]:
+                testing.assert_close(outputs, functools.reduce(lambda y, module: module(y), expected, x), "outputs")
         plain(expected, step)
         if data_parallel:
             for parameter in expected.parameters():

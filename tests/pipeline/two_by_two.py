@@ -60,7 +60,8 @@ def batch(step: int, replica: int, dtype: torch.dtype = torch.float64) -> tuple[
 
 
 def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.mse_loss(outputs.float() if outputs.dtype.itemsize < 4 else outputs, targets)
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    return nn.functional.mse_loss(outputs.to(wide), targets.to(wide))
 
 
 def mesh() -> DeviceMesh:
