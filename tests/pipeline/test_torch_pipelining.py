@@ -112,10 +112,6 @@ def run_schedule(name: str, kind: str, stock: bool, data_parallel: bool = False,
         schedule.step(*arguments, **options)
         assert queue.pending() == 0
         assert queue.bytes == 0
-        if not stock and not data_parallel:  # not before the first step, where torch 2.11 still forgets its gradients
-            outputs = schedule.eval(*arguments, **options)
-            if stages - 1 in places[rank]:
-                testing.assert_close(outputs, functools.reduce(lambda y, module: module(y), expected, x), "outputs")
         plain(expected, step)
         if data_parallel:
             for parameter in expected.parameters():
@@ -124,6 +120,10 @@ def run_schedule(name: str, kind: str, stock: bool, data_parallel: bool = False,
             testing.assert_same_gradients(modules[index], expected[index])
         for module in [*modules, *expected]:
             module.zero_grad()
+        if not stock and not data_parallel:  # without gradients and after a step: eval in torch 2.11 changes both
+            outputs = schedule.eval(*arguments, **options)
+            if stages - 1 in places[rank]:
+                testing.assert_close(outputs, functools.reduce(lambda y, module: module(y), expected, x), "outputs")
     return len(ran)
 
 
