@@ -4,7 +4,7 @@
 # On Linux on x86-64 a plain "torch" brings the CUDA packages, so the CPU build is pinned by its local version.
 TORCH ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),torch==2.13.0+cpu,torch==2.13.0)
 RANKS ?= 2
-# The tests on a GPU compile some 1600 variants of kernels, at about a second each.
+# The tests on a GPU compile some 2000 variants of kernels, at half a second to ten seconds of a core each.
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
 TEST_SECONDS ?= 360
 PIP    = $(PYTHON) -m pip --disable-pip-version-check

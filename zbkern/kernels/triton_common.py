@@ -127,11 +127,14 @@ def widen(value):
 
 @triton.jit
 def offset(index, stride):
-    """index * stride in 64 bits, for matrices of more than 2^31 elements.
+    """index * stride in 64 bits, for matrices of more than 2^31 elements; in 32, and fewer registers, where it is 1.
 
-    Not by an annotation of the stride: a stride of 1 would then not be compiled in, and elements be loaded one by one.
+    Not by an annotation of the stride: one of 1 would then not be compiled in, and elements be loaded one by one.
     """
-    return index.to(tl.int64) * stride
+    if isinstance(stride, int):  # a constant, which only 1 becomes
+        return index * stride
+    else:
+        return index.to(tl.int64) * stride
 
 
 @triton.jit

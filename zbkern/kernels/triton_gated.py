@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.triton_activation import gated_bwd, gated_fwd
-from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, dot, widen
+from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, dot, offset, widen
 from zbkern.kernels.triton_linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton_product import (
     Matrix,
@@ -74,8 +74,9 @@ def _gate_backward(
 ):  # fmt: skip
     """The epilogue of a tile of dh: both gradients, and h once more. gate and up come by plain loads: descriptors would
     hold a third and a fourth buffer of shared memory beside the operands."""
-    before = widen(load(gate, p, q, P, Q, i_outer, i_inner, M, N, False))
-    factor = widen(load(up, p, q, P, Q, i_outer, i_inner, M, N, False))
+    start = offset(p, i_outer) + offset(q, i_inner)
+    before = widen(load(gate + start, 0, 0, P - p, Q - q, i_outer, i_inner, M, N, False))
+    factor = widen(load(up + start, 0, 0, P - p, Q - q, i_outer, i_inner, M, N, False))
     activated = activate(before, ACTIVATION)
     store(h, activated * factor, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
     store(dup, dh * activated, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
