@@ -130,20 +130,40 @@ def run_schedule(name: str, kind: str, stock: bool, data_parallel: bool = False,
 SCHEDULES = ["one stage", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.fixture(scope="module")
+def stock_runs_v(two_ranks: Any) -> bool:
+    """Whether torch's own stages run a V over gloo: in 2.11 a rank begins by sending to itself, which gloo cannot."""
+    try:
+        two_ranks.run(run_schedule, "ScheduleZBVZeroBubble", "block", True, False, 1)
+    except AssertionError as error:
+        if "Pair is not connected" in str(error):
+            return False
+        raise
+    return True
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    if "V" in request.param and not request.getfixturevalue("stock_runs_v"):
+        pytest.skip("this version of torch cannot run schedules in a V over gloo")
+    return request.param
+
+
+@pytest.mark.parametrize("name", SCHEDULES, indirect=True)
 def test_stock_schedules_with_our_stage(two_ranks: Any, name: str) -> None:
     deferred = two_ranks.run(run_schedule, name, "block", False)
     assert sum(deferred) > 0
 
 
-@pytest.mark.parametrize("name", ["one stage", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("name", ["one stage", "ScheduleZBVZeroBubble"], indirect=True)
 @pytest.mark.parametrize("kind", ["frozen", "view", "reuse"])
 def test_ours_is_right_where_stock_is_not(two_ranks: Any, name: str, kind: str) -> None:
     two_ranks.run(run_schedule, name, kind, False)
 
 
-def test_data_parallel_stages_are_reduced_once(two_ranks: Any) -> None:
-    two_ranks.run(run_schedule, "ScheduleZBVZeroBubble", "block", False, True)
+@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble"], indirect=True)
+def test_data_parallel_stages_are_reduced_once(two_ranks: Any, name: str) -> None:
+    two_ranks.run(run_schedule, name, "block", False, True)
 
 
 stock = pytest.mark.skipif(
@@ -186,6 +206,7 @@ def test_stock_cannot_evaluate_where_neighbouring_chunks_share_a_rank() -> None:
         _PipelineStageBase.set_local_bwd_input(stage, (), 0)
 
 
+@stock
 def test_stock_loses_gradients_after_a_frozen_stage_silently() -> None:
     (module,) = make("block", 1)
     stock_split(module, torch.randn(2, WIDTH))  # what a frozen stage sends requires no gradient
