@@ -120,7 +120,8 @@ def run_schedule(name: str, kind: str, stock: bool, data_parallel: bool = False,
             testing.assert_same_gradients(modules[index], expected[index])
         for module in [*modules, *expected]:
             module.zero_grad()
-        if not stock and not data_parallel:  # without gradients and after a step: eval in torch 2.11 changes both
+        if not stock and not data_parallel and hasattr(schedule, "eval"):
+            # without gradients and after a step: torch 2.11 changes both
             outputs = schedule.eval(*arguments, **options)
             if stages - 1 in places[rank]:
                 testing.assert_close(outputs, functools.reduce(lambda y, module: module(y), expected, x), "outputs")
