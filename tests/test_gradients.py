@@ -47,6 +47,34 @@ def test_float32_is_equal_to_rounding() -> None:
     assert_deferred_is_the_same(model, twin)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_gradients_of_another_dtype(deferred: bool, hooked: bool) -> None:
+    """bf16 weights that ask for gradients in fp32: not rounded on the way, and sums are of fp32."""
+    twin = zbkern.convert(nn.Linear(6, 4).bfloat16())
+    seen = []
+    for parameter in twin.parameters():
+        parameter.grad_dtype = torch.float32
+        if hooked:
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+    model = nn.Linear(6, 4)
+    model.load_state_dict(twin.state_dict())
+    queue = zbkern.WGradQueue()
+    for key in range(3):
+        x = torch.randn(5, 6).bfloat16()
+        model(x.float()).sum().backward()
+        if deferred:
+            with queue.defer(key):
+                twin(x).sum().backward()
+        else:
+            twin(x).sum().backward()
+    queue.run()
+    assert all(dtype == torch.float32 for dtype in seen)
+    assert bool(seen) == hooked
+    testing.assert_same_gradients(twin, model)
+
+
 @pytest.mark.parametrize(
     "frozen", [["first"], ["embedding"], ["second"], ["first.up", "second.norm"], ["first.up.bias"]]
 )

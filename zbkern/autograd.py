@@ -143,7 +143,7 @@ def weight_gradients(
     if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in wanted):
         scope[0].add(wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name), scope[1])
         return (None,) * len(owners)
-    gradients = [None if p is None else torch.empty_like(p, requires_grad=False) for p in owners]
+    gradients = [None if p is None else landing.blank(p) for p in owners]
     launch([tensors], gradients, False)
     return gradients
 

@@ -45,7 +45,7 @@ class Target:
                 gradient = parameter.grad
                 if gradient is None or gradient.requires_grad or gradient.is_sparse:
                     self.replaces = self.replaces or gradient is not None
-                    gradient = torch.empty_like(parameter, requires_grad=False)
+                    gradient = blank(parameter)
                     unset.append((parameter, gradient))
             outputs.append(gradient)
         self.add = True
@@ -64,6 +64,12 @@ class Target:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         for parameter in self._owned:
             _announce(parameter)
+
+
+def blank(parameter: Tensor) -> Tensor:
+    """Memory for a gradient, in the dtype that the parameter takes: torch's `grad_dtype`, which only leaves have."""
+    dtype = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def accumulate(batch: Sequence[list[WGradTask]]) -> None:
@@ -131,8 +137,8 @@ def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
         add = any(id(parameter) in sums for parameter in wanted)
         for parameter in wanted:
             if id(parameter) not in sums:
-                start = torch.zeros_like if add else torch.empty_like
-                sums[id(parameter)] = (parameter, start(parameter, requires_grad=False))
+                start = blank(parameter)
+                sums[id(parameter)] = (parameter, start.zero_() if add else start)
         outputs = [None if p is None or id(p) not in sums else sums[id(p)][1] for p in task.parameters]
         task.launch([task.tensors], outputs, add)
     return list(sums.values())

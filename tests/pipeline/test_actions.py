@@ -82,7 +82,9 @@ def test_csv_keeps_slices_and_name_in_our_dialect() -> None:
 def test_torch_letters_are_not_ours() -> None:
     assert schedules.zb_h1(1, 1).to_csv(dialect="torch") == "0F0,0I0,0W0\n"
     assert schedules.gpipe(1, 1).to_csv(dialect="torch") == "0F0,0B0\n"
-    ours = Schedule.from_csv("0F0,,0SEND_F0,(0F1;0B0)OVERLAP_F_B,0B1\r\n", dialect="torch")
+    ours = Schedule.from_csv(
+        "0F0,,0SEND_F0,0WAIT_SEND_F0,(0F1;0B0)OVERLAP_F_B,0B1,0WAIT_REDUCE_GRAD\r\n", dialect="torch"
+    )
     assert [str(action) for action in ours.actions[0]] == ["0F0", "0F1", "0BW0", "0BW1"]
 
 

@@ -17,7 +17,7 @@ _TO_TORCH = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _FROM_TORCH = {letter: kind for kind, letter in _TO_TORCH.items()}
 _TORCH_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _TORCH_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side there; here one after the other
-_TORCH_OTHER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_TORCH_OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def needs(action: Action, last_chunk: int) -> tuple[str, int, int] | None:
