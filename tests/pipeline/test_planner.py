@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, Schedule, ScheduleError, plan, schedules, simulate
 from zbkern.pipeline.planner import lists, portfolio
+from zbkern.pipeline.planner.problem import Problem
 
 PROFILES = json.loads((Path(__file__).parent.parent / "data" / "zb_profiles.json").read_text())
 needs_core = pytest.mark.skipif(lists.compiled is None, reason="the compiled search core is not built")
@@ -168,6 +169,14 @@ def test_fuses_where_the_split_costs_more_than_it_gains() -> None:
     assert found.timeline.cost <= simulate(schedules.one_f_one_b(2, 8), Costs(split_overhead=0.9)).cost + 1e-9
 
 
+def test_a_split_that_is_free_stays_free_in_integers() -> None:
+    """The cost of BW is rounded by itself: in an eighth of all problems to less than B and W."""
+    for work in range(1, 200):
+        costs = Costs(1 / work, 1.1 / work, 0.7 / work).per_chunk(4)
+        assert not Problem.build(costs, range(4), 8, [4.0] * 4, False).may_fuse
+    assert Problem.build(Costs(split_overhead=0.01).per_chunk(4), range(4), 8, [4.0] * 4, False).may_fuse
+
+
 def test_jitter_reports_the_mean() -> None:
     calm = plan(Costs(), 3, 6, memory_limit=4, time_limit=0.1)
     shaken = plan(Costs(), 3, 6, memory_limit=4, time_limit=0.1, jitter=0.1)
@@ -243,8 +252,6 @@ def test_errors_name_what_is_wrong() -> None:
 
 
 def test_smaller_limits_take_part() -> None:
-    from zbkern.pipeline.planner.problem import Problem
-
     problem = Problem.build(Costs().per_chunk(4), range(4), 8, [6.0] * 4, False)
     levels = [level[0] / problem.memory_scale for _, level in portfolio._levels(problem)]
     assert levels == pytest.approx([6, 6, 5.5, 5, 4.5, 4, 3.5, 3, 2.5, 2, 1.5, 1])
