@@ -50,6 +50,17 @@ def test_never_worse_than_published_search(row: dict) -> None:
 
 
 @needs_core
+@pytest.mark.parametrize("row", PROFILES["one_chunk"][3:], ids=lambda row: f"m{row['microbatches']}")
+@pytest.mark.parametrize("limit", ["1.125", "1.25", "2.0"])
+def test_optimal_at_sixteen_stages(row: dict, limit: str) -> None:
+    """However many microbatches: a rule holds for any number."""
+    memory = float(limit) * row["stages"] * row["activation"]
+    found = plan(one_chunk(row), row["stages"], row["microbatches"], memory_limit=memory, effort=5)
+    assert found.optimal
+    assert round(found.bubble_rate, 4) <= row["bubble_rate_by_memory_limit"][limit]
+
+
+@needs_core
 @pytest.mark.parametrize("row", PROFILES["unit_cost"][:6], ids=lambda row: f"p{row['stages']}m{row['microbatches']}")
 def test_unit_costs(row: dict) -> None:
     stages, microbatches = row["stages"], row["microbatches"]
