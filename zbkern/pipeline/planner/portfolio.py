@@ -24,6 +24,10 @@ _SHARE = 0.25  # of all passes, that a move has to run again in the compiled sea
 # 2.8%), elsewhere mostly worse.
 _WAYS = ((0.15, 3), (0.2, 10), (0.5, 3), (0.1, 10), (0.3, 3), (0.25, 10), (1.0, 3), (0.15, 30))
 _COLD = 0.02
+# The same of the one search that takes half of every round where no warm-up is known to start from. It melts its start,
+# and comes to the same from any (p=8, m=16, two chunks in a V, limit 1.5: in 14 s to 1.35, 1.43 and 1.54% idle from
+# three starts, where short ones with several starts had come to 1.9 to 3.1% in 60 s).
+_LONG = (0.6, 10)
 _STEPS = 60  # temperatures, one after the other
 _RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
 _REFINED = 2  # rules per limit that are refined
@@ -154,7 +158,7 @@ def construct(problem: Problem, pool: Pool) -> list[Candidate]:
                 if pool.optimal:
                     return []
         candidates += some
-    candidates.sort()
+    candidates = sorted(candidates)[: 2 * _REFINED]
     if trial is not problem:
         for each in candidates[:3]:
             pool.add(each.schedule(problem.microbatches))
@@ -177,7 +181,8 @@ def warm_start(problem: Problem) -> Orders | None:
 class Herd:
     """Annealing from several starts: in every round new ones join, all go on for a while, and the best are kept.
 
-    A start decides what annealing can come to: with little memory most lead to a steady state that is not the best.
+    A start decides what short annealing can come to: with little memory most lead to a steady state that is not the
+    best. With plenty one long search from hot comes further, so that it takes half of the time.
     """
 
     def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool) -> None:
@@ -191,29 +196,33 @@ class Herd:
 
     def round(self, passes: int, turn: int, clock: Clock) -> None:
         """Runs about so many passes."""
-        problem, pool = self.problem, self.pool
+        pool = self.pool
         members = [*self._members, *pool.orders[:1], self._refined(passes // 4, turn, clock)]
         members += [self._warm or self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
-        if not distinct:
-            return
-        moves = int(passes // 2 / (len(distinct) * _STEPS * (_SHARE * problem.passes + 50)))
         for place, start in enumerate(distinct):
-            if pool.optimal or not clock.left:
-                return
-            heat, spread = _WAYS[(turn + place) % len(_WAYS)]
-            distinct[place], _ = anneal(
-                problem,
-                start,
-                seed=turn * 16 + place,
-                temperatures=_cooling(problem, heat, _COLD),
-                moves=moves,
-                spread=spread,
-                target=pool.bound,
-                seconds=clock.left,
-            )
-            pool.add(distinct[place])
+            way = _WAYS[(turn + place) % len(_WAYS)]
+            distinct[place] = self._annealed(start, passes // (2 * len(distinct)), turn * 16 + place, way, clock)
+        if self._warm is None and pool.orders:
+            distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, _LONG, clock))
         self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
+
+    def _annealed(self, start: Orders, passes: int, seed: int, way: tuple[float, int], clock: Clock) -> Orders:
+        if self.pool.optimal or not clock.left:
+            return start
+        (heat, spread), problem = way, self.problem
+        found, _ = anneal(
+            problem,
+            start,
+            seed=seed,
+            temperatures=_cooling(problem, heat, _COLD),
+            moves=int(passes / (_STEPS * (_SHARE * problem.passes + 50))),
+            spread=spread,
+            target=self.pool.bound,
+            seconds=clock.left,
+        )
+        self.pool.add(found)
+        return found
 
     def _refined(self, passes: int, turn: int, clock: Clock) -> Orders | None:
         """The best of the candidates with their rules changed at random, in some attempts."""
