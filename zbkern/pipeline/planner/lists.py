@@ -56,14 +56,17 @@ _CHOICES = {"priority": 3, "patience": 5, "late_forward": 2, "late_backward": 2}
 
 def rules(problem: Problem, caps: Sequence[Each] | None = None) -> Iterator[Rule]:
     """All rules that are tried, the same for all ranks, with any of these caps."""
+
+    def same(choice: int) -> Each:
+        return (choice,) * problem.ranks
+
     late = (1, 0) if problem.chunks > problem.ranks else (1,)
     fuse = (False, True) if problem.may_fuse else (False,)
     caps = [forward_caps(problem, slope) for slope in _SLOPES] if caps is None else caps
     for priority, (patience, foresight), cap, forward, backward, fused in product(
         range(3), _WAITS, caps, late, late, fuse
     ):
-        choices = ((choice,) * problem.ranks for choice in (priority, patience, forward, backward))
-        yield Rule(*choices, cap, foresight, fused)
+        yield Rule(same(priority), same(patience), same(forward), same(backward), cap, foresight, fused)
 
 
 def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Orders | None:
@@ -105,16 +108,21 @@ def _changed(problem: Problem, rule: Rule, random: Random) -> Rule:
     if way == 0:
         return rule._replace(foresight=not rule.foresight)
     if way < 10:
-        name, change = "caps", 1 if random.percent(50) else -1
-    else:
-        names = list(_CHOICES)[: 4 if problem.chunks > problem.ranks else 2]
-        name = names[random.below(len(names))]
-        choice = random.below(_CHOICES[name])
-    values = list(getattr(rule, name))
-    first = random.below(len(values))
-    for place in range(first, min(len(values), first + 1 + random.below(3))):
-        values[place] = choice if way >= 10 else min(max(values[place] + change, 1), problem.microbatches)
-    return rule._replace(**{name: tuple(values)})
+        change = 1 if random.percent(50) else -1
+        caps = [min(max(cap + change, 1), problem.microbatches) for cap in rule.caps]
+        return rule._replace(caps=_some(rule.caps, caps, random))
+    names = list(_CHOICES)[: 4 if problem.chunks > problem.ranks else 2]
+    name = names[random.below(len(names))]
+    choice = [random.below(_CHOICES[name])] * problem.ranks
+    changed: dict[str, Any] = {name: _some(getattr(rule, name), choice, random)}
+    return rule._replace(**changed)
+
+
+def _some(old: Each, new: Sequence[int], random: Random) -> Each:
+    """`old`, with up to three neighbouring entries of `new`."""
+    first = random.below(len(old))
+    end = first + 1 + random.below(3)
+    return (*old[:first], *new[first:end], *old[end:])
 
 
 class _Lists:
