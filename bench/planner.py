@@ -2,7 +2,8 @@
 
     python -m bench.planner [one] [v] [unit] [zigzag] [scale]     (default: all, which takes an hour)
 
-Seconds are of this process on one core, which other work on the machine does not change much.
+Seconds are of this process on one core, which other work on the machine does not change much. Time limits are of the
+clock; on a busy machine --effort, a number of rounds, is the fairer end.
 """
 
 from __future__ import annotations
@@ -84,20 +85,20 @@ def _two_chunks(row: dict[str, Any], times: int = 1) -> Costs:
     return Costs(*passes, row["communication"], times * row["chunk_activation"], times * row["chunk_held"])
 
 
-def measure(cell: Cell, seconds: float | None) -> dict[str, Any]:
+def measure(cell: Cell, seconds: float | None, effort: int | None) -> dict[str, Any]:
     model, costs, stages, microbatches, chunks, limit, published = cell
     if published is None:
         seconds = 0.0
     limit_of_time = (10.0 if stages <= 8 and chunks == 1 else 60.0) if seconds is None else seconds
     memory = None if limit is None else limit * stages * chunks * costs.activation
     begin = time.process_time()
-    found = plan(costs, stages, microbatches, chunks, memory_limit=memory, time_limit=limit_of_time)
+    found = plan(costs, stages, microbatches, chunks, memory_limit=memory, time_limit=limit_of_time, effort=effort)
     spent = time.process_time() - begin
     assert memory is None or max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
     return {
         "model": model, "stages": stages, "microbatches": microbatches, "chunks": chunks, "limit": limit,
         "published": published, "plan": found.bubble_rate, "lower_bound": found.lower_bound, "optimal": found.optimal,
-        "seconds": spent, "time_limit": limit_of_time,
+        "seconds": spent, "time_limit": None if effort is not None else limit_of_time, "effort": found.effort,
     }  # fmt: skip
 
 
@@ -110,7 +111,9 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, help="time limit of every plan (default: 10 for one chunk on up to 8 stages, else 60)"
     )
+    parser.add_argument("--effort", type=int, help="rounds of every plan, instead of a time limit")
     parser.add_argument("--stages", type=int, help="only cells with this many stages")
+    parser.add_argument("--microbatches", type=int, help="only cells with this many microbatches")
     parser.add_argument("--name", default="planner", help="name of the JSON file under bench/results")
     options = parser.parse_args()
     figures: dict[str, list[dict[str, Any]]] = {}
@@ -118,8 +121,8 @@ def main() -> None:
         print(f"\n{SECTIONS[section].__doc__}\n")
         rows = figures[section] = []
         for cell in SECTIONS[section]():
-            if options.stages in (None, cell[2]):
-                rows.append(measure(cell, options.seconds))
+            if options.stages in (None, cell[2]) and options.microbatches in (None, cell[3]):
+                rows.append(measure(cell, options.seconds, options.effort))
                 write_json(options.name, figures)
         print(table(HEADER, [_line(row) for row in rows]), flush=True)
 

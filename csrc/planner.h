@@ -29,11 +29,11 @@ struct Problem {
   int passes() const { return 3 * chunks * microbatches; }
 };
 
-// How the list scheduler decides; see lists.py, `Rule` and `forward_caps`.
+// How the ranks decide in the list scheduler; see lists.py, `Rule`.
 struct Rule {
-  int priority, patience;
-  bool foresight, late_forward, late_backward, fuse;
+  std::vector<int> priority, patience, late_forward, late_backward;  // [ranks]
   std::vector<int> caps;  // [chunks] how many forwards each may be ahead of its backwards
+  bool foresight, fuse;
 };
 
 // An order of every rank, and which microbatches have a fused backward: fused[chunk * microbatches + microbatch].

@@ -31,10 +31,11 @@ py::tuple tuple_from(const Orders& orders) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled. Its Python twin is the specification.";
-  module.def("list_schedule", [](const py::object& source, int priority, int patience, bool foresight, bool late_forward,
-                                 bool late_backward, bool fuse, const std::vector<int>& caps, Time cutoff) {
+  using Ints = std::vector<int>;
+  module.def("list_schedule", [](const py::object& source, Ints priority, Ints patience, Ints late_forward, Ints late_backward,
+                                 Ints caps, bool foresight, bool fuse, Time cutoff) {
     const Problem problem = problem_from(source);
-    return tuple_from(list_schedule(problem, {priority, patience, foresight, late_forward, late_backward, fuse, caps}, cutoff));
+    return tuple_from(list_schedule(problem, {priority, patience, late_forward, late_backward, caps, foresight, fuse}, cutoff));
   });
   module.def("search_blocks", [](const py::object& source, std::uint64_t seed, const std::vector<Time>& temperatures,
                                  std::int64_t moves, Time target, bool fuse) {

@@ -1,4 +1,4 @@
-// The list scheduler: every rank decides what to run next by one rule. Specification: planner/lists.py.
+// The list scheduler: every rank decides what to run next by its rule. Specification: planner/lists.py.
 #include <algorithm>
 #include <functional>
 #include <queue>
@@ -66,7 +66,7 @@ Orders list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
           at = foreseen(c, backwards[c]);
           if (at > now) next = std::min(next, at);
         } else if (at > now) next = std::min(next, at);
-        else if (backward < 0 || rule.late_backward) backward = c;
+        else if (backward < 0 || rule.late_backward[rank]) backward = c;
       }
       if (forwards[c] < m && forwards[c] - backwards[c] < rule.caps[c]) {
         const Time at = forward_at[static_cast<std::size_t>(c) * m + forwards[c]];
@@ -76,13 +76,14 @@ Orders list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
           if (other != c && forwards[other] <= oldest) need += p.activation[other];
         if (state.memory - state.held + need > p.limit[rank]) continue;
         if (at > now) next = std::min(next, at);
-        else if (forward < 0 || rule.late_forward) forward = c;
+        else if (forward < 0 || rule.late_forward[rank]) forward = c;
       }
     }
     int kind = -1, chunk = -1;
     const bool pending = state.next_weight < state.pending.size();
     if (forward >= 0 && backward >= 0) {
-      const bool first = rule.priority == 1 || (rule.priority == 2 && !state.last_was_forward);
+      const int priority = rule.priority[rank];
+      const bool first = priority == 1 || (priority == 2 && !state.last_was_forward);
       kind = first ? kForward : kBackward;
     } else if (forward >= 0) {
       kind = kForward;
@@ -94,7 +95,7 @@ Orders list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
         state.memory + p.held[backward] - p.activation[backward] > p.limit[rank])
       kind = kWeight;
     if (kind < 0) {
-      if (pending && (next >= kNever || 4 * (next - now) >= rule.patience * p.weight[state.pending[state.next_weight]])) {
+      if (pending && (next >= kNever || 4 * (next - now) >= rule.patience[rank] * p.weight[state.pending[state.next_weight]])) {
         kind = kWeight;
       } else {
         state.clock = next < kNever ? next : now;

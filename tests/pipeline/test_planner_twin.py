@@ -46,6 +46,18 @@ def test_list_scheduler(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
+def test_rules_of_every_rank(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
+    start = next(rule for rule in lists.rules(given) if lists.list_schedule(given, rule))
+    fast, rule = lists.refine(given, start, 200, seed)
+    monkeypatch.setattr(lists, "compiled", None)
+    assert (fast, rule) == lists.refine(given, start, 200, seed)
+    assert fast.cost <= lists.list_schedule(given, start).cost
+    assert fits(given, fast)
+    assert search.anneal(given, fast)[0].cost <= fast.cost  # less where W are merged, which rules do not know
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_annealing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
     start = next(orders for orders in (lists.list_schedule(given, rule) for rule in lists.rules(given)) if orders)

@@ -1,10 +1,13 @@
 """The constructive search: a list scheduler, run with many rules, keeps what is best.
 
-Every rank decides what to run next from what has arrived: a forward, a backward, or a W, by one rule for all. This is
-the greedy search of arXiv 2401.10241, section 3.1 (fill the warm-up with forwards, then one F and one B, W in gaps and
-when memory is full, a few yes/no choices all tried), for any number of chunks, with two choices more: how long a gap
-must be for a W, and how many forwards each chunk may be ahead of its backwards. Unlike there, ranks decide in the order
-of time, each knowing only what has been sent to it by then.
+Every rank decides what to run next from what has arrived: a forward, a backward, or a W. With one rule for all ranks
+this is the greedy search of arXiv 2401.10241, section 3.1 (fill the warm-up with forwards, then one F and one B, W in
+gaps and when memory is full, a few yes/no choices all tried), for any number of chunks, with two choices more: how long
+a gap must be for a W, and how many forwards each chunk may be ahead of its backwards. Unlike there, ranks decide in the
+order of time, each knowing only what has been sent to it by then. `refine` then searches for a rule of its own for
+every rank. A schedule made by rules is as regular as they are, so that its cost hardly depends on the number of
+microbatches, and few rules have to be tried, however many: with 16 stages, one chunk and 128 microbatches some hundred
+tries come to the lower bound, where moving pass by pass stays above the published search.
 """
 
 from __future__ import annotations
@@ -22,100 +25,112 @@ except ImportError:  # no compiler when this was installed
     compiled = None
 
 _NEVER = 2**61
+_FREE = 2**30  # a cap that is none
 _FORESEEN = 3  # chunks
+_SLOPES = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
+_WAITS = ((0, False), (1, False), (2, False), (3, False), (4, False), (2, True), (4, True))
+Each = tuple[int, ...]  # one per rank or per chunk
 
 
 class Rule(NamedTuple):
-    """How a rank decides.
+    """How the ranks decide, for any number of microbatches; one entry per rank, and of `caps` per chunk.
 
     priority: with a forward and a backward ready, run 0 the backward, 1 the forward, 2 the one that was not run last.
     patience: a W may start when the next input is at least this many quarters of its length away, or not yet sent.
-    foresight: also when that input is a gradient not yet sent, at the earliest that it can be here, a few chunks back.
-    slope: how fast the number of forwards a chunk may be ahead falls towards the last chunk, in percent of what fits
-    the memory; 0 for no such cap. late_forward, late_backward: of several chunks ready, run the last.
-    fuse: all backwards are fused.
+    late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
+    its backwards. foresight: a W also waits for a gradient not yet sent, until the earliest that it can be here, a few
+    chunks back. fuse: all backwards are fused.
     """
 
-    priority: int
-    patience: int
+    priority: Each
+    patience: Each
+    late_forward: Each
+    late_backward: Each
+    caps: Each
     foresight: bool
-    slope: int
-    late_forward: bool
-    late_backward: bool
     fuse: bool
 
 
-def rules(problem: Problem) -> Iterator[Rule]:
-    """All rules that are tried."""
-    several = (True, False) if problem.chunks > problem.ranks else (True,)
+_CHOICES = {"priority": 3, "patience": 5, "late_forward": 2, "late_backward": 2}  # of a rank, and how many each has
+
+
+def rules(problem: Problem, caps: Sequence[Each] | None = None) -> Iterator[Rule]:
+    """All rules that are tried, the same for all ranks, with any of these caps."""
+
+    def same(choice: int) -> Each:
+        return (choice,) * problem.ranks
+
+    late = (1, 0) if problem.chunks > problem.ranks else (1,)
     fuse = (False, True) if problem.may_fuse else (False,)
-    slopes = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
-    waits = [(0, False), (1, False), (2, False), (3, False), (4, False), (2, True), (4, True)]
-    for priority, wait, slope, late_forward, late_backward, fused in product(
-        range(3), waits, slopes, several, several, fuse
+    caps = [forward_caps(problem, slope) for slope in _SLOPES] if caps is None else caps
+    for priority, (patience, foresight), cap, forward, backward, fused in product(
+        range(3), _WAITS, caps, late, late, fuse
     ):
-        yield Rule(priority, *wait, slope, late_forward, late_backward, fused)
+        yield Rule(same(priority), same(patience), same(forward), same(backward), cap, foresight, fused)
 
 
-def list_schedule(
-    problem: Problem, rule: Rule, caps: Sequence[int] | None = None, cutoff: int | None = None
-) -> Orders | None:
-    """The orders that `rule` comes to; None when it comes to a dead end, out of memory, or to a cost above `cutoff`.
-
-    caps: how many forwards each chunk may be ahead of its backwards, instead of what the rule's slope says.
-    """
-    caps = forward_caps(problem, rule.slope) if caps is None else list(caps)
+def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Orders | None:
+    """The orders that `rule` comes to; None when it comes to a dead end, out of memory, or to a cost above `cutoff`."""
     cutoff = _NEVER if cutoff is None else cutoff
     if compiled is not None:
-        priority, patience, foresight, _, late_forward, late_backward, fuse = rule
-        choices = (priority, patience, foresight, late_forward, late_backward, fuse, caps, cutoff)
-        orders = Orders(*compiled.list_schedule(problem, *choices))
+        orders = Orders(*compiled.list_schedule(problem, *rule, cutoff))
         found = orders if orders.rows else None
     else:
-        found = _Lists(problem, rule, caps).run(cutoff)
+        found = _Lists(problem, rule).run(cutoff)
     # Only a B that leaves more than it found can exceed the limit.
     grows = any(held > activation for held, activation in zip(problem.held, problem.activation, strict=True))
     return None if found is not None and grows and not fits(problem, found) else found
 
 
-def refine(problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0) -> Orders | None:
-    """The best orders that `rule` comes to with caps changed at random, some neighbouring chunks at a time.
+def refine(problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0) -> tuple[Orders, Rule] | None:
+    """The best orders found with other rules near this one, and their rule; None when it comes to none itself.
 
+    A try changes one choice, or the caps, of some neighbouring ranks at random, and stays when that is no worse.
     target: a cost at which to stop.
     """
     random = Random(seed)
-    caps = forward_caps(problem, rule.slope)
-    now = list_schedule(problem, rule, caps)
-    if now is None:
+    best = list_schedule(problem, rule)
+    if best is None:
         return None
-    best = now
+    rule = rule._replace(caps=tuple(min(cap, problem.microbatches) for cap in rule.caps))
     for _ in range(tries):
-        first = random.below(problem.chunks)
-        count = 1 + random.below(min(3, problem.chunks - first))
-        change = 1 if random.percent(50) else -1
-        changed = list(caps)
-        for chunk in range(first, first + count):
-            changed[chunk] = min(max(changed[chunk] + change, 1), problem.microbatches)
-        if changed == caps:
-            continue
-        trial = rule._replace(patience=random.below(5)) if random.percent(20) else rule
-        orders = list_schedule(problem, trial, changed, now.cost)
+        if best.cost <= target:
+            break
+        changed = _changed(problem, rule, random)
+        orders = list_schedule(problem, changed, best.cost) if changed != rule else None
         if orders is not None:
-            caps, now, rule = changed, orders, trial
-            if now.cost < best.cost:
-                best = now
-            if best.cost <= target:
-                break
-    return best
+            best, rule = orders, changed
+    return best, rule
+
+
+def _changed(problem: Problem, rule: Rule, random: Random) -> Rule:
+    way = random.below(20)
+    if way == 0:
+        return rule._replace(foresight=not rule.foresight)
+    if way < 10:
+        change = 1 if random.percent(50) else -1
+        caps = [min(max(cap + change, 1), problem.microbatches) for cap in rule.caps]
+        return rule._replace(caps=_some(rule.caps, caps, random))
+    names = list(_CHOICES)[: 4 if problem.chunks > problem.ranks else 2]
+    name = names[random.below(len(names))]
+    choice = [random.below(_CHOICES[name])] * problem.ranks
+    changed: dict[str, Any] = {name: _some(getattr(rule, name), choice, random)}
+    return rule._replace(**changed)
+
+
+def _some(old: Each, new: Sequence[int], random: Random) -> Each:
+    """`old`, with up to three neighbouring entries of `new`."""
+    first = random.below(len(old))
+    end = first + 1 + random.below(3)
+    return (*old[:first], *new[first:end], *old[end:])
 
 
 class _Lists:
     """One run of the list scheduler. csrc/planner_lists.cpp is its compiled twin."""
 
-    def __init__(self, problem: Problem, rule: Rule, caps: list[int]) -> None:
+    def __init__(self, problem: Problem, rule: Rule) -> None:
         ranks, chunks, microbatches = problem.ranks, problem.chunks, problem.microbatches
         self.problem, self.rule = problem, rule
-        self.caps = caps
         self.chunks = [problem.chunks_of(rank) for rank in range(ranks)]
         self.forward_at = [[_NEVER] * microbatches for _ in range(chunks)]
         self.backward_at = [[_NEVER] * microbatches for _ in range(chunks)]
@@ -161,9 +176,9 @@ class _Lists:
                     expected = min(expected, at if at > now else _NEVER)
                 elif at > now:
                     coming = min(coming, at)
-                elif backward is None or self.rule.late_backward:
+                elif backward is None or self.rule.late_backward[rank]:
                     backward = chunk
-            if forwards[chunk] < problem.microbatches and forwards[chunk] - backwards[chunk] < self.caps[chunk]:
+            if forwards[chunk] < problem.microbatches and forwards[chunk] - backwards[chunk] < self.rule.caps[chunk]:
                 at = self.forward_at[chunk][forwards[chunk]]
                 need = problem.activation[chunk] + sum(
                     problem.activation[other]
@@ -174,7 +189,7 @@ class _Lists:
                     continue
                 if at > now:
                     coming = min(coming, at)
-                elif forward is None or self.rule.late_forward:
+                elif forward is None or self.rule.late_forward[rank]:
                     forward = chunk
         return forward, backward, coming, expected
 
@@ -198,7 +213,8 @@ class _Lists:
         problem, now = self.problem, self.clock[rank]
         forward, backward, coming, expected = self._ready(rank)
         next_ = min(coming, expected)
-        forward_first = self.rule.priority == 1 or (self.rule.priority == 2 and not self.last_was_forward[rank])
+        priority = self.rule.priority[rank]
+        forward_first = priority == 1 or (priority == 2 and not self.last_was_forward[rank])
         if forward is not None and (backward is None or forward_first):
             full = self.memory[rank] + problem.activation[forward] > problem.limit[rank]
             kind = WEIGHT if full else FORWARD
@@ -207,7 +223,7 @@ class _Lists:
             full = bool(self.pending[rank]) and self.memory[rank] + more > problem.limit[rank]
             kind = WEIGHT if full else BACKWARD
         elif self.pending[rank] and (
-            next_ >= _NEVER or 4 * (next_ - now) >= self.rule.patience * problem.weight[self.pending[rank][0]]
+            next_ >= _NEVER or 4 * (next_ - now) >= self.rule.patience[rank] * problem.weight[self.pending[rank][0]]
         ):
             kind = WEIGHT
         else:
@@ -259,11 +275,14 @@ class _Lists:
         return ran
 
 
-def forward_caps(problem: Problem, slope: int) -> list[int]:
-    """How many forwards each chunk may be ahead of its backwards: more, the further it is from the last chunk."""
-    caps = [problem.microbatches] * problem.chunks
+def forward_caps(problem: Problem, slope: int) -> Each:
+    """How many forwards each chunk may be ahead of its backwards: more, the further it is from the last chunk.
+
+    slope: how fast they fall towards the last chunk, in percent of what fits the memory; 0 for no caps.
+    """
+    caps = [_FREE] * problem.chunks
     if slope == 0:
-        return caps
+        return tuple(caps)
     for rank in range(problem.ranks):
         home = problem.chunks_of(rank)
         weighted = sum(problem.activation[chunk] * (problem.chunks - 1 - chunk) for chunk in home)
@@ -273,4 +292,4 @@ def forward_caps(problem: Problem, slope: int) -> list[int]:
         for chunk in range(problem.chunks):
             cap = 1 + slope * spare * (problem.chunks - 1 - chunk) // (100 * weighted)
             caps[chunk] = min(caps[chunk], cap)
-    return caps
+    return tuple(caps)

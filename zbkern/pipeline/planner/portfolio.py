@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.planner.blocks import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up
-from zbkern.pipeline.planner.lists import Rule, compiled, forward_caps, list_schedule, refine, rules
+from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, refine, rules
 from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of
 from zbkern.pipeline.planner.search import anneal, grown
 
@@ -23,10 +24,14 @@ _SHARE = 0.25  # of all passes, that a move has to run again in the compiled sea
 # 2.8%), elsewhere mostly worse.
 _WAYS = ((0.15, 3), (0.2, 10), (0.5, 3), (0.1, 10), (0.3, 3), (0.25, 10), (1.0, 3), (0.15, 30))
 _COLD = 0.02
+# The same of the one search that takes half of every round where no warm-up is known to start from. It melts its start,
+# and comes to the same from any (p=8, m=16, two chunks in a V, limit 1.5: in 14 s to 1.35, 1.43 and 1.54% idle from
+# three starts, where short ones with several starts had come to 1.9 to 3.1% in 60 s).
+_LONG = (0.6, 10)
 _STEPS = 60  # temperatures, one after the other
 _RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
-_REFINED = 2  # rules per limit whose caps are refined
-_TRIES = 700  # of other caps; after that a new attempt finds more than going on
+_REFINED = 2  # rules per limit that are refined
+_TRIES = 1500  # of other rules; after that a new attempt finds more than going on
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
 _QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
 
@@ -68,6 +73,8 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
                 for orders in published(fewer):
                     best.add(orders)
             small.round(passes // 2, turn, clock)
+            if small.refined is not None:
+                pool.add(small.refined.schedule(problem.microbatches))
             for orders in small.pool.orders:
                 for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
                     pool.add(_costed(problem, each))
@@ -98,7 +105,11 @@ class Pool:
 
     @property
     def optimal(self) -> bool:
-        return bool(self.orders) and self.orders[0].cost <= self.bound
+        return self.beats(self.bound)
+
+    def beats(self, bound: int) -> bool:
+        """Whether nothing above this bound can be better than the best here."""
+        return bool(self.orders) and self.orders[0].cost <= bound
 
 
 class Candidate(NamedTuple):
@@ -108,6 +119,10 @@ class Candidate(NamedTuple):
     name: int  # of limit and rule, the same for any larger limit
     rule: Rule
     problem: Problem
+    bound: int  # on what any rule can come to
+
+    def schedule(self, microbatches: int) -> Orders | None:
+        return list_schedule(self.problem.with_microbatches(microbatches), self.rule)
 
 
 def construct(problem: Problem, pool: Pool) -> list[Candidate]:
@@ -116,38 +131,37 @@ def construct(problem: Problem, pool: Pool) -> list[Candidate]:
     Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
     fewer microbatches, and those that do best there on all.
     """
-    every = list(rules(problem))
+    count = sum(1 for _ in rules(problem))
     levels = _levels(problem)
-    passes = problem.passes * len(every)
+    passes = problem.passes * count
     if passes * len(levels) > _TRIAL_PASSES:
         levels = levels[: max(1, _TRIAL_PASSES // passes)]
-    trial = problem
+    trial, stride = problem, 1
     if passes > _TRIAL_PASSES:
         trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
-        stride = trial.passes * len(every) // _TRIAL_PASSES | 1  # odd, so that both of every choice are among them
-        every = every[::stride]
+        stride = trial.passes * count // _TRIAL_PASSES | 1  # odd, so that both of every choice are among them
     candidates: list[Candidate] = []
     for name, limit in levels:
         here = trial.with_limit(limit)
-        caps = {slope: forward_caps(here, slope) for slope in {rule.slope for rule in every}}
+        bound = cost_bound(problem.with_limit(limit))
+        if pool.beats(bound):
+            continue
         some: list[Candidate] = []
-        for place, rule in enumerate(every):
+        for place, rule in enumerate(islice(rules(here), 0, None, stride)):
             cutoff = some[-1].cost - 1 if len(some) == _REFINED else None
-            orders = list_schedule(here, rule, caps[rule.slope], cutoff)
+            orders = list_schedule(here, rule, cutoff)
             if orders is None or any(orders.cost == each.cost for each in some):
                 continue
-            some = sorted([*some, Candidate(orders.cost, name * len(every) + place, rule, here)])[:_REFINED]
+            some = sorted([*some, Candidate(orders.cost, name * count + place, rule, here, bound)])[:_REFINED]
             if trial is problem:
                 pool.add(orders)
                 if pool.optimal:
                     return []
         candidates += some
-    candidates.sort()
+    candidates = sorted(candidates)[: 2 * _REFINED]
     if trial is not problem:
-        count = problem.microbatches
-        candidates = [each._replace(problem=each.problem.with_microbatches(count)) for each in candidates]
         for each in candidates[:3]:
-            pool.add(list_schedule(each.problem, each.rule))
+            pool.add(each.schedule(problem.microbatches))
     return candidates
 
 
@@ -160,19 +174,21 @@ def warm_start(problem: Problem) -> Orders | None:
     if problem.placement != down or problem.makespan or problem.may_fuse or problem.saves:
         return None
     caps = warm_up(problem, cost_bound(problem))
-    found = [list_schedule(problem, rule, caps) for rule in rules(problem) if rule.slope == 0 and caps is not None]
+    found = [list_schedule(problem, rule) for rule in rules(problem, [tuple(caps)] if caps is not None else [])]
     return min((orders for orders in found if orders is not None), key=lambda orders: orders.cost, default=None)
 
 
 class Herd:
     """Annealing from several starts: in every round new ones join, all go on for a while, and the best are kept.
 
-    A start decides what annealing can come to: with little memory most lead to a steady state that is not the best.
+    A start decides what short annealing can come to: with little memory most lead to a steady state that is not the
+    best. With plenty one long search from hot comes further, so that it takes half of the time.
     """
 
     def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool) -> None:
         self.problem, self.pool = problem, pool
         self._candidates = candidates
+        self.refined: Candidate | None = None  # the best rule of the last round
         self._members: list[Orders] = []
         self._warm = warm_start(problem)
         pool.add(self._warm)
@@ -180,43 +196,50 @@ class Herd:
 
     def round(self, passes: int, turn: int, clock: Clock) -> None:
         """Runs about so many passes."""
-        problem, pool = self.problem, self.pool
+        pool = self.pool
         members = [*self._members, *pool.orders[:1], self._refined(passes // 4, turn, clock)]
         members += [self._warm or self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
-        if not distinct:
-            return
-        moves = int(passes // 2 / (len(distinct) * _STEPS * (_SHARE * problem.passes + 50)))
         for place, start in enumerate(distinct):
-            if pool.optimal or not clock.left:
-                return
-            heat, spread = _WAYS[(turn + place) % len(_WAYS)]
-            distinct[place], _ = anneal(
-                problem,
-                start,
-                seed=turn * 16 + place,
-                temperatures=_cooling(problem, heat, _COLD),
-                moves=moves,
-                spread=spread,
-                target=pool.bound,
-                seconds=clock.left,
-            )
-            pool.add(distinct[place])
+            way = _WAYS[(turn + place) % len(_WAYS)]
+            distinct[place] = self._annealed(start, passes // (2 * len(distinct)), turn * 16 + place, way, clock)
+        if self._warm is None and pool.orders:
+            distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, _LONG, clock))
         self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
 
+    def _annealed(self, start: Orders, passes: int, seed: int, way: tuple[float, int], clock: Clock) -> Orders:
+        if self.pool.optimal or not clock.left:
+            return start
+        (heat, spread), problem = way, self.problem
+        found, _ = anneal(
+            problem,
+            start,
+            seed=seed,
+            temperatures=_cooling(problem, heat, _COLD),
+            moves=int(passes / (_STEPS * (_SHARE * problem.passes + 50))),
+            spread=spread,
+            target=self.pool.bound,
+            seconds=clock.left,
+        )
+        self.pool.add(found)
+        return found
+
     def _refined(self, passes: int, turn: int, clock: Clock) -> Orders | None:
-        """The best of the candidates with their caps changed at random, in some attempts."""
-        best = Pool(1, self.pool.bound)
+        """The best of the candidates with their rules changed at random, in some attempts."""
+        best: Orders | None = None
         for each in self._candidates:
-            tries = passes // (_RULE_PASSES * each.problem.passes * _REFINED)
+            whole = each.problem.with_microbatches(self.problem.microbatches)
+            tries = passes // (_RULE_PASSES * whole.passes * _REFINED)
             if not tries or self.pool.optimal or not clock.left:
                 break
             runs = max(1, tries // _TRIES)
-            for run in range(runs):
+            for run in range(0 if self.pool.beats(each.bound) else runs):
                 number = (turn << 8 | run) << 32 | each.name
-                best.add(refine(each.problem, each.rule, tries // runs, number, self.pool.bound))
-        self.pool.add(best.orders[0] if best.orders else None)
-        return best.orders[0] if best.orders else None
+                found = refine(whole, each.rule, tries // runs, number, self.pool.bound)
+                if found is not None and (best is None or found[0].cost < best.cost):
+                    best, self.refined = found[0], each._replace(rule=found[1])
+                    self.pool.add(best)
+        return best
 
     def _block(self, passes: int, turn: int, clock: Clock) -> Orders | None:
         problem = self.problem

@@ -64,6 +64,10 @@ class Problem:
         def memory(values: Sequence[float]) -> tuple[int, ...]:
             return tuple(round(value * memory_scale) for value in values)
 
+        backward, weight, fused = times(costs.backward), times(costs.weight), times(costs.fused)
+        # A split that is free must stay so when all three are rounded, or bounds are lost to a gain of fusing.
+        parts = zip(fused, backward, weight, strict=True)
+        fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in parts)
         edges = zip(costs.communication, placement, placement[1:], strict=False)
         return cls(
             ranks=max(placement) + 1,
@@ -71,9 +75,9 @@ class Problem:
             microbatches=microbatches,
             placement=tuple(placement),
             forward=times(costs.forward),
-            backward=times(costs.backward),
-            weight=times(costs.weight),
-            fused=times(costs.fused),
+            backward=backward,
+            weight=weight,
+            fused=fused,
             communication=times([0.0 if here == there else latency for latency, here, there in edges]),
             activation=memory(costs.activation),
             held=memory(costs.held),
