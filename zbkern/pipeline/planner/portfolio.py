@@ -193,6 +193,7 @@ class Herd:
         self._warm = warm_start(problem)
         pool.add(self._warm)
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
+        self._long = self._warm is None and min(problem.limit) > _held_by_1f1b(problem)
 
     def round(self, passes: int, turn: int, clock: Clock) -> None:
         """Runs about so many passes."""
@@ -200,10 +201,11 @@ class Herd:
         members = [*self._members, *pool.orders[:1], self._refined(passes // 4, turn, clock)]
         members += [self._warm or self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
+        short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
         for place, start in enumerate(distinct):
             way = _WAYS[(turn + place) % len(_WAYS)]
-            distinct[place] = self._annealed(start, passes // (2 * len(distinct)), turn * 16 + place, way, clock)
-        if self._warm is None and pool.orders:
+            distinct[place] = self._annealed(start, short, turn * 16 + place, way, clock)
+        if self._long and pool.orders:
             distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, _LONG, clock))
         self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
 
@@ -263,8 +265,8 @@ def _cooling(problem: Problem, hot: float, cold: float) -> list[int]:
 
 def _levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
     """The limit itself, then smaller ones: eighths of what 1F1B holds, the same for any limit. Each with a number."""
-    needs = [sum(problem.activation[chunk] for chunk in problem.chunks_of(rank)) for rank in range(problem.ranks)]
-    unit = max(needs) * problem.ranks  # what 1F1B holds: as many microbatches as ranks, in all chunks of a rank
+    needs = _whole_microbatch(problem)
+    unit = _held_by_1f1b(problem)
     levels = [(0, problem.limit)]
     eighths = 8 * min(problem.limit) // unit if unit else 0
     for eighth in range(min(eighths, 24), 0, -1):
@@ -275,6 +277,16 @@ def _levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
         elif all(need <= limit for need, limit in zip(needs, level, strict=True)):
             levels.append((eighth, level))
     return levels
+
+
+def _whole_microbatch(problem: Problem) -> list[int]:
+    """What every rank holds of one microbatch in all its chunks."""
+    return [sum(problem.activation[chunk] for chunk in problem.chunks_of(rank)) for rank in range(problem.ranks)]
+
+
+def _held_by_1f1b(problem: Problem) -> int:
+    """As many microbatches as ranks, in all chunks of a rank."""
+    return max(_whole_microbatch(problem)) * problem.ranks
 
 
 def published(problem: Problem) -> Iterator[Orders]:
