@@ -94,8 +94,10 @@ def content_hash(source: Path, command: list[str], toolkit: Toolkit) -> str:
     """Of everything that an object depends on; paths of this machine are left out."""
     words = [word for word in command if not word.startswith(("-I", "/"))]
     texts = [path.read_bytes() for path in with_headers(source)]
-    versions = f"{toolkit.version} {toolkit.cutlass_version} {sysconfig.get_config_var('EXT_SUFFIX')}"
-    return _hash(*texts, " ".join(words).encode(), versions.encode())
+    versions = [toolkit.version, toolkit.cutlass_version]
+    if source.suffix == ".cpp":  # kernels are the same for every Python
+        versions.append(sysconfig.get_config_var("EXT_SUFFIX"))
+    return _hash(*texts, " ".join(words).encode(), " ".join(map(str, versions)).encode())
 
 
 def flags(source: Path, toolkit: Toolkit, architectures: tuple[str, ...]) -> list[str]:

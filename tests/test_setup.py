@@ -178,6 +178,12 @@ def test_objects_are_named_by_what_they_are_made_of(tmp_path: Path, monkeypatch:
     assert name(dataclasses.replace(toolkit, cutlass_version="4.3.0")) != first
     other.write_text("int c;\n")  # included by what it includes
     assert name() != first
+    second, bindings = name(), source.with_suffix(".cpp")
+    bindings.write_text(source.read_text())
+    before = cuda.content_hash(bindings, ["c++"], toolkit)
+    monkeypatch.setattr(cuda.sysconfig, "get_config_var", lambda name: ".another.so")
+    assert name() == second  # the same kernels for every Python
+    assert cuda.content_hash(bindings, ["c++"], toolkit) != before
 
 
 FAKE_NVCC = """#!/bin/sh
