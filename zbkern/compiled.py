@@ -27,14 +27,16 @@ from zbkern.kernels import dispatch, reference
 
 def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
     """Inside torch.compile: True while some queue exists, for weights whose gradients nobody expects in B."""
-    if not (wgrad.possible and _AVAILABLE and torch.is_grad_enabled()) or torch.compiler.is_exporting():
+    if not (wgrad.possible and _AVAILABLE and torch.is_grad_enabled()):
+        return False
+    if torch.compiler._is_exporting_flag:  # is_exporting() is True in whatever older compilers trace
         return False
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (x, *weights) if tensor is not None):
         return False
     if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
         return False
     wanted = [w for w in weights if w is not None and w.requires_grad]
-    return bool(wanted) and all(w.is_leaf for w in wanted)
+    return len(wanted) > 0 and all(w.is_leaf for w in wanted)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, transposed: bool) -> Tensor:
