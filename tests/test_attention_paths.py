@@ -134,7 +134,7 @@ def test_ours_and_torchs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     assert "through triton; not flash_attn 3: not installed; not torch cudnn: it would run" in caplog.text
     attend(monkeypatch, (0, 5, 12), None, ours=None, why_not_ours="no")
     assert len(calls) == 2
-    # what torch's core declines, the next in order runs; torch itself is not asked: some of its builds need a GPU for it
+    # what torch's core declines, the next in order runs; torch is not asked: some of its builds need a GPU to answer
     asked = []
     monkeypatch.setattr(
         torch.backends.cuda, "can_use_cudnn_attention", lambda parameters: bool(asked.append(parameters))

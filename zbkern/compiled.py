@@ -116,13 +116,23 @@ def _(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | No
     _register_lowering()
 
 
-_AVAILABLE = hasattr(
-    weight_gradient, "register_effect"
-)  # without it the compiler would drop, or join, what has no result
-if _AVAILABLE:
-    from torch._library.effects import EffectType
+def _keep_every_call() -> bool:
+    """Tells the compiler that a call does something: without, it would drop, or join, what has no result."""
+    try:
+        if hasattr(weight_gradient, "register_effect"):
+            from torch._library.effects import EffectType
 
-    weight_gradient.register_effect(EffectType.ORDERED)
+            weight_gradient.register_effect(EffectType.ORDERED)
+        else:
+            from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+            _register_effectful_op(torch.ops.zbkern.weight_gradient.default, _EffectType.ORDERED)
+    except ImportError:
+        return False
+    return True
+
+
+_AVAILABLE = _keep_every_call()
 
 
 @functools.cache
