@@ -203,6 +203,33 @@ def test_main_grad_in_fp32_under_bf16_weights() -> None:
         testing.assert_close(parameter.main_grad, other.grad, tolerance=1e-5)  # far below bf16's 4e-3
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("asked", [torch.float32, None])
+def test_grad_dtype_under_bf16_weights(asked: torch.dtype | None, hooked: bool) -> None:
+    torch.manual_seed(0)
+    layer = zbkern.nn.Linear(16, 8).bfloat16()
+    wide = nn.Linear(16, 8).double()
+    wide.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    seen: list[torch.dtype] = []
+    for parameter in layer.parameters():
+        parameter.grad_dtype = asked
+        if hooked:
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+    queue = zbkern.WGradQueue()
+    x = torch.randn(32, 16).bfloat16()
+    for _ in range(2):  # the first gradient is written, the second added
+        for _ in range(2):
+            wide(x.double()).square().sum().backward()
+            with queue.defer():
+                layer(x).square().sum().backward()
+        queue.run()
+    for parameter, other in zip(layer.parameters(), wide.parameters(), strict=True):
+        assert parameter.grad.dtype == (asked or torch.bfloat16)
+        testing.assert_close(parameter.grad, other.grad, tolerance=1e-2)  # the activations are bf16
+    assert seen == [asked or torch.bfloat16] * (4 if hooked else 0)
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 def test_main_grad_protocol(hooked: bool) -> None:
     layer = zbkern.nn.Linear(4, 3)

@@ -45,7 +45,7 @@ class Target:
                 gradient = parameter.grad
                 if gradient is None or gradient.requires_grad or gradient.is_sparse:
                     self.replaces = self.replaces or gradient is not None
-                    gradient = torch.empty_like(parameter, requires_grad=False)
+                    gradient = torch.empty_like(parameter, dtype=_gradient_dtype(parameter), requires_grad=False)
                     unset.append((parameter, gradient))
             outputs.append(gradient)
         self.add = True
@@ -64,6 +64,11 @@ class Target:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         for parameter in self._owned:
             _announce(parameter)
+
+
+def _gradient_dtype(parameter: Tensor) -> torch.dtype | None:
+    """What a `.grad` must be of by the parameter's `grad_dtype` (older torch has none); None: the parameter's dtype."""
+    return getattr(parameter, "grad_dtype", None)
 
 
 def accumulate(batch: Sequence[list[WGradTask]]) -> None:
@@ -132,7 +137,8 @@ def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
         for parameter in wanted:
             if id(parameter) not in sums:
                 start = torch.zeros_like if add else torch.empty_like
-                sums[id(parameter)] = (parameter, start(parameter, requires_grad=False))
+                new = start(parameter, dtype=_gradient_dtype(parameter), requires_grad=False)
+                sums[id(parameter)] = (parameter, new)
         outputs = [None if p is None or id(p) not in sums else sums[id(p)][1] for p in task.parameters]
         task.launch([task.tensors], outputs, add)
     return list(sums.values())
