@@ -134,6 +134,15 @@ def test_ours_and_torchs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     assert "through triton; not flash_attn 3: not installed; not torch cudnn: it would run" in caplog.text
     attend(monkeypatch, (0, 5, 12), None, ours=None, why_not_ours="no")
     assert len(calls) == 2
-    # torch declines tensors on a CPU for both of its cores, so that the next in order runs
+    # what torch's core declines, the next in order runs; torch is not asked: some of its builds need a GPU to answer
+    asked = []
+    monkeypatch.setattr(
+        torch.backends.cuda, "can_use_cudnn_attention", lambda parameters: bool(asked.append(parameters))
+    )
     attend(monkeypatch, None, None, ours=ours, why_not_ours=None)
     assert len(calls) == 3
+    (parameters,) = asked
+    assert parameters.query.shape == (2, 4, 6, 8)
+    assert parameters.key.shape == (2, 2, 6, 8)
+    assert parameters.is_causal
+    assert parameters.enable_gqa

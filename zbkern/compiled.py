@@ -27,14 +27,16 @@ from zbkern.kernels import dispatch, reference
 
 def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
     """Inside torch.compile: True while some queue exists, for weights whose gradients nobody expects in B."""
-    if not (wgrad.possible and _AVAILABLE and torch.is_grad_enabled()) or torch.compiler.is_exporting():
+    if not (wgrad.possible and _AVAILABLE and torch.is_grad_enabled()):
+        return False
+    if torch.compiler._is_exporting_flag:  # is_exporting() is True in whatever older compilers trace
         return False
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (x, *weights) if tensor is not None):
         return False
     if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
         return False
     wanted = [w for w in weights if w is not None and w.requires_grad]
-    return bool(wanted) and all(w.is_leaf for w in wanted)
+    return len(wanted) > 0 and all(w.is_leaf for w in wanted)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, transposed: bool) -> Tensor:
@@ -114,13 +116,23 @@ def _(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | No
     _register_lowering()
 
 
-_AVAILABLE = hasattr(
-    weight_gradient, "register_effect"
-)  # without it the compiler would drop, or join, what has no result
-if _AVAILABLE:
-    from torch._library.effects import EffectType
+def _keep_every_call() -> bool:
+    """Tells the compiler that a call does something: without, it would drop, or join, what has no result."""
+    try:
+        if hasattr(weight_gradient, "register_effect"):
+            from torch._library.effects import EffectType
 
-    weight_gradient.register_effect(EffectType.ORDERED)
+            weight_gradient.register_effect(EffectType.ORDERED)
+        else:
+            from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+            _register_effectful_op(torch.ops.zbkern.weight_gradient.default, _EffectType.ORDERED)
+    except ImportError:
+        return False
+    return True
+
+
+_AVAILABLE = _keep_every_call()
 
 
 @functools.cache

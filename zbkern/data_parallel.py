@@ -37,13 +37,12 @@ class ShardedReduction:
                 "DistributedDataParallel needs no ShardedReduction"
             )
         self._model = model
-        self._root = state_of(model)
         self._queue = queue
         queue.listeners.append(self._landed)
 
     def finish(self) -> None:
         """Reduces what is left and waits for it. Call it after the W of a step, before the optimizer's step."""
-        self._root._root_post_backward_final_callback()
+        end_backward(self._model)
 
     def detach(self) -> None:
         """Stops listening to the queue."""
@@ -63,6 +62,15 @@ def state_of(root: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard.state(root)  # type: ignore[attr-defined]
+
+
+def end_backward(root: Any) -> None:
+    """Once more what FSDP2 does when a backward ends: reduces what is left under this root, and waits for it."""
+    state = state_of(root)
+    if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
+        # torch 2.15 sets it where a backward begins and clears it where one ends, as the one before W has
+        state._state_ctx.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
 
 
 def parameter_groups(root: Any) -> list[Any]:
