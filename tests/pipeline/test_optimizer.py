@@ -288,6 +288,15 @@ def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
         Optimizer(**{**arguments, **changes})
 
 
+def test_main_grad_counts_and_is_clipped() -> None:
+    weight, bias = (nn.Parameter(torch.ones(2).bfloat16()) for _ in range(2))
+    weight.main_grad, bias.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]).bfloat16()
+    transport = LocalTransport.ring(1)[0]
+    assert norms.clip_grad_norm_([weight, bias], 1.0, transport) == pytest.approx(5.0)
+    assert weight.main_grad.tolist() == pytest.approx([0.6, 0.0])
+    assert norms.grad_norm([weight, bias], transport) == pytest.approx(1.0, rel=1e-2)
+
+
 def test_a_pipeline_is_no_parameters() -> None:
     with pytest.raises(TypeError, match=r"clip_grad_norm_: parameters must be .* got LocalTransport \(a Pipeline goes"):
         norms.clip_grad_norm_(LocalTransport.ring(1)[0], 1.0)

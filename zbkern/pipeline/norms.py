@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from zbkern.pipeline.mixed_precision import gradient_of
 
 
 def grad_norm(
@@ -20,15 +22,17 @@ def grad_norm(
 
     parameters: this rank's. group: the pipeline's ranks: a Pipeline, a Transport, a process group, or None for all.
     tied: {name: parameter} of weights that several ranks hold with the same gradient; taken from a Pipeline when
-    group is one. Norms of single gradients are taken in fp32 at least and added up in fp64. Shards (DTensor) count
-    as the whole they belong to. NaN or infinite when a gradient is.
+    group is one. Gradients are read from `main_grad` where a parameter has one; the norms of single ones are taken in
+    fp32 at least and added up in fp64. Shards (DTensor) count as the whole they belong to. NaN or infinite when a
+    gradient is.
     """
     transport = getattr(group, "transport", group)
     tied = getattr(group, "tied", None) if tied is None else tied
     parameters = _listed("grad_norm", parameters)
     shared = {id(parameter): name for name, parameter in (tied or {}).items()}
-    own = [p.grad for p in parameters if p.grad is not None and id(p) not in shared]
-    names = {shared[id(p)]: float(squares([p.grad])) for p in parameters if p.grad is not None and id(p) in shared}
+    found = [(id(parameter), gradient) for parameter, gradient in _gradients(parameters)]
+    own = [gradient for key, gradient in found if key not in shared]
+    names = {shared[key]: float(squares([gradient])) for key, gradient in found if key in shared}
     total, seen = 0.0, {}
     for value, named in _gather((float(squares(own)), names), transport):
         total += value
@@ -49,7 +53,7 @@ def clip_grad_norm_(
     """
     parameters = _listed("clip_grad_norm_", parameters)
     norm = grad_norm(parameters, group, tied)
-    scale_([p.grad for p in parameters if p.grad is not None], coefficient(norm, max_norm))
+    scale_([gradient for _, gradient in _gradients(parameters)], coefficient(norm, max_norm))
     return norm
 
 
@@ -62,6 +66,13 @@ def _listed(caller: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
                 f"{type(parameter).__name__} (a Pipeline goes in as group=)"
             )
     return found
+
+
+def _gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            yield parameter, gradient
 
 
 def squares(gradients: list[Tensor]) -> Tensor:
