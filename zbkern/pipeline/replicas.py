@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zbkern import landing
-from zbkern.data_parallel import parameter_groups, state_of, unsharded
+from zbkern.data_parallel import end_backward, parameter_groups, unsharded
 from zbkern.wgrad import WGradQueue, WGradTask
 
 Waiting = Mapping[int, int]  # id of a parameter -> how many of its W are still to run
@@ -258,7 +258,7 @@ class _Sharded:
     def finish(self) -> None:
         self.advance({})
         for root in self._roots:
-            state_of(root)._root_post_backward_final_callback()
+            end_backward(root)
 
     def void(self) -> None:
         sharded: list[Any] = [part for part in self.module.modules() if _is_sharded(part)]

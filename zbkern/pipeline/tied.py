@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zbkern import landing
+from zbkern.pipeline.mixed_precision import gradient_of
 from zbkern.pipeline.transport import DistributedTransport, Transport
 
 logger = logging.getLogger("zbkern")
@@ -47,15 +49,16 @@ class TiedWeights:
     def begin(self) -> None:
         """Leaves what earlier steps have summed, the same on all holders, with one of them: it is summed once more."""
         for parameter, group in self._shared:
-            if parameter.grad is not None and dist.get_rank(group) > 0:
-                parameter.grad.zero_()
+            gradient = gradient_of(parameter)
+            if gradient is not None and dist.get_rank(group) > 0:
+                gradient.zero_()
 
     def sum_gradients(self) -> None:
         """Gives every holder the sum of all holders' gradients; collective among them."""
         for parameter, group in self._shared:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                gradient = parameter.grad = landing.blank(parameter).zero_()
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
 
 
