@@ -29,6 +29,9 @@ class Route(enum.Enum):
     IMMEDIATE = "the graph has edges to the weights; W never waits"
 
 
+_DETACHED = Route.DETACHED  # looked up once: in its class a member takes 60 ns to find
+
+
 class Call:
     """What a function needs besides tensors: whose gradients it computes, by which launches, for which layer."""
 
@@ -56,7 +59,7 @@ def apply(function: type[torch.autograd.Function], call: Call, x: Tensor, *argum
         return function.forward(_Nothing(2 + len(arguments) + len(call.owners)), call, x.detach(), *arguments)
     if wgrad.possible:
         _choose_route(call)
-    if call.route is Route.DETACHED:
+    if call.route is _DETACHED:
         return function.apply(call, x, *arguments, _anchor)
     return function.apply(call, x, *arguments, *call.owners)
 
@@ -123,7 +126,7 @@ def weight_gradients(
     """
     owners = call.wanted if part is None else call.wanted[part]
     scope = wgrad.current()
-    if call.route is Route.DETACHED:
+    if call.route is _DETACHED:
         if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in owners)):
             task = wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name, call.listened)
             if scope is None:
@@ -180,7 +183,7 @@ def differentiable_backward(
         found = iter(torch.autograd.grad(forward(*arguments), needed, dy, create_graph=True, allow_unused=True))
     gradients = [next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in arguments]
     weights, others = gradients[: len(call.owners)], gradients[len(call.owners) :]
-    if call.route is Route.DETACHED:
+    if call.route is _DETACHED:
         arrived = [(p, g) for p, g in zip(call.owners, weights, strict=True) if p is not None and g is not None]
         landing.hand_over(arrived, create_graph=True)
         weights = [None] * len(call.owners)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,31 +16,28 @@ def batches(selected: Sequence[WGradTask], merge: bool | str) -> Iterator[tuple[
 
     merge: as in WGradQueue. Without it a batch is a task, or tasks that must run together (`by_weight`).
     """
-    hooked = {task for task in selected if task.delivers}
-    groups = by_weight(selected, hooked, bool(merge))
-    if merge is True:
-        yield from by_launch(groups, hooked)
-    else:
-        for group in groups:
-            yield [group], group[0] in hooked
+    groups, hooked = by_weight(selected, bool(merge))
+    return by_launch(groups, hooked) if merge is True else (([group], group[0] in hooked) for group in groups)
 
 
-def by_weight(selected: Sequence[WGradTask], hooked: set[WGradTask], merge: bool) -> list[list[WGradTask]]:
-    """The tasks in groups that run together, oldest group first.
+def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list[WGradTask]], set[WGradTask]]:
+    """The tasks in groups that run together, oldest group first; and those for which hooks wait.
 
-    May: the same weight, when merging. Must: tasks of one key that share a parameter whose hooks listen (`hooked`),
-    because autograd calls those once per backward, after all its contributions (DistributedDataParallel relies on it).
+    May: the same weight, when merging. Must: tasks of one key that share a parameter whose hooks listen, because
+    autograd calls those once per backward, after all its contributions (DistributedDataParallel relies on it).
     """
     groups: dict[Hashable, list[WGradTask]] = {}
+    hooked: set[WGradTask] = set()
     joined: dict[tuple[Hashable, int], Hashable] = {}  # (key, parameter) -> its group, where hooks listen
     for task in selected:
         label: Hashable = task.weight if merge else task
-        if task not in hooked:
+        if not task.delivers:
             if label in groups:
                 groups[label].append(task)
             else:
                 groups[label] = [task]
             continue
+        hooked.add(task)
         shares = [(task.key, id(p)) for p in task.parameters if p is not None]
         found = list(dict.fromkeys(joined[share] for share in shares if share in joined))
         label = found[0] if found else task
@@ -49,10 +46,10 @@ def by_weight(selected: Sequence[WGradTask], hooked: set[WGradTask], merge: bool
             groups[label] += groups.pop(other)
             joined.update((share, label) for share, group in joined.items() if group is other)
         joined.update((share, label) for share in shares)
-    return list(groups.values())
+    return groups.values(), hooked
 
 
-def by_launch(groups: Sequence[list[WGradTask]], hooked: set[WGradTask]) -> Iterator[tuple[Batch, bool]]:
+def by_launch(groups: Iterable[list[WGradTask]], hooked: set[WGradTask]) -> Iterator[tuple[Batch, bool]]:
     """Neighbouring groups that their launch takes at once (`launch.several`): on one device, no parameter in two."""
     batch: Batch = []
     kind: Any = None

@@ -43,7 +43,7 @@ class Target:
                     overwritten.append(gradient)
             else:
                 gradient = parameter.grad
-                if gradient is None or gradient.requires_grad or gradient.is_sparse:
+                if gradient is None or gradient.is_sparse:
                     self.replaces = self.replaces or gradient is not None
                     gradient = blank(parameter)
                     unset.append((parameter, gradient))
@@ -97,7 +97,7 @@ def _present(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
             gradients.append(None)
             continue
         gradient = parameter.grad
-        if gradient is None or gradient.requires_grad or gradient.is_sparse or hasattr(parameter, "main_grad"):
+        if gradient is None or gradient.is_sparse or hasattr(parameter, "main_grad"):
             return None
         gradients.append(gradient)
     return gradients

@@ -226,20 +226,21 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
 
 def add_sum(out: Tensor, columns: Tensor, accumulate: bool) -> None:
     """out [N] (+)= sum of columns [N, M] over dimension 1, in the wider of both dtypes."""
-    if out.dtype != columns.dtype:
-        total = torch.sum(columns, 1, dtype=torch.promote_types(out.dtype, columns.dtype))
+    dtype = out.dtype
+    if dtype != columns.dtype:
+        total = torch.sum(columns, 1, dtype=torch.promote_types(dtype, columns.dtype))
         out.add_(total) if accumulate else out.copy_(total)
     elif not accumulate:
         torch.sum(columns, 1, out=out)
-    elif 0 < (count := columns.shape[1]) <= 256 and columns.is_cpu and out.dtype in _WIDE and type(columns) is Tensor:
+    elif dtype in _WIDE and type(columns) is Tensor and columns.is_cpu and 0 < (count := columns.shape[1]) <= 256:
         # One call instead of two, and half the time; beyond a few hundred rows its plain order of summation would
         # show in the last digits.
-        out.addmv_(columns, _ones(count, out.dtype))
+        out.addmv_(columns, _ones(count, dtype))
     else:
         out.add_(columns.sum(1))
 
 
-_WIDE = (torch.float32, torch.float64)
+_WIDE = {torch.float32, torch.float64}
 
 
 @functools.lru_cache(maxsize=16)
