@@ -32,6 +32,7 @@ logger = logging.getLogger("zbkern")
 _USUAL, _OTHER = 1, 2  # tags of tensors; 0 is that of headers
 _HEADER_BYTES = 1024
 _FOREVER = timedelta(days=365)
+_PAUSE = 0.002  # seconds between looks at what has been sent
 
 
 GRACE = 2.0  # seconds that a stuck rank has to say so itself
@@ -78,9 +79,10 @@ class Transport(Protocol):
 class DistributedTransport:
     """Point to point over torch.distributed: gloo between CPUs, NCCL between GPUs with headers over gloo.
 
-    group: the ranks of this pipeline, None for all. peers: the ranks this one exchanges messages with. Tensors go
-    through one communicator per direction (to higher ranks, to lower ranks), so that no order of NCCL calls can
-    deadlock; a header with tag, shapes and dtypes precedes each message through a gloo group of its own.
+    group: the ranks of this pipeline, None for all. peers: the ranks this one exchanges messages with. Each direction
+    (to higher ranks, to lower ranks) has a communicator of its own: no order of NCCL calls can deadlock, and gloo's
+    thread, which spins while somebody sends on the connection that it wants to read, seldom does. A header with tag,
+    shapes and dtypes precedes each message, always through gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, peers: Iterable[int], device: torch.device) -> None:
@@ -94,8 +96,8 @@ class DistributedTransport:
 
     def _open(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        self._control = _new_group(ranks, "gloo")
-        self._up = self._down = self._control
+        self._headers_up, self._headers_down = (_new_group(ranks, "gloo") for _ in range(2))
+        self._up, self._down = self._headers_up, self._headers_down
         if not self._on_cpu:
             self._up, self._down = (_new_group(ranks, backend_of(self._group, self._device)) for _ in range(2))
         self._mailbox = Mailbox()
@@ -178,12 +180,12 @@ class DistributedTransport:
         values: list[Any] = [None] * self.size
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._control.allgather([lengths], [torch.tensor([payload.numel()])]).wait()
+        self._headers_up.allgather([lengths], [torch.tensor([payload.numel()])]).wait()
         longest = int(max(int(length) for length in lengths))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: payload.numel()] = payload
         buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._control.allgather([buffers], [padded]).wait()
+        self._headers_up.allgather([buffers], [padded]).wait()
         for rank, (buffer, length) in enumerate(zip(buffers, lengths, strict=True)):
             values[rank] = pickle.loads(buffer[: int(length)].numpy().tobytes())
         return values
@@ -231,8 +233,9 @@ class DistributedTransport:
         first[4 : 4 + len(head)] = head
         parts = [first, bytearray(rest)] if rest else [first]
         tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+        group = self._headers_up if peer > self.rank else self._headers_down
         with self._header_lock:  # both parts of one header before those of another thread's
-            return [(self._control.send([tensor], peer, 0), tensor) for tensor in tensors]
+            return [(group.send([tensor], peer, 0), tensor) for tensor in tensors]
 
     def _send_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> list[tuple[dist.Work, Tensor]]:
         group = self._up if peer > self.rank else self._down
@@ -244,13 +247,14 @@ class DistributedTransport:
         return tensors, [group.recv([tensor], peer, slot) for tensor in tensors if tensor.numel()]
 
     def _receive_header(self, peer: int) -> tuple[Any, ...]:
+        group = self._headers_up if peer < self.rank else self._headers_down
         first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        self._control.recv([first], peer, 0).wait()
+        group.recv([first], peer, 0).wait()
         data = first.numpy().tobytes()
         length = int.from_bytes(data[:4], "little")
         if length > _HEADER_BYTES - 4:
             rest = torch.empty(length - (_HEADER_BYTES - 4), dtype=torch.uint8)
-            self._control.recv([rest], peer, 0).wait()
+            group.recv([rest], peer, 0).wait()
             data += rest.numpy().tobytes()
         return pickle.loads(data[4 : 4 + length])
 
@@ -308,7 +312,7 @@ class DistributedTransport:
         self._end(what, reason)
 
     def _finish_sends(self) -> None:
-        """Thread: lets go of sent tensors as soon as they have left."""
+        """Thread: lets go of sent tensors as soon as they have left, give or take a pause."""
         with self._stream_of_its_own() as stream:  # no other stream waits for a send
             while (works := self._sends.get()) is not None:
                 for work, _ in works:
@@ -321,6 +325,8 @@ class DistributedTransport:
                     departure.record(stream)
                     departure.synchronize()
                 works = _ = None
+                if self._sends.empty():
+                    time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
 
     @contextlib.contextmanager
     def _stream_of_its_own(self) -> Iterator[torch.cuda.Stream | None]:
