@@ -146,6 +146,9 @@ def weight_gradients(
     if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in wanted):
         scope[0].add(wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name), scope[1])
         return (None,) * len(owners)
+    returning = getattr(launch, "returning", None)
+    if returning is not None and all(p.dtype == tensors[0].dtype for p in wanted):
+        return returning(tensors, owners)
     gradients = [None if p is None else landing.blank(p) for p in owners]
     launch([tensors], gradients, False)
     return gradients

@@ -81,7 +81,8 @@ def accumulate(batch: Sequence[list[WGradTask]]) -> None:
         group = batch[0]
         gradients = _present(group[0].parameters)
         if gradients is not None:
-            group[0].launch([task.tensors for task in group], gradients, True)
+            segments = [group[0].tensors] if len(group) == 1 else [task.tensors for task in group]
+            group[0].launch(segments, gradients, True)
             return
     targets = [Target(group[0]) for group in batch]
     launch(batch, targets)

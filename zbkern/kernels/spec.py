@@ -30,7 +30,9 @@ Launches
     linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one launch.
                                                                A linear_wgrad has it as `.several` if a queue may use
                                                                it, then with max_tiles=: a block ends after so many
-                                                               tiles, for work on other streams; 0 for no bound
+                                                               tiles, for work on other streams; 0 for no bound.
+                                                               .returning((x, dy), wanted) -> (dweight, dbias) is for
+                                                               gradients that need no place: torch's own memory
 
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)
