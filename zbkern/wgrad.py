@@ -166,7 +166,8 @@ class WGradQueue:
 
     def pending(self, key: Hashable | list[Hashable] = None) -> int:
         """Number of tasks that wait, of one key, of a list, or of all."""
-        return len(self._tasks) if key is None else len(self._select(key))
+        with self._lock:
+            return len(self._tasks) if key is None else len(self._select(key))
 
     def keys(self) -> list[Any]:
         """The keys that have tasks waiting, oldest first."""
@@ -206,14 +207,15 @@ class WGradQueue:
             )
 
     def _select(self, key: Hashable | list[Hashable]) -> list[WGradTask]:
-        with self._lock:
-            if key is None:
-                return [*self._tasks]
-            keys = key if isinstance(key, list) else [key]
-            return [task for task in self._tasks if task.key in keys]
+        """The tasks of these keys; for those who hold the lock."""
+        if key is None:
+            return [*self._tasks]
+        keys = key if isinstance(key, list) else [key]
+        return [task for task in self._tasks if task.key in keys]
 
     def _run(self, batches: Iterable[tuple[grouping.Batch, bool]], first: WGradTask) -> None:
-        device = first.tensors[0].device.type
+        tensor = first.tensors[0]
+        device = "cpu" if tensor.is_cpu else tensor.device.type
         if torch.is_autocast_enabled(device):  # W computes in the dtypes that B left
             with torch.autocast(device, enabled=False):
                 return self._run(batches, first)
