@@ -4,6 +4,8 @@
 # On Linux on x86-64 a plain "torch" brings the CUDA packages, so the CPU build is pinned by its local version.
 TORCH ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),torch==2.13.0+cpu,torch==2.13.0)
 RANKS ?= 2
+# Where benchmarks keep their figures; OUT=bench/results replaces those of the repository.
+OUT   ?= .cache/bench
 # The tests on a GPU compile some 2000 variants of kernels, at half a second to ten seconds of a core each.
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
 TEST_SECONDS ?= 360
@@ -66,17 +68,17 @@ lint: $(READY) ## style, imports and types
 	$(PYTHON) -m mypy
 
 bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
-	$(PYTHON) -m bench.pipeline
+	$(PYTHON) -m bench.pipeline --out $(OUT)
 
 kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for sm_80, sm_90 and sm_100
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.kernels_report
 
 bench-gpu: ready-gpu ## our launches on a GPU beside torch's and other libraries', in 8 minutes or so
-	TRITON_INTERPRET=0 $(PYTHON) -m bench.gpu
-	-TRITON_INTERPRET=0 $(PYTHON) -m bench.cuda_wgrad  # says so where the extension is not built
+	TRITON_INTERPRET=0 $(PYTHON) -m bench.gpu --out $(OUT)
+	-TRITON_INTERPRET=0 $(PYTHON) -m bench.cuda_wgrad --out $(OUT)  # says so where the extension is not built
 
 bench-split: $(READY) ## what the split of backward into B and W costs
-	$(PYTHON) -m bench.split
+	$(PYTHON) -m bench.split --out $(OUT)
 
 clean: ## remove what was built, installed and drawn
 	rm -rf .venv .cache build dist demo zbkern.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

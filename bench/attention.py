@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--total", type=int, default=16384, help="tokens of a batch")
     parser.add_argument("--width", type=int, default=2048, help="heads times head size")
     parser.add_argument("--rounds", type=int, default=10)
+    report.add_out(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("cannot run: no GPU is visible")
@@ -52,7 +53,7 @@ def main() -> int:
     print(report.table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in figures]))
     print(f"\nATTENTION[{torch.cuda.get_device_capability()}] = {{")
     print("".join(f"    {shape}: {names},\n" for shape, names in table.items()) + "}")
-    print(f"written to {report.write_json('attention', figures)}")
+    print(report.write_json("attention", figures, arguments.out))
     return 0
 
 

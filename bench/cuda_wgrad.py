@@ -9,6 +9,7 @@ printed. Random data; contestants in turn. The last line is what zbkern/kernels/
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from types import ModuleType
@@ -25,6 +26,9 @@ TOKENS = [1024, 2048, 4096, 8192]
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    report.add_out(parser)
+    arguments = parser.parse_args()
     reason = cuda.why_not()
     if reason is not None:
         print(f"cannot run: {reason}")
@@ -41,7 +45,7 @@ def main() -> int:
     microseconds = host_time()
     print(f"\nhost time of a launch: {microseconds:.1f} us")
     everything = {"products": figures, "layers": together, "host_us": microseconds}
-    print(f"written to {report.write_json('cuda_wgrad', everything)}")
+    print(report.write_json("cuda_wgrad", everything, arguments.out))
     print(f"\n{torch.cuda.get_device_capability()}: {faster},")
     return 0
 

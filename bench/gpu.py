@@ -4,7 +4,7 @@
 
 A row's time is shared by its shapes; what finds no time left is named, not dropped, and the whole ends by itself. No
 figure without a check against the first peer. Ratios are medians over rounds of the peer's time over ours, so above 1
-we are faster. Writes bench/results/gpu.json and gpu.svg.
+we are faster. --out FOLDER keeps gpu.json and gpu.svg.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a test of this program, not a measurement")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for gpu.json and gpu.svg")
+    report.add_out(parser)
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -61,9 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         print(" | ".join(cells(figure)), flush=True)
     print("\n" + report.table(HEADER, [cells(figure) for figure in figures]))
     result = {"impl": arguments.impl, "dtype": arguments.dtype, "versions": gpu_peers.versions(), "rows": figures}
-    path = report.write_json("gpu", result, arguments.out)
-    plot = roofline.write(arguments.out / "gpu.svg", figures, report.environment()["gpu"] or str(device))
-    print(f"\nwritten to {path}" + (f" and {plot}" if plot else ""))
+    print("\n" + report.write_json("gpu", result, arguments.out))
+    if arguments.out is not None:
+        roofline.write(arguments.out / "gpu.svg", figures, report.environment()["gpu"] or str(device))
     return 1 if any("wrong" in figure for figure in figures) else 0
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import ranks
-from bench.report import environment, table, write_json
+from bench.report import add_out, environment, table, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
 
 WIDTH = 8
@@ -129,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
+    add_out(parser)
     arguments = parser.parse_args()
     figures = {}
     for size in (1, 2):
@@ -137,7 +138,7 @@ def main() -> None:
         rows = [(name, f"{statistics.median(each):.1f}") for name, each in times.items()]
         print(f"\n{size} rank{'s' * (size > 1)}, {arguments.microbatches} microbatches, gradients equal backward()\n")
         print(table(("contestant", "us per action"), rows), flush=True)
-    print(f"\n{environment()}\nwritten to {write_json('host_time', figures)}")
+    print(f"\n{environment()}\n{write_json('host_time', figures, arguments.out)}")
 
 
 if __name__ == "__main__":

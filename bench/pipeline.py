@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import ranks
-from bench.report import environment, table, write_json
+from bench.report import add_out, environment, table, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
 
 RANKS, BLOCKS, WIDTH, TOKENS, STEPS = 2, 8, 768, 256, 5
@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[], help="names of contestants, such as zb_h2 or 1F1B")
+    add_out(parser)
     arguments = parser.parse_args()
     figures = {}
     for microbatches in arguments.microbatches:
@@ -167,7 +168,7 @@ def main() -> None:
             f"\n{microbatches} microbatches, perfect {perfect * 1e3:.0f} ms a step, gradients equal plain backward()\n"
         )
         print(table(("contestant", "step", "of perfect"), rows), flush=True)
-    print(f"\n{environment()}\nwritten to {write_json('pipeline', figures)}")
+    print(f"\n{environment()}\n{write_json('pipeline', figures, arguments.out)}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.report import table, write_json
+from bench.report import add_out, table, write_json
 from zbkern.pipeline import Costs, plan
 
 PROFILES = json.loads((Path(__file__).parent.parent / "tests/data/zb_profiles.json").read_text())
@@ -114,7 +114,8 @@ def main() -> None:
     parser.add_argument("--effort", type=int, help="rounds of every plan, instead of a time limit")
     parser.add_argument("--stages", type=int, help="only cells with this many stages")
     parser.add_argument("--microbatches", type=int, help="only cells with this many microbatches")
-    parser.add_argument("--name", default="planner", help="name of the JSON file under bench/results")
+    add_out(parser)
+    parser.add_argument("--name", default="planner", help="of the JSON file there")
     options = parser.parse_args()
     figures: dict[str, list[dict[str, Any]]] = {}
     for section in options.sections or SECTIONS:
@@ -123,7 +124,7 @@ def main() -> None:
         for cell in SECTIONS[section]():
             if options.stages in (None, cell[2]) and options.microbatches in (None, cell[3]):
                 rows.append(measure(cell, options.seconds, options.effort))
-                write_json(options.name, figures)
+                write_json(options.name, figures, options.out)  # after every plan: all of them take an hour
         print(table(HEADER, [_line(row) for row in rows]), flush=True)
 
 

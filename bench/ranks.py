@@ -1,16 +1,19 @@
-"""gloo ranks on this machine for benchmarks: a process each, with one thread for compute."""
+"""Ranks on this machine for benchmarks: gloo processes, with one thread for compute each, or threads of this one."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from zbkern.pipeline.local_transport import LocalTransport
 
 
 def run(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -20,6 +23,32 @@ def run(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
         port = free.getsockname()[1]
     results = mp.Manager().dict()
     mp.spawn(_rank, args=(size, port, function, arguments, results), nprocs=size)
+    return results[0]
+
+
+def run_in_threads(rings: Sequence[Sequence[LocalTransport]], function: Callable[[int], Any]) -> Any:
+    """function(rank) on a thread for every rank of these rings; what it returned on rank 0.
+
+    Where one raises, its rings tell the others, and the first error is raised here.
+    """
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def rank_loop(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except BaseException as error:
+            errors.append(error)
+            for ring in rings:
+                ring[rank].fail(f"rank {rank}: {error}")
+
+    threads = [threading.Thread(target=rank_loop, args=(rank,)) for rank in range(len(rings[0]))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
     return results[0]
 
 

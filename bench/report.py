@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, Any]:
@@ -44,12 +43,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]])
 
 
-def write_json(name: str, figures: Any, folder: Path = RESULTS) -> Path:
-    """Writes bench/results/NAME.json with the environment; returns its path."""
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """--out, without which nothing is written: a quick run must not replace the figures in bench/results."""
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the figures there, as JSON")
+
+
+def write_json(name: str, figures: Any, folder: Path | None) -> str:
+    """Writes FOLDER/NAME.json with the environment, where there is a folder; returns what to say about it."""
+    if folder is None:
+        return "not kept: --out FOLDER writes these figures as JSON"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n")
-    return path
+    return f"written to {path}"
 
 
 def _processor() -> str:

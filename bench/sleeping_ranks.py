@@ -5,7 +5,7 @@ long as the costs say. What then differs from the simulated cost is the engine's
 The gradients are checked: W of every layer must have run once for every microbatch. With --jitter each pass takes a
 random part more or less, and planned and eager filling of one schedule are compared on the same samples.
 
-    python -m bench.sleeping_ranks [--stages 32] [--microbatches 32] [--unit 0.2] [--only zb_h1 ...]
+    python -m bench.sleeping_ranks [--stages 32] [--microbatches 32] [--unit 0.2] [--only zb_h1 ...] [--out FOLDER]
     python -m bench.sleeping_ranks --jitter 0.1 --stages 8 --microbatches 24 --unit 0.1
 """
 
@@ -14,19 +14,21 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from bench.report import environment, table, write_json
+from bench import ranks
+from bench.report import add_out, environment, table, write_json
 from zbkern import wgrad
 from zbkern.pipeline import Costs, Pipeline, Schedule, schedules, simulate
 from zbkern.pipeline.local_transport import LocalTransport
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = 1.0, 1.0, 0.75, 0.1  # in units of --unit seconds, of all chunks of a rank
+NAMES = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half", "v_min"]
+NAMES += ["one_f_one_b_v", "dualpipe_v", "zb_h1 eager", "zb_v eager"]
 
 
 class Sleep(torch.autograd.Function):
@@ -79,53 +81,39 @@ def measure(
     seconds = [unit * share / schedule.chunks for share in (FORWARD, BACKWARD, WEIGHT)]
     travel = unit * COMMUNICATION
     count = schedule.microbatches
-    found: list[float] = []
-    errors: list[BaseException] = []
+    ring = LocalTransport.ring(schedule.stages, delay=lambda *_: travel)
 
-    def rank_loop(transport: LocalTransport) -> None:
-        modules = {chunk: Chunk(layers) for chunk in schedule.chunks_of(transport.rank)}
-        try:
-            with Pipeline(modules.values(), schedule, lambda y, _: y.sum(), transport, fill=fill, timeout=60) as pipe:
-                inputs = torch.ones(count, 1, requires_grad=True)
-                pipe.step(inputs, inputs)
-                for chunk, module in modules.items():
-                    generator = random.Random(f"{seed} {chunk}")
-                    module.durations = [
-                        tuple(part * max(0.0, generator.gauss(1, jitter)) for part in seconds) for _ in range(count)
-                    ]
-                pipe.step(inputs, inputs)
-                timeline = pipe.gather_timeline()
-            for module in modules.values():
-                for weight in module.weights:
-                    torch.testing.assert_close(weight.grad, torch.full((1,), 2.0))
-            if transport.rank == 0:
-                found.append(timeline.cost)
-        except BaseException as error:
-            errors.append(error)
-            transport.fail(f"rank {transport.rank}: {error}")
+    def step(rank: int) -> float:
+        modules = {chunk: Chunk(layers) for chunk in schedule.chunks_of(rank)}
+        with Pipeline(modules.values(), schedule, lambda y, _: y.sum(), ring[rank], fill=fill, timeout=60) as pipe:
+            inputs = torch.ones(count, 1, requires_grad=True)
+            pipe.step(inputs, inputs)
+            for chunk, module in modules.items():
+                generator = random.Random(f"{seed} {chunk}")
+                module.durations = [
+                    tuple(part * max(0.0, generator.gauss(1, jitter)) for part in seconds) for _ in range(count)
+                ]
+            pipe.step(inputs, inputs)
+            timeline = pipe.gather_timeline()
+        for module in modules.values():
+            for weight in module.weights:
+                torch.testing.assert_close(weight.grad, torch.full((1,), 2.0))
+        return timeline.cost
 
-    ranks = LocalTransport.ring(schedule.stages, delay=lambda *_: travel)
-    threads = [threading.Thread(target=rank_loop, args=(transport,)) for transport in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    found = ranks.run_in_threads([ring], step)
     costs = Costs(*seconds, communication=travel)
     samples = [{"jitter": 0.001, "seed": sample} for sample in range(5)] if fill == "eager" else [{}]
-    return statistics.mean(simulate(schedule, costs, fill=fill, **sample).cost for sample in samples), found[0]
+    return statistics.mean(simulate(schedule, costs, fill=fill, **sample).cost for sample in samples), found
 
 
-def every_schedule(stages: int, microbatches: int, unit: float, only: Sequence[str]) -> dict[str, tuple[float, float]]:
+def every_schedule(
+    stages: int, microbatches: int, unit: float, only: Sequence[str] | None
+) -> dict[str, tuple[float, float]]:
     """Name -> (simulated, measured) cost."""
-    names = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half"]
-    names += ["v_min", "one_f_one_b_v", "dualpipe_v", "zb_h1 eager", "zb_v eager"]
     found = {}
-    for name in names:
-        if not only or name in only:
-            schedule = getattr(schedules, name.split()[0])(stages, microbatches)
-            found[name] = measure(schedule, "eager" if "eager" in name else "planned", unit)
+    for name in only or NAMES:
+        schedule = getattr(schedules, name.split()[0])(stages, microbatches)
+        found[name] = measure(schedule, "eager" if "eager" in name else "planned", unit)
     rows = [(name, f"{a:.3f} s", f"{b:.3f} s", f"{b / a:.3f}") for name, (a, b) in found.items()]
     print(table(("schedule", "simulated", "measured", "ratio"), rows))
     return found
@@ -143,14 +131,15 @@ def under_jitter(stages: int, microbatches: int, unit: float, jitter: float) -> 
     return found
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--unit", type=float, default=0.2, help="seconds of F of one microbatch on one rank")
     parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of a pass, as a part of its mean")
-    parser.add_argument("--only", nargs="+", default=[], help="names of schedules, such as zb_h2")
-    arguments = parser.parse_args()
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help="of: " + ", ".join(NAMES))
+    add_out(parser)
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     size = (arguments.stages, arguments.microbatches, arguments.unit)
     print(f"\n{size[0]} virtual ranks, {size[1]} microbatches, F of {size[2]:g} s\n")
@@ -158,7 +147,7 @@ def main() -> None:
         name, figures = "sleeping_ranks_jitter", under_jitter(*size, arguments.jitter)
     else:
         name, figures = "sleeping_ranks", every_schedule(*size, arguments.only)
-    print(f"\n{environment()}\nwritten to {write_json(name, figures)}")
+    print(f"\n{environment()}\n{write_json(name, figures, arguments.out)}")
 
 
 if __name__ == "__main__":

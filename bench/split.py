@@ -158,6 +158,7 @@ def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> di
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds of the large cases; small ones take 20 x")
+    report.add_out(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -199,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
             [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in merges],
         )
     )
-    print(f"\nwrote {report.write_json('split', {'split': splits, 'merge': merges})}")
+    print("\n" + report.write_json("split", {"split": splits, "merge": merges}, options.out))
     return 0
 
 

@@ -5,7 +5,7 @@ are real. L2, memory and power are shared: what that costs is measured first, wi
 those of a step with all groups at work; the simulation of every schedule with them stands next to what it took. Before
 any figure, every schedule's gradients are compared with those of a plain loop.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=32 python -m bench.virtual_stages [--rounds 9]
+    CUDA_DEVICE_MAX_CONNECTIONS=32 python -m bench.virtual_stages [--rounds 9] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import dataclasses
 import os
 import statistics
 import sys
-import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +25,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import zbkern
-from bench import partitions, report
+from bench import partitions, ranks, report
 from zbkern.pipeline import Costs, Pipeline, Schedule, draw, measured, plan, schedules, simulate
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.timeline import Timeline
@@ -117,40 +115,28 @@ class Runner:
         """Name -> the timelines of its steps, one of each candidate in turn, after two that warm up and are checked."""
         rings = {name: StreamTransport.ring(STAGES) for name in candidates}
         found: dict[str, list[Timeline]] = {name: [] for name in candidates}
-        errors: list[BaseException] = []
 
         def stage(rank: int) -> None:
-            try:
-                with contextlib.ExitStack() as stack:
-                    if self.x.is_cuda:
-                        stack.enter_context(torch.cuda.stream(self.streams[rank]))
-                        partitions.tell_cublas(MULTIPROCESSORS)
-                    pipes = {}
-                    for name, (schedule, fill) in candidates.items():
-                        parts = [self._part(schedule, chunk) for chunk in schedule.chunks_of(rank)]
-                        ring, loss_fn = rings[name][rank], nn.functional.mse_loss
-                        pipe = Pipeline(parts, schedule, loss_fn, ring, fill=fill, timeout=60)
-                        pipes[name] = stack.enter_context(pipe)
-                    for index in range(-2, rounds):
-                        for name, pipe in pipes.items():
-                            pipe.step(self.x, self.target)
-                            timeline = pipe.gather_timeline()  # after it, all stages are at the same place again
-                            if index == -2:
-                                self._check(name, pipe)
-                            elif index >= 0 and rank == 0:
-                                found[name].append(timeline)
-            except BaseException as error:
-                errors.append(error)
-                for ring in rings.values():
-                    ring[rank].fail(f"stage {rank}: {error}")
+            with contextlib.ExitStack() as stack:
+                if self.x.is_cuda:
+                    stack.enter_context(torch.cuda.stream(self.streams[rank]))
+                    partitions.tell_cublas(MULTIPROCESSORS)
+                pipes = {}
+                for name, (schedule, fill) in candidates.items():
+                    parts = [self._part(schedule, chunk) for chunk in schedule.chunks_of(rank)]
+                    ring, loss_fn = rings[name][rank], nn.functional.mse_loss
+                    pipe = Pipeline(parts, schedule, loss_fn, ring, fill=fill, timeout=60)
+                    pipes[name] = stack.enter_context(pipe)
+                for index in range(-2, rounds):
+                    for name, pipe in pipes.items():
+                        pipe.step(self.x, self.target)
+                        timeline = pipe.gather_timeline()  # after it, all stages are at the same place again
+                        if index == -2:
+                            self._check(name, pipe)
+                        elif index >= 0 and rank == 0:
+                            found[name].append(timeline)
 
-        threads = [threading.Thread(target=stage, args=(rank,)) for rank in range(STAGES)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        ranks.run_in_threads([*rings.values()], stage)
         return found
 
     def _layers(self, schedule: Schedule, chunk: int) -> range:
@@ -216,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for virtual_stages.json and .svg")
+    report.add_out(parser)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("nothing measured: this needs a CUDA GPU (bench.sleeping_ranks runs the engine without one)")
@@ -240,9 +226,9 @@ def main(argv: list[str] | None = None) -> int:
         "costs": {name: dataclasses.asdict(each) for name, each in costs.items()},
         "schedules": [{"name": r.name, "simulated": r.simulated, "measured": r.measured.cost} for r in rows],
     }
-    path = report.write_json("virtual_stages", figures, options.out)
-    picture = draw.save([row.measured for row in rows], options.out / "virtual_stages.svg", [row.name for row in rows])
-    print(f"\nwritten to {path} and {picture}")
+    print("\n" + report.write_json("virtual_stages", figures, options.out))
+    if options.out is not None:
+        draw.save([row.measured for row in rows], options.out / "virtual_stages.svg", [row.name for row in rows])
     return 0
 
 

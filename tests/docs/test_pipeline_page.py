@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -110,3 +112,38 @@ def test_the_measured_plan(two_ranks: Any) -> None:
     (first, nothing), (second, loss) = two_ranks.run(planned_example, next(b for b in blocks() if "broadcast" in b))
     assert first == second
     assert (nothing, loss) == (False, True)
+
+
+def growing_batches() -> int:
+    """Steps of 2 and 4 microbatches in turn, clipped or not, as one process does them; how many were undone."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8).double() for _ in range(2)]
+    layers[0].weight.data *= 10  # so that the first rank's gradients are the small ones, and do not tell of clipping
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    chunk = zbkern.convert(layers[rank])
+    with contextlib.ExitStack() as stack:
+        pipes = [
+            stack.enter_context(Pipeline(chunk, schedules.zb_h1(2, count), nn.functional.mse_loss)) for count in (2, 4)
+        ]
+        optimizer = Optimizer(torch.optim.SGD(chunk.parameters(), 0.5), pipes[0], max_norm=0.5, adaptive=False)
+        pipes[1].optimizer = optimizer
+        reference = torch.optim.SGD(plain.parameters(), 0.5)
+        for step in range(8):
+            inputs, targets = torch.randn(2, 8, 8, dtype=torch.double) * (0.3 if step in (2, 3, 6) else 0.03)
+            optimizer.zero_grad()
+            pipes[step % 2].step(inputs, targets)
+            optimizer.step()
+            reference.zero_grad()
+            nn.functional.mse_loss(plain(inputs), targets).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            reference.step()
+        optimizer.validate()
+        for ours, theirs in zip(chunk.parameters(), plain[rank].parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+        return optimizer.undone
+
+
+@pytest.mark.dist
+def test_another_number_of_microbatches(two_ranks: Any) -> None:
+    assert two_ranks.run(growing_batches)[0] == 3

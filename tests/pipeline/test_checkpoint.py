@@ -158,6 +158,42 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, wider)
 
 
+def test_what_could_not_be_read_again_is_refused_and_replaces_nothing(tmp_path: Path) -> None:
+    module = layers(0, 1)
+    checkpoint.save(tmp_path, 1, module)
+    with pytest.raises(TypeError, match=r"extra\['data'\]\[1\] must be a number, a string, a tensor.*got PosixPath"):
+        checkpoint.save(tmp_path, 2, module, extra={"data": [3, tmp_path]})
+    with pytest.raises(TypeError, match=r"extra\['function'\] must be .*got function"):
+        checkpoint.save(tmp_path, 2, module, extra={"function": lambda: 0})
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer.param_groups[0]["origin"] = tmp_path
+    with pytest.raises(TypeError, match=r"param_groups\['values'\]\['origin'\] must be .*got PosixPath"):
+        checkpoint.save(tmp_path, 2, module, optimizer)
+    assert checkpoint.load(tmp_path, layers(0, 1)) == (1, None)
+
+
+def test_numbers_of_numpy_load_as_numbers(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    module = layers(0, 1)
+    optimizer = make_optimizer([module])
+    optimizer.param_groups[0]["lr"] = 0.5 * (1 + numpy.cos(0.3))
+    checkpoint.save(tmp_path, 1, module, optimizer, {"tokens": [numpy.int64(7)], "best": numpy.float32(0.5)})
+    again = layers(0, 1)
+    other = make_optimizer([again])
+    found = checkpoint.load(tmp_path, again, other)
+    assert found == (1, {"tokens": [7], "best": 0.5})
+    assert type(found.extra["tokens"][0]) is int
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_model_that_is_a_part_of_what_was_saved_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint.save(tmp_path, 1, layers(0, 2))
+    checkpoint.load(tmp_path, layers(0, 2))
+    assert "no rank's model" not in caplog.text
+    checkpoint.load(tmp_path, layers(0, 1))
+    assert "holds 7 tensors that no rank's model has: 'layer1.0.weight', 'layer1.0.bias'" in caplog.text
+
+
 def test_rename_gives_chunks_that_count_from_zero_their_names(tmp_path: Path) -> None:
     def name(chunk: int, key: str) -> str:
         number, _, rest = key.partition(".")

@@ -74,7 +74,8 @@ def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Modu
 def split(name: str, value: Any, count: int) -> list[Any]:
     """A pytree of tensors in `count` equal parts along dimension 0; a list must have the parts already.
 
-    name: what the value is called in errors. Raises ValueError or TypeError for what cannot be split.
+    None in a tree is an argument left out, of every part. name: what the value is called in errors. Raises ValueError
+    or TypeError for what cannot be split.
     """
     if value is None:
         raise ValueError(f"Pipeline.step: {name} must be given on this rank; got None")
@@ -86,12 +87,18 @@ def split(name: str, value: Any, count: int) -> list[Any]:
             )
         return value
     leaves, spec = pytree.tree_flatten(value)
-    if not leaves:
-        raise TypeError(f"Pipeline.step: {name} must hold tensors with a batch dimension; got {value!r}")
+    wrong = [x for x in leaves if not (x is None or (isinstance(x, Tensor) and x.dim() > 0))]
+    if wrong or not leaves:
+        got = repr(value) if not leaves else "a scalar" if isinstance(wrong[0], Tensor) else type(wrong[0]).__name__
+        raise TypeError(
+            f"Pipeline.step: {name} must hold tensors with a batch dimension; got {got}; a list with one entry per "
+            "microbatch may hold anything"
+        )
     parts: list[list[Any]] = []
     for leaf in leaves:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            raise TypeError(f"Pipeline.step: {name} must hold tensors with a batch dimension; got {leaf!r}")
+        if leaf is None:
+            parts.append([None] * count)
+            continue
         if leaf.shape[0] % count:
             raise ValueError(
                 f"Pipeline.step: dimension 0 of {name} must be a multiple of the {count} microbatches; got "

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from zbkern.pipeline.named_state import NamedState, Rename, pack, unpack
+from zbkern.pipeline.named_state import NamedState, Rename, pack, some, unpack
 
 logger = logging.getLogger("zbkern")
 
@@ -56,7 +56,8 @@ def save(
     needed where every chunk numbers its layers from zero. keep: how many checkpoints stay, the newest. group: the ranks
     that take part, None for all; without torch.distributed this process alone. States of random number generators
     (torch's, Python's) are saved by rank.
-    Raises ValueError when two chunks use one name, or when a parameter of the optimizer is in no module.
+    Raises ValueError when two chunks use one name, or when a parameter of the optimizer is in no module, and TypeError
+    for an `extra` that could not be read again.
     """
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"checkpoint.save: step must be a number of steps, at least 0; got {step!r}")
@@ -66,10 +67,11 @@ def save(
         optimizer.validate()  # before a weight is read
     state = NamedState(modules, optimizer, rename, group)
     tensors = state.tensors()
-    tensors[f"random.{state.rank}"] = pack(_random_state(state.device))
+    tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
+    pack(extra, "extra")  # raises on every rank: on one alone the others would wait for it
     if state.rank == 0:
         own = optimizer.common_state() if hasattr(optimizer, "common_state") else {}
-        tensors["common"] = pack({"step": step, "extra": extra, "optimizer": own})
+        tensors["common"] = pack({"step": step, "extra": extra, "optimizer": own}, "the state")
     folder = Path(folder)
     final = folder / f"{_PREFIX}{step:08d}"
     scratch = Path(f"{final}{_UNFINISHED}")
@@ -106,7 +108,8 @@ def load(
 
     Arguments as for `save`; stages, schedule and placement may differ from those that saved. Random number generators
     go on where those of the same rank stopped; a rank that did not exist keeps its own.
-    Raises ValueError when there is no checkpoint of `step`, or when it does not hold this model.
+    Raises ValueError when there is no checkpoint of `step`, or when it does not hold this model; warns where it holds
+    more than that.
     """
     state = NamedState(modules, optimizer, rename, group)
     path = _agree(_find(Path(folder), step), group)
@@ -121,6 +124,8 @@ def load(
     reader = dcp.FileSystemReader(path)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     wanted = state.targets(stored)
+    if state.rank == 0 and (unused := state.unused(stored)):
+        logger.warning("%s holds %d tensors that no rank's model has: %s", path, len(unused), some(unused))
     mine = f"random.{state.rank}"
     wanted.update({key: torch.empty(stored[key].size, dtype=torch.uint8) for key in ("common", mine) if key in stored})
     with _alone_is_fine():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class NamedState:
             for key, value in module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(value), []).append(self._rename(chunk, key))
         tied = {name for p in getattr(modules, "tied", {}).values() for name in names.get(id(p), [])}
-        self._check_unique(tied, group)
+        self._everywhere = self._check_unique(tied, group)
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
         self._names = names
         self._own: dict[str, Tensor] = {}  # the optimizer's parameters, in its order
@@ -69,12 +69,12 @@ class NamedState:
             for entry, value in self._inner.state.get(parameter, {}).items():
                 plain = isinstance(value, Tensor)
                 kind = f"{'optimizer' if plain else 'value'}.{entry}" if entry != "master" else entry
-                found[f"{kind}.{name}"] = value if plain else pack(value)
+                found[f"{kind}.{name}"] = value if plain else pack(value, f"the optimizer's {entry!r} of {name!r}")
         found.update({f"master.{name}": master for _, master in self._masters for name in self._names[id(master)]})
         settings = zip(self._inner.param_groups, hyperparameters(self._inner), strict=True)
         for index, (group, values) in enumerate(settings):
             names = [name for parameter in group["params"] for name in self._names[id(parameter)]]
-            found[f"group.{self.rank}.{index}"] = pack({"names": names, "values": values})
+            found[f"group.{self.rank}.{index}"] = pack({"names": names, "values": values}, "param_groups")
         return found
 
     def targets(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -86,7 +86,9 @@ class NamedState:
         found = self._model()
         for key, tensor in found.items():
             if key not in stored:
-                raise ValueError(f"checkpoint: {key.partition('.')[2]!r} is not in it; saved were {_some(stored)}")
+                raise ValueError(
+                    f"checkpoint: {key.partition('.')[2]!r} is not in it; saved were {some(_of_model(stored))}"
+                )
             if tensor.dtype == torch.uint8 and tensor.dim() == 1:  # packed: as long as it was then
                 found[key] = torch.empty(stored[key].size, dtype=torch.uint8)
             elif stored[key].size != tensor.shape:
@@ -108,6 +110,10 @@ class NamedState:
             if (key := f"master.{self._names[id(master)][0]}") in stored:
                 found[key] = torch.empty_like(master)
         return found
+
+    def unused(self, stored: Iterable[str]) -> list[str]:
+        """The names of the model's tensors that are stored and that no rank has."""
+        return [name for name in _of_model(stored) if name not in self._everywhere]
 
     def take(self, loaded: Mapping[str, Tensor]) -> None:
         """Puts what `targets` made, and somebody has filled, into modules and torch optimizer."""
@@ -145,38 +151,70 @@ class NamedState:
 
     def _model(self) -> dict[str, Tensor]:
         return {
-            f"model.{self._rename(chunk, key)}": value if isinstance(value, Tensor) else pack(value)
+            f"model.{self._rename(chunk, key)}": value if isinstance(value, Tensor) else pack(value, key)
             for chunk, module in self._chunks.items()
             for key, value in module.state_dict().items()
         }
 
-    def _check_unique(self, tied: set[str], group: dist.ProcessGroup | None) -> None:
-        """Tensors of one name would become one in the checkpoint; for a tied parameter that is right."""
+    def _check_unique(self, tied: set[str], group: dist.ProcessGroup | None) -> dict[str, int]:
+        """Every name of all ranks with a chunk that has it.
+
+        Tensors of one name would become one in the checkpoint; for a tied parameter that is right.
+        """
         mine = [
-            (name, chunk)
+            (name, chunk, name in tied)
             for chunk, module in self._chunks.items()
             for name in (self._rename(chunk, key) for key in module.state_dict())
-            if name not in tied
         ]
         every = [mine]
         if dist.is_available() and dist.is_initialized():
             every = [mine] * dist.get_world_size(group)
             dist.all_gather_object(every, mine, group=group)
         seen: dict[str, int] = {}
-        for name, chunk in (pair for pairs in every for pair in pairs):
-            if seen.setdefault(name, chunk) != chunk:
+        for name, chunk, shared in (found for rank in every for found in rank):
+            if seen.setdefault(name, chunk) != chunk and not shared:
                 raise ValueError(
                     f"checkpoint: chunks {seen[name]} and {chunk} both have a tensor {name!r}, and the whole model "
                     "needs a name for each; pass rename=function(chunk, key), such as "
                     'rename=lambda chunk, key: f"chunks.{chunk}.{key}"'
                 )
+        return seen
 
 
-def pack(value: Any) -> Tensor:
-    """Anything that torch.save takes as a tensor of bytes, uint8 [n]."""
+def pack(value: Any, what: str) -> Tensor:
+    """Numbers, strings, tensors, and tuples, lists and dicts of them as a tensor of bytes, uint8 [n].
+
+    what: its name in errors. Raises TypeError for what `unpack` would refuse: a checkpoint that cannot be read would
+    take the place of one that can.
+    """
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    try:
+        torch.save(_plain(value), buffer)
+        packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        unpack(packed)
+    except Exception as error:
+        for place, leaf in _parts(value):
+            pack(leaf, f"{what}{place}")
+        raise TypeError(
+            f"checkpoint.save: {what} must be a number, a string, a tensor, or a tuple, list or dict of them, which "
+            f"are read without running anybody's code; got {type(value).__name__}"
+        ) from error
+    return packed
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    return [(f"[{i}]", part) for i, part in enumerate(value)] if isinstance(value, (list, tuple)) else []
+
+
+def _plain(value: Any) -> Any:
+    """The same with numpy's numbers, such as a learning rate from a cosine, as Python's."""
+    if type(value) is dict:
+        return {key: _plain(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value.item() if type(value).__module__ == "numpy" and not getattr(value, "shape", None) else value
 
 
 def unpack(packed: Tensor) -> Any:
@@ -202,9 +240,13 @@ def _parse(key: str) -> tuple[str, str]:
     return kind, rest if kind in ("model", "master") else rest.partition(".")[2]
 
 
-def _some(stored: Mapping[str, Any]) -> str:
-    names = [repr(name) for kind, name in map(_parse, stored) if kind == "model"]
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def some(names: Sequence[str]) -> str:
+    """The first few of them, quoted, and how many more there are."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _of_model(stored: Iterable[str]) -> list[str]:
+    return [name for kind, name in map(_parse, stored) if kind == "model"]
 
 
 def _as_it_is(chunk: int, key: str) -> str:

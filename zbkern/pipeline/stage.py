@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Stage:
         self.loss_fn = loss_fn
         self.microbatches = microbatches
         self.splits: bool | None = None  # whether its first B left any W behind
+        self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
     def forward(self, microbatch: int, inputs: Any, target: Any = None) -> Any:
@@ -49,14 +51,12 @@ class Stage:
             if self.loss_fn is not None:
                 outputs = self._loss(outputs, target) / self.microbatches
         leaves = pytree.tree_leaves(outputs)
-        for leaf in leaves:
-            if leaf is not None and not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"Pipeline: chunk {self.chunk} must return tensors (or None) for the next chunk, in tuples, lists "
-                    f"or dicts; got {leaf!r} among them: make it a tensor, or compute it in the chunk that needs it"
-                )
+        self._check_outputs(leaves)
         if torch.is_grad_enabled():
-            self._saved[microbatch] = (inputs, [self._root(leaf) for leaf in leaves])
+            roots = [self._root(leaf) for leaf in leaves]
+            self._saved[microbatch] = (inputs, roots)
+            if not self._followed:
+                self._warn_of_lost_graph(roots)
         return pytree.tree_map_only(Tensor, _detach, outputs)
 
     def backward_input(self, microbatch: int, gradients: Any) -> Any:
@@ -100,6 +100,17 @@ class Stage:
             self.chunk,
         )
 
+    def _warn_of_lost_graph(self, roots: Sequence[Any]) -> None:
+        """Says once that this chunk is not trained, where plain torch may have no loss to differentiate."""
+        self._followed = True
+        if all(root is None for root in roots) and any(p.requires_grad for p in self.module.parameters()):
+            logger.warning(
+                "chunk %d: its parameters get no gradient, because no output depends on them (torch.no_grad or detach "
+                "in its forward, or reentrant checkpointing of an input without gradient); if that is meant, "
+                "requires_grad_(False) says so",
+                self.chunk,
+            )
+
     def reset(self) -> None:
         """Forgets microbatches that were begun and not finished."""
         self._saved.clear()
@@ -119,10 +130,27 @@ class Stage:
             output = output.view_as(output)
         return get_gradient_edge(output)
 
+    def _check_outputs(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"Pipeline: chunk {self.chunk} must return tensors (or None) for the next chunk, in tuples, lists "
+                    f"or dicts; got {leaf!r} among them: make it a tensor, or compute it in the chunk that needs it"
+                )
+        if all(leaf is None for leaf in leaves):
+            raise TypeError(f"Pipeline: chunk {self.chunk} must return at least one tensor; got none{_FORGOTTEN}")
+
     def _loss(self, outputs: Any, target: Any) -> Tensor:
+        if outputs is None:
+            raise TypeError(f"Pipeline: chunk {self.chunk} must return what loss_fn takes; got None{_FORGOTTEN}")
         loss = self.loss_fn(outputs, target)  # type: ignore[misc]
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {list(loss.shape)}; reduce it, with .mean()" if isinstance(loss, Tensor) else f"{loss!r}"
+            if isinstance(loss, Tensor):
+                got = f"shape {list(loss.shape)}; reduce it, with .mean()"
+            elif isinstance(loss, (int, float)):
+                got = f"{loss!r}; leave out .item()"
+            else:
+                got = f"{type(loss).__name__}; return the loss alone, and put the rest into a list of yours"
             raise TypeError(f"Pipeline: loss_fn must return a tensor of one number; got {got}")
         if not loss.requires_grad and any(
             isinstance(o, Tensor) and o.requires_grad for o in pytree.tree_leaves(outputs)
@@ -134,11 +162,24 @@ class Stage:
         return loss
 
     def _call(self, inputs: Any) -> Any:
+        arguments: Sequence[Any] = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        keywords: Mapping[str, Any] = {}
         if isinstance(inputs, dict):
-            return self.module(**inputs)
-        if isinstance(inputs, (tuple, list)):
-            return self.module(*inputs)
-        return self.module(inputs)
+            arguments, keywords = (), inputs
+        try:
+            return self.module(*arguments, **keywords)
+        except TypeError as error:
+            misfit = _misfit(self.module, arguments, keywords)
+            if misfit is None:
+                raise
+            source = "inputs give" if self.chunk == 0 else f"chunk {self.chunk - 1} returns"
+            raise TypeError(
+                f"Pipeline: chunk {self.chunk} must take what {source} it, a tuple as positional arguments and a dict "
+                f"as keyword arguments; {misfit}"
+            ) from error
+
+
+_FORGOTTEN = ": is there a return at the end of its forward?"
 
 
 def _detach(tensor: Tensor) -> Tensor:
@@ -150,3 +191,16 @@ def _take_gradient(leaf: Any) -> Tensor | None:
         return None
     gradient, leaf.grad = leaf.grad, None
     return gradient
+
+
+def _misfit(module: torch.nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str | None:
+    """Why the module's forward cannot be called with these arguments; None where it can."""
+    try:
+        signature = inspect.signature(module.forward)
+    except ValueError:  # compiled to something that has none
+        return None
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        return f"its forward{signature} does not: {error}"
+    return None

@@ -58,7 +58,9 @@ class TiedWeights:
         for parameter, group in self._shared:
             gradient = gradient_of(parameter)
             if gradient is None:
-                gradient = parameter.grad = landing.blank(parameter).zero_()
+                gradient = landing.blank(parameter).zero_()
+                if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
+                    parameter.grad = gradient
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
 
 
