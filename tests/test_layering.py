@@ -16,6 +16,7 @@ NEEDS_TORCH = (
     "checkpoint",
     "clock",
     "connection",
+    "delegating",
     "engine",
     "mixed_precision",
     "named_state",
