@@ -42,6 +42,7 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
     if arguments.resume or restarted:
         loaded = checkpoint.load(folder, trainer.pipe, trainer.optimizer)
         if loaded is not None:
+            trainer.learning_rate.load_state_dict(loaded.extra)
             start = loaded.step  # which is the data position, too: a step's batch depends on nothing else
         elif not restarted:
             raise SystemExit(f"--resume: there is no checkpoint in {folder}; run without --resume first")
@@ -61,7 +62,7 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
                     log.write(line + "\n")
                 progress(done, arguments.steps, line)
         if arguments.checkpoint_every and (done % arguments.checkpoint_every == 0 or done == arguments.steps):
-            checkpoint.save(folder, done, trainer.pipe, trainer.optimizer)
+            checkpoint.save(folder, done, trainer.pipe, trainer.optimizer, trainer.learning_rate.state_dict())
     if start < arguments.steps:
         save_pictures(arguments, trainer)
     trainer.pipe.close()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from text import Text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
 
 import zbkern
 from zbkern.pipeline import Optimizer, Pipeline, Schedule
@@ -40,16 +41,17 @@ class Trainer:
         self.pipe = Pipeline(self.modules, schedule, gpt.loss_fn, group, self.device, fill=fill, tied=tied)
         inner = make_optimizer(arguments, nn.ModuleList(self.modules))
         self.optimizer = Optimizer(inner, self.pipe, max_norm=arguments.clip)
+        self.learning_rate = warm_up(self.optimizer)
 
     def step(self, step: int) -> Tensor | None:
         """One optimizer step; the mean loss of this replica on the rank of the last chunk, None elsewhere."""
         data = batch(self.arguments, self.text, step, self.device)
         inputs, targets = (part.chunk(self.arguments.replicas)[self.replica] for part in data)
-        warm_up(self.optimizer, self.arguments, step)
         self.optimizer.zero_grad()
         with half(self.arguments, self.device):
             loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
         self.optimizer.step()
+        self.learning_rate.step()
         return loss
 
 
@@ -61,10 +63,10 @@ class PlainTrainer:
         self.model = gpt.chunk(model_config(arguments), 0, 1).to(self.device)
         gpt.tie(model_config(arguments), {0: self.model}, 1)
         self.optimizer = make_optimizer(arguments, self.model)
+        self.learning_rate = warm_up(self.optimizer)
 
     def step(self, step: int) -> Tensor:
         inputs, targets = batch(self.arguments, self.text, step, self.device)
-        warm_up(self.optimizer, self.arguments, step)
         self.optimizer.zero_grad()
         count = self.arguments.microbatches * self.arguments.replicas
         total = torch.zeros((), device=self.device)
@@ -75,6 +77,7 @@ class PlainTrainer:
             total += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.arguments.clip)
         self.optimizer.step()
+        self.learning_rate.step()
         return total
 
 
@@ -97,9 +100,8 @@ def half(arguments: argparse.Namespace, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and not arguments.check)
 
 
-def warm_up(optimizer: torch.optim.Optimizer | Optimizer, arguments: argparse.Namespace, step: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = arguments.lr * min(1.0, (step + 1) / 20)
+def warm_up(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
 
 
 @functools.cache

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zbkern
+from zbkern import testing
 
 
 class Special(nn.Linear):
@@ -82,3 +88,129 @@ def test_arguments_are_checked(function) -> None:
         function("model")
     with pytest.raises(TypeError, match=f"{function.__name__}: filter must be callable"):
         function(nn.Linear(2, 2), filter="plain")
+
+
+# ---- RMSNorm as libraries and users write it
+
+
+class OwnNorm(nn.Module):
+    def __init__(self, features: int = 16, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 2, features))
+        self.epsilon = eps
+
+    def rstd(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        return self.weight * (wide * self.rstd(wide)).to(hidden.dtype)
+
+
+class Shifted(OwnNorm):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() * self.rstd(hidden.float()) * (1 + self.weight.float())).to(hidden.dtype)
+
+
+class Detached(OwnNorm):
+    def rstd(self, x: Tensor) -> Tensor:
+        return super().rstd(x).detach()
+
+
+class EpsOutside(OwnNorm):
+    def rstd(self, x: Tensor) -> Tensor:
+        return 1 / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.epsilon)
+
+
+class OverTokens(OwnNorm):
+    def rstd(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True) + self.epsilon)
+
+
+class Clamped(OwnNorm):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.clamp(-50, 50))
+
+
+class Wide(OwnNorm):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).float()
+
+
+class Gated(OwnNorm):
+    def forward(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden if gate is None else hidden * gate)
+
+
+class Counting(OwnNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+
+class Failing(OwnNorm):
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise RuntimeError("needs another device")
+
+
+def test_a_norm_of_ones_own_is_converted() -> None:
+    model, x = nn.Sequential(OwnNorm()), torch.randn(3, 5, 16)
+    untouched = copy.deepcopy(model)
+    calls = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    with torch.inference_mode():
+        zbkern.convert(model)
+    assert not calls
+    assert isinstance(model[0], OwnNorm)
+    assert zbkern.left_alone(model) == {}
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        testing.assert_close(model(x), untouched(x), "output")
+        model(x).square().sum().backward()
+    assert model[0].weight.grad is None
+    queue.run()
+    untouched(x).square().sum().backward()
+    testing.assert_same_gradients(model, untouched)
+    zbkern.convert(model)
+    assert type(zbkern.restore(model)[0]) is OwnNorm
+    assert list(model.state_dict()) == ["0.weight"]
+    assert "zbkern_name" not in vars(model[0])
+
+
+@pytest.mark.parametrize("kind", [Shifted, Detached, EpsOutside, OverTokens, Clamped, Wide, Failing])
+def test_norms_that_only_look_like_it_are_left_alone(kind: Callable[[], nn.Module]) -> None:
+    assert "does not compute RMSNorm" in zbkern.left_alone(zbkern.convert(kind()))[""]
+
+
+@pytest.mark.parametrize("kind", [Gated, Counting])
+def test_norms_with_more_to_them_are_not_even_tried(kind: Callable[[], nn.Module]) -> None:
+    assert "has no zbkern twin" in zbkern.left_alone(zbkern.convert(kind()))[""]
+
+
+def test_a_forward_that_was_replaced_stays() -> None:
+    module = OwnNorm()
+    module.forward = lambda hidden: hidden
+    assert type(zbkern.convert(module)) is OwnNorm
+
+
+@pytest.mark.parametrize(("given", "kept"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_mixed_dtypes_are_the_librarys_matter(given: torch.dtype, kept: torch.dtype) -> None:
+    module, x = OwnNorm().to(kept), torch.randn(4, 16, dtype=given)
+    expected = module(x)
+    found = zbkern.convert(module)(hidden=x)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+def test_converted_norms_are_copied_and_pickled() -> None:
+    model = zbkern.convert(nn.Sequential(OwnNorm(), nn.Linear(16, 4)))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert [type(module) for module in other] == [type(module) for module in model]
+        assert other[0].zbkern_name == "0"
+        assert other[0].weight is not model[0].weight
+        x = torch.randn(2, 16)
+        assert torch.equal(other(x), model(x))
+        assert type(zbkern.restore(other)[0]) is OwnNorm

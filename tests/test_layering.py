@@ -16,6 +16,7 @@ NEEDS_TORCH = (
     "checkpoint",
     "clock",
     "connection",
+    "delegating",
     "engine",
     "mixed_precision",
     "named_state",
@@ -33,7 +34,8 @@ NEEDS_TORCH = (
 
 # module -> what it may import of zbkern; a name stands for itself and everything below it
 MAY_IMPORT = {
-    "conversion": {"nn", "functional"},
+    "conversion": {"nn", "functional", "recognition"},
+    "recognition": {"nn"},
     "nn": {"functional"},
     "arguments": {"kernels.spec"},
     "functional": {"arguments", "compiled", "functions", "autograd", "kernels.dispatch", "kernels.spec"},

@@ -13,13 +13,23 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.kernels.host_extension import HostExtension
+from tests.optim_cases import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    SETTINGS,
+    give,
+    gradients,
+    same,
+    trained,
+    twins_of,
+    two_groups,
+    weights,
+)
 from zbkern import testing
 from zbkern.kernels import cuda_optimizer, dispatch, reference
 from zbkern.optim import AdamW
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-SHAPES = ((5, 3), (7,), (2, 4, 3), ())
-SETTINGS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
 @pytest.fixture
@@ -42,38 +52,6 @@ def through(request: pytest.FixtureRequest) -> str:
     if request.param == "extension":
         request.getfixturevalue("extension")
     return request.param
-
-
-def weights(dtype: torch.dtype = FP32, seed: int = 0) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-
-
-def gradients(step: int, dtype: torch.dtype = FP32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 + step)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-
-
-def twins_of(parameters: list[nn.Parameter], dtype: torch.dtype | None = None) -> list[nn.Parameter]:
-    return [nn.Parameter(parameter.detach().clone().to(dtype or parameter.dtype)) for parameter in parameters]
-
-
-def give(parameters: list[nn.Parameter], grads: list[Tensor | None]) -> None:
-    for parameter, grad in zip(parameters, grads, strict=True):
-        parameter.grad = None if grad is None else grad.clone().to(parameter.dtype)
-
-
-def same(ours: list[Any], theirs: list[Any], exact: bool = True) -> None:
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        a, b = a.detach(), b.detach()
-        assert torch.equal(a, b) if exact else testing.assert_close(a, b, f"tensor {i}") is None, f"{i}: {a} {b}"
-
-
-def two_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return [
-        {"params": parameters[:2], "weight_decay": 0.2, "lr": 0.03},
-        {"params": parameters[2:], "betas": (0.7, 0.9), "eps": 1e-4, "maximize": True},
-    ]
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP64])
@@ -257,31 +235,7 @@ def test_a_step_is_undone(through: str, dtype: torch.dtype) -> None:
         same(list(optimizer.state_dict()["state"][index].values()), list(state.values()), False)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "settings", "message"),
-    [
-        (BF16, {}, "needs parameters in fp32 or with master_weights"),
-        (FP32, {"betas": (0.0, 0.9)}, "betas above 0"),
-        (FP32, {"lr": 0.5, "weight_decay": 2.0}, "other than 1"),
-    ],
-)
-def test_a_step_that_cannot_be_undone_says_so(dtype: torch.dtype, settings: dict[str, Any], message: str) -> None:
-    ours = weights(dtype)
-    optimizer = AdamW(ours, **settings)
-    give(ours, gradients(0))
-    optimizer.step()
-    with pytest.raises(ValueError, match=message):
-        optimizer.undo_step()
-
-
 # ---- state
-
-
-def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: range) -> list[nn.Parameter]:
-    for step in steps:
-        give(parameters, gradients(step))
-        optimizer.step()
-    return parameters
 
 
 @pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy"])
@@ -391,52 +345,3 @@ def test_no_gradients_no_step() -> None:
     optimizer.step()
     assert optimizer.last_norm is None
     assert not any(optimizer.state.values())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"lr": -1.0}, "lr must be at least 0; got -1.0"),
-        ({"lr": torch.ones(2)}, r"lr must be a number or one element; got \[2\]"),
-        ({"betas": (0.9, 1.0)}, "betas must be at least 0 and below 1"),
-        ({"eps": -1.0}, "eps must be at least 0"),
-        ({"amsgrad": True}, "amsgrad is not supported; use torch.optim.AdamW"),
-        ({"differentiable": True}, "differentiable is not supported"),
-        ({"max_norm": 0.0}, "max_norm must be above 0"),
-        ({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]}, "real floating dtype; got torch.complex64"),
-    ],
-)
-def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdamW(**{"params": weights(), **changes})
-
-
-def test_a_state_dict_with_amsgrad_is_refused_and_changes_nothing() -> None:
-    ours = weights()
-    optimizer, other = AdamW(ours), torch.optim.AdamW(twins_of(ours), amsgrad=True)
-    trained(optimizer, ours, range(1))
-    trained(other, list(other.param_groups[0]["params"]), range(2))
-    with pytest.raises(ValueError, match="amsgrad is not supported"):
-        optimizer.load_state_dict(other.state_dict())
-    assert optimizer.state[ours[0]]["step"] == 1
-
-
-def test_gradients_that_are_sparse_or_of_another_shape_are_refused() -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    weight.grad = torch.eye(2).to_sparse()
-    with pytest.raises(ValueError, match=r"dense and of their parameter's shape; got torch\.sparse_coo"):
-        AdamW([weight]).step()
-    weight.main_grad = torch.ones(4)
-    with pytest.raises(ValueError, match=r"got torch.strided \[4\] for \[2, 2\]"):
-        AdamW([weight]).step()
-
-
-def test_an_implementation_that_cannot_run_says_why() -> None:
-    with pytest.raises(dispatch.UnavailableError, match="impl='cuda' cannot run on cpu: its kernels need a CUDA"):
-        AdamW(weights(), impl="cuda")
-    with pytest.raises(dispatch.UnavailableError, match="take float32 and bfloat16 and float16, not float64"):
-        AdamW(weights(FP64), impl="cuda")
-    with pytest.raises(dispatch.UnavailableError, match="it has no kernels for this"):
-        AdamW(weights(), impl="triton")
-    ours = weights()
-    trained(AdamW(ours, impl="torch"), ours, range(1))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from zbkern import nn
+from zbkern.recognition import is_rms_norm, looks_like_rms_norm
 
 Module = torch.nn.Module
 Model = TypeVar("Model", bound=Module)
@@ -21,27 +21,29 @@ _TWINS: dict[type[Module], type[Module]] = {
     torch.nn.LayerNorm: nn.LayerNorm,
     torch.nn.RMSNorm: nn.RMSNorm,
 }
+_SUBCLASSES: dict[tuple[type[Module], type[Module]], type[Module]] = {}  # twins of classes that others define
 
 
 def convert(model: Model, filter: Filter | None = None) -> Model:
     """Gives every module that has a zbkern twin the twin's behaviour; returns `model`, changed in place.
 
-    Known are torch's Linear, Embedding, LayerNorm and RMSNorm, and the transformers library's Conv1D. filter(name,
-    module) says whether to convert that module; None converts all. A module is converted only when its type is exactly
-    a known one: a subclass may override what it inherits. `left_alone` tells what stayed, `restore` undoes it.
+    Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms that a
+    library or you have written: modules whose only tensor is a weight [K], and which give RMSNorm's values and
+    gradients on random tensors. (Where they round half precisions before the weight as well, that rounding is left
+    out.) A subclass of one of torch's may override what it inherits and stays. filter(name, module) says whether to
+    convert that module; None converts all. `left_alone` tells what stayed, `restore` undoes it.
     """
     _check("convert", model, filter)
     for name, module in model.named_modules():
-        if _why_not(module) is None and (filter is None or filter(name, module)):
-            twin = _twin(type(module))
-            assert twin is not None
+        twin = _twin(module)
+        if not isinstance(twin, str) and (filter is None or filter(name, module)):
             module.__class__ = twin
             module.zbkern_name = name
     return model
 
 
 def restore(model: Model, filter: Filter | None = None) -> Model:
-    """Gives converted modules their torch behaviour back; returns `model`, changed in place."""
+    """Gives converted modules the behaviour back that they had; returns `model`, changed in place."""
     _check("restore", model, filter)
     for name, module in model.named_modules():
         original = _original(type(module))
@@ -54,51 +56,73 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
 def left_alone(model: Module) -> dict[str, str]:
     """Every module with parameters of its own that is not zbkern's, by name, with the reason it was not converted."""
     _check("left_alone", model, None)
-    return {
-        name: _why_not(module) or "not converted yet, or filtered out"
-        for name, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False)) and not type(module).__module__.startswith("zbkern.")
-    }
+    reasons = {}
+    for name, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)) and not _is_ours(type(module)):
+            twin = _twin(module)
+            reasons[name] = twin if isinstance(twin, str) else "not converted yet, or filtered out"
+    return reasons
 
 
-def _why_not(module: Module) -> str | None:
-    """Why this module has no twin, or None when it has."""
+def _twin(module: Module) -> type[Module] | str:
+    """The class of this module's twin, or why it has none."""
     kind = type(module)
-    if _twin(kind) is None:
-        known = next((base for base in kind.__mro__ if _twin(base) is not None), None)
+    if _is_ours(kind):
+        return "it is zbkern's"
+    if kind not in _TWINS:
+        known = next((base for base in kind.__mro__ if base in _TWINS), None)
         if known is not None:
             return f"{kind.__name__} is a subclass of {known.__name__} and may behave differently"
-        return f"{kind.__name__} has no zbkern twin"
+        if _is_conv1d(kind):
+            return _subclass(nn.TransposedLinear, kind)
+        if not looks_like_rms_norm(module):
+            return f"{kind.__name__} has no zbkern twin"
+        return (
+            _subclass(nn.ForeignRMSNorm, kind) if is_rms_norm(module) else f"{kind.__name__} does not compute RMSNorm"
+        )
     if isinstance(module, torch.nn.Embedding):
         unusual = [o for o in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, o) not in (None, False)]
-        return f"Embedding with {', '.join(unusual)} is torch's alone" if unusual else None
+        if unusual:
+            return f"Embedding with {', '.join(unusual)} is torch's alone"
     if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) != 1:
         return f"{kind.__name__} over {len(module.normalized_shape)} dimensions; zbkern normalises the last one"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "it is parametrized: its weight is computed, so there is nothing to defer"
-    return None
+    return _TWINS[kind]
 
 
-def _twin(kind: type[Module]) -> type[Module] | None:
-    if kind in _TWINS:
-        return _TWINS[kind]
+def _is_ours(kind: type[Module]) -> bool:
+    return kind.__module__.startswith("zbkern.")
+
+
+def _is_conv1d(kind: type[Module]) -> bool:
     transformers = sys.modules.get("transformers.pytorch_utils")
-    if transformers is not None and kind is getattr(transformers, "Conv1D", None):
-        return _conv1d_twin(kind)
-    return None
+    return transformers is not None and kind is getattr(transformers, "Conv1D", None)
 
 
-@functools.cache
-def _conv1d_twin(kind: type[Module]) -> type[Module]:
-    """A subclass, so that the library still recognises its Conv1D; made here, so that nobody needs to install it."""
-    return type("Conv1D", (nn.TransposedLinear, kind), {"__module__": "zbkern.nn"})
+def _subclass(behaviour: type[Module], kind: type[Module]) -> type[Module]:
+    """A subclass, so that the library still recognises its own; made here, so that nobody needs to install it."""
+    if (behaviour, kind) not in _SUBCLASSES:
+        body = {"__module__": "zbkern.nn", "__reduce_ex__": _reduce}
+        _SUBCLASSES[behaviour, kind] = type(kind.__name__, (behaviour, kind), body)
+    return _SUBCLASSES[behaviour, kind]
+
+
+def _reduce(module: Module, protocol: Any) -> tuple[Any, ...]:
+    """For copies and pickles of a module whose class is nowhere to be imported from."""
+    return _unpickled, type(module).__mro__[1:3], vars(module)
+
+
+def _unpickled(behaviour: type[Module], kind: type[Module]) -> Module:
+    made = _subclass(behaviour, kind)
+    return made.__new__(made)
 
 
 def _original(kind: type[Module]) -> type[Module] | None:
     for original, twin in _TWINS.items():
         if kind is twin:
             return original
-    return kind.__mro__[2] if kind.__mro__[1] is nn.TransposedLinear else None
+    return kind.__mro__[2] if kind.__mro__[1] in (nn.TransposedLinear, nn.ForeignRMSNorm) else None
 
 
 def _check(caller: str, model: Module, filter: Filter | None) -> None:

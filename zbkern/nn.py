@@ -84,6 +84,27 @@ class TransposedLinear(torch.nn.Module):
         return functional.linear(x, self.weight, self.bias, transposed=True, name=self.zbkern_name)
 
 
+class ForeignRMSNorm(torch.nn.Module):
+    """Behaviour of an RMSNorm that another library, or its user, has written. See `convert`."""
+
+    zbkern_name = ""
+    weight: Tensor
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*inputs, *named.values())  # its name is the library's matter
+        if x.dtype != self.weight.dtype:
+            return super().forward(x)  # so is the dtype that then comes out
+        return functional.rms_norm(x, self.weight, eps_of(self), name=self.zbkern_name).to(x.dtype)
+
+
+def eps_of(norm: torch.nn.Module) -> float | None:
+    """The eps of an RMSNorm, under any of the names that libraries give it; None where there is none."""
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        if isinstance(eps := getattr(norm, name, None), float):
+            return eps
+    return None
+
+
 class MLP(torch.nn.Module):
     """The gated MLP as one op: down(activation(gate(x)) * up(x)); input and output [..., features].
 

@@ -74,7 +74,7 @@ def logging_example(line: str) -> str:
     printed: list[str] = []
     with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss) as pipe:
         optimizer = Optimizer(torch.optim.AdamW(chunk.parameters(), lr=1.0), pipe, max_norm=1.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (step + 1))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
         loss = pipe.step(torch.ones(8, 8), torch.ones(8, 8))
         optimizer.step()
         scheduler.step()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from tests.pipeline.chunks import results_on_threads
 from zbkern.optim import AdamW
@@ -53,9 +54,11 @@ class Case:
         make: Make = OPTIMIZERS["adamw foreach"],
         dtype: torch.dtype = torch.float32,
         scale: float | None = None,
+        schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     ) -> None:
         self.ranks, self.steps, self.forced = ranks, steps, forced
         self.make, self.dtype, self.scale = make, dtype, scale
+        self.schedule = schedule
 
     def scaler(self) -> torch.amp.GradScaler | None:
         if self.scale is None:
@@ -94,9 +97,11 @@ def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]]
     masters = [nn.Parameter(parameter.detach().float()) for parameter in low]
     optimizer, scaler = case.make(masters), case.scaler()
     base = optimizer.param_groups[0]["lr"]
+    schedule = case.schedule(optimizer) if case.schedule else None
     history, found = [], []
     for step in range(case.steps):
-        optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
+        if schedule is None:
+            optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
         scale = 1.0 if scaler is None else scaler.get_scale()
         gradients = [g for rank in range(case.ranks) for g in case.gradients(rank, step, scale)]
         for master, gradient in zip(masters, gradients, strict=True):
@@ -109,6 +114,8 @@ def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]]
             scaler.update()
         elif math.isfinite(found[-1]):
             optimizer.step()
+        if schedule is not None:
+            schedule.step()
         with torch.no_grad():
             for parameter, master in zip(low, masters, strict=True):
                 parameter.copy_(master)

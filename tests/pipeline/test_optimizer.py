@@ -83,28 +83,6 @@ def test_without_undo_nothing_steps_before_the_verdict() -> None:
     assert [o.undone for o in check(case, undo=None)] == [0, 0, 0, 0]
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("undo", ["snapshot", None])
-def test_a_learning_rate_schedule_of_torchs(undo: str | None) -> None:
-    """Of the torch optimizer, stepped right after ours: every step is done with its own rate, also when done late."""
-
-    def rates(transport: LocalTransport) -> list[float]:
-        weight = nn.Parameter(torch.zeros(()))
-        inner = torch.optim.SGD([weight], lr=1.0)
-        schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-        optimizer = Optimizer(inner, transport, undo=undo, max_norm=1e3)
-        steps = []
-        for _ in range(4):
-            optimizer.validate()
-            steps.append(-weight.item())
-            weight.grad = torch.ones(())
-            optimizer.step()
-            schedule.step()
-        return steps
-
-    assert results_on_threads(2, rates) == [[0.0, 1.0, 1.5, 1.75]] * 2
-
-
 def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
     case = Case(2, 1, {(1, 0): 3.0})
 
@@ -271,7 +249,11 @@ def test_state_dict_resumes_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": nn.Linear(2, 2)}, "optimizer must be a torch.optim.Optimizer; got Linear"),
+        ({"optimizer": nn.Linear(2, 2)}, "optimizer must be a torch.optim.Optimizer, .*; got Linear"),
+        (
+            {"optimizer": Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0])},
+            "already; got Optimizer",
+        ),
         ({"max_norm": 0}, "max_norm must be above 0, or None to clip nothing; got 0"),
         ({"scaler": 3}, "scaler must be a torch.amp.GradScaler or None; got int"),
         ({"undo": "copy"}, r"undo must be one of \('snapshot', 'inverse', None\); got 'copy'"),

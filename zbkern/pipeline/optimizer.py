@@ -16,17 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zbkern.pipeline.connection import connect_row
+from zbkern.pipeline.delegating import Delegating
 from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.mixed_precision import Gradients, install_masters, load_gradients, publish, unscale, update_scale
 from zbkern.pipeline.norms import coefficient, scale_, squares
-from zbkern.pipeline.undo import UNDO, gradient_of, hyperparameters, parameters
+from zbkern.pipeline.undo import UNDO, Call, gradient_of, hyperparameters, parameters
 from zbkern.pipeline.warmup import chain
 
 
@@ -40,23 +40,16 @@ class Message(NamedTuple):
         return f"the squared gradient norm of {self.what} stages, optimizer step {self.number}"
 
 
-@dataclass
-class _Step:
-    """An optimizer step that waits for its verdict."""
-
-    gradients: list[tuple[Tensor, Tensor, int]]  # parameter, its gradient, the version of the gradient
-    before: list[dict[str, Any]]  # hyperparameters of every group when the step was called ...
-    after: list[dict[str, Any]]  # ... and when it returned
-    stepped: bool
-
-
-class Optimizer:
+class Optimizer(Delegating):
     """Drives a torch optimizer of this rank's parameters as one with those of all other ranks of a pipeline.
 
     >>> optimizer = Optimizer(torch.optim.AdamW(chunk.parameters()), pipe, max_norm=1.0)    # doctest: +SKIP
     >>> optimizer.zero_grad()
     >>> loss = pipe.step(inputs, targets)
     >>> optimizer.step()
+
+    It is a torch.optim.Optimizer itself, with the groups, state and hooks of the one it drives: learning-rate schedules
+    take it, and a step that is done late or again has the settings it was called with.
 
     optimizer: any torch optimizer whose `step()` needs no closure. pipe: the Pipeline; or its ranks in the order of the
     model, as a process group, a Transport, or None for all ranks: then call `validate()` before weights are read.
@@ -91,8 +84,11 @@ class Optimizer:
         tied: Mapping[str, Tensor] | None = None,
         timeout: float | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"Optimizer: optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, Delegating):
+            raise TypeError(
+                "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
+                f"{type(optimizer).__name__}"
+            )
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"Optimizer: scaler must be a torch.amp.GradScaler or None; got {type(scaler).__name__}")
         if max_norm is not None and not max_norm > 0:
@@ -109,7 +105,7 @@ class Optimizer:
             )
         if undo is not None and undo not in UNDO:
             raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.max_norm = max_norm
         self.adaptive = adaptive
         self.timeout = getattr(pipe, "timeout", 1800.0) if timeout is None else timeout
@@ -120,6 +116,7 @@ class Optimizer:
         self._reads_main_grad = getattr(optimizer, "reads_main_grad", False)
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         tied = getattr(pipe, "tied", {}) if tied is None else tied
+        self._has_masters = master_weights
         self.masters = install_masters(optimizer) if master_weights else []
         self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
         planned = hasattr(pipe, "schedule")
@@ -133,18 +130,13 @@ class Optimizer:
         self._uncounted = self._held_by(ranks[:place], dict(tied))
         self._number = self._settled = self._taken = 0
         self._total: Tensor | None = None
-        self._pending: _Step | None = None
+        self._pending: Call | None = None
         self._wary = False
         self._pipe = pipe if planned else None
         if self._pipe is not None:
             self._pipe.optimizer = self
 
     # ---- what a training loop calls
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the torch optimizer; learning-rate schedules may change them right after `step`."""
-        return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters; those of a step without a verdict are kept aside for it."""
@@ -158,8 +150,13 @@ class Optimizer:
                 else:
                     parameter.main_grad = torch.zeros_like(main_grad)
 
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # no closure
         """Steps at once when nothing speaks against it yet; `validate` puts right what turns out to be wrong."""
+        if self.__dict__.pop("found_inf", None) is not None:
+            raise TypeError(
+                "Optimizer.step: was called by a GradScaler, which sees the gradients of this rank only; give it to "
+                "Optimizer(scaler=...), and call optimizer.step() instead of its unscale_, step and update"
+            )
         self.validate()
         self._number += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
@@ -168,7 +165,7 @@ class Optimizer:
             total = self._pass_on(squares([g for p, g in gradients if id(p) not in self._uncounted]))
             before = hyperparameters(self.optimizer)
             if self._next is None:
-                self._pending = _Step([(p, g, g._version) for p, g in gradients], before, before, stepped=False)
+                self._pending = Call(gradients, before, before, stepped=False)
                 self._pass_back(total)
                 self._conclude(total)
                 return
@@ -177,7 +174,7 @@ class Optimizer:
                 self._undo.save(self.optimizer)
                 self._update()
             after = hyperparameters(self.optimizer) if stepped else before
-            self._pending = _Step([(p, g, g._version) for p, g in gradients], before, after, stepped)
+            self._pending = Call(gradients, before, after, stepped)
 
     def validate(self) -> None:
         """Waits for the verdict on the last step and sees that it is done as it says. Free when that has happened.
@@ -216,6 +213,17 @@ class Optimizer:
     def stepped(self) -> bool:
         """True when the weights are those of the last step, as far as this rank can tell."""
         return self._pending is None or self._pending.stepped
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the torch optimizer's; waits for the verdict on the last step. Other ranks call this or `validate`."""
+        self.validate()
+        self.optimizer.add_param_group(param_group)
+        if self._has_masters:
+            new = install_masters(self.optimizer)
+            self.masters += new
+            self._uncounted |= {id(master) for parameter, master in new if id(parameter) in self._uncounted}
+        if self._undo is not None:
+            self._undo = type(self._undo)(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step."""
@@ -302,13 +310,13 @@ class Optimizer:
         finite, factor = math.isfinite(norm), coefficient(norm, self.max_norm)
         self._wary = self.adaptive and not (finite and factor == 1)
         if not (finite and factor == 1 and step.stepped):
-            with self._as_at(step):
+            with step.in_place(self.optimizer):
                 if step.stepped:
                     self._undo.restore(self.optimizer)
                     publish(self.masters)
                     self.undone += 1
                 if finite:
-                    scale_([gradient for _, gradient, _ in step.gradients], factor)
+                    scale_([gradient for _, gradient in step.gradients], factor)
                     self._update()
         self.skipped += not finite
         self.clipped += factor < 1
@@ -321,30 +329,6 @@ class Optimizer:
     def _update(self) -> None:
         self.optimizer.step()
         publish(self.masters)
-
-    @contextmanager
-    def _as_at(self, step: _Step) -> Iterator[None]:
-        """Gradients and hyperparameters as they were when that step was called; afterwards as they are now."""
-        for parameter, gradient, version in step.gradients:
-            if gradient._version != version:
-                raise RuntimeError(
-                    f"Optimizer.validate: the gradient of a parameter of shape {list(parameter.shape)} was changed in "
-                    "place after step(), which now has to be redone with it; clear gradients by Optimizer.zero_grad(), "
-                    "or call Optimizer.validate() first"
-                )
-        places = [(parameter, self._place_of_gradient(parameter)) for parameter, _, _ in step.gradients]
-        gradients = [getattr(parameter, place) for parameter, place in places]
-        now = [dict(group) for group in self.optimizer.param_groups]
-        for (parameter, place), (_, gradient, _) in zip(places, step.gradients, strict=True):
-            setattr(parameter, place, gradient)
-        for group, before in zip(self.optimizer.param_groups, step.before, strict=True):
-            group.update(before)
-        yield
-        for (parameter, place), gradient in zip(places, gradients, strict=True):
-            setattr(parameter, place, gradient)
-        for group, current, after in zip(self.optimizer.param_groups, now, step.after, strict=True):
-            changed = {k: v for k, v in current.items() if isinstance(v, Tensor) or k == "params" or v != after.get(k)}
-            group.update(changed)
 
     # ---- gradients
 
@@ -362,11 +346,6 @@ class Optimizer:
             self._unscaled = unscale(self._scaler, [gradient for _, gradient in found], self._device)
         return found
 
-    def _place_of_gradient(self, parameter: Tensor) -> str:
-        """Where the torch optimizer reads it."""
-        main = self._reads_main_grad and getattr(parameter, "main_grad", None) is not None
-        return "main_grad" if main else "grad"
-
     def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}
         return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
@@ -375,9 +354,8 @@ class Optimizer:
         """Ids of the parameters that one of these ranks holds, too."""
         names = self._transport.gather(sorted(tied))
         earlier = {name for rank in ranks for name in names[rank]}
-        masters = {id(parameter): id(master) for parameter, master in self.masters}
-        held = [id(parameter) for name, parameter in tied.items() if name in earlier]
-        return {masters.get(key, key) for key in held}
+        held = {id(parameter) for name, parameter in tied.items() if name in earlier}
+        return held | {id(master) for parameter, master in self.masters if id(parameter) in held}
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:

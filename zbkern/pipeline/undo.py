@@ -1,7 +1,7 @@
-"""Takes back a step of a torch optimizer: exactly, from copies, or in arithmetic, without memory.
+"""Takes back a step of a torch optimizer: exactly, from copies, or in arithmetic, without memory; does it again.
 
-Both are used alike: `save(optimizer)` before its step, `restore(optimizer)` afterwards, with the same gradients and
-settings in place.
+Both ways back are used alike: `save(optimizer)` before its step, `restore(optimizer)` afterwards, with the same
+gradients and settings in place.
 The arithmetic is that of Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4 and appendix.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,6 +92,52 @@ class Inverse:
                         self._invert(parameter, gradient, optimizer.state.get(parameter, {}), settings)
                     if id(parameter) not in self._had_state:
                         optimizer.state.pop(parameter, None)
+
+
+class Call:
+    """What a step was called with, so that it can be done later, or again.
+
+    gradients: (parameter, its gradient). before, after: hyperparameters of every group when the step was called, and
+    when it returned. stepped: whether the optimizer has.
+    """
+
+    def __init__(
+        self,
+        gradients: list[tuple[Tensor, Tensor]],
+        before: list[dict[str, Any]],
+        after: list[dict[str, Any]],
+        stepped: bool,
+    ) -> None:
+        self.gradients, self.before, self.after, self.stepped = gradients, before, after, stepped
+        self._versions = [gradient._version for _, gradient in gradients]
+
+    @contextmanager
+    def in_place(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Gradients and hyperparameters as they were when the step was called; afterwards as they are now."""
+        for (_, gradient), version in zip(self.gradients, self._versions, strict=True):
+            if gradient._version != version:
+                raise RuntimeError(
+                    f"Optimizer.validate: the gradient of a parameter of shape {list(gradient.shape)} was changed in "
+                    "place after step(), which now has to be redone with it; clear gradients by Optimizer.zero_grad(), "
+                    "or call Optimizer.validate() first"
+                )
+        main = getattr(optimizer, "reads_main_grad", False)
+        places = [
+            (parameter, "main_grad" if main and getattr(parameter, "main_grad", None) is not None else "grad")
+            for parameter, _ in self.gradients
+        ]
+        gradients = [getattr(parameter, place) for parameter, place in places]
+        now = [dict(group) for group in optimizer.param_groups]
+        for (parameter, place), (_, gradient) in zip(places, self.gradients, strict=True):
+            setattr(parameter, place, gradient)
+        for group, before in zip(optimizer.param_groups, self.before, strict=True):
+            group.update(before)
+        yield
+        for (parameter, place), gradient in zip(places, gradients, strict=True):
+            setattr(parameter, place, gradient)
+        for group, current, after in zip(optimizer.param_groups, now, self.after, strict=True):
+            changed = {k: v for k, v in current.items() if isinstance(v, Tensor) or k == "params" or v != after.get(k)}
+            group.update(changed)
 
 
 UNDO: dict[str, Callable[[torch.optim.Optimizer], Any]] = {"snapshot": Snapshot, "inverse": Inverse}

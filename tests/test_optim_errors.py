@@ -1,0 +1,79 @@
+"""What zbkern.optim.AdamW refuses, and how it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim_cases import BF16, FP32, FP64, give, gradients, trained, twins_of, weights
+from zbkern.kernels import dispatch
+from zbkern.optim import AdamW
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "message"),
+    [
+        (BF16, {}, "needs parameters in fp32 or with master_weights"),
+        (FP32, {"betas": (0.0, 0.9)}, "betas above 0"),
+        (FP32, {"lr": 0.5, "weight_decay": 2.0}, "other than 1"),
+    ],
+)
+def test_a_step_that_cannot_be_undone_says_so(dtype: torch.dtype, settings: dict[str, Any], message: str) -> None:
+    ours = weights(dtype)
+    optimizer = AdamW(ours, **settings)
+    give(ours, gradients(0))
+    optimizer.step()
+    with pytest.raises(ValueError, match=message):
+        optimizer.undo_step()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0; got -1.0"),
+        ({"lr": torch.ones(2)}, r"lr must be a number or one element; got \[2\]"),
+        ({"betas": (0.9, 1.0)}, "betas must be at least 0 and below 1"),
+        ({"eps": -1.0}, "eps must be at least 0"),
+        ({"amsgrad": True}, "amsgrad is not supported; use torch.optim.AdamW"),
+        ({"differentiable": True}, "differentiable is not supported"),
+        ({"max_norm": 0.0}, "max_norm must be above 0"),
+        ({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]}, "real floating dtype; got torch.complex64"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdamW(**{"params": weights(), **changes})
+
+
+def test_a_state_dict_with_amsgrad_is_refused_and_changes_nothing() -> None:
+    ours = weights()
+    optimizer, other = AdamW(ours), torch.optim.AdamW(twins_of(ours), amsgrad=True)
+    trained(optimizer, ours, range(1))
+    trained(other, list(other.param_groups[0]["params"]), range(2))
+    with pytest.raises(ValueError, match="amsgrad is not supported"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.state[ours[0]]["step"] == 1
+
+
+def test_gradients_that_are_sparse_or_of_another_shape_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.eye(2).to_sparse()
+    with pytest.raises(ValueError, match=r"dense and of their parameter's shape; got torch\.sparse_coo"):
+        AdamW([weight]).step()
+    weight.main_grad = torch.ones(4)
+    with pytest.raises(ValueError, match=r"got torch.strided \[4\] for \[2, 2\]"):
+        AdamW([weight]).step()
+
+
+def test_an_implementation_that_cannot_run_says_why() -> None:
+    with pytest.raises(dispatch.UnavailableError, match="impl='cuda' cannot run on cpu: its kernels need a CUDA"):
+        AdamW(weights(), impl="cuda")
+    with pytest.raises(dispatch.UnavailableError, match="take float32 and bfloat16 and float16, not float64"):
+        AdamW(weights(FP64), impl="cuda")
+    with pytest.raises(dispatch.UnavailableError, match="it has no kernels for this"):
+        AdamW(weights(), impl="triton")
+    ours = weights()
+    trained(AdamW(ours, impl="torch"), ours, range(1))
