@@ -144,6 +144,7 @@ def our_schedules(m: int) -> list[tuple[str, Schedule, str]]:
         ("zb_h2", schedules.zb_h2(RANKS, m), "planned"),
         ("zb_h2 eager", schedules.zb_h2(RANKS, m), "eager"),
         ("zb_v", schedules.zb_v(RANKS, m), "planned"),
+        ("zb_v eager", schedules.zb_v(RANKS, m), "eager"),
     ]
 
 
