@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.actions import Action, Schedule, ScheduleError
-from zbkern.pipeline.arguments import check, device_of, module_list, split
+from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.arguments import check, check_place, device_of, module_list, split
 from zbkern.pipeline.connection import agree, connect, is_transport, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
@@ -24,7 +24,7 @@ from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatche
 from zbkern.pipeline.recorder import Recorder
 from zbkern.pipeline.replanning import Replanner
 from zbkern.pipeline.replicas import Replicas
-from zbkern.pipeline.stage import Stage
+from zbkern.pipeline.stage import Stage, evaluation_mode
 from zbkern.pipeline.tied import TiedWeights
 from zbkern.pipeline.timeline import Event, Sample, Timeline, measured
 from zbkern.pipeline.transport import Transport
@@ -74,37 +74,29 @@ class Pipeline:
         modules = module_list("Pipeline", modules)
         check(schedule, loss_fn, fill, tied, timeout, fill_with, nonfinite, replan_every, costs)
         rank, size = place(group)
-        if size != schedule.stages:
-            raise ScheduleError(
-                f"Pipeline: the schedule has {schedule.stages} stages and the group {size} ranks; "
-                f"build the schedule with stages={size}"
-            )
-        chunks = schedule.chunks_of(rank)
-        if len(modules) != len(chunks):
-            raise ValueError(
-                f"Pipeline: rank {rank} holds chunks {chunks} of this schedule and needs {len(chunks)} modules, "
-                f"in model order; got {len(modules)}"
-            )
-        last = len(schedule.placement) - 1
-        if last in chunks and loss_fn is None:
-            raise TypeError(f"Pipeline: loss_fn must be callable on rank {rank}, which holds the last chunk; got None")
+        check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill
         self.timeout = timeout
         self.fill_with = fill_with
         self.nonfinite = nonfinite
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
-        self._replicas = Replicas(dict(zip(chunks, modules, strict=True)), self.queue)
+        self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
+        if replan_every and self._replicas.gathers:
+            raise ValueError(
+                "Pipeline: replan_every must be 0 with FSDP2 stages: replicas that measure different times would take "
+                f"different schedules, and gather in different orders; got {replan_every}"
+            )
+        self._last = last = len(schedule.placement) - 1
         self._stages = {
             chunk: Stage(module, chunk, self.queue, loss_fn if chunk == last else None, schedule.microbatches)
             for chunk, module in self._replicas.modules.items()
         }
-        self._last = last
         self._transport = connect(group, schedule, self.device)
         agree(schedule, self._transport)
         self.rank = rank
         self.tied = dict(tied or {})
-        self.optimizer: Any = None  # an Optimizer of this pipeline sets itself here
+        self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
         self._tied = TiedWeights(self.tied, self._transport, None if is_transport(group) else group)
         self._handlers: dict[str, Callable[..., None]] = {
             "F": self._forward,
@@ -112,15 +104,9 @@ class Pipeline:
             "W": self._weight,
             "BW": self._backward,
         }
-        if replan_every and self._replicas.gathers:
-            raise ValueError(
-                "Pipeline: replan_every must be 0 with FSDP2 stages: replicas that measure different times would take "
-                f"different schedules, and gather in different orders; got {replan_every}"
-            )
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
-        self._steps = 0
         self._take(schedule)
-        self._step = 0
+        self._step = 0  # in the tags of its messages
         self._failed = False
         self._recorder = Recorder(rank, self.device, self.queue, record)
 
@@ -133,16 +119,13 @@ class Pipeline:
         do over calls of `backward()`.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "Pipeline.step: gradients are off here (torch.no_grad); call evaluate for the loss alone"
-            )
+            raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
         self._begin(inputs, targets)
         begun = self._run_ahead() if self.optimizer is not None else 0
         self._tied.begin()
         self._run(self._program[begun:], self._replicas.finish)
         self._tied.sum_gradients()
-        self._steps += 1
-        if self._replanner is not None and self._steps % self._replanner.every == 0:
+        if self._replanner is not None and self._replanner.count():
             better = self._replanner.agree(self.gather_timeline(), self._transport.gather, self.rank)
             if better is not None:
                 self._take(better)
@@ -155,19 +138,12 @@ class Pipeline:
         """
         if self.optimizer is not None:
             self.optimizer.validate()
-        modules = [stage.module for stage in self._stages.values()]
-        modes = [(part, part.training) for module in modules for part in module.modules()]  # parents first
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
             self._begin(inputs, targets)
-            for module in modules:
-                module.eval()
-            with torch.no_grad():
+            with torch.no_grad(), evaluation_mode(self.modules.values()):
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
-            for part, mode in modes:
-                if part.training is not mode:  # by train(), which some layers override
-                    part.train(mode)
             self._recorder = recorder
             self._replicas.void()
         return self._loss()
