@@ -19,7 +19,7 @@ from zbkern.pipeline.arguments import check, check_place, device_of, module_list
 from zbkern.pipeline.connection import agree, connect, is_transport, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
-from zbkern.pipeline.measured import Drift, compare
+from zbkern.pipeline.measured import Drift, compare, in_seconds
 from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
 from zbkern.pipeline.recorder import Recorder
 from zbkern.pipeline.replanning import Replanner
@@ -107,7 +107,7 @@ class Pipeline:
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
         self._take(schedule)
         self._step = 0  # in the tags of its messages
-        self._failed = False
+        self._failed = self._closed = False
         self._recorder = Recorder(rank, self.device, self.queue, record)
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
@@ -186,24 +186,25 @@ class Pipeline:
             if self.optimizer is not None and not self._failed:
                 self.optimizer.validate()
         finally:
+            self._closed = True
             self._transport.close()
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return self.close()
-        if not isinstance(error, PipelineError):
-            self._transport.fail(f"rank {self.rank}: {type(error).__name__}: {error}")
-        return self._transport.close()
+        if error is not None:
+            self._failed = True
+            if not isinstance(error, PipelineError):
+                self._transport.fail(f"rank {self.rank}: {type(error).__name__}: {error}")
+        self.close()
 
     def drift(self, costs: Costs | None = None) -> Drift:
         """The last step of all ranks next to its plan: where the time went; collective.
 
-        costs: what was planned with, in seconds; the step's own medians when None.
+        costs: what was planned with, in milliseconds, as `profile` gives them; the step's own medians when None.
         """
-        return compare(self.gather_timeline(), costs)
+        return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
     # ---- the loop
 
@@ -216,6 +217,8 @@ class Pipeline:
         self._ahead = forwards_ahead(schedule)[self.rank]
 
     def _begin(self, inputs: Any, targets: Any) -> None:
+        if self._closed:
+            raise RuntimeError("Pipeline.step: this pipeline was closed; construct another, on every rank")
         if self.queue.pending():
             raise RuntimeError(
                 f"Pipeline.step: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
