@@ -67,6 +67,8 @@ def best(arguments: argparse.Namespace, text: Text) -> Schedule:
         trainers[name] = Trainer(arguments, text, schedule)
         planned = simulate(schedule, costs[schedule.placement]).bubble_rate
         contestants.append(Figures(name, trainers[name].step, planned_bubble=planned))
+    if not trainers:
+        raise SystemExit(f"no schedule is left for {stages} ranks: make --layers a multiple of {stages}")
     say(f"comparing {len(contestants)} ways, {ROUNDS} rounds of {STEPS} steps each, in turn")
     for turn in range(ROUNDS + 1):  # the first round warms up
         for contestant in contestants:

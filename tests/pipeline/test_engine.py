@@ -283,6 +283,15 @@ def test_a_step_without_gradients_is_refused() -> None:
         assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
 
 
+def test_a_pipeline_that_was_closed_says_so() -> None:
+    with one_rank() as pipe:
+        pass
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(RuntimeError, match="this pipeline was closed; construct another"):
+            call(torch.ones(2, 2), torch.ones(2, 2))
+    pipe.close()
+
+
 def test_a_pipeline_is_usable_after_an_error_in_its_arguments() -> None:
     with one_rank() as pipe:
         with pytest.raises(ValueError, match="targets must be given"):

@@ -274,6 +274,9 @@ def test_main_grad_counts_and_is_clipped() -> None:
     weight, bias = (nn.Parameter(torch.ones(2).bfloat16()) for _ in range(2))
     weight.main_grad, bias.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]).bfloat16()
     transport = LocalTransport.ring(1)[0]
+    for nothing in (0.0, -1.0, math.nan):  # a negative one would turn the gradients around
+        with pytest.raises(ValueError, match="clip_grad_norm_: max_norm must be above 0"):
+            norms.clip_grad_norm_([weight, bias], nothing, transport)
     assert norms.clip_grad_norm_([weight, bias], 1.0, transport) == pytest.approx(5.0)
     assert weight.main_grad.tolist() == pytest.approx([0.6, 0.0])
     assert norms.grad_norm([weight, bias], transport) == pytest.approx(1.0, rel=1e-2)

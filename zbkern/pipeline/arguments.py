@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.actions import Schedule
+from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.simulate import FILLS
 
@@ -47,6 +47,29 @@ def check(
     if costs is not None and not isinstance(costs, Costs):
         raise TypeError(f"Pipeline: costs must be a zbkern.pipeline.Costs or None; got {type(costs).__name__}")
     schedule.validate()
+
+
+def check_place(
+    schedule: Schedule,
+    rank: int,
+    size: int,
+    modules: Sequence[torch.nn.Module],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+) -> None:
+    """Raises ScheduleError, ValueError or TypeError where these are not the modules and the loss of this rank."""
+    if size != schedule.stages:
+        raise ScheduleError(
+            f"Pipeline: the schedule has {schedule.stages} stages and the group {size} ranks; "
+            f"build the schedule with stages={size}"
+        )
+    chunks = schedule.chunks_of(rank)
+    if len(modules) != len(chunks):
+        raise ValueError(
+            f"Pipeline: rank {rank} holds chunks {chunks} of this schedule and needs {len(chunks)} modules, "
+            f"in model order; got {len(modules)}"
+        )
+    if len(schedule.placement) - 1 in chunks and loss_fn is None:
+        raise TypeError(f"Pipeline: loss_fn must be callable on rank {rank}, which holds the last chunk; got None")
 
 
 def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.actions import Action, Schedule, ScheduleError
-from zbkern.pipeline.arguments import check, device_of, module_list, split
+from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.arguments import check, check_place, device_of, module_list, split
 from zbkern.pipeline.connection import agree, connect, is_transport, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
-from zbkern.pipeline.measured import Drift, compare
+from zbkern.pipeline.measured import Drift, compare, in_seconds
 from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
 from zbkern.pipeline.recorder import Recorder
 from zbkern.pipeline.replanning import Replanner
 from zbkern.pipeline.replicas import Replicas
-from zbkern.pipeline.stage import Stage
+from zbkern.pipeline.stage import Stage, evaluation_mode
 from zbkern.pipeline.tied import TiedWeights
 from zbkern.pipeline.timeline import Event, Sample, Timeline, measured
 from zbkern.pipeline.transport import Transport
@@ -74,37 +74,29 @@ class Pipeline:
         modules = module_list("Pipeline", modules)
         check(schedule, loss_fn, fill, tied, timeout, fill_with, nonfinite, replan_every, costs)
         rank, size = place(group)
-        if size != schedule.stages:
-            raise ScheduleError(
-                f"Pipeline: the schedule has {schedule.stages} stages and the group {size} ranks; "
-                f"build the schedule with stages={size}"
-            )
-        chunks = schedule.chunks_of(rank)
-        if len(modules) != len(chunks):
-            raise ValueError(
-                f"Pipeline: rank {rank} holds chunks {chunks} of this schedule and needs {len(chunks)} modules, "
-                f"in model order; got {len(modules)}"
-            )
-        last = len(schedule.placement) - 1
-        if last in chunks and loss_fn is None:
-            raise TypeError(f"Pipeline: loss_fn must be callable on rank {rank}, which holds the last chunk; got None")
+        check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill
         self.timeout = timeout
         self.fill_with = fill_with
         self.nonfinite = nonfinite
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
-        self._replicas = Replicas(dict(zip(chunks, modules, strict=True)), self.queue)
+        self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
+        if replan_every and self._replicas.gathers:
+            raise ValueError(
+                "Pipeline: replan_every must be 0 with FSDP2 stages: replicas that measure different times would take "
+                f"different schedules, and gather in different orders; got {replan_every}"
+            )
+        self._last = last = len(schedule.placement) - 1
         self._stages = {
             chunk: Stage(module, chunk, self.queue, loss_fn if chunk == last else None, schedule.microbatches)
             for chunk, module in self._replicas.modules.items()
         }
-        self._last = last
         self._transport = connect(group, schedule, self.device)
         agree(schedule, self._transport)
         self.rank = rank
         self.tied = dict(tied or {})
-        self.optimizer: Any = None  # an Optimizer of this pipeline sets itself here
+        self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
         self._tied = TiedWeights(self.tied, self._transport, None if is_transport(group) else group)
         self._handlers: dict[str, Callable[..., None]] = {
             "F": self._forward,
@@ -112,16 +104,10 @@ class Pipeline:
             "W": self._weight,
             "BW": self._backward,
         }
-        if replan_every and self._replicas.gathers:
-            raise ValueError(
-                "Pipeline: replan_every must be 0 with FSDP2 stages: replicas that measure different times would take "
-                f"different schedules, and gather in different orders; got {replan_every}"
-            )
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
-        self._steps = 0
         self._take(schedule)
-        self._step = 0
-        self._failed = False
+        self._step = 0  # in the tags of its messages
+        self._failed = self._closed = False
         self._recorder = Recorder(rank, self.device, self.queue, record)
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
@@ -133,16 +119,13 @@ class Pipeline:
         do over calls of `backward()`.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "Pipeline.step: gradients are off here (torch.no_grad); call evaluate for the loss alone"
-            )
+            raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
         self._begin(inputs, targets)
         begun = self._run_ahead() if self.optimizer is not None else 0
         self._tied.begin()
         self._run(self._program[begun:], self._replicas.finish)
         self._tied.sum_gradients()
-        self._steps += 1
-        if self._replanner is not None and self._steps % self._replanner.every == 0:
+        if self._replanner is not None and self._replanner.count():
             better = self._replanner.agree(self.gather_timeline(), self._transport.gather, self.rank)
             if better is not None:
                 self._take(better)
@@ -155,19 +138,12 @@ class Pipeline:
         """
         if self.optimizer is not None:
             self.optimizer.validate()
-        modules = [stage.module for stage in self._stages.values()]
-        modes = [(part, part.training) for module in modules for part in module.modules()]  # parents first
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
             self._begin(inputs, targets)
-            for module in modules:
-                module.eval()
-            with torch.no_grad():
+            with torch.no_grad(), evaluation_mode(self.modules.values()):
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
-            for part, mode in modes:
-                if part.training is not mode:  # by train(), which some layers override
-                    part.train(mode)
             self._recorder = recorder
             self._replicas.void()
         return self._loss()
@@ -210,24 +186,25 @@ class Pipeline:
             if self.optimizer is not None and not self._failed:
                 self.optimizer.validate()
         finally:
+            self._closed = True
             self._transport.close()
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return self.close()
-        if not isinstance(error, PipelineError):
-            self._transport.fail(f"rank {self.rank}: {type(error).__name__}: {error}")
-        return self._transport.close()
+        if error is not None:
+            self._failed = True
+            if not isinstance(error, PipelineError):
+                self._transport.fail(f"rank {self.rank}: {type(error).__name__}: {error}")
+        self.close()
 
     def drift(self, costs: Costs | None = None) -> Drift:
         """The last step of all ranks next to its plan: where the time went; collective.
 
-        costs: what was planned with, in seconds; the step's own medians when None.
+        costs: what was planned with, in milliseconds, as `profile` gives them; the step's own medians when None.
         """
-        return compare(self.gather_timeline(), costs)
+        return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
     # ---- the loop
 
@@ -240,6 +217,8 @@ class Pipeline:
         self._ahead = forwards_ahead(schedule)[self.rank]
 
     def _begin(self, inputs: Any, targets: Any) -> None:
+        if self._closed:
+            raise RuntimeError("Pipeline.step: this pipeline was closed; construct another, on every rank")
         if self.queue.pending():
             raise RuntimeError(
                 f"Pipeline.step: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "

@@ -52,6 +52,16 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     )
 
 
+def in_seconds(milliseconds: Costs) -> Costs:
+    """Costs as `profile` measures them, in the unit of a Pipeline's timelines."""
+    times = ("forward", "backward", "weight", "communication", "split_overhead", "merge_saving")
+    values = {name: getattr(milliseconds, name) for name in times}
+    return replace(
+        milliseconds,
+        **{name: tuple(v / 1e3 for v in t) if isinstance(t, tuple) else t / 1e3 for name, t in values.items()},
+    )
+
+
 def compare(measured: Timeline, given: Costs | None = None) -> Drift:
     """A measured step next to the simulation of its schedule, with these costs or with its own medians."""
     for rank, row in enumerate(measured.events):

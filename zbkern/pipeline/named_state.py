@@ -33,7 +33,6 @@ class NamedState:
         self.rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
         self._chunks = _chunks(modules)
         self._rename = rename if rename is not None else _as_it_is
-        self._optimizer = optimizer
         self._inner = getattr(optimizer, "optimizer", optimizer)  # torch's, inside of ours
         self._masters: list[tuple[Tensor, Tensor]] = getattr(optimizer, "masters", [])
         groups = getattr(self._inner, "param_groups", [])

@@ -49,8 +49,11 @@ def clip_grad_norm_(
     """Scales the gradients so that their norm over all ranks is at most `max_norm`; returns the norm it was.
 
     The twin of torch.nn.utils.clip_grad_norm_ for parameters that are spread over the ranks of a pipeline; arguments as
-    for `grad_norm`; collective. Gradients whose norm is not finite stay as they are.
+    for `grad_norm`; collective. Gradients whose norm is not finite stay as they are. Raises ValueError for a max_norm
+    that is not above 0.
     """
+    if not max_norm > 0:
+        raise ValueError(f"clip_grad_norm_: max_norm must be above 0; got {max_norm}")
     parameters = _listed("clip_grad_norm_", parameters)
     norm = grad_norm(parameters, group, tied)
     scale_([gradient for _, gradient in _gradients(parameters)], coefficient(norm, max_norm))

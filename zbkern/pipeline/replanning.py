@@ -33,6 +33,12 @@ class Replanner:
         self.limit = list(simulate(schedule, self.memory).peak_memory)
         self.gain = gain
         self.time_limit = time_limit
+        self._steps = 0
+
+    def count(self) -> bool:
+        """Counts a step; True when it is time to measure and to plan."""
+        self._steps += 1
+        return self._steps % self.every == 0
 
     def propose(self, timeline: Timeline) -> Schedule | None:
         """A schedule that is better for the costs of this step, or None."""

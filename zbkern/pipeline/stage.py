@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -177,6 +178,21 @@ class Stage:
                 f"Pipeline: chunk {self.chunk} must take what {source} it, a tuple as positional arguments and a dict "
                 f"as keyword arguments; {misfit}"
             ) from error
+
+
+@contextmanager
+def evaluation_mode(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, modules are in evaluation mode; afterwards each of their parts is in the mode that it was in."""
+    modules = [*modules]
+    modes = [(part, part.training) for module in modules for part in module.modules()]  # parents first
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for part, mode in modes:
+            if part.training is not mode:  # by train(), which some layers override
+                part.train(mode)
 
 
 _FORGOTTEN = ": is there a return at the end of its forward?"
