@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -114,6 +115,8 @@ def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bia
 @weight_gradient.register_fake
 def _(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, copy: bool) -> None:
     _register_lowering()
+    if fx_traceback.has_preserved_node_meta():  # else torch 2.10 takes a call in a traced _Tap for one of the forward
+        fx_traceback.get_current_meta()["partitioner_tag"] = "is_backward"
 
 
 def _keep_every_call() -> bool:

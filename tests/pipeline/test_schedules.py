@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,12 +219,12 @@ def stages_for_torch(stages: int, chunks: int) -> list[SimpleNamespace]:
 
 def table(torch_schedule: Any) -> list[list[Action]]:
     """Its compute actions in our letters; of an overlapped pair one after the other."""
-    kinds = {"F": "F", "I": "B", "W": "W", "B": "BW"}
+    kinds = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "BW"}
     rows = []
     for rank in sorted(torch_schedule.pipeline_order):
         cells = [cell for cell in torch_schedule.pipeline_order[rank] if cell is not None]
-        flat = [part for cell in cells for part in (cell.sub_actions or (cell,))]
-        rows.append([Action(kinds[c.computation_type.value], c.stage_index, c.microbatch_index) for c in flat])
+        flat = [part for cell in cells for part in (getattr(cell, "sub_actions", None) or (cell,))]
+        rows.append([Action(kinds[c.computation_type.name], c.stage_index, c.microbatch_index) for c in flat])
     return rows
 
 
@@ -242,6 +243,8 @@ def table(torch_schedule: Any) -> list[list[Action]]:
     ],
 )
 def test_same_actions_as_torch(torch_schedules: Any, name: str, torch_name: str, chunks: int, stages: int) -> None:
+    if not hasattr(torch_schedules, torch_name):
+        pytest.skip(f"this torch has no {torch_name}")
     compared = 0
     for microbatches in range(1, 4 * stages + 1):
         try:
@@ -261,10 +264,11 @@ def test_same_kinds_in_the_same_order_as_torch(torch_schedules: Any, name: str, 
     """torch gives these tables for drawing only, and numbers some forwards wrongly there: only kinds are compared."""
     theirs = object.__new__(getattr(torch_schedules, torch_name))
     theirs._num_stages, theirs._n_microbatches = stages, 2 * stages
-    kinds = {"F": "F", "B": "BW"}
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "BW"}
     ours = GENERATORS[name](stages, 2 * stages)
     for rank, row in theirs._get_pipeline_order().items():
-        compute = [kinds[cell.computation_type.value] for cell in row if cell is not None and cell.is_compute_op]
+        names = [cell.computation_type.name for cell in row if cell is not None]
+        compute = [kinds[name] for name in names if name in kinds]
         assert [action.kind for action in ours.actions[rank]] == compute
 
 
@@ -277,7 +281,9 @@ def test_torch_loads_our_csv_and_gives_it_back(torch_schedules: Any, name: str, 
     theirs = torch_schedules._PipelineScheduleRuntime(stages_for_torch(3, ours.chunks), 6)
     theirs._load_csv(str(path))
     assert theirs.stage_index_to_group_rank == dict(enumerate(ours.placement))
-    theirs._dump_csv(str(tmp_path / "compute.csv"), format="compute_only")
-    assert Schedule.from_csv((tmp_path / "compute.csv").read_text(), dialect="torch", name=name) == ours
-    theirs._dump_csv(str(tmp_path / "comms.csv"), format="compute_comms")
-    assert Schedule.from_csv((tmp_path / "comms.csv").read_text(), dialect="torch", name=name) == ours
+    formats = [{"format": "compute_only"}, {"format": "compute_comms"}]
+    if "format" not in inspect.signature(theirs._dump_csv).parameters:
+        formats = [{}]  # with communication
+    for keywords in formats:
+        theirs._dump_csv(str(path), **keywords)
+        assert Schedule.from_csv(path.read_text(), dialect="torch", name=name) == ours
