@@ -84,3 +84,28 @@ def frozen_step() -> tuple[bool, float]:
 @pytest.mark.dist
 def test_a_frozen_tied_weight_stays_as_it_is(two_ranks: Any) -> None:
     assert two_ranks.run(frozen_step) == [(False, 0.0)] * 2
+
+
+def tied_on_the_outer_ranks() -> list[list[float]]:
+    """The gradients of two pipelines, one after the other, whose first and last rank hold one weight."""
+    rank, found = torch.distributed.get_rank(), []
+    schedule = schedules.zb_h1(4, 4)
+    x = torch.ones(4, WIDTH)
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer = zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False))
+        tied = {"weight": layer.weight} if rank in (0, 3) else None
+        with Pipeline(layer, schedule, nn.functional.mse_loss, tied=tied, timeout=60) as pipe:
+            pipe.step(x if rank == 0 else None, x if rank == 3 else None)
+        found.append(layer.weight.grad.flatten().tolist())
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_with_and_without_tied_weights_meet_again(four_ranks: Any) -> None:
+    """torch.distributed.new_group would give the second pipeline's groups one name on some ranks, another on others."""
+    results = four_ranks.run(tied_on_the_outer_ranks)
+    for first, second in results:
+        assert first == second
+    assert results[0] == results[3]
+    assert results[0] != results[1]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any, NamedTuple
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zbkern.pipeline.groups import backend_of
 from zbkern.pipeline.mailbox import Tag
-from zbkern.pipeline.transport import DistributedTransport, backend_of
+from zbkern.pipeline.transport import DistributedTransport
 
 
 def backends() -> list[str]:
@@ -58,3 +60,23 @@ def test_a_tree_of_tensors_arrives_as_it_was_without_a_warning(two_ranks: Any) -
     assert [type(part) for part in received["rest"]] == [torch.Tensor, tuple]
     assert torch.equal(received["rest"][1][0], expected["rest"][1][0])
     assert received["nothing"] == ()
+
+
+def open_and_close() -> list[tuple[int, int]]:
+    """File descriptors and threads of this process after each of several transports."""
+    counts = []
+    for number in range(4):
+        transport = DistributedTransport(None, [0, 1], torch.device("cpu"))
+        other = 1 - transport.rank
+        transport.send(other, Tag(0, "F", number, 0), torch.full((2,), float(number)))
+        assert transport.receive(other, Tag(0, "F", number, 0), 30).tolist() == [number] * 2
+        transport.close()
+        del transport
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="file descriptors are counted in /proc")
+def test_a_closed_transport_leaves_no_connection_and_no_thread(two_ranks: Any) -> None:
+    for counts in two_ranks.run(open_and_close):
+        assert max(counts[1:]) <= counts[0]

@@ -188,6 +188,7 @@ class Pipeline:
         finally:
             self._closed = True
             self._transport.close()
+            self._tied.close()
 
     def __enter__(self) -> Pipeline:
         return self

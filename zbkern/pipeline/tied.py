@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zbkern import landing
+from zbkern.pipeline.groups import backend_of, close_groups, open_group
 from zbkern.pipeline.mixed_precision import gradient_of
 from zbkern.pipeline.transport import DistributedTransport, Transport
 
@@ -25,7 +27,7 @@ class TiedWeights:
     """
 
     def __init__(self, tied: Mapping[str, Tensor], transport: Transport, group: dist.ProcessGroup | None) -> None:
-        self._shared: list[tuple[Tensor, dist.ProcessGroup]] = []
+        self._shared: list[tuple[Tensor, bool, Any]] = []  # whether it is the first holder's, and their communicator
         named = transport.gather({name: _fingerprint(parameter) for name, parameter in tied.items()})
         for name in sorted(tied):
             ranks = [rank for rank, names in enumerate(named) if name in names]
@@ -44,24 +46,30 @@ class TiedWeights:
                     prints,
                 )
             members = [everyone[rank] for rank in ranks]
-            self._shared.append((tied[name], dist.new_group(members, use_local_synchronization=True)))
+            backend = backend_of(group, transport.device)
+            self._shared.append((tied[name], transport.rank == ranks[0], open_group(members, backend)))
 
     def begin(self) -> None:
         """Leaves what earlier steps have summed, the same on all holders, with one of them: it is summed once more."""
-        for parameter, group in self._shared:
+        for parameter, first, _ in self._shared:
             gradient = gradient_of(parameter)
-            if gradient is not None and dist.get_rank(group) > 0:
+            if gradient is not None and not first:
                 gradient.zero_()
 
     def sum_gradients(self) -> None:
         """Gives every holder the sum of all holders' gradients; collective among them."""
-        for parameter, group in self._shared:
+        for parameter, _, group in self._shared:
             gradient = gradient_of(parameter)
             if gradient is None:
                 gradient = landing.blank(parameter).zero_()
                 if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
                     parameter.grad = gradient
-            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
+            group.allreduce([gradient.to_local() if isinstance(gradient, DTensor) else gradient]).wait()
+
+    def close(self) -> None:
+        """Ends the communicators."""
+        close_groups(group for _, _, group in self._shared)
+        self._shared.clear()
 
 
 def _fingerprint(parameter: Tensor) -> tuple[list[int], float] | None:

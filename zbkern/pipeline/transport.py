@@ -17,7 +17,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -25,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.groups import backend_of, close_groups, open_group
 from zbkern.pipeline.mailbox import Activity, Mailbox, PipelineError, Tag
 
 logger = logging.getLogger("zbkern")
 
 _USUAL, _OTHER = 1, 2  # tags of tensors; 0 is that of headers
 _HEADER_BYTES = 1024
-_FOREVER = timedelta(days=365)
 _PAUSE = 0.002  # seconds between looks at what has been sent
 
 
@@ -89,17 +88,17 @@ class DistributedTransport:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.activity = Activity(self.rank)
         self._group = group
-        self._device = device
+        self.device = device
         self._on_cpu = device.type == "cpu"
         self._peers = sorted(set(peers) - {self.rank})
         self._open()
 
     def _open(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        self._headers_up, self._headers_down = (_new_group(ranks, "gloo") for _ in range(2))
+        self._headers_up, self._headers_down = (open_group(ranks, "gloo") for _ in range(2))
         self._up, self._down = self._headers_up, self._headers_down
         if not self._on_cpu:
-            self._up, self._down = (_new_group(ranks, backend_of(self._group, self._device)) for _ in range(2))
+            self._up, self._down = (open_group(ranks, backend_of(self._group, self.device)) for _ in range(2))
         self._mailbox = Mailbox()
         self._lost = False
         self._usual_to: dict[int, _Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
@@ -161,7 +160,7 @@ class DistributedTransport:
         for work in works:
             work.wait()
         if works:
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self.device)
             for leaf in pytree.tree_leaves(message):
                 if isinstance(leaf, Tensor):
                     leaf.record_stream(stream)
@@ -196,6 +195,8 @@ class DistributedTransport:
         deadline = time.monotonic() + (5 if self._mailbox.failure is None else 2)  # a frozen rank never answers
         for thread in (self._sender, *self._receivers):
             thread.join(max(0.0, deadline - time.monotonic()))
+        close_groups([self._up, self._down])
+        self._headers_up = self._headers_down = self._up = self._down = None
 
     def _end(self, what: str, reason: str) -> None:
         """Says the last word to every peer, once: "failed", "lost" or "closed". Peers answer with theirs, and end."""
@@ -243,7 +244,7 @@ class DistributedTransport:
 
     def _receive_tensors(self, peer: int, sizes: _Sizes, slot: int) -> tuple[list[Tensor], list[dist.Work]]:
         group = self._up if peer < self.rank else self._down
-        tensors = [torch.empty(size, dtype=dtype, device=self._device) for dtype, size in sizes]
+        tensors = [torch.empty(size, dtype=dtype, device=self.device) for dtype, size in sizes]
         return tensors, [group.recv([tensor], peer, slot) for tensor in tensors if tensor.numel()]
 
     def _receive_header(self, peer: int) -> tuple[Any, ...]:
@@ -331,11 +332,11 @@ class DistributedTransport:
     @contextlib.contextmanager
     def _stream_of_its_own(self) -> Iterator[torch.cuda.Stream | None]:
         """For one of the threads: on CUDA, a stream that nothing else uses."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             yield None
             return
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
 
 
@@ -346,24 +347,3 @@ _Posted = tuple[list[Tensor], list["dist.Work"]]
 def _sizes(shapes: list[Any]) -> _Sizes:
     """dtype and size of the tensors of a message."""
     return [shape[:2] for shape in shapes if shape is not None]
-
-
-def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """The backend of this group's tensors on this device; a group may have one for each kind of device."""
-    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    backends = dict(pair.split(":", 1) for pair in config.split(","))
-    if device.type not in backends:
-        raise ValueError(
-            f"Pipeline: the process group has no backend for {device.type} tensors ({config}); call "
-            f"torch.distributed.init_process_group() without a backend, or with one for {device.type}"
-        )
-    if device.type == "cuda" and backends["cuda"] == "gloo":  # it would read the addresses as the host's
-        raise ValueError(
-            f"Pipeline: gloo cannot send CUDA tensors from one rank to another, and the process group has it for them "
-            f'({config}); call torch.distributed.init_process_group() without a backend, or with "cpu:gloo,cuda:nccl"'
-        )
-    return backends[device.type]
-
-
-def _new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    return dist.new_group(ranks, timeout=_FOREVER, backend=backend, use_local_synchronization=True)

@@ -1,0 +1,53 @@
+"""Communicators of a pipeline's own, which torch.distributed does not register.
+
+torch.distributed.new_group names a group after the number of groups that this process is in (before torch 2.15): ranks
+that are in different numbers of them, as holders of a tied weight are, wait for each other for ever; and a name comes
+back when a group is destroyed, with what the store still has under it. These count their openings in the store, and end
+with `close_groups` and the last reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_FOREVER = timedelta(days=365)
+
+
+def open_group(ranks: Sequence[int], backend: str) -> Any:
+    """A communicator of these global ranks; collective among them. Has send, recv, allreduce and allgather."""
+    kind: Any = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(backend)
+    if kind is None:
+        return dist.new_group(ranks, timeout=_FOREVER, backend=backend, use_local_synchronization=True)
+    name, rank = f"zbkern/{'_'.join(map(str, ranks))}", dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    opened = store.add(f"{name}/opened by {rank}", 1)
+    return getattr(dist, kind)(dist.PrefixStore(f"{name}/{opened}", store), ranks.index(rank), len(ranks), _FOREVER)
+
+
+def close_groups(groups: Iterable[Any]) -> None:
+    """Ends communicators. gloo's close their connections once nobody refers to them; NCCL's hold on to the device."""
+    for group in groups:
+        if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
+            group.shutdown()
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend of this group's tensors on this device; a group may have one for each kind of device."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    backends = dict(pair.split(":", 1) for pair in config.split(","))
+    if device.type not in backends:
+        raise ValueError(
+            f"Pipeline: the process group has no backend for {device.type} tensors ({config}); call "
+            f"torch.distributed.init_process_group() without a backend, or with one for {device.type}"
+        )
+    if device.type == "cuda" and backends["cuda"] == "gloo":  # it would read the addresses as the host's
+        raise ValueError(
+            f"Pipeline: gloo cannot send CUDA tensors from one rank to another, and the process group has it for them "
+            f'({config}); call torch.distributed.init_process_group() without a backend, or with "cpu:gloo,cuda:nccl"'
+        )
+    return backends[device.type]
