@@ -13,6 +13,7 @@ from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.planner.blocks import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up
 from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, refine, rules
+from zbkern.pipeline.planner.patterns import Pattern, is_v, search_patterns, zb_v_patterns
 from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of
 from zbkern.pipeline.planner.search import anneal, grown
 
@@ -31,6 +32,10 @@ _LONG = (0.6, 10)
 _STEPS = 60  # temperatures, one after the other
 _RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
 _REFINED = 2  # rules per limit that are refined
+_PATTERN_PASSES = 2  # the same of a pattern, most of which are lost before they end
+_WARM = (0.3, 0.7, 0.15, 1.0)  # how hot the search for a pattern starts, by turns
+_WOVEN_PASSES = 8_000_000 if compiled is not None else 10_000  # of the patterns to start from
+_FAR = 1.1  # times the best cost
 _TRIES = 1500  # of other rules; after that a new attempt finds more than going on
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
 _QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
@@ -75,6 +80,8 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
             small.round(passes // 2, turn, clock)
             if small.refined is not None:
                 pool.add(small.refined.schedule(problem.microbatches))
+            if small.weave.best is not None:
+                herd.weave.offer(small.weave.best[1])
             for orders in small.pool.orders:
                 for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
                     pool.add(_costed(problem, each))
@@ -189,6 +196,7 @@ class Herd:
         self.problem, self.pool = problem, pool
         self._candidates = candidates
         self.refined: Candidate | None = None  # the best rule of the last round
+        self.weave = Weave(problem, pool)
         self._members: list[Orders] = []
         self._warm = warm_start(problem)
         pool.add(self._warm)
@@ -198,7 +206,8 @@ class Herd:
     def round(self, passes: int, turn: int, clock: Clock) -> None:
         """Runs about so many passes."""
         pool = self.pool
-        members = [*self._members, *pool.orders[:1], self._refined(passes // 4, turn, clock)]
+        woven = self.weave.round(passes // 2, turn, clock)
+        members = [*self._members, *pool.orders[:1], woven, self._refined(passes // 4, turn, clock)]
         members += [self._warm or self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
@@ -254,6 +263,65 @@ class Herd:
         found = found and _costed(problem, found)
         self.pool.add(found)
         return found
+
+
+class Weave:
+    """Patterns, for two chunks per rank in a V: ZB-V's with other counts, and what annealing makes of the best.
+
+    Nothing, where even the best to start from is far from the pool's best: with little memory.
+    """
+
+    def __init__(self, problem: Problem, pool: Pool) -> None:
+        self.problem, self.pool = problem, pool
+        self.best: tuple[Orders, Pattern] | None = None
+        self._start: tuple[Orders, Pattern] | None = None
+        if is_v(problem):
+            self._begin()
+
+    def _begin(self) -> None:
+        """Tries ZB-V's pattern for this limit, and for smaller ones: more memory never makes it worse."""
+        problem, levels = self.problem, _levels(self.problem)
+        patterns = list(zb_v_patterns(problem))
+        trial = problem
+        if problem.passes * len(patterns) > _WOVEN_PASSES:
+            trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
+        levels = levels[: max(1, _WOVEN_PASSES // (trial.passes * len(patterns)))]
+        stride = trial.passes * len(patterns) // _WOVEN_PASSES | 1
+        for _, limit in levels:
+            found = [(each, search_patterns(trial.with_limit(limit), each)) for each in patterns[::stride]]
+            costs = [(result[0].cost, place) for place, (_, result) in enumerate(found) if result is not None]
+            for _, place in sorted(costs)[:2]:
+                self._add(search_patterns(problem.with_limit(limit), found[place][0]), limit == problem.limit)
+        self._start = self.best
+        if self.best is not None and self.best[0].cost > _FAR * self.pool.orders[0].cost:
+            self.best = self._start = None
+
+    def offer(self, pattern: Pattern) -> None:
+        """One that was found for fewer microbatches."""
+        self._add(search_patterns(self.problem, pattern))
+
+    def _add(self, found: tuple[Orders, Pattern] | None, own: bool = True) -> None:
+        if found is None:
+            return
+        self.pool.add(_costed(self.problem, found[0]) if self.problem.saves else found[0])
+        if own and (self.best is None or found[0].cost < self.best[0].cost):
+            self.best = found
+
+    def round(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+        """Runs about so many passes, half of them from the start, the others from the best so far."""
+        problem, result = self.problem, self.best
+        moves = passes // (2 * _STEPS * _PATTERN_PASSES * problem.passes)
+        for which, begin in enumerate((self._start, self.best)):
+            if begin is None or moves < 1 or self.pool.optimal or not clock.left:
+                break
+            cooling = _cooling(problem, _WARM[(turn + which) % len(_WARM)], _COLD)
+            found = search_patterns(
+                problem, begin[1], seed=2 * turn + which, temperatures=cooling, moves=moves, target=self.pool.bound
+            )
+            self._add(found)
+            if found is not None and found[0].cost < (result or found)[0].cost:
+                result = found
+        return result and result[0]
 
 
 def _cooling(problem: Problem, hot: float, cold: float) -> list[int]:
