@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -14,6 +13,7 @@ from zbkern.pipeline.planner.blocks import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up
 from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, refine, rules
 from zbkern.pipeline.planner.patterns import Pattern, is_v, search_patterns, zb_v_patterns
+from zbkern.pipeline.planner.pool import Clock, Pool
 from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of
 from zbkern.pipeline.planner.search import anneal, grown
 
@@ -32,28 +32,16 @@ _LONG = (0.6, 10)
 _STEPS = 60  # temperatures, one after the other
 _RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
 _REFINED = 2  # rules per limit that are refined
-_PATTERN_PASSES = 2  # the same of a pattern, most of which are lost before they end
-_WARM = (0.3, 0.7, 0.15, 1.0)  # how hot the search for a pattern starts, by turns
-_WOVEN_PASSES = 8_000_000 if compiled is not None else 10_000  # of the patterns to start from
+# How hot the search for a pattern starts, by turns, the weight of the mean span, and after how many moves per rank and
+# temperature a new attempt finds more than going on.
+_WARM = (0.15, 0.25, 0.1, 0.5)
+_PATTERN_SPREAD = 2
+_PATTERN_MOVES = 20
+_WOVEN_PASSES = 3_000_000 if compiled is not None else 10_000  # of the patterns to start from
 _FAR = 1.1  # times the best cost
 _TRIES = 1500  # of other rules; after that a new attempt finds more than going on
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
 _QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
-
-
-class Clock:
-    """When to stop: after some seconds, or after a number of rounds whatever the time."""
-
-    def __init__(self, seconds: float, rounds: int | None) -> None:
-        self._end = time.monotonic() + seconds if rounds is None else float("inf")
-        self._rounds = rounds
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-    def allows(self, round_: int) -> bool:
-        return self.left > 0 if self._rounds is None else round_ < self._rounds
 
 
 def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
@@ -77,7 +65,7 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
                 small = Herd(fewer, construct(fewer, best), best)
                 for orders in published(fewer):
                     best.add(orders)
-            small.round(passes // 2, turn, clock)
+            small.round(passes // 2, turn, clock, passes)
             if small.refined is not None:
                 pool.add(small.refined.schedule(problem.microbatches))
             if small.weave.best is not None:
@@ -85,7 +73,7 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
             for orders in small.pool.orders:
                 for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
                     pool.add(_costed(problem, each))
-        herd.round(passes, turn, clock)
+        herd.round(passes, turn, clock, passes if small is None else 0)
         if clock.left > 0:
             round_ += 1
     return round_
@@ -96,27 +84,6 @@ def _fewer(problem: Problem) -> Problem | None:
     small = min(problem.microbatches, 3 * problem.ranks)
     worth = problem.microbatches >= 4 * problem.ranks // 3 and small < problem.microbatches
     return problem.with_microbatches(small) if worth else None
-
-
-class Pool:
-    """The best orders found, of different cost, best first."""
-
-    def __init__(self, keep: int, bound: int) -> None:
-        self.orders: list[Orders] = []
-        self.bound = bound
-        self._keep = max(keep, 1)
-
-    def add(self, orders: Orders | None) -> None:
-        if orders is not None and all(orders.cost != other.cost for other in self.orders):
-            self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self._keep]
-
-    @property
-    def optimal(self) -> bool:
-        return self.beats(self.bound)
-
-    def beats(self, bound: int) -> bool:
-        """Whether nothing above this bound can be better than the best here."""
-        return bool(self.orders) and self.orders[0].cost <= bound
 
 
 class Candidate(NamedTuple):
@@ -203,11 +170,11 @@ class Herd:
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
         self._long = self._warm is None and min(problem.limit) > _held_by_1f1b(problem)
 
-    def round(self, passes: int, turn: int, clock: Clock) -> None:
-        """Runs about so many passes."""
+    def round(self, passes: int, turn: int, clock: Clock, woven: int) -> None:
+        """Runs about so many passes, and `woven` in search for a pattern."""
         pool = self.pool
-        woven = self.weave.round(passes // 2, turn, clock)
-        members = [*self._members, *pool.orders[:1], woven, self._refined(passes // 4, turn, clock)]
+        found = self.weave.round(woven, turn, clock)
+        members = [*self._members, *pool.orders[:1], found, self._refined(passes // 4, turn, clock)]
         members += [self._warm or self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
@@ -308,20 +275,29 @@ class Weave:
             self.best = found
 
     def round(self, passes: int, turn: int, clock: Clock) -> Orders | None:
-        """Runs about so many passes, half of them from the start, the others from the best so far."""
-        problem, result = self.problem, self.best
-        moves = passes // (2 * _STEPS * _PATTERN_PASSES * problem.passes)
-        for which, begin in enumerate((self._start, self.best)):
-            if begin is None or moves < 1 or self.pool.optimal or not clock.left:
+        """Runs about so many passes, half of them from the start, in some attempts, the others from the best so far."""
+        problem = self.problem
+        moves = passes // (_STEPS * problem.passes)  # most are lost before half of their passes
+        attempts = max(1, moves // (_PATTERN_MOVES * problem.ranks))
+        for attempt in range(attempts + 1):
+            begin, some = (self._start, moves // attempts) if attempt < attempts else (self.best, moves)
+            if begin is None or some < 1 or self.pool.optimal or not clock.left:
                 break
-            cooling = _cooling(problem, _WARM[(turn + which) % len(_WARM)], _COLD)
-            found = search_patterns(
-                problem, begin[1], seed=2 * turn + which, temperatures=cooling, moves=moves, target=self.pool.bound
+            seed = turn << 16 | attempt
+            cooling = _cooling(problem, _WARM[(turn + attempt) % len(_WARM)], _COLD)
+            target = self.pool.bound
+            self._add(
+                search_patterns(
+                    problem,
+                    begin[1],
+                    seed=seed,
+                    temperatures=cooling,
+                    moves=some,
+                    spread=_PATTERN_SPREAD,
+                    target=target,
+                )
             )
-            self._add(found)
-            if found is not None and found[0].cost < (result or found)[0].cost:
-                result = found
-        return result and result[0]
+        return self.best and self.best[0]
 
 
 def _cooling(problem: Problem, hot: float, cold: float) -> list[int]:
