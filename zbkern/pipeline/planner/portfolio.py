@@ -73,7 +73,7 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
             for orders in small.pool.orders:
                 for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
                     pool.add(_costed(problem, each))
-        herd.round(passes, turn, clock, passes if small is None else 0)
+        herd.round(passes, turn, clock, passes if small is None else passes // 2)
         if clock.left > 0:
             round_ += 1
     return round_
