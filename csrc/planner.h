@@ -1,6 +1,6 @@
 // The planner's search core: plain C++17 over flat arrays; no torch and no Python in here.
 //
-// It does what zbkern/pipeline/planner/{lists,search}.py do, faster, and to the last bit: that code is the
+// It does what zbkern/pipeline/planner/{lists,blocks,patterns,search}.py do, faster, and to the last bit: that code is the
 // specification, and the tests compare the two. Times and memory are integers, so that no result depends on the order
 // of additions or on the compiler.
 #pragma once
@@ -50,6 +50,19 @@ Orders list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
 // The best orders in which all microbatches repeat one building block; empty rows when there are none.
 Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves,
                      Time target, bool fuse);
+
+// Counts and patience of every rank: [7][ranks]; see patterns.py.
+using Pattern = std::vector<std::vector<int>>;
+
+struct PatternResult {
+  Orders best;
+  Pattern pattern;
+};
+
+// The best orders found that follow a pattern, from `start` on, two chunks per rank in a V; empty rows when that cannot
+// run. Temperatures are in units of `ranks` times the time unit.
+PatternResult search_patterns(const Problem& problem, const Pattern& start, std::uint64_t seed, const std::vector<Time>& temperatures,
+                              std::int64_t moves, Time spread, Time target);
 
 struct AnnealOptions {
   std::uint64_t seed = 0;

@@ -47,6 +47,16 @@ PYBIND11_MODULE(_planner, module) {
     }
     return tuple_from(found);
   });
+  module.def("search_patterns", [](const py::object& source, const Pattern& start, std::uint64_t seed,
+                                   const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target) {
+    const Problem problem = problem_from(source);
+    PatternResult found;
+    {
+      py::gil_scoped_release release;
+      found = search_patterns(problem, start, seed, temperatures, moves, spread, target);
+    }
+    return py::make_tuple(tuple_from(found.best), found.pattern);
+  });
   module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, std::uint64_t seed,
                           const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target, bool may_fuse,
                           double seconds) {

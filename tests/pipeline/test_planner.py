@@ -84,6 +84,16 @@ def test_two_chunks_in_a_v(limit: float, best: float, effort: int) -> None:
 
 
 @needs_core
+@pytest.mark.parametrize("limit", ["1.0", "1.125", "1.25", "1.625"])
+def test_two_chunks_at_sixteen_stages_against_the_published_search(limit: str) -> None:
+    row = PROFILES["two_chunks"][0]
+    memory = float(limit) * 2 * row["stages"] * row["chunk_activation"]
+    found = plan(two_chunks(row), row["stages"], row["microbatches"], 2, memory_limit=memory, effort=3)
+    assert round(found.bubble_rate, 4) <= row["bubble_rate_by_memory_limit"][limit]["ZB-V"]
+    assert max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
+
+
+@needs_core
 def test_two_chunks_are_never_worse_than_the_published_schedules() -> None:
     row = PROFILES["two_chunks"][0]
     costs, stages, microbatches = two_chunks(row), row["stages"], row["microbatches"]

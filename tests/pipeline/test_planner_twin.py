@@ -7,7 +7,7 @@ import random
 import pytest
 
 from zbkern.pipeline import Costs, schedules
-from zbkern.pipeline.planner import blocks, lists, search
+from zbkern.pipeline.planner import blocks, lists, patterns, search
 from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of, schedule_of
 
 pytestmark = pytest.mark.skipif(lists.compiled is None, reason="the compiled search core is not built")
@@ -83,6 +83,33 @@ def test_building_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not given.saves:
         assert search.anneal(given, fast)[0].cost == fast.cost
     schedule_of(fast, given, "found")  # validates
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_patterns(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    stages, microbatches = 1 + seed % 4, draw.randint(1, 9)
+    times = ([draw.uniform(0.5, 3) for _ in range(2 * stages)] for _ in range(3))
+    costs = Costs(*times, draw.random(), 1.0, 1.3 if seed == 5 else 0.4)
+    down = tuple(range(stages))
+    limit = [2 * stages * draw.uniform(1.2, 3)] * stages
+    given = Problem.build(costs.per_chunk(2 * stages), down + down[::-1], microbatches, limit, seed % 4 == 3)
+    mean = (sum(given.forward) + sum(given.backward)) // (2 * given.chunks)
+    starts = list(patterns.zb_v_patterns(given))[::3]
+
+    def results() -> list[tuple[Orders, patterns.Pattern] | None]:
+        found = [patterns.search_patterns(given, start) for start in starts]
+        start = next(result for result in found if result is not None)[1]
+        more = {"seed": seed, "temperatures": [mean, mean // 3, mean // 20], "moves": 100, "spread": seed % 3}
+        return [*found, patterns.search_patterns(given, start, **more)]
+
+    fast = results()
+    monkeypatch.setattr(patterns, "compiled", None)
+    assert fast == results()
+    for orders, _ in (result for result in fast if result is not None):
+        assert fits(given, orders)
+        assert search.anneal(given, orders)[0].cost == orders.cost
+        schedule_of(orders, given, "found")  # validates
 
 
 def test_both_refuse_orders_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.costs import ChunkCosts, Costs
 from zbkern.pipeline.planner import bounds, portfolio, steady
+from zbkern.pipeline.planner.pool import Clock, Pool
 from zbkern.pipeline.planner.problem import Problem, schedule_of
 from zbkern.pipeline.simulate import simulate
 from zbkern.pipeline.timeline import Timeline
@@ -86,8 +87,8 @@ def plan(
     problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
     share = time_limit / (1 + len(steady.SLACKS)) if jitter else time_limit
-    pool = portfolio.Pool(8 if jitter else 1, bound)
-    rounds = portfolio.search(problem, pool, portfolio.Clock(share, effort), seed)
+    pool = Pool(8 if jitter else 1, bound)
+    rounds = portfolio.search(problem, pool, Clock(share, effort), seed)
     found = [*pool.orders, *(steady.slackened(problem, jitter, share, effort, seed) if jitter else ())]
     plans = [schedule_of(orders, problem, f"plan-{name}") for orders in found]
     schedule, mean = steady.steadiest(plans, costs, objective, jitter, samples, seed) if jitter else (plans[0], None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -13,6 +12,8 @@ from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.planner.blocks import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up
 from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, refine, rules
+from zbkern.pipeline.planner.patterns import Pattern, is_v, search_patterns, zb_v_patterns
+from zbkern.pipeline.planner.pool import Clock, Pool
 from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of
 from zbkern.pipeline.planner.search import anneal, grown
 
@@ -31,24 +32,16 @@ _LONG = (0.6, 10)
 _STEPS = 60  # temperatures, one after the other
 _RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
 _REFINED = 2  # rules per limit that are refined
+# How hot the search for a pattern starts, by turns, the weight of the mean span, and after how many moves per rank and
+# temperature a new attempt finds more than going on.
+_WARM = (0.15, 0.25, 0.1, 0.5)
+_PATTERN_SPREAD = 2
+_PATTERN_MOVES = 20
+_WOVEN_PASSES = 3_000_000 if compiled is not None else 10_000  # of the patterns to start from
+_FAR = 1.1  # times the best cost
 _TRIES = 1500  # of other rules; after that a new attempt finds more than going on
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
 _QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
-
-
-class Clock:
-    """When to stop: after some seconds, or after a number of rounds whatever the time."""
-
-    def __init__(self, seconds: float, rounds: int | None) -> None:
-        self._end = time.monotonic() + seconds if rounds is None else float("inf")
-        self._rounds = rounds
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-    def allows(self, round_: int) -> bool:
-        return self.left > 0 if self._rounds is None else round_ < self._rounds
 
 
 def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
@@ -72,13 +65,15 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
                 small = Herd(fewer, construct(fewer, best), best)
                 for orders in published(fewer):
                     best.add(orders)
-            small.round(passes // 2, turn, clock)
+            small.round(passes // 2, turn, clock, passes)
             if small.refined is not None:
                 pool.add(small.refined.schedule(problem.microbatches))
+            if small.weave.best is not None:
+                herd.weave.offer(small.weave.best[1])
             for orders in small.pool.orders:
                 for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
                     pool.add(_costed(problem, each))
-        herd.round(passes, turn, clock)
+        herd.round(passes, turn, clock, passes if small is None else passes // 2)
         if clock.left > 0:
             round_ += 1
     return round_
@@ -89,27 +84,6 @@ def _fewer(problem: Problem) -> Problem | None:
     small = min(problem.microbatches, 3 * problem.ranks)
     worth = problem.microbatches >= 4 * problem.ranks // 3 and small < problem.microbatches
     return problem.with_microbatches(small) if worth else None
-
-
-class Pool:
-    """The best orders found, of different cost, best first."""
-
-    def __init__(self, keep: int, bound: int) -> None:
-        self.orders: list[Orders] = []
-        self.bound = bound
-        self._keep = max(keep, 1)
-
-    def add(self, orders: Orders | None) -> None:
-        if orders is not None and all(orders.cost != other.cost for other in self.orders):
-            self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self._keep]
-
-    @property
-    def optimal(self) -> bool:
-        return self.beats(self.bound)
-
-    def beats(self, bound: int) -> bool:
-        """Whether nothing above this bound can be better than the best here."""
-        return bool(self.orders) and self.orders[0].cost <= bound
 
 
 class Candidate(NamedTuple):
@@ -189,16 +163,18 @@ class Herd:
         self.problem, self.pool = problem, pool
         self._candidates = candidates
         self.refined: Candidate | None = None  # the best rule of the last round
+        self.weave = Weave(problem, pool)
         self._members: list[Orders] = []
         self._warm = warm_start(problem)
         pool.add(self._warm)
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
         self._long = self._warm is None and min(problem.limit) > _held_by_1f1b(problem)
 
-    def round(self, passes: int, turn: int, clock: Clock) -> None:
-        """Runs about so many passes."""
+    def round(self, passes: int, turn: int, clock: Clock, woven: int) -> None:
+        """Runs about so many passes, and `woven` in search for a pattern."""
         pool = self.pool
-        members = [*self._members, *pool.orders[:1], self._refined(passes // 4, turn, clock)]
+        found = self.weave.round(woven, turn, clock)
+        members = [*self._members, *pool.orders[:1], found, self._refined(passes // 4, turn, clock)]
         members += [self._warm or self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
@@ -254,6 +230,74 @@ class Herd:
         found = found and _costed(problem, found)
         self.pool.add(found)
         return found
+
+
+class Weave:
+    """Patterns, for two chunks per rank in a V: ZB-V's with other counts, and what annealing makes of the best.
+
+    Nothing, where even the best to start from is far from the pool's best: with little memory.
+    """
+
+    def __init__(self, problem: Problem, pool: Pool) -> None:
+        self.problem, self.pool = problem, pool
+        self.best: tuple[Orders, Pattern] | None = None
+        self._start: tuple[Orders, Pattern] | None = None
+        if is_v(problem):
+            self._begin()
+
+    def _begin(self) -> None:
+        """Tries ZB-V's pattern for this limit, and for smaller ones: more memory never makes it worse."""
+        problem, levels = self.problem, _levels(self.problem)
+        patterns = list(zb_v_patterns(problem))
+        trial = problem
+        if problem.passes * len(patterns) > _WOVEN_PASSES:
+            trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
+        levels = levels[: max(1, _WOVEN_PASSES // (trial.passes * len(patterns)))]
+        stride = trial.passes * len(patterns) // _WOVEN_PASSES | 1
+        for _, limit in levels:
+            found = [(each, search_patterns(trial.with_limit(limit), each)) for each in patterns[::stride]]
+            costs = [(result[0].cost, place) for place, (_, result) in enumerate(found) if result is not None]
+            for _, place in sorted(costs)[:2]:
+                self._add(search_patterns(problem.with_limit(limit), found[place][0]), limit == problem.limit)
+        self._start = self.best
+        if self.best is not None and self.best[0].cost > _FAR * self.pool.orders[0].cost:
+            self.best = self._start = None
+
+    def offer(self, pattern: Pattern) -> None:
+        """One that was found for fewer microbatches."""
+        self._add(search_patterns(self.problem, pattern))
+
+    def _add(self, found: tuple[Orders, Pattern] | None, own: bool = True) -> None:
+        if found is None:
+            return
+        self.pool.add(_costed(self.problem, found[0]) if self.problem.saves else found[0])
+        if own and (self.best is None or found[0].cost < self.best[0].cost):
+            self.best = found
+
+    def round(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+        """Runs about so many passes, half of them from the start, in some attempts, the others from the best so far."""
+        problem = self.problem
+        moves = passes // (_STEPS * problem.passes)  # most are lost before half of their passes
+        attempts = max(1, moves // (_PATTERN_MOVES * problem.ranks))
+        for attempt in range(attempts + 1):
+            begin, some = (self._start, moves // attempts) if attempt < attempts else (self.best, moves)
+            if begin is None or some < 1 or self.pool.optimal or not clock.left:
+                break
+            seed = turn << 16 | attempt
+            cooling = _cooling(problem, _WARM[(turn + attempt) % len(_WARM)], _COLD)
+            target = self.pool.bound
+            self._add(
+                search_patterns(
+                    problem,
+                    begin[1],
+                    seed=seed,
+                    temperatures=cooling,
+                    moves=some,
+                    spread=_PATTERN_SPREAD,
+                    target=target,
+                )
+            )
+        return self.best and self.best[0]
 
 
 def _cooling(problem: Problem, hot: float, cold: float) -> list[int]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from zbkern.pipeline.actions import Schedule
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.planner import bounds, portfolio
+from zbkern.pipeline.planner.pool import Clock, Pool
 from zbkern.pipeline.planner.problem import Orders, Problem
 from zbkern.pipeline.simulate import simulate
 
@@ -27,8 +28,8 @@ def slackened(problem: Problem, jitter: float, seconds: float, effort: int | Non
         added = int(slack * jitter * mean)
         hops = zip(problem.communication, problem.placement, problem.placement[1:], strict=False)
         slower = replace(problem, communication=tuple(lag + added * (here != there) for lag, here, there in hops))
-        pool = portfolio.Pool(2, bounds.cost_bound(slower))
-        portfolio.search(slower, pool, portfolio.Clock(seconds, effort), seed)
+        pool = Pool(2, bounds.cost_bound(slower))
+        portfolio.search(slower, pool, Clock(seconds, effort), seed)
         yield from pool.orders
 
 

@@ -1,0 +1,178 @@
+// Search for a pattern, the hand-made order of ZB-V with its counts free. Specification: planner/patterns.py.
+#include <algorithm>
+
+#include "planner.h"
+#include "planner_random.h"
+
+namespace zbkern {
+namespace {
+
+constexpr Time kForever = INT64_MAX / 4;
+constexpr int kPatience = 4;  // where the patience of the three phases begins, behind the four counts
+
+class Patterns {
+ public:
+  explicit Patterns(const Problem& problem)
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), rows_(problem.ranks), scripts_(problem.ranks), pending_(problem.ranks) {
+    ends_.resize(p_.passes()), waiter_.resize(p_.passes());
+    for (int rank = 0; rank < p_.ranks; rank++) {
+      Time work = 0;
+      for (int c : {rank, n_ - 1 - rank}) work += m_ * (p_.forward[c] + p_.backward[c] + p_.weight[c]);
+      work_.push_back(work), least_ += work;
+    }
+  }
+
+  const Rows& rows() const { return rows_; }
+  Time cost() const { return *std::max_element(span_.begin(), span_.end()); }
+  Time energy(Time spread) const {
+    Time sum = 0;
+    for (Time span : span_) sum += span;
+    return p_.ranks * cost() + spread * sum;
+  }
+  // The largest span of what could have this energy, all others being as small as their work allows.
+  Time largest(Time energy, Time spread) const { return (energy - spread * least_) / p_.ranks; }
+  bool run(const Pattern& pattern, Time threshold);
+
+ private:
+  void write(const Pattern& pattern, int rank);
+  void weight(int rank);
+
+  const Problem& p_;
+  const int n_, m_;
+  Rows rows_;
+  std::vector<std::vector<int>> scripts_, pending_;  // [rank] 4 phase + 2 kind + (0 or 1 for the chunk); chunks of W to run
+  std::vector<int> waiter_, runnable_, count_;
+  std::vector<std::size_t> place_, next_weight_;
+  std::vector<Time> work_, ends_, clock_, start_, span_, memory_, rest_;
+  Time least_ = 0;
+};
+
+// The forwards and backwards of a rank in order.
+void Patterns::write(const Pattern& pattern, int rank) {
+  enum { kDown = 0, kUp = 1, kBackUp = 2, kBackDown = 3 };  // F and B of the first chunk are even, of the second odd
+  auto& script = scripts_[rank];
+  script.clear();
+  int done[4] = {0, 0, 0, 0}, phase = 0;
+  const auto add = [&](int what) {
+    if (done[what] < m_) script.push_back(4 * phase + what), done[what]++;
+  };
+  for (int i = 0; i < pattern[0][rank]; i++) add(kDown);
+  for (int i = 0; i < pattern[1][rank]; i++) add(kUp), add(kDown);
+  for (int i = 0; i < pattern[2][rank]; i++) add(kUp), add(kBackDown);
+  for (int i = 0; i < pattern[3][rank]; i++) add(kDown), add(kUp), add(kBackDown);
+  while (static_cast<int>(script.size()) < 4 * m_) {
+    phase = done[kDown] < m_ ? 1 : 2;
+    add(kDown), add(kBackUp), add(kUp), add(kBackDown);
+  }
+}
+
+void Patterns::weight(int rank) {
+  const int c = pending_[rank][next_weight_[rank]++], item = 2 * n_ + c;
+  rows_[rank].push_back(item * m_ + count_[item]++);
+  clock_[rank] += p_.weight[c], rest_[rank] -= p_.weight[c], memory_[rank] -= p_.held[c];
+}
+
+// False when it cannot run, does not fit the memory, or some span would exceed the threshold.
+bool Patterns::run(const Pattern& pattern, Time threshold) {
+  std::fill(ends_.begin(), ends_.end(), -1), std::fill(waiter_.begin(), waiter_.end(), -1);
+  clock_.assign(p_.ranks, 0), start_.assign(p_.ranks, -1), memory_.assign(p_.ranks, 0), rest_ = work_;
+  place_.assign(p_.ranks, 0), next_weight_.assign(p_.ranks, 0), count_.assign(3 * n_, 0), span_.assign(p_.ranks, 0);
+  runnable_.clear();
+  for (int rank = p_.ranks - 1; rank >= 0; rank--) {
+    rows_[rank].clear(), pending_[rank].clear();
+    write(pattern, rank);
+    runnable_.push_back(rank);
+  }
+  int left = p_.ranks;
+  while (!runnable_.empty()) {
+    const int rank = runnable_.back();
+    runnable_.pop_back();
+    const auto& script = scripts_[rank];
+    const auto& pending = pending_[rank];
+    auto& next_weight = next_weight_[rank];
+    for (auto& k = place_[rank]; k < script.size(); k++) {
+      const int phase = script[k] / 4, kind = script[k] / 2 % 2, c = script[k] % 2 ? n_ - 1 - rank : rank;
+      const int item = kind * n_ + c, j = count_[item], pass = item * m_ + j;
+      if (kind == kBackward && count_[c] <= j) return false;
+      const int input = kind == kForward && c > 0 ? pass - m_ : kind == kBackward && c + 1 < n_ ? pass + m_ : -1;
+      Time at = 0;
+      if (input >= 0) {
+        if (ends_[input] < 0) {
+          waiter_[input] = rank;
+          break;
+        }
+        at = ends_[input] + p_.communication[kind == kForward ? c - 1 : c];
+      }
+      const Time patience = pattern[kPatience + phase][rank];
+      while (next_weight < pending.size() && 4 * (at - clock_[rank]) >= patience * p_.weight[pending[next_weight]]) weight(rank);
+      const Time change = kind == kForward ? p_.activation[c] : p_.held[c] - p_.activation[c];
+      while (next_weight < pending.size() && memory_[rank] + change > p_.limit[rank]) weight(rank);
+      if (memory_[rank] + change > p_.limit[rank]) return false;
+      const Time begin = std::max(at, clock_[rank]), length = kind == kForward ? p_.forward[c] : p_.backward[c];
+      if (start_[rank] < 0) start_[rank] = p_.makespan ? 0 : begin;
+      if (begin - start_[rank] + rest_[rank] > threshold) return false;
+      clock_[rank] = ends_[pass] = begin + length;
+      rest_[rank] -= length, memory_[rank] += change, count_[item]++;
+      rows_[rank].push_back(pass);
+      if (kind == kBackward) pending_[rank].push_back(c);
+      if (waiter_[pass] >= 0) runnable_.push_back(waiter_[pass]);
+    }
+    if (place_[rank] < script.size()) continue;
+    while (next_weight < pending.size()) weight(rank);
+    span_[rank] = clock_[rank] - start_[rank];
+    left--;
+  }
+  return left == 0;
+}
+
+// Changes counts, or the patience of a phase, on a stretch of ranks.
+void change(Pattern& pattern, int ranks, Random& random) {
+  constexpr int steps[][4] = {{1, 0, 0, 0},  {0, 1, 0, 0}, {0, 0, 1, 0},  {0, 0, 0, 1}, {0, 1, -1, 0},  {2, -1, 0, 0}, {1, -1, 0, 0},
+                              {2, -1, 1, 0}, {1, -1, 1, 0}, {1, 0, 1, 0}, {0, 0, 1, -1}, {1, 0, 0, -1}, {1, 0, 0, 1}};
+  const int way = random.below(5), where = random.below(4);
+  int first = random.below(ranks), last = std::min(ranks, first + 1 + random.below(way ? 6 : ranks));
+  if (where == 0) first = 0;
+  if (where == 1) last = ranks;
+  if (way == 0) {
+    const int phase = random.below(3), patience = 1 + random.below(8);
+    for (int rank = first; rank < last; rank++) pattern[kPatience + phase][rank] = patience;
+    return;
+  }
+  const auto& step = steps[random.below(13)];
+  const int sign = random.percent(50) ? 1 : -1;
+  for (int which = 0; which < kPatience; which++)
+    for (int rank = first; rank < last; rank++) {
+      int& count = pattern[which][rank];
+      count = std::max(which == 0 ? 1 : 0, count + sign * step[which]);
+    }
+}
+
+}  // namespace
+
+PatternResult search_patterns(const Problem& problem, const Pattern& start, std::uint64_t seed, const std::vector<Time>& temperatures,
+                              std::int64_t moves, Time spread, Time target) {
+  Patterns patterns(problem);
+  Random random(seed);
+  PatternResult result;
+  if (!patterns.run(start, kForever)) return result;
+  const auto keep = [&](const Pattern& pattern) {
+    result.best.cost = patterns.cost(), result.best.rows = patterns.rows(), result.pattern = pattern;
+  };
+  keep(start);
+  result.best.fused.assign(static_cast<std::size_t>(problem.chunks) * problem.microbatches, false);
+  Pattern now = start;
+  Time energy = patterns.energy(spread);
+  for (Time temperature : temperatures)
+    for (std::int64_t move = 0; move < moves && result.best.cost > target; move++) {
+      Pattern trial = now;
+      change(trial, problem.ranks, random);
+      const Time threshold = energy + (temperature >> 16) * random.exponential();
+      if (trial == now || !patterns.run(trial, patterns.largest(threshold, spread))) continue;
+      if (patterns.energy(spread) > threshold) continue;
+      now.swap(trial), energy = patterns.energy(spread);
+      if (patterns.cost() < result.best.cost) keep(now);
+    }
+  return result;
+}
+
+}  // namespace zbkern

@@ -1,0 +1,43 @@
+"""The best orders found so far, and when to stop looking for better ones."""
+
+from __future__ import annotations
+
+import time
+
+from zbkern.pipeline.planner.problem import Orders
+
+
+class Clock:
+    """When to stop: after some seconds, or after a number of rounds whatever the time."""
+
+    def __init__(self, seconds: float, rounds: int | None) -> None:
+        self._end = time.monotonic() + seconds if rounds is None else float("inf")
+        self._rounds = rounds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def allows(self, round_: int) -> bool:
+        return self.left > 0 if self._rounds is None else round_ < self._rounds
+
+
+class Pool:
+    """The best orders found, of different cost, best first."""
+
+    def __init__(self, keep: int, bound: int) -> None:
+        self.orders: list[Orders] = []
+        self.bound = bound
+        self._keep = max(keep, 1)
+
+    def add(self, orders: Orders | None) -> None:
+        if orders is not None and all(orders.cost != other.cost for other in self.orders):
+            self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self._keep]
+
+    @property
+    def optimal(self) -> bool:
+        return self.beats(self.bound)
+
+    def beats(self, bound: int) -> bool:
+        """Whether nothing above this bound can be better than the best here."""
+        return bool(self.orders) and self.orders[0].cost <= bound
