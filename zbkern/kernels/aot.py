@@ -156,7 +156,7 @@ def _source(variant: Any) -> Any:
             continue
         kind, _, divisor = value.partition(":")
         signature[name] = kind
-        if divisor or kind.startswith("*"):
+        if divisor == "16" or (kind.startswith("*") and not divisor):
             attributes[(position,)] = [["tt.divisibility", 16]]
     return ASTSource(function, signature, constants, attributes)
 

@@ -110,6 +110,14 @@ def _specialization(argument: Any) -> Any:
     return type(argument)
 
 
+def rows_dense(tensor: Tensor, copy: bool = True) -> Tensor:
+    """The tensor itself where neighbours of its last dimension are neighbours in memory, else a copy (or, without
+    `copy`, room for one)."""
+    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.contiguous() if copy else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 def _device(arguments: Sequence[Any]) -> int:
     for argument in arguments:
         if isinstance(argument, Tensor):
