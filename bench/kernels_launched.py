@@ -70,7 +70,7 @@ def linear(shape: tuple[int, int], dtype: torch.dtype, layouts: tuple[str, str, 
     rows, gradient = m(r, q, one), m(r, p, two)
     for out in dict.fromkeys((torch.float32, dtype)):
         dweight, dbias = m(p, q, three, out), torch.empty(p, dtype=out)
-        for accumulate, segments in itertools.product((False, True), (1, 4)):
+        for accumulate, segments in itertools.product((False, True), (1, 4, 8)):
             name = f"wgrad to {str(out)[6:]} of {segments}" + " add" * accumulate
             some = [(rows, gradient)] * segments
             yield name, functools.partial(launches.linear_wgrad, some, (dweight, dbias), accumulate)

@@ -22,9 +22,7 @@ TABLE = Path(__file__).with_name("tiles.json")
 class Tile:
     """One program computes [m, n] of the output, k of the reduction at a time, `stages` of these in flight.
 
-    group: tiles are visited in bands of `group` rows, so that neighbours in time share operands in L2. parts: in
-    so many the epilogue writes the tile, which then fits into registers beside what it is added to or multiplied by,
-    and into shared memory beside the operands in flight.
+    group: tiles are visited in bands of `group` rows, so that neighbours in time share operands in L2.
     """
 
     m: int
@@ -34,9 +32,10 @@ class Tile:
     stages: int
     group: int = 8
 
-    @property
-    def parts(self) -> int:
-        return 2 if self.m * self.n >= 64 * 32 * self.warps else 1
+    def parts(self, bulk: bool = True) -> int:
+        """In how many the epilogue writes it: a part has room in registers beside what it is added to or multiplied by
+        (and, without bulk copies, beside addresses), and in shared memory beside the operands in flight."""
+        return (2 if self.m * self.n >= 64 * 32 * self.warps else 1) * (1 if bulk else 2)
 
 
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
@@ -111,7 +110,7 @@ def shared_memory(tile: Tile, op: str, size: int, capability: int) -> int:
     if capability < 90:
         return operands
     wide = 4 if op == "wgrad" else size
-    parts = 1 if capability >= 100 else tile.parts
+    parts = 1 if capability >= 100 else tile.parts()
     return operands + tile.m * tile.n * wide // parts
 
 

@@ -198,7 +198,7 @@ def gated_linear_dgrad(
 
 def _parts(tile: tiles.Tile) -> int:
     """In how many the dgrad writes its tile: five tensors of half a 128x256 tile spill 272 bytes a thread on sm_90."""
-    return 8 if tile.n >= 256 else 2 * tile.parts
+    return 8 if tile.n >= 256 else 2 * tile.parts()
 
 
 def _regular(tensors: Sequence[Tensor]) -> bool:

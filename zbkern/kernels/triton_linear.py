@@ -132,11 +132,11 @@ def _run_product(
         factors = [left.descriptor(tile.m, tile.k), right.descriptor(tile.k, tile.n)]
         strides[:2] = 1, 1
     if writes:
-        results = [target and target.descriptor(tile.m, tile.n // tile.parts) for target in targets]
+        results = [target and target.descriptor(tile.m, tile.n // tile.parts()) for target in targets]
         strides[2:] = 1, 1
     bias = None if bias is None else bias.contiguous()
     flags = (left.transposed, right.transposed, reads, writes, accumulate, activation or "", backward)
-    sizes = (tile.m, tile.n, tile.k, tile.group, tile.parts)
+    sizes = (tile.m, tile.n, tile.k, tile.group, tile.parts(writes))
     _product(
         programs,
         (*factors, *results, bias, p, q, r, *strides),
@@ -163,7 +163,7 @@ def variants(capability: int) -> list[Variant]:
         tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk)
         backward = op == "dgrad" and z
         b_t = op == "fwd"
-        pointer, width = f"*{dtype}", tile.n // tile.parts
+        pointer, width = f"*{dtype}", tile.n // tile.parts(bulk)
 
         def operand(*block: int) -> str:
             return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else pointer
@@ -180,7 +180,7 @@ def variants(capability: int) -> list[Variant]:
         constants = (
             *(False, b_t, bulk, bulk, accumulate, epilogue, backward),
             "tf32x3" if dtype == "fp32" else "ieee",
-            *(tile.m, tile.n, tile.k, tile.group, tile.parts),
+            *(tile.m, tile.n, tile.k, tile.group, tile.parts(bulk)),
         )
         name = f"linear_{op} {dtype}" + f" {epilogue}" * bool(epilogue) + " bias" * bias + " add" * accumulate
         return Variant(name + " pointers" * (not bulk), _product, types, constants, tile.warps, tile.stages, True, bulk)

@@ -286,7 +286,8 @@ def _run_several(op: str, products: Sequence[Product], accumulate: bool, num_sms
             rounds[turn].setdefault(_kind(part), []).append(part)
     for groups in rounds:
         for kind, parts in groups.items():
-            together = SLOTS // kind.segments
+            slots = SLOTS // 2 if kind.dtypes[0] == torch.float32 else SLOTS  # of float32, eight products spill
+            together = max(1, slots // kind.segments)
             for first in range(0, len(parts), together):
                 _launch(op, kind, parts[first : first + together], num_sms, max_tiles)
 
@@ -339,7 +340,7 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
         ]
         slots += [(a, b, count) for (a, b), count in zip(pairs, counts, strict=True)]
         slots += [(*pairs[0], 0)] * (segments - len(pairs))  # segments of no rows
-        out = part.result.descriptor(tile.m, tile.n // tile.parts) if writes else part.result.tensor
+        out = part.result.descriptor(tile.m, tile.n // tile.parts()) if writes else part.result.tensor
         targets.append((out, part.vector, *shape))
     count = _power_of_2(len(parts))
     targets += [(*targets[0][:2], 0, q)] * (count - len(parts))  # products of no rows
@@ -353,7 +354,7 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
     kernel(
         programs,
         (*_columns(slots), *_columns(targets), *strides),
-        (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.parts),
+        (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.parts(writes)),
         tile.warps,
         tile.stages,
         _key(op, dtypes, slots, targets) if reads and writes else None,
@@ -411,7 +412,7 @@ def variants(capability: int) -> list[Variant]:
             *slots(operand(tile.k, tile.m) if a_t else operand(tile.m, tile.k), used),
             *slots(operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n), used),
             *slots("i32" if op == "wgrad" else "i32:16", used),
-            *slots(f"tensordesc<{out}[{tile.m}, {tile.n // tile.parts}]>" if bulk else f"*{out}", products),
+            *slots(f"tensordesc<{out}[{tile.m}, {tile.n // tile.parts(bulk)}]>" if bulk else f"*{out}", products),
             *slots(f"*{out}" if vector else None, products),
             *slots("i32:16" if op == "wgrad" else "i32", products),
             *slots("i32:16", products),
@@ -421,7 +422,7 @@ def variants(capability: int) -> list[Variant]:
         constants = (
             *(products, segments, a_t, b_t, bulk, bulk, accumulate, reduces, vector and a_t, vector and b_t),
             "tf32x3" if dtype == "fp32" else "ieee",
-            *(tile.m, tile.n, tile.k, tile.group, tile.parts),
+            *(tile.m, tile.n, tile.k, tile.group, tile.parts(bulk)),
         )
         name = f"linear_{op} {dtype} to {out}, {products} x {segments}" + " bias" * vector + " add" * accumulate
         kernel = _over_rows if op == "wgrad" else _of_rows

@@ -55,7 +55,10 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 
 class Small(tiles.Tile):
-    parts = 2
+    count = 2
+
+    def parts(self, bulk: bool = True) -> int:
+        return self.count
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +66,13 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "choose", lambda *_: Small(16, 32, 16, warps=4, stages=2, group=2))
     triton_product.plan.cache_clear()
     yield
-    Small.parts = 2
+    Small.count = 2
     triton_product.plan.cache_clear()
 
 
 def draw(data: st.DataObject, scale: float = 1.0) -> checks.Random:
     """The source of random tensors, after choosing in how many parts the epilogue writes a tile."""
-    Small.parts = data.draw(st.sampled_from([1, 2]), label="parts")
+    Small.count = data.draw(st.sampled_from([1, 2]), label="parts")
     return checks.Random(data.draw(st.sampled_from(DTYPES)), "cpu", scale=scale)
 
 
