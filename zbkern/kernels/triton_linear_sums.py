@@ -1,4 +1,4 @@
-"""Sums of products as Triton kernels: W of one weight over microbatches, W of several weights, dx of several layers.
+"""Sums of products as one Triton kernel: what W of weights and microbatches, dx of layers, and groups of rows run on.
 
 One launch takes up to eight pairs of factors: eight products, or one product that sums over eight, or two over four.
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels import tiles
-from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, offset, rows_dense, widen
+from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, rows_dense, widen
 from zbkern.kernels.triton_product import (
     Matrix,
     factor,
@@ -148,81 +148,6 @@ def _sums(
 # What changes from one microbatch to the next is never compiled in: the rows that W sums over, those that a group has.
 _over_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"r{i}" for i in range(SLOTS)]))
 _of_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"p{i}" for i in range(SLOTS)]))
-
-
-@Kernel
-@triton.jit(do_not_specialize=["M"])
-def _sum_rows(
-    dy, dbias, M, N, outer, inner, step,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """dbias [N] (+)= sum over rows of dy [M, N]. One program: all rows of COLUMNS columns, in order."""
-    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, M, ROWS):
-        i = first + tl.arange(0, ROWS)
-        place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
-        total += widen(tl.load(place, (i < M)[:, None] & (j < N)[None, :], 0.0))
-    value = tl.sum(total, 0)
-    if ADD:
-        value += widen(tl.load(dbias + j * step, j < N, 0.0))
-    tl.store(dbias + j * step, value.to(dbias.dtype.element_ty), j < N)
-
-
-def linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]],
-    outputs: Sequence[Tensor | None],
-    accumulate: bool,
-    num_sms: int | None = None,
-    max_tiles: int = 0,
-) -> None:
-    """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N])."""
-    linear_wgrads(((segments, outputs),), accumulate, num_sms, max_tiles)
-
-
-def linear_wgrads(
-    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
-    accumulate: bool,
-    num_sms: int | None = None,
-    max_tiles: int = 0,
-) -> None:
-    """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
-    products = []
-    for segments, (dweight, dbias) in layers:
-        pairs = [(dy.t(), x) for x, dy in segments if x.shape[0]]
-        if not pairs:
-            if not accumulate:
-                for output in (dweight, dbias):
-                    if output is not None:
-                        output.zero_()
-            continue
-        exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
-        if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
-            sum_rows([dy for _, dy in segments], dbias, accumulate)
-            dbias = None
-        if dweight is not None and dweight.numel():
-            if exchanged:  # the same product with its factors exchanged
-                dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
-            products.append(Product(pairs, dweight, dbias))
-    run("wgrad", products, accumulate, num_sms, max_tiles)
-
-
-linear_wgrad.several = linear_wgrads  # type: ignore[attr-defined]  # how a queue finds it
-
-
-def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
-    """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
-    if dx.numel():
-        run("dgrad", [Product(segments, dx)], False, num_sms)
-
-
-def sum_rows(gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool) -> None:
-    """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no product takes it along."""
-    for dy in gradients:
-        m, n = dy.shape
-        arguments = (dy, dbias, m, n, *dy.stride(), *dbias.stride())
-        _sum_rows(triton.cdiv(n, 64), arguments, (accumulate, 32, 64), warps=4, stages=3)
-        accumulate = True
 
 
 class Product(NamedTuple):
@@ -439,5 +364,4 @@ def variants(capability: int) -> list[Variant]:
         sums("fwd", 8, 1, out="bf16", accumulate=False, vector=True),
         sums("dgrad", 8, 1, out="bf16", accumulate=False),
         *([sums("wgrad", 1, 2, bulk=False)] if bulk else []),
-        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", "i32:16", 1, 1), (True, 32, 64), 4, 3),
     ]
