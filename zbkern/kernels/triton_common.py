@@ -81,10 +81,11 @@ class Kernel:
 class Variant:
     """A production variant of a kernel, as `aot.py` compiles it. Each triton_*.py lists its own in `variants`.
 
-    types: one per argument of the kernel: "*bf16" (a pointer that is a multiple of 16 bytes), "i32" or "i64", with
-    ":16" for multiples of 16, 1 or None for arguments that are 1 or None (Triton makes them constants), "fp32",
-    "tensordesc<bf16[128, 64]>". constants: values of its constexprs. wgmma: it multiplies matrices, so its sm_90 code
-    must have wgmma. bulk: it reads through descriptors, so from sm_90 on its code must have bulk tensor copies.
+    types: one per argument of the kernel: "*bf16" (a pointer that is a multiple of 16 bytes; "*bf16:1" is any), "i32"
+    or "i64", with ":16" for multiples of 16, 1 or None for arguments that are 1 or None (Triton makes them constants),
+    "fp32", "tensordesc<bf16[128, 64]>". constants: values of its constexprs. wgmma: it multiplies matrices, so its
+    sm_90 code must have wgmma. bulk: it reads through descriptors, so from sm_90 on its code must have bulk tensor
+    copies.
     """
 
     name: str

@@ -157,33 +157,36 @@ def variants(capability: int) -> list[Variant]:
 
     def product(
         op: str, epilogue: str = "", dtype: str = "bf16", z: bool = False, bias: bool = False, accumulate: bool = False,
-        bulk: bool = bulk,
+        writes: bool = bulk,
     ) -> Variant:  # fmt: skip
         long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
-        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk)
+        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
         backward = op == "dgrad" and z
         b_t = op == "fwd"
-        pointer, width = f"*{dtype}", tile.n // tile.parts(bulk)
+        pointer, parts = f"*{dtype}", tile.parts(writes)
 
         def operand(*block: int) -> str:
             return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else pointer
 
+        target = operand(tile.m, tile.n // parts) if writes else f"{pointer}:1" if bulk else pointer
         types = (
             operand(tile.m, tile.k),
             operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n),
-            operand(tile.m, width),
-            operand(tile.m, width) if z else None,
+            target,
+            target if z else None,
             pointer if bias else None,
-            *("i32", "i32:16", "i32:16"),
-            *((1 if bulk else "i32:16",) * 4),
+            *("i32", "i32:16" if writes or not bulk else "i32", "i32:16"),
+            *((1 if bulk else "i32:16",) * 2),
+            *((1 if writes else "i32" if bulk else "i32:16",) * 2),
         )
         constants = (
-            *(False, b_t, bulk, bulk, accumulate, epilogue, backward),
+            *(False, b_t, bulk, writes, accumulate, epilogue, backward),
             "tf32x3" if dtype == "fp32" else "ieee",
-            *(tile.m, tile.n, tile.k, tile.group, tile.parts(bulk)),
+            *(tile.m, tile.n, tile.k, tile.group, parts),
         )
         name = f"linear_{op} {dtype}" + f" {epilogue}" * bool(epilogue) + " bias" * bias + " add" * accumulate
-        return Variant(name + " pointers" * (not bulk), _product, types, constants, tile.warps, tile.stages, True, bulk)
+        name += " pointers" * (not writes)
+        return Variant(name, _product, types, constants, tile.warps, tile.stages, True, bulk)
 
     return [
         product("fwd", bias=True),
@@ -192,5 +195,5 @@ def variants(capability: int) -> list[Variant]:
         product("dgrad", accumulate=True),
         product("dgrad", "gelu", z=True),
         product("dgrad", dtype="fp32"),
-        *([product("fwd", bulk=False)] if bulk else []),
+        *([product("dgrad", "gelu", z=True, writes=False)] if bulk else []),
     ]

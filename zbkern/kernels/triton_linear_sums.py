@@ -314,16 +314,16 @@ def _power_of_2(count: int) -> int:
 
 
 def variants(capability: int) -> list[Variant]:
-    """W of large bf16 layers: one weight, merged, several weights; one in float32; a shape that bulk copies refuse."""
+    """W of large bf16 layers: one weight, merged, several weights; one in float32; outputs that bulk copies refuse."""
     bulk = capability >= 90
     sms = {80: 108, 90: 132, 100: 148}[capability]
 
     def sums(
         op: str, products: int, segments: int, dtype: str = "bf16", out: str = "fp32", accumulate: bool = True,
-        vector: bool = False, bulk: bool = bulk,
+        vector: bool = False, writes: bool = bulk,
     ) -> Variant:  # fmt: skip
         long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
-        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk)
+        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
         a_t, b_t = op == "wgrad", op == "fwd"
 
         def operand(*block: int) -> str:
@@ -332,26 +332,30 @@ def variants(capability: int) -> list[Variant]:
         def slots(kind: str | None, count: int) -> tuple[str | None, ...]:
             return (kind,) * count + (None,) * (SLOTS - count)
 
-        used = products * segments
+        used, parts = products * segments, tile.parts(writes)
+        target = f"*{out}:1" if bulk else f"*{out}"
+        if writes:
+            target = f"tensordesc<{out}[{tile.m}, {tile.n // parts}]>"
         types = (
             *slots(operand(tile.k, tile.m) if a_t else operand(tile.m, tile.k), used),
             *slots(operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n), used),
             *slots("i32" if op == "wgrad" else "i32:16", used),
-            *slots(f"tensordesc<{out}[{tile.m}, {tile.n // tile.parts(bulk)}]>" if bulk else f"*{out}", products),
+            *slots(target, products),
             *slots(f"*{out}" if vector else None, products),
             *slots("i32:16" if op == "wgrad" else "i32", products),
-            *slots("i32:16", products),
-            *((1 if bulk else "i32:16",) * 3),
+            *slots("i32:16" if writes or not bulk else "i32", products),
+            *((1 if bulk else "i32:16",) * 2),
+            1 if writes else "i32" if bulk else "i32:16",
         )
-        reduces = bulk and accumulate and out == "fp32"
+        reduces = writes and accumulate and out == "fp32"
         constants = (
-            *(products, segments, a_t, b_t, bulk, bulk, accumulate, reduces, vector and a_t, vector and b_t),
+            *(products, segments, a_t, b_t, bulk, writes, accumulate, reduces, vector and a_t, vector and b_t),
             "tf32x3" if dtype == "fp32" else "ieee",
-            *(tile.m, tile.n, tile.k, tile.group, tile.parts(bulk)),
+            *(tile.m, tile.n, tile.k, tile.group, parts),
         )
         name = f"linear_{op} {dtype} to {out}, {products} x {segments}" + " bias" * vector + " add" * accumulate
         kernel = _over_rows if op == "wgrad" else _of_rows
-        return Variant(name + " pointers" * (not bulk), kernel, types, constants, tile.warps, tile.stages, True, bulk)
+        return Variant(name + " pointers" * (not writes), kernel, types, constants, tile.warps, tile.stages, True, bulk)
 
     return [
         sums("wgrad", 1, 1),
@@ -363,5 +367,5 @@ def variants(capability: int) -> list[Variant]:
         sums("dgrad", 1, 4, out="bf16", accumulate=False),
         sums("fwd", 8, 1, out="bf16", accumulate=False, vector=True),
         sums("dgrad", 8, 1, out="bf16", accumulate=False),
-        *([sums("wgrad", 1, 2, bulk=False)] if bulk else []),
+        *([sums("wgrad", 8, 1, writes=False)] if bulk else []),
     ]

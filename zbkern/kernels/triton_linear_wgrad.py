@@ -37,7 +37,10 @@ def linear_wgrad(
     num_sms: int | None = None,
     max_tiles: int = 0,
 ) -> None:
-    """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N])."""
+    """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
+
+    Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes.
+    """
     linear_wgrads(((segments, outputs),), accumulate, num_sms, max_tiles)
 
 
