@@ -15,12 +15,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--capability", type=int, action="append", help="80, 90, 100; all when not given")
+    parser.add_argument("--launched", action="store_true", help="everything that launches can choose: half an hour")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     bad = 0
     if not arguments.json:
         print(f"{'kernel':<44} {'sm':>4} {'warps':>5} {'stages':>6} {'regs':>5} {'stack':>5} {'shared KB':>9}  PTX has")
-    for report in aot.reports(arguments.capability or aot.CAPABILITIES, arguments.only):
+    listed = ("bench.kernels_launched",) if arguments.launched else ()
+    for report in aot.reports(arguments.capability or aot.CAPABILITIES, arguments.only, listed=listed):
         faults = report.faults()
         bad += bool(faults)
         if arguments.json:

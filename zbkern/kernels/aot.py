@@ -66,15 +66,18 @@ def modules() -> list[str]:
 
 
 def reports(
-    capabilities: Sequence[int] = CAPABILITIES, only: str = "", processes: int | None = None
+    capabilities: Sequence[int] = CAPABILITIES,
+    only: str = "",
+    processes: int | None = None,
+    listed: Sequence[str] = (),
 ) -> Iterator[Report]:
     """Compiles every variant whose name contains `only`, several at a time; Triton's cache makes a second run quick.
 
-    processes: None for one per core.
+    processes: None for one per core. listed: names of the modules that list variants, when not all of ours.
     """
     jobs = [
         (module, index, capability)
-        for module in modules()
+        for module in listed or modules()
         for capability in capabilities
         for index, variant in enumerate(importlib.import_module(module).variants(capability))
         if only in variant.name
@@ -156,7 +159,7 @@ def _source(variant: Any) -> Any:
             continue
         kind, _, divisor = value.partition(":")
         signature[name] = kind
-        if divisor or kind.startswith("*"):
+        if divisor == "16" or (kind.startswith("*") and not divisor):
             attributes[(position,)] = [["tt.divisibility", 16]]
     return ASTSource(function, signature, constants, attributes)
 

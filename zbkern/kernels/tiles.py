@@ -22,8 +22,7 @@ TABLE = Path(__file__).with_name("tiles.json")
 class Tile:
     """One program computes [m, n] of the output, k of the reduction at a time, `stages` of these in flight.
 
-    group: tiles are visited in bands of `group` rows, so that neighbours in time share operands in L2. halves: parts
-    in which the epilogue writes the tile, so that it fits into shared memory beside the operands in flight.
+    group: tiles are visited in bands of `group` rows, so that neighbours in time share operands in L2.
     """
 
     m: int
@@ -33,9 +32,10 @@ class Tile:
     stages: int
     group: int = 8
 
-    @property
-    def halves(self) -> int:
-        return 2 if self.n >= 256 else 1
+    def parts(self, bulk: bool = True) -> int:
+        """In how many the epilogue writes it: a part has room in registers beside what it is added to or multiplied by
+        (and, without bulk copies, beside addresses), and in shared memory beside the operands in flight."""
+        return (2 if self.m * self.n >= 64 * 32 * self.warps else 1) * (1 if bulk else 2)
 
 
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
@@ -70,8 +70,8 @@ def choose(
     """The tile for out [p, q] = sum over r, and for `others` [p, q] in the same launch.
 
     op: "fwd", "dgrad" or "wgrad". dtype: of the inputs, "bfloat16", "float16" or "float32". capability: 90 for 9.0.
-    num_sms: how many the launch may use, which may be fewer than the GPU has. bulk: operands come by bulk tensor
-    copies (from 9.0 on, where alignment allows); else threads compute addresses, and a large tile leaves no registers.
+    num_sms: how many the launch may use, which may be fewer than the GPU has. bulk: all goes by bulk tensor copies
+    (from 9.0 on, where alignment allows); else threads compute addresses, and a large tile leaves no registers.
     """
     bulk = bulk and capability >= 90
     measured = table().get(key(op, p, q, r, dtype, capability))
@@ -110,7 +110,7 @@ def shared_memory(tile: Tile, op: str, size: int, capability: int) -> int:
     if capability < 90:
         return operands
     wide = 4 if op == "wgrad" else size
-    parts = 1 if capability >= 100 else tile.halves
+    parts = 1 if capability >= 100 else tile.parts()
     return operands + tile.m * tile.n * wide // parts
 
 

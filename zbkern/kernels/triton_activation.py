@@ -13,9 +13,9 @@ _BLOCK = 1024
 @triton.jit
 def _place(columns, blocks, BLOCK: tl.constexpr):
     """(row, columns of this program's block, which of them exist). Blocks of one row follow each other."""
-    program = tl.program_id(0).to(tl.int64)
-    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    return program // blocks, column, column < columns
+    program = tl.program_id(0)
+    column = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return (program // blocks).to(tl.int64), column, column < columns
 
 
 @Kernel

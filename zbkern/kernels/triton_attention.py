@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.spec import AttentionOptions
-from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot
+from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot, rows_dense
 from zbkern.kernels.triton_product import precision
 
 LOG2_E = math.log2(math.e)
@@ -79,13 +79,6 @@ def check_head_size(size: int) -> None:
 def size_block(size: int) -> int:
     """The head size as the kernels see it: a power of two, the rest masked."""
     return max(16, triton.next_power_of_2(size))
-
-
-def rows_dense(tensor: Tensor, copy: bool = True) -> Tensor:
-    """[T, H, D] whose heads are in one piece: the tensor itself, else a copy (or, without `copy`, room for one)."""
-    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
-        return tensor
-    return tensor.contiguous() if copy else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Tensor | TensorDescriptor, ...]:

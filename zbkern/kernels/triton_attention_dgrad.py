@@ -22,14 +22,13 @@ from zbkern.kernels.triton_attention import (
     place,
     place_tiles,
     positive,
-    rows_dense,
     rows_of,
     sees,
     size_block,
     store_rows,
     tile_of,
 )
-from zbkern.kernels.triton_common import Kernel, Variant, dot
+from zbkern.kernels.triton_common import Kernel, Variant, dot, rows_dense
 from zbkern.kernels.triton_product import precision
 
 _LOG2_E = tl.constexpr(LOG2_E)

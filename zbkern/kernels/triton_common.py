@@ -81,10 +81,11 @@ class Kernel:
 class Variant:
     """A production variant of a kernel, as `aot.py` compiles it. Each triton_*.py lists its own in `variants`.
 
-    types: one per argument of the kernel: "*bf16" (a pointer that is a multiple of 16 bytes), "i32" or "i64", with
-    ":16" for multiples of 16, 1 or None for arguments that are 1 or None (Triton makes them constants), "fp32",
-    "tensordesc<bf16[128, 64]>". constants: values of its constexprs. wgmma: it multiplies matrices, so its sm_90 code
-    must have wgmma. bulk: it reads through descriptors, so from sm_90 on its code must have bulk tensor copies.
+    types: one per argument of the kernel: "*bf16" (a pointer that is a multiple of 16 bytes; "*bf16:1" is any), "i32"
+    or "i64", with ":16" for multiples of 16, 1 or None for arguments that are 1 or None (Triton makes them constants),
+    "fp32", "tensordesc<bf16[128, 64]>". constants: values of its constexprs. wgmma: it multiplies matrices, so its
+    sm_90 code must have wgmma. bulk: it reads through descriptors, so from sm_90 on its code must have bulk tensor
+    copies.
     """
 
     name: str
@@ -108,6 +109,14 @@ def _specialization(argument: Any) -> Any:
     if isinstance(argument, TensorDescriptor):
         return argument.base.dtype, *argument.block_shape
     return type(argument)
+
+
+def rows_dense(tensor: Tensor, copy: bool = True) -> Tensor:
+    """The tensor itself where neighbours of its last dimension are neighbours in memory, else a copy (or, without
+    `copy`, room for one)."""
+    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.contiguous() if copy else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _device(arguments: Sequence[Any]) -> int:

@@ -16,11 +16,12 @@ from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_g
 from zbkern.kernels.triton_linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton_product import (
     Matrix,
-    halve,
+    factor,
     has_bulk_copies,
     load,
     multiply,
     operand,
+    pieces,
     place,
     plan,
     precision,
@@ -33,7 +34,7 @@ from zbkern.kernels.triton_product import (
 @triton.jit(do_not_specialize=["P"])
 def _gated_fwd(
     x, weight_gate, weight_up, gate, up, h, bias_gate, bias_up, P, Q, R,
-    x_outer, x_inner, w_outer, w_inner, o_outer, o_inner,
+    x_stride, w_stride, o_stride,
     X_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTORS: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
@@ -49,10 +50,10 @@ def _gated_fwd(
         second = tl.zeros((M, N), tl.float32)
         for step in range(tl.cdiv(R, K)):
             first, part = multiply(
-                first, x, weight_gate, p, q, step * K, P, Q, R, x_outer, x_inner, w_outer, w_inner,
+                first, x, weight_gate, p, q, step * K, P, Q, R, x_stride, w_stride,
                 X_T, W_T, DESCRIPTORS, PRECISION, M, N, K,
             )  # fmt: skip
-            factor = operand(weight_up, step * K, q, R, Q, w_outer, w_inner, W_T, DESCRIPTORS, K, N)
+            factor = operand(weight_up, step * K, q, R, Q, w_stride, W_T, DESCRIPTORS, K, N)
             second = dot(part, factor, second, PRECISION)
         if bias_gate is not None:
             j = q + tl.arange(0, N)
@@ -60,36 +61,35 @@ def _gated_fwd(
         if bias_up is not None:
             j = q + tl.arange(0, N)
             second += widen(tl.load(bias_up + j, j < Q, 0.0))[None, :]
-        store(gate, first, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
-        store(up, second, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+        store(gate, first, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
+        store(up, second, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
         first = rounded(first, gate, O_DESCRIPTORS)  # the backward computes h from these again
         second = rounded(second, up, O_DESCRIPTORS)
-        store(h, activate(first, ACTIVATION) * second, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+        store(h, activate(first, ACTIVATION) * second, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
 
 
 @triton.jit
 def _gate_backward(
-    dh, p, q, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
+    dh, p, q, gate, up, dgate, dup, h, P, Q, i_stride, o_stride,
     ACTIVATION: tl.constexpr, O_DESCRIPTORS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of a tile of dh: both gradients, and h once more. gate and up come by plain loads: descriptors would
     hold a third and a fourth buffer of shared memory beside the operands."""
-    start = offset(p, i_outer) + offset(q, i_inner)
-    before = widen(load(gate + start, 0, 0, P - p, Q - q, i_outer, i_inner, M, N, False))
-    factor = widen(load(up + start, 0, 0, P - p, Q - q, i_outer, i_inner, M, N, False))
+    start = offset(p, i_stride) + q
+    before = widen(load(gate + start, 0, 0, P - p, Q - q, i_stride, M, N, False))
+    factor = widen(load(up + start, 0, 0, P - p, Q - q, i_stride, M, N, False))
     activated = activate(before, ACTIVATION)
-    store(h, activated * factor, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
-    store(dup, dh * activated, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+    store(h, activated * factor, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
+    store(dup, dh * activated, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
     dgated = activation_gradient(dh * factor, before, ACTIVATION)
-    store(dgate, dgated, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTORS)
+    store(dgate, dgated, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["P"])
 def _gated_dgrad(
     dy, down, gate, up, dgate, dup, h, P, Q, R,
-    y_outer, y_inner, w_outer, w_inner,
-    i_outer, i_inner, o_outer, o_inner,
+    y_stride, w_stride, i_stride, o_stride,
     Y_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTORS: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -104,33 +104,14 @@ def _gated_dgrad(
         dh = tl.zeros((M, N), tl.float32)
         for step in range(tl.cdiv(R, K)):
             dh, _ = multiply(
-                dh, dy, down, p, q, step * K, P, Q, R, y_outer, y_inner, w_outer, w_inner,
+                dh, dy, down, p, q, step * K, P, Q, R, y_stride, w_stride,
                 Y_T, W_T, DESCRIPTORS, PRECISION, M, N, K,
             )  # fmt: skip
-        if PARTS == 4:
-            left, right = halve(dh, M, N)
-            first, second = halve(left, M, N // 2)
-            third, fourth = halve(right, M, N // 2)
+        parts = pieces(dh, M, N, PARTS)
+        for i in tl.static_range(PARTS):
             _gate_backward(
-                first, p, q, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
-                ACTIVATION, O_DESCRIPTORS, M, N // 4,
-            )  # fmt: skip
-            _gate_backward(
-                second, p, q + N // 4, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
-                ACTIVATION, O_DESCRIPTORS, M, N // 4,
-            )  # fmt: skip
-            _gate_backward(
-                third, p, q + N // 2, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
-                ACTIVATION, O_DESCRIPTORS, M, N // 4,
-            )  # fmt: skip
-            _gate_backward(
-                fourth, p, q + 3 * N // 4, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
-                ACTIVATION, O_DESCRIPTORS, M, N // 4,
-            )  # fmt: skip
-        else:
-            _gate_backward(
-                dh, p, q, gate, up, dgate, dup, h, P, Q, i_outer, i_inner, o_outer, o_inner,
-                ACTIVATION, O_DESCRIPTORS, M, N,
+                parts[i], p, q + i * (N // PARTS), gate, up, dgate, dup, h, P, Q, i_stride, o_stride,
+                ACTIVATION, O_DESCRIPTORS, M, N // PARTS,
             )  # fmt: skip
 
 
@@ -150,25 +131,26 @@ def gated_linear_fwd(
     (p, r), q = x.shape, weight_gate.shape[0]
     if p == 0 or q == 0:
         return
-    a, b, c = Matrix(x), Matrix(weight_gate.t()), Matrix(weight_up.t())
-    outputs = [Matrix(tensor) for tensor in (gate, up, h)]
-    if b.layout != c.layout or not _alike(outputs):
+    a, b, c = factor(x), factor(weight_gate.t()), factor(weight_up.t())
+    outputs = (gate, up, h)
+    if b.layout != c.layout or not _regular(outputs):
         linear_fwd(x, weight_gate, bias_gate, gate, num_sms=num_sms)
         linear_fwd(x, weight_up, bias_up, up, num_sms=num_sms)
         gated_fwd(gate, up, activation, h)
         return
-    tile, reads, programs = plan("fwd", p, 2 * q, r, x.dtype, x.device, a.describable and b.describable, num_sms)
+    reads = has_bulk_copies(x.device) and a.describable and b.describable
+    tile, programs = plan("fwd", p, 2 * q, r, x.dtype, x.device, reads, num_sms)
     width = tile.n // 2  # of each half: together they are as wide as the tile of one product
-    operands, strides = [x, weight_gate, weight_up], (a.outer, a.inner, b.outer, b.inner)
+    operands, strides = [a.tensor, b.tensor, c.tensor], (a.stride, b.stride)
     if reads:
         operands = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, width), c.descriptor(tile.k, width)]
-        strides = (1, 1, 1, 1)
-    results, writes, output_strides = _outputs(outputs, tile.m, width)
+        strides = (1, 1)
+    results, writes, output_stride = _outputs(outputs, tile.m, width)
     biases = [None if bias is None else bias.contiguous() for bias in (bias_gate, bias_up)]
     flags = (a.transposed, b.transposed, reads, writes, activation, precision(x.dtype))
     _gated_fwd(
         programs,
-        (*operands, *results, *biases, p, q, r, *strides, *output_strides),
+        (*operands, *results, *biases, p, q, r, *strides, output_stride),
         (*flags, tile.m, width, tile.k, tile.group),
         tile.warps,
         tile.stages,
@@ -190,23 +172,24 @@ def gated_linear_dgrad(
     (p, r), q = dy.shape, down.shape[1]
     if p == 0 or q == 0:
         return
-    a, b = Matrix(dy), Matrix(down)
-    inputs, outputs = [Matrix(gate), Matrix(up)], [Matrix(tensor) for tensor in (dgate, dup, h)]
-    if not _alike(inputs) or not _alike(outputs):
+    a, b = factor(dy), factor(down)
+    inputs, outputs = (gate, up), (dgate, dup, h)
+    if not _regular(inputs) or not _regular(outputs):
         dh = torch.empty_like(gate)
         linear_dgrad(dy, down, dh, num_sms=num_sms)
         gated_bwd(dh, gate, up, activation, dgate, dup, h)
         return
-    tile, reads, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, a.describable and b.describable, num_sms)
-    operands, strides = [dy, down], (a.outer, a.inner, b.outer, b.inner)
+    reads = has_bulk_copies(dy.device) and a.describable and b.describable
+    tile, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, reads, num_sms)
+    operands, strides = [a.tensor, b.tensor], (a.stride, b.stride)
     if reads:
-        operands, strides = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)], (1, 1, 1, 1)
+        operands, strides = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)], (1, 1)
     parts = _parts(tile)
-    results, writes, output_strides = _outputs(outputs, tile.m, tile.n // parts)
+    results, writes, output_stride = _outputs(outputs, tile.m, tile.n // parts)
     flags = (a.transposed, b.transposed, reads, writes, activation, precision(dy.dtype))
     _gated_dgrad(
         programs,
-        (*operands, gate, up, *results, p, q, r, *strides, *gate.stride(), *output_strides),
+        (*operands, gate, up, *results, p, q, r, *strides, gate.stride(0), output_stride),
         (*flags, tile.m, tile.n, tile.k, tile.group, parts),
         tile.warps,
         tile.stages,
@@ -215,19 +198,23 @@ def gated_linear_dgrad(
 
 def _parts(tile: tiles.Tile) -> int:
     """In how many the dgrad writes its tile: five tensors of half a 128x256 tile spill 272 bytes a thread on sm_90."""
-    return 4 if tile.n >= 128 else 1
+    return 8 if tile.n >= 256 else 2 * tile.parts()
 
 
-def _alike(matrices: Sequence[Matrix]) -> bool:
-    return all(matrix.layout == matrices[0].layout for matrix in matrices)
+def _regular(tensors: Sequence[Tensor]) -> bool:
+    """Whether epilogues take them: rows at one stride and everything a multiple of 16 elements, which is what Triton
+    can know. Element by element, five tensors spill whatever the tile."""
+    stride, columns = tensors[0].stride(0), tensors[0].shape[1]
+    return stride % 16 == columns % 16 == 0 and all(
+        tensor.stride() == (stride, 1) and stride >= columns and tensor.data_ptr() % 16 == 0 for tensor in tensors
+    )
 
 
-def _outputs(matrices: Sequence[Matrix], rows: int, columns: int) -> tuple[list[Any], bool, tuple[int, ...]]:
-    """(what the kernel is given, whether these are descriptors, their strides)."""
-    first = matrices[0]
-    if has_bulk_copies(first.tensor.device) and first.describable and not first.transposed:
-        return [matrix.descriptor(rows, columns) for matrix in matrices], True, (1, 1)
-    return [matrix.tensor for matrix in matrices], False, first.tensor.stride()
+def _outputs(tensors: Sequence[Tensor], rows: int, columns: int) -> tuple[list[Any], bool, int]:
+    """(what the kernel is given, whether these are descriptors, the stride of its rows)."""
+    if has_bulk_copies(tensors[0].device):
+        return [Matrix(tensor).descriptor(rows, columns) for tensor in tensors], True, 1
+    return list(tensors), False, tensors[0].stride(0)
 
 
 def variants(capability: int) -> list[Variant]:
@@ -241,12 +228,12 @@ def variants(capability: int) -> list[Variant]:
     forward = tiles.choose("fwd", 4096, 22016, 4096, "bfloat16", capability, sms)
     m, n, k = forward.m, forward.n // 2, forward.k
     dgrad = tiles.choose("dgrad", 4096, 11008, 4096, "bfloat16", capability, sms)
-    strides, sizes = ((1, 1) if bulk else ("i32:16", 1)), ("i32", "i32:16", "i32:16")
+    stride, sizes = 1 if bulk else "i32:16", ("i32", "i32:16", "i32:16")
     return [
         Variant(
             "gated_linear_fwd bf16 silu",
             _gated_fwd,
-            (operand(m, k), *(operand(n, k),) * 2, *(operand(m, n),) * 3, None, None, *sizes, *strides * 3),
+            (operand(m, k), *(operand(n, k),) * 2, *(operand(m, n),) * 3, None, None, *sizes, *(stride,) * 3),
             (False, True, bulk, bulk, "silu", "ieee", m, n, k, forward.group),
             forward.warps,
             forward.stages,
@@ -258,7 +245,7 @@ def variants(capability: int) -> list[Variant]:
             _gated_dgrad,
             (operand(dgrad.m, dgrad.k), operand(dgrad.k, dgrad.n), "*bf16", "*bf16")
             + (operand(dgrad.m, dgrad.n // _parts(dgrad)),) * 3
-            + (*sizes, *strides * 2, "i32:16", 1, *strides),
+            + (*sizes, stride, stride, "i32:16", stride),
             (False, False, bulk, bulk, "silu", "ieee", dgrad.m, dgrad.n, dgrad.k, dgrad.group, _parts(dgrad)),
             dgrad.warps,
             dgrad.stages,

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from zbkern.kernels.triton_linear_sums import Product, linear_wgrads, run
+from zbkern.kernels.triton_linear_sums import Product, run
+from zbkern.kernels.triton_linear_wgrad import linear_wgrads
 
 
 def grouped_linear_fwd(

@@ -17,9 +17,9 @@ from zbkern.kernels.triton_grouped import grouped_linear_fwd as grouped_linear_f
 from zbkern.kernels.triton_grouped import grouped_linear_wgrad as grouped_linear_wgrad
 from zbkern.kernels.triton_linear import linear_dgrad as linear_dgrad
 from zbkern.kernels.triton_linear import linear_fwd as linear_fwd
-from zbkern.kernels.triton_linear_sums import linear_dgrad_sum as linear_dgrad_sum
-from zbkern.kernels.triton_linear_sums import linear_wgrad as linear_wgrad
-from zbkern.kernels.triton_linear_sums import linear_wgrads as linear_wgrads
+from zbkern.kernels.triton_linear_wgrad import linear_dgrad_sum as linear_dgrad_sum
+from zbkern.kernels.triton_linear_wgrad import linear_wgrad as linear_wgrad
+from zbkern.kernels.triton_linear_wgrad import linear_wgrads as linear_wgrads
 from zbkern.kernels.triton_loss import cross_entropy_fwd as cross_entropy_fwd
 from zbkern.kernels.triton_loss import cross_entropy_wgrad as cross_entropy_wgrad
 from zbkern.kernels.triton_norm import layer_norm_fwd as layer_norm_fwd

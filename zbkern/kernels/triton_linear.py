@@ -7,13 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels import tiles
-from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, widen
+from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, rows_dense, widen
 from zbkern.kernels.triton_product import (
     Matrix,
-    halve,
+    factor,
     has_bulk_copies,
     load,
     multiply,
+    pieces,
     place,
     plan,
     precision,
@@ -24,36 +25,35 @@ from zbkern.kernels.triton_product import (
 
 @triton.jit
 def _finish(
-    value, p, q, out, z, bias, P, Q, o_outer, o_inner, z_outer, z_inner,
+    value, p, q, out, z, bias, P, Q, o_stride, z_stride,
     ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile, or half of one: bias, activation (or the backward of one), addition, store."""
+    """The epilogue of a tile, or a piece of one: bias, activation (or the backward of one), addition, store."""
     if bias is not None:
         j = q + tl.arange(0, N)
         value += widen(tl.load(bias + j, j < Q, 0.0))[None, :]
     if BACKWARD:
-        below = widen(load(z, p, q, P, Q, z_outer, z_inner, M, N, O_DESCRIPTOR))
+        below = widen(load(z, p, q, P, Q, z_stride, M, N, O_DESCRIPTOR))
         value = activation_gradient(value, below, ACTIVATION)
     elif z is not None:
-        store(z, value, p, q, P, Q, z_outer, z_inner, M, N, O_DESCRIPTOR)
+        store(z, value, p, q, P, Q, z_stride, M, N, O_DESCRIPTOR)
         value = activate(rounded(value, z, O_DESCRIPTOR), ACTIVATION)
     else:
         value = activate(value, ACTIVATION)
     if ACCUMULATE:
-        value += widen(load(out, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTOR))
-    store(out, value, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTOR)
+        value += widen(load(out, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR))
+    store(out, value, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["P"])
 def _product(
     a, b, out, z, bias, P, Q, R,
-    a_outer, a_inner, b_outer, b_inner,
-    o_outer, o_inner, z_outer, z_inner,
+    a_stride, b_stride, o_stride, z_stride,
     A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
     ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out [P, Q] (+)= epilogue(sum over r of A[p, r] B[r, q]).
 
@@ -66,23 +66,14 @@ def _product(
         accumulator = tl.zeros((M, N), tl.float32)
         for step in range(tl.cdiv(R, K)):
             accumulator, _ = multiply(
-                accumulator, a, b, p, q, step * K, P, Q, R, a_outer, a_inner, b_outer, b_inner,
+                accumulator, a, b, p, q, step * K, P, Q, R, a_stride, b_stride,
                 A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
             )  # fmt: skip
-        if HALVES == 2:
-            left, right = halve(accumulator, M, N)
+        parts = pieces(accumulator, M, N, PARTS)
+        for i in tl.static_range(PARTS):
             _finish(
-                left, p, q, out, z, bias, P, Q, o_outer, o_inner, z_outer, z_inner,
-                ACCUMULATE, ACTIVATION, BACKWARD, O_DESCRIPTOR, M, N // 2,
-            )  # fmt: skip
-            _finish(
-                right, p, q + N // 2, out, z, bias, P, Q, o_outer, o_inner, z_outer, z_inner,
-                ACCUMULATE, ACTIVATION, BACKWARD, O_DESCRIPTOR, M, N // 2,
-            )  # fmt: skip
-        else:
-            _finish(
-                accumulator, p, q, out, z, bias, P, Q, o_outer, o_inner, z_outer, z_inner,
-                ACCUMULATE, ACTIVATION, BACKWARD, O_DESCRIPTOR, M, N,
+                parts[i], p, q + i * (N // PARTS), out, z, bias, P, Q, o_stride, z_stride,
+                ACCUMULATE, ACTIVATION, BACKWARD, O_DESCRIPTOR, M, N // PARTS,
             )  # fmt: skip
 
 
@@ -127,77 +118,75 @@ def _run_product(
     (p, r), q = a.shape, b.shape[1]
     if p == 0 or q == 0:
         return
-    left, right, result, before = Matrix(a), Matrix(b), Matrix(out), None if z is None else Matrix(z)
-    described = left.describable and right.describable
-    tile, reads, programs = plan(op, p, q, r, a.dtype, a.device, described, num_sms)
-    writes = (
-        has_bulk_copies(a.device)
-        and not result.transposed
-        and result.describable
-        and (before is None or before.describable)
-    )
-    writes = writes and not (before is not None and before.transposed)
-    arguments: list[Any]
-    strides: tuple[int, ...]
+    left, right = factor(a), factor(b)
+    rows, beside = rows_dense(out, copy=accumulate), None if z is None else rows_dense(z, copy=backward)
+    targets = [None if tensor is None else Matrix(tensor) for tensor in (rows, beside)]
+    bulk = has_bulk_copies(a.device)
+    reads = bulk and left.describable and right.describable
+    writes = bulk and all(target is None or target.describable for target in targets)
+    tile, programs = plan(op, p, q, r, a.dtype, a.device, reads and writes, num_sms)
+    factors: list[Any] = [left.tensor, right.tensor]
+    results: list[Any] = [rows, beside]
+    strides = [left.stride, right.stride, *(1 if target is None else target.stride for target in targets)]
     if reads:
-        arguments = [left.descriptor(tile.m, tile.k), right.descriptor(tile.k, tile.n)]
-        strides = (1, 1, 1, 1)
-    else:
-        arguments = [a, b]
-        strides = (left.outer, left.inner, right.outer, right.inner)
+        factors = [left.descriptor(tile.m, tile.k), right.descriptor(tile.k, tile.n)]
+        strides[:2] = 1, 1
     if writes:
-        width = tile.n // tile.halves
-        arguments += [result.descriptor(tile.m, width), before and before.descriptor(tile.m, width)]
-        strides += (1, 1, 1, 1)
-    else:
-        arguments += [out, z]
-        strides += (*out.stride(), *((1, 1) if z is None else z.stride()))
+        results = [target and target.descriptor(tile.m, tile.n // tile.parts()) for target in targets]
+        strides[2:] = 1, 1
     bias = None if bias is None else bias.contiguous()
     flags = (left.transposed, right.transposed, reads, writes, accumulate, activation or "", backward)
-    sizes = (tile.m, tile.n, tile.k, tile.group, tile.halves)
+    sizes = (tile.m, tile.n, tile.k, tile.group, tile.parts(writes))
     _product(
         programs,
-        (*arguments, bias, p, q, r, *strides),
+        (*factors, *results, bias, p, q, r, *strides),
         (*flags, precision(a.dtype), *sizes),
         tile.warps,
         tile.stages,
     )
+    if rows is not out:
+        out.copy_(rows)
+    if z is not None and beside is not None and beside is not z and not backward:
+        z.copy_(beside)
 
 
 def variants(capability: int) -> list[Variant]:
-    """Large bf16 layers with their epilogues, one layer in float32, and a shape that bulk copies refuse."""
+    """Large bf16 layers with their epilogues, one layer in float32, and an output that bulk copies refuse."""
     bulk = capability >= 90
     sms = {80: 108, 90: 132, 100: 148}[capability]
 
     def product(
         op: str, epilogue: str = "", dtype: str = "bf16", z: bool = False, bias: bool = False, accumulate: bool = False,
-        bulk: bool = bulk,
+        writes: bool = bulk,
     ) -> Variant:  # fmt: skip
         long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
-        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk)
+        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
         backward = op == "dgrad" and z
-        b_t, strides = op == "fwd", ("i32:16", 1)
-        pointer, width = f"*{dtype}", tile.n // tile.halves
+        b_t = op == "fwd"
+        pointer, parts = f"*{dtype}", tile.parts(writes)
 
         def operand(*block: int) -> str:
             return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else pointer
 
+        target = operand(tile.m, tile.n // parts) if writes else f"{pointer}:1" if bulk else pointer
         types = (
             operand(tile.m, tile.k),
             operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n),
-            operand(tile.m, width),
-            operand(tile.m, width) if z else None,
+            target,
+            target if z else None,
             pointer if bias else None,
-            *("i32", "i32:16", "i32:16"),
-            *((1,) * 8 if bulk else strides * 4),
+            *("i32", "i32:16" if writes or not bulk else "i32", "i32:16"),
+            *((1 if bulk else "i32:16",) * 2),
+            *((1 if writes else "i32" if bulk else "i32:16",) * 2),
         )
         constants = (
-            *(False, b_t, bulk, bulk, accumulate, epilogue, backward),
+            *(False, b_t, bulk, writes, accumulate, epilogue, backward),
             "tf32x3" if dtype == "fp32" else "ieee",
-            *(tile.m, tile.n, tile.k, tile.group, tile.halves),
+            *(tile.m, tile.n, tile.k, tile.group, parts),
         )
         name = f"linear_{op} {dtype}" + f" {epilogue}" * bool(epilogue) + " bias" * bias + " add" * accumulate
-        return Variant(name + " pointers" * (not bulk), _product, types, constants, tile.warps, tile.stages, True, bulk)
+        name += " pointers" * (not writes)
+        return Variant(name, _product, types, constants, tile.warps, tile.stages, True, bulk)
 
     return [
         product("fwd", bias=True),
@@ -206,5 +195,5 @@ def variants(capability: int) -> list[Variant]:
         product("dgrad", accumulate=True),
         product("dgrad", "gelu", z=True),
         product("dgrad", dtype="fp32"),
-        *([product("fwd", bulk=False)] if bulk else []),
+        *([product("dgrad", "gelu", z=True, writes=False)] if bulk else []),
     ]

@@ -1,4 +1,4 @@
-"""Sums of products as Triton kernels: W of one weight over microbatches, W of several weights, dx of several layers.
+"""Sums of products as one Triton kernel: what W of weights and microbatches, dx of layers, and groups of rows run on.
 
 One launch takes up to eight pairs of factors: eight products, or one product that sums over eight, or two over four.
 """
@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels import tiles
-from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, offset, widen
+from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, rows_dense, widen
 from zbkern.kernels.triton_product import (
     Matrix,
-    halve,
+    factor,
     has_bulk_copies,
     load,
     multiply,
+    pieces,
     place,
     plan,
     precision,
@@ -31,7 +32,7 @@ SLOTS = 8
 
 @triton.jit
 def _land(
-    value, p, q, out, bias, P, Q, o_outer, o_inner,
+    value, p, q, out, bias, P, Q, o_stride,
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, BIAS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -43,19 +44,19 @@ def _land(
         out.atomic_add([p, q], value)
     else:
         if ACCUMULATE:
-            value += widen(load(out, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTOR))
-        store(out, value, p, q, P, Q, o_outer, o_inner, M, N, O_DESCRIPTOR)
+            value += widen(load(out, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR))
+        store(out, value, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR)
 
 
 def _sums(
     a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, r0, r1, r2, r3, r4, r5, r6, r7,
     o0, o1, o2, o3, o4, o5, o6, o7, v0, v1, v2, v3, v4, v5, v6, v7,
     p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7,
-    a_outer, a_inner, b_outer, b_inner, o_outer, o_inner,
+    a_stride, b_stride, o_stride,
     PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
     DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr,
     COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out_i [P_i, Q_i] (+)= sum over the segments s of product i and rows r < r_s of A_s[p, r] B_s[r, q].
 
@@ -121,27 +122,18 @@ def _sums(
                     a, b, rows, before = a_s[s], b_s[s], r_s[s], steps[s - 1]
             offset = begin + turn - before
         accumulator, part = multiply(
-            accumulator, a, b, p, q, offset * K, P, Q, rows, a_outer, a_inner, b_outer, b_inner,
+            accumulator, a, b, p, q, offset * K, P, Q, rows, a_stride, b_stride,
             A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
         )  # fmt: skip
         if COLUMNS:
             if q == 0:
                 columns += tl.sum(widen(part), 1)
         if turn == length - 1:
-            if HALVES == 2:
-                left, right = halve(accumulator, M, N)
+            parts = pieces(accumulator, M, N, PARTS)
+            for i in tl.static_range(PARTS):
                 _land(
-                    left, p, q, out, vector, P, Q, o_outer, o_inner,
-                    ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // 2,
-                )  # fmt: skip
-                _land(
-                    right, p, q + N // 2, out, vector, P, Q, o_outer, o_inner,
-                    ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // 2,
-                )  # fmt: skip
-            else:
-                _land(
-                    accumulator, p, q, out, vector, P, Q, o_outer, o_inner,
-                    ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N,
+                    parts[i], p, q + i * (N // PARTS), out, vector, P, Q, o_stride,
+                    ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // PARTS,
                 )  # fmt: skip
             if COLUMNS:
                 j = p + tl.arange(0, M)
@@ -156,81 +148,6 @@ def _sums(
 # What changes from one microbatch to the next is never compiled in: the rows that W sums over, those that a group has.
 _over_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"r{i}" for i in range(SLOTS)]))
 _of_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"p{i}" for i in range(SLOTS)]))
-
-
-@Kernel
-@triton.jit(do_not_specialize=["M"])
-def _sum_rows(
-    dy, dbias, M, N, outer, inner, step,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """dbias [N] (+)= sum over rows of dy [M, N]. One program: all rows of COLUMNS columns, in order."""
-    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, M, ROWS):
-        i = first + tl.arange(0, ROWS)
-        place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
-        total += widen(tl.load(place, (i < M)[:, None] & (j < N)[None, :], 0.0))
-    value = tl.sum(total, 0)
-    if ADD:
-        value += widen(tl.load(dbias + j * step, j < N, 0.0))
-    tl.store(dbias + j * step, value.to(dbias.dtype.element_ty), j < N)
-
-
-def linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]],
-    outputs: Sequence[Tensor | None],
-    accumulate: bool,
-    num_sms: int | None = None,
-    max_tiles: int = 0,
-) -> None:
-    """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N])."""
-    linear_wgrads(((segments, outputs),), accumulate, num_sms, max_tiles)
-
-
-def linear_wgrads(
-    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
-    accumulate: bool,
-    num_sms: int | None = None,
-    max_tiles: int = 0,
-) -> None:
-    """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
-    products = []
-    for segments, (dweight, dbias) in layers:
-        pairs = [(dy.t(), x) for x, dy in segments if x.shape[0]]
-        if not pairs:
-            if not accumulate:
-                for output in (dweight, dbias):
-                    if output is not None:
-                        output.zero_()
-            continue
-        exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
-        if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
-            sum_rows([dy for _, dy in segments], dbias, accumulate)
-            dbias = None
-        if dweight is not None and dweight.numel():
-            if exchanged:  # the same product with its factors exchanged
-                dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
-            products.append(Product(pairs, dweight, dbias))
-    run("wgrad", products, accumulate, num_sms, max_tiles)
-
-
-linear_wgrad.several = linear_wgrads  # type: ignore[attr-defined]  # how a queue finds it
-
-
-def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
-    """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
-    if dx.numel():
-        run("dgrad", [Product(segments, dx)], False, num_sms)
-
-
-def sum_rows(gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool) -> None:
-    """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no product takes it along."""
-    for dy in gradients:
-        m, n = dy.shape
-        arguments = (dy, dbias, m, n, *dy.stride(), *dbias.stride())
-        _sum_rows(triton.cdiv(n, 64), arguments, (accumulate, 32, 64), warps=4, stages=3)
-        accumulate = True
 
 
 class Product(NamedTuple):
@@ -260,7 +177,7 @@ class _Kind(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
     left: tuple
     right: tuple
-    result: tuple
+    result: int
     add: bool
     reads: bool
     writes: bool
@@ -272,10 +189,20 @@ def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | N
     num_sms: programs start for so many SMs, None for all. max_tiles: a program ends after so many tiles, 0 for no
     bound; there are then more programs, and between two of them an SM is free for another stream's work.
     """
+    given = products
+    products = [product._replace(out=rows_dense(product.out, copy=accumulate)) for product in given]
     if len(products) == 1:  # what most W are: 10 us less than to sort them
         for part in _parts(products[0], accumulate):
             _launch(op, _kind(part), (part,), num_sms, max_tiles)
-        return
+    else:
+        _run_several(op, products, accumulate, num_sms, max_tiles)
+    for product, wanted in zip(products, given, strict=True):
+        if product.out is not wanted.out:
+            wanted.out.copy_(product.out)
+
+
+def _run_several(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
+    """Those of one kind share launches."""
     rounds: list[dict[_Kind, list[_Part]]] = []  # the second part of a product adds to what the first has written
     for product in products:
         for turn, part in enumerate(_parts(product, accumulate)):
@@ -284,14 +211,15 @@ def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | N
             rounds[turn].setdefault(_kind(part), []).append(part)
     for groups in rounds:
         for kind, parts in groups.items():
-            together = SLOTS // kind.segments
+            slots = SLOTS // 2 if kind.dtypes[0] == torch.float32 else SLOTS  # of float32, eight products spill
+            together = max(1, slots // kind.segments)
             for first in range(0, len(parts), together):
                 _launch(op, kind, parts[first : first + together], num_sms, max_tiles)
 
 
 def _parts(product: Product, add: bool) -> Iterable[_Part]:
     """Factors of one layout at a time, SLOTS at most; the first part writes (unless it adds), the others add."""
-    rest, result = [(Matrix(a), Matrix(b)) for a, b in product.pairs], Matrix(product.out)
+    rest, result = [(factor(a), factor(b)) for a, b in product.pairs], Matrix(product.out)
     while rest:
         left, right = rest[0][0].layout, rest[0][1].layout
         same = [pair for pair in rest if pair[0].layout == left and pair[1].layout == right][:SLOTS]
@@ -304,13 +232,13 @@ def _kind(part: _Part) -> _Kind:
     left, right = part.factors[0]
     out, vector, bulk = part.result.tensor, part.vector, has_bulk_copies(part.result.tensor.device)
     reads = bulk and left.describable and right.describable
-    writes = bulk and part.result.describable and not part.result.transposed
+    writes = bulk and part.result.describable
     return _Kind(
         _power_of_2(len(part.factors)),
         (left.tensor.dtype, out.dtype, None if vector is None else vector.dtype),
         (left.transposed,) if reads else left.layout,  # descriptors carry the strides
         (right.transposed,) if reads else right.layout,
-        () if writes else out.stride(),
+        1 if writes else out.stride(0),
         part.add,
         reads,
         writes,
@@ -323,10 +251,8 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
     shapes = [tuple(part.result.tensor.shape) for part in parts]
     rows = [[a.tensor.shape[1] for a, _ in part.factors] for part in parts]
     p, q = shapes[0]
-    described = left.describable and right.describable
-    tile, _, programs = plan(
-        op, p, q, max(map(sum, rows)), dtypes[0], left.tensor.device, described, num_sms, tuple(shapes[1:])
-    )
+    device, others = left.tensor.device, tuple(shapes[1:])
+    tile, programs = plan(op, p, q, max(map(sum, rows)), dtypes[0], device, reads and writes, num_sms, others)
     if max_tiles:
         programs = max(programs, -(-tiles.count(tile, *shapes) // max_tiles))
 
@@ -339,14 +265,13 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
         ]
         slots += [(a, b, count) for (a, b), count in zip(pairs, counts, strict=True)]
         slots += [(*pairs[0], 0)] * (segments - len(pairs))  # segments of no rows
-        out = part.result.descriptor(tile.m, tile.n // tile.halves) if writes else part.result.tensor
+        out = part.result.descriptor(tile.m, tile.n // tile.parts()) if writes else part.result.tensor
         targets.append((out, part.vector, *shape))
     count = _power_of_2(len(parts))
     targets += [(*targets[0][:2], 0, q)] * (count - len(parts))  # products of no rows
     slots += [(*slots[0][:2], 0)] * (segments * count - len(slots))
 
-    strides = (1, 1, 1, 1) if reads else (left.outer, left.inner, right.outer, right.inner)
-    strides += (1, 1) if writes else kind.result
+    strides = (1, 1, kind.result) if reads else (left.stride, right.stride, kind.result)
     columns, bias = (dtypes[2] is not None and op == wanted for wanted in ("wgrad", "fwd"))
     reduces = writes and add and dtypes[1] == torch.float32 and not INTERPRETED
     flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces, columns, bias)
@@ -354,7 +279,7 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
     kernel(
         programs,
         (*_columns(slots), *_columns(targets), *strides),
-        (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.halves),
+        (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.parts(writes)),
         tile.warps,
         tile.stages,
         _key(op, dtypes, slots, targets) if reads and writes else None,
@@ -389,16 +314,16 @@ def _power_of_2(count: int) -> int:
 
 
 def variants(capability: int) -> list[Variant]:
-    """W of large bf16 layers: one weight, merged, several weights; one in float32; a shape that bulk copies refuse."""
+    """W of large bf16 layers: one weight, merged, several weights; one in float32; outputs that bulk copies refuse."""
     bulk = capability >= 90
     sms = {80: 108, 90: 132, 100: 148}[capability]
 
     def sums(
         op: str, products: int, segments: int, dtype: str = "bf16", out: str = "fp32", accumulate: bool = True,
-        vector: bool = False, bulk: bool = bulk,
+        vector: bool = False, writes: bool = bulk,
     ) -> Variant:  # fmt: skip
         long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
-        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk)
+        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
         a_t, b_t = op == "wgrad", op == "fwd"
 
         def operand(*block: int) -> str:
@@ -407,26 +332,30 @@ def variants(capability: int) -> list[Variant]:
         def slots(kind: str | None, count: int) -> tuple[str | None, ...]:
             return (kind,) * count + (None,) * (SLOTS - count)
 
-        used = products * segments
+        used, parts = products * segments, tile.parts(writes)
+        target = f"*{out}:1" if bulk else f"*{out}"
+        if writes:
+            target = f"tensordesc<{out}[{tile.m}, {tile.n // parts}]>"
         types = (
             *slots(operand(tile.k, tile.m) if a_t else operand(tile.m, tile.k), used),
             *slots(operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n), used),
             *slots("i32" if op == "wgrad" else "i32:16", used),
-            *slots(f"tensordesc<{out}[{tile.m}, {tile.n // tile.halves}]>" if bulk else f"*{out}", products),
+            *slots(target, products),
             *slots(f"*{out}" if vector else None, products),
             *slots("i32:16" if op == "wgrad" else "i32", products),
-            *slots("i32:16", products),
-            *((1,) * 6 if bulk else ("i32:16", 1) * 3),
+            *slots("i32:16" if writes or not bulk else "i32", products),
+            *((1 if bulk else "i32:16",) * 2),
+            1 if writes else "i32" if bulk else "i32:16",
         )
-        reduces = bulk and accumulate and out == "fp32"
+        reduces = writes and accumulate and out == "fp32"
         constants = (
-            *(products, segments, a_t, b_t, bulk, bulk, accumulate, reduces, vector and a_t, vector and b_t),
+            *(products, segments, a_t, b_t, bulk, writes, accumulate, reduces, vector and a_t, vector and b_t),
             "tf32x3" if dtype == "fp32" else "ieee",
-            *(tile.m, tile.n, tile.k, tile.group, tile.halves),
+            *(tile.m, tile.n, tile.k, tile.group, parts),
         )
         name = f"linear_{op} {dtype} to {out}, {products} x {segments}" + " bias" * vector + " add" * accumulate
         kernel = _over_rows if op == "wgrad" else _of_rows
-        return Variant(name + " pointers" * (not bulk), kernel, types, constants, tile.warps, tile.stages, True, bulk)
+        return Variant(name + " pointers" * (not writes), kernel, types, constants, tile.warps, tile.stages, True, bulk)
 
     return [
         sums("wgrad", 1, 1),
@@ -438,6 +367,5 @@ def variants(capability: int) -> list[Variant]:
         sums("dgrad", 1, 4, out="bf16", accumulate=False),
         sums("fwd", 8, 1, out="bf16", accumulate=False, vector=True),
         sums("dgrad", 8, 1, out="bf16", accumulate=False),
-        *([sums("wgrad", 1, 2, bulk=False)] if bulk else []),
-        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", "i32:16", 1, 1), (True, 32, 64), 4, 3),
+        *([sums("wgrad", 8, 1, writes=False)] if bulk else []),
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from zbkern.kernels.spec import CrossEntropyOptions
 from zbkern.kernels.triton_common import Kernel, Variant, widen
 from zbkern.kernels.triton_linear import linear_dgrad, linear_fwd
-from zbkern.kernels.triton_linear_sums import linear_wgrad
+from zbkern.kernels.triton_linear_wgrad import linear_wgrad
 
 _PIECE = 4096  # logits of a row that a program holds at a time: 16 per thread of 8 warps
 _BLOCK = 1024  # logits per program where rows do not depend on each other

@@ -2,7 +2,7 @@
 
 out [P, Q] = sum over r of A[p, r] B[r, q]. A program takes tiles [M, N] of the output in turn. Operands are matrices of
 rows and columns in memory, either way round: A is stored [P, R], or [R, P] if A_T; B is stored [R, Q], or [Q, R] if
-B_T. A matrix comes as a tensor descriptor, or as a pointer with the strides of its rows (outer) and columns (inner).
+B_T. A matrix comes as a tensor descriptor, or as a pointer with the stride of its rows, whose elements are neighbours.
 """
 
 import functools
@@ -30,7 +30,7 @@ def place(tile, P, Q, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def load(
-    source, row, column, rows, columns, outer, inner,
+    source, row, column, rows, columns, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, COLUMNS] from (row, column) on, zeros beyond the end."""
@@ -39,12 +39,12 @@ def load(
     else:
         i = (row + tl.arange(0, ROWS))[:, None]
         j = (column + tl.arange(0, COLUMNS))[None, :]
-        return tl.load(source + (offset(i, outer) + offset(j, inner)), (i < rows) & (j < columns), 0.0)
+        return tl.load(source + (offset(i, stride) + j), (i < rows) & (j < columns), 0.0)
 
 
 @triton.jit
 def store(
-    target, value, row, column, rows, columns, outer, inner,
+    target, value, row, column, rows, columns, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     """value [ROWS, COLUMNS] to (row, column), nothing beyond the end, rounded to the target's dtype."""
@@ -53,8 +53,7 @@ def store(
     else:
         i = (row + tl.arange(0, ROWS))[:, None]
         j = (column + tl.arange(0, COLUMNS))[None, :]
-        mask = (i < rows) & (j < columns)
-        tl.store(target + (offset(i, outer) + offset(j, inner)), value.to(target.dtype.element_ty), mask)
+        tl.store(target + (offset(i, stride) + j), value.to(target.dtype.element_ty), (i < rows) & (j < columns))
 
 
 @triton.jit
@@ -65,7 +64,7 @@ def rounded(value, target, DESCRIPTOR: tl.constexpr):
 
 @triton.jit
 def operand(
-    source, row, column, rows, columns, outer, inner,
+    source, row, column, rows, columns, stride,
     TRANSPOSED: tl.constexpr, DESCRIPTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, COLUMNS] from (row, column) on of a matrix, which is stored [columns, rows] if TRANSPOSED.
@@ -73,64 +72,86 @@ def operand(
     Pointers are laid out as the product wants them: sm_80 cannot copy ahead what is transposed after it was loaded.
     """
     if not TRANSPOSED:
-        return load(source, row, column, rows, columns, outer, inner, ROWS, COLUMNS, DESCRIPTOR)
+        return load(source, row, column, rows, columns, stride, ROWS, COLUMNS, DESCRIPTOR)
     elif DESCRIPTOR:
-        return load(source, column, row, columns, rows, outer, inner, COLUMNS, ROWS, DESCRIPTOR).T
+        return load(source, column, row, columns, rows, stride, COLUMNS, ROWS, DESCRIPTOR).T
     else:
-        return load(source, row, column, rows, columns, inner, outer, ROWS, COLUMNS, DESCRIPTOR)
+        i = (row + tl.arange(0, ROWS))[:, None]
+        j = (column + tl.arange(0, COLUMNS))[None, :]
+        return tl.load(source + (i + offset(j, stride)), (i < rows) & (j < columns), 0.0)
 
 
 @triton.jit
 def multiply(
-    accumulator, a, b, p, q, r, P, Q, R, a_outer, a_inner, b_outer, b_inner,
+    accumulator, a, b, p, q, r, P, Q, R, a_stride, b_stride,
     A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """(accumulator + A[p:p+M, r:r+K] B[r:r+K, q:q+N], the part of A)."""
-    x = operand(a, p, r, P, R, a_outer, a_inner, A_T, DESCRIPTORS, M, K)
-    y = operand(b, r, q, R, Q, b_outer, b_inner, B_T, DESCRIPTORS, K, N)
+    x = operand(a, p, r, P, R, a_stride, A_T, DESCRIPTORS, M, K)
+    y = operand(b, r, q, R, Q, b_stride, B_T, DESCRIPTORS, K, N)
     return dot(x, y, accumulator, PRECISION), x
 
 
 @triton.jit
-def halve(value, M: tl.constexpr, N: tl.constexpr):
-    """The left and the right half of value [M, N]."""
-    return tl.split(tl.permute(tl.reshape(value, (M, 2, N // 2)), (0, 2, 1)))
+def pieces(value, M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
+    """value [M, N] as PARTS pieces, a power of two, from left to right: an epilogue has registers for one at a time."""
+    if PARTS == 1:
+        return (value,)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(value, (M, 2, N // 2)), (0, 2, 1)))
+        return pieces(left, M, N // 2, PARTS // 2) + pieces(right, M, N // 2, PARTS // 2)
 
 
 class Matrix:
-    """A matrix as it lies in memory: whether transposed, the strides of its rows and columns, how tiles are copied."""
+    """A matrix as it lies in memory: whether transposed, the stride of its rows (or columns), how tiles are copied."""
 
-    __slots__ = ("describable", "inner", "outer", "tensor", "transposed")
+    __slots__ = ("describable", "stride", "tensor", "transposed")
 
     def __init__(self, tensor: Tensor) -> None:
-        outer, inner = tensor.stride()
+        stride, inner = tensor.stride()
+        if tensor.shape[1] == 1:
+            inner = 1  # whatever torch says
         self.tensor = tensor
-        self.transposed = outer == 1 and inner != 1
+        self.transposed = stride == 1 and inner != 1
         columns = tensor.shape[not self.transposed]
         if self.transposed:
-            outer, inner = inner, outer
-        self.outer, self.inner = outer, inner
+            stride, inner = inner, stride
+        self.stride = stride
         # what the GPU's own copies (TMA) ask for: contiguous rows, everything a multiple of 16 bytes
         self.describable = (
             inner == 1
-            and outer >= columns
-            and outer * tensor.element_size() % 16 == 0
+            and stride >= columns
+            and stride * tensor.element_size() % 16 == 0
             and tensor.data_ptr() % 16 == 0
             and tensor.numel() > 0
         )
 
     @property
-    def layout(self) -> tuple[bool, int, int, bool]:
+    def layout(self) -> tuple[bool, int, bool]:
         """Equal for matrices that one launch may take as its segments."""
-        return self.transposed, self.outer, self.inner, self.describable
+        return self.transposed, self.stride, self.describable
 
     def descriptor(self, rows: int, columns: int) -> TensorDescriptor:
         """For tiles of [rows, columns] of the matrix, which are [columns, rows] in memory if it is transposed."""
         m, n = self.tensor.shape
         if self.transposed:
-            return TensorDescriptor(self.tensor, [n, m], [self.outer, 1], [columns, rows])
-        return TensorDescriptor(self.tensor, [m, n], [self.outer, 1], [rows, columns])
+            return TensorDescriptor(self.tensor, [n, m], [self.stride, 1], [columns, rows])
+        return TensorDescriptor(self.tensor, [m, n], [self.stride, 1], [rows, columns])
+
+
+def factor(tensor: Tensor) -> Matrix:
+    """A matrix that is multiplied: itself where GPUs copy 16 bytes of it at a time, else as a copy of which they do.
+
+    One element at a time nothing is copied ahead of the product, and registers spill: the copy costs less.
+    """
+    matrix = Matrix(tensor)
+    # Triton knows of a stride only whether it is a multiple of 16 elements
+    if tensor.numel() == 0 or (matrix.describable and (has_bulk_copies(tensor.device) or matrix.stride % 16 == 0)):
+        return matrix
+    rows = tensor.t() if matrix.transposed else tensor
+    room = tensor.new_empty(rows.shape[0], triton.cdiv(rows.shape[1], 16) * 16)[:, : rows.shape[1]].copy_(rows)
+    return Matrix(room.t() if matrix.transposed else room)
 
 
 def has_bulk_copies(device: torch.device) -> bool:
@@ -158,13 +179,12 @@ def plan(
     describable: bool,
     num_sms: int | None,
     others: tuple[tuple[int, int], ...] = (),
-) -> tuple[tiles.Tile, bool, int]:
-    """(tile, whether the operands come by bulk copies, programs to start) for [p, q] and `others` in one launch."""
+) -> tuple[tiles.Tile, int]:
+    """(tile, programs to start) for [p, q] and `others` in one launch. describable: factors and outputs all are."""
     capability, available = _machine(device)
     sms = min(available, num_sms or available)
-    bulk = describable and capability >= 90
-    tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, bulk, others)
-    return tile, bulk, min(sms, tiles.count(tile, (p, q), *others))
+    tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, describable, others)
+    return tile, min(sms, tiles.count(tile, (p, q), *others))
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -98,7 +98,7 @@ def test_any_shape(
 
 
 @pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize(("held", "rows", "features"), [(64, 3, 100), (64, 66, 65), (128, 66, 100)])
+@pytest.mark.parametrize(("held", "rows", "features"), [(64, 3, 100), (64, 66, 65), (128, 3, 100)])
 def test_long_rows(held: int, rows: int, features: int, centered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_norm, "HELD", held)
     monkeypatch.setattr(triton_norm_backward, "HELD", 32)
@@ -106,8 +106,8 @@ def test_long_rows(held: int, rows: int, features: int, centered: bool, monkeypa
         monkeypatch.setattr(module, "PIECE", 32)
     torch.manual_seed(0)
     check(rows, features, DTYPES[rows > 3], centered, True, "part")
-    check(rows, features, DTYPES[rows > 3], centered, True, "part", added=True)
-    if rows == 3:
+    if rows == 3:  # more rows make more partial sums, and nothing else: each is a program of its own
+        check(rows, features, torch.float16, centered, True, "part", added=True)
         check(rows, features, torch.float32, centered, False, "transposed")
 
 
