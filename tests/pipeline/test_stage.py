@@ -51,6 +51,7 @@ def step(*modules: nn.Module, loss_fn: Any = nn.functional.mse_loss, inputs: Any
         (lambda y: {"hidden": y}, "what chunk 0 returns it.*does not: missing a required argument: 'x'"),
         (lambda y: None, "chunk 0 must return at least one tensor; got none: is there a return"),
         (lambda y: (), "chunk 0 must return at least one tensor"),
+        (lambda y: y.to_sparse(), r"chunk 0 must return dense tensors .*got torch.sparse_coo: call .to_dense"),
     ],
 )
 def test_what_the_next_chunk_does_not_take_is_told(returned: Any, message: str) -> None:

@@ -138,6 +138,11 @@ class Stage:
                     f"Pipeline: chunk {self.chunk} must return tensors (or None) for the next chunk, in tuples, lists "
                     f"or dicts; got {leaf!r} among them: make it a tensor, or compute it in the chunk that needs it"
                 )
+            if leaf is not None and leaf.layout is not torch.strided:
+                raise TypeError(
+                    f"Pipeline: chunk {self.chunk} must return dense tensors for the next chunk; got {leaf.layout}: "
+                    "call .to_dense() on it"
+                )
         if all(leaf is None for leaf in leaves):
             raise TypeError(f"Pipeline: chunk {self.chunk} must return at least one tensor; got none{_FORGOTTEN}")
 
