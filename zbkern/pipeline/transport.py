@@ -45,7 +45,10 @@ class Transport(Protocol):
     activity: Activity
 
     def send(self, peer: int, tag: Any, message: Any) -> None:
-        """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are."""
+        """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are.
+
+        Raises PipelineError when the peer is gone.
+        """
 
     def deliver(self, tag: Any, message: Any) -> None:
         """Files a message of this rank for itself: neighbouring chunks on one rank hand tensors over directly."""
@@ -126,8 +129,11 @@ class DistributedTransport:
         self._usual_to.setdefault(peer, sizes)
         # not the spec itself: torch 2.13 warns when one is unpickled
         skeleton = None if isinstance(message, Tensor) else pytree.tree_unflatten([0] * len(leaves), spec)
-        works = self._send_header(peer, ("message", tag, (shapes, usual), skeleton))
-        works += self._send_tensors(peer, [t for t in tensors if t is not None], _USUAL if usual else _OTHER)
+        try:
+            works = self._send_header(peer, ("message", tag, (shapes, usual), skeleton))
+            works += self._send_tensors(peer, [t for t in tensors if t is not None], _USUAL if usual else _OTHER)
+        except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
+            raise PipelineError(self._mailbox.wait_for_failure(GRACE) or f"rank {peer} is gone: {error}") from error
         self._sends.put(works)
 
     def deliver(self, tag: Tag, message: Any) -> None:
