@@ -179,8 +179,12 @@ def _most_work(kinds: Sequence[tuple[int, int]], limit: int, microbatches: int) 
             return most * work
         if steps * (most + 1) > 20_000:  # too many to try: the room filled with the best kind, whole or not
             return room * work // memory + 1
-        return max(
-            count * work + best(index + 1, room - count * memory, steps * (most + 1)) for count in range(most + 1)
-        )
+        found, (next_memory, next_work) = 0, kinds[index + 1]
+        for count in range(most, -1, -1):
+            rest = room - count * memory
+            if count * work + rest * next_work // next_memory < found:
+                break  # fewer of this kind, and as much as there is room for of all others, come to less still
+            found = max(found, count * work + best(index + 1, rest, steps * (most + 1)))
+        return found
 
     return free + best(0, limit, 1)
