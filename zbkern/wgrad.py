@@ -228,10 +228,10 @@ class WGradQueue:
         """Runs groups that are one launch; the tasks leave the queue once their gradients have landed."""
         tasks = batch[0] if len(batch) == 1 else [task for group in batch for task in group]
         for task in tasks:
-            version = task.version
+            version = 0
             for tensor in task.tensors:
-                version -= tensor._version
-            if version:
+                version += tensor._version
+            if version != task.version:
                 raise RuntimeError(
                     f"WGradQueue: a tensor that {task} needs was modified in place between B and W; "
                     "run the queue before the modification, or modify a copy"
@@ -252,11 +252,10 @@ class WGradQueue:
                 landing.accumulate(batch)
         except Exception as error:
             raise _failed(first, error) from error
+        for task in tasks:
+            del self._tasks[task]
         if side is None:
-            self._remove(tasks)
-        else:
-            for task in tasks:
-                del self._tasks[task]
+            self._unpin(tasks)
         if gradients:  # the tasks are gone by now: if a hook raises, the gradient has landed all the same
             landing.hand_over(gradients)
         if self.listeners:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from zbkern.pipeline.mixed_precision import gradient_of
+from zbkern.pipeline.undo import gradient_of
 
 
 def grad_norm(

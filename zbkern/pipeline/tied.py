@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from zbkern import landing
 from zbkern.pipeline.groups import backend_of, close_groups, open_group
-from zbkern.pipeline.mixed_precision import gradient_of
 from zbkern.pipeline.transport import DistributedTransport, Transport
+from zbkern.pipeline.undo import gradient_of
 
 logger = logging.getLogger("zbkern")
 
