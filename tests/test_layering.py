@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "compiled": {"functions", "autograd", "wgrad", "kernels.dispatch", "kernels.reference"},
     "functions": {
         *("functions", "autograd", "wgrad"),
-        *("kernels.spec", "kernels.reference", "kernels.reference_attention", "kernels.measured"),
+        *("kernels.spec", "kernels.product", "kernels.reference", "kernels.reference_attention", "kernels.measured"),
     },
     "autograd": {"wgrad", "landing"},
     "wgrad": {"grouping", "landing", "streams", "task"},

@@ -40,10 +40,13 @@ def _devices() -> list[str]:
     import torch
     import torch.distributed as dist
 
+    from zbkern.kernels import product
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
     return [
         _row("devices", f"CPU with {torch.get_num_threads()} threads" + "".join(f", {gpu}" for gpu in gpus)),
+        _row("fp32 on a CPU", product.library()),
         _row("GPU", "visible" if gpus else "none is visible: ops run through torch on the CPU"),
         _row(
             "pipelines", f"over {' and '.join(backends)}" if backends else "none: this torch has no torch.distributed"

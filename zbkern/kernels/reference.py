@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zbkern.kernels.product import add_product, product, write_linear
 from zbkern.kernels.reference_attention import attention_dgrad as attention_dgrad
 from zbkern.kernels.reference_attention import attention_fwd as attention_fwd
 from zbkern.kernels.reference_loss import cross_entropy_fwd as cross_entropy_fwd
@@ -54,10 +55,8 @@ def linear_fwd(
         z = torch.empty_like(y) if z is None else z
         linear_fwd(x, weight, bias, z)
         activation_fwd(z, activation, y)
-    elif bias is None:
-        torch.mm(x, weight.t(), out=y)
     else:
-        torch.addmm(bias, x, weight.t(), out=y)
+        write_linear(y, x, weight, bias)
 
 
 def linear_dgrad(
@@ -72,9 +71,7 @@ def linear_dgrad(
     if activation is None:
         add_product(dx, dy, weight, accumulate)
     else:
-        product = torch.empty_like(dx)
-        add_product(product, dy, weight, False)
-        gradient = _BACKWARD[activation](product, z)
+        gradient = _BACKWARD[activation](product(dy, weight), z)
         dx.add_(gradient) if accumulate else dx.copy_(gradient)
 
 
@@ -100,7 +97,7 @@ def _linear_gradients(tensors: Sequence[Tensor], wanted: Sequence[Any]) -> tuple
     """dweight and dbias in memory of their own, None where none is wanted: 3 us less than into given tensors."""
     x, dy = tensors
     columns = dy.mT
-    return None if wanted[0] is None else columns.mm(x), None if wanted[1] is None else columns.sum(1)
+    return None if wanted[0] is None else product(columns, x), None if wanted[1] is None else columns.sum(1)
 
 
 linear_wgrad.returning = _linear_gradients  # type: ignore[attr-defined]
@@ -218,21 +215,6 @@ def embedding_wgrad(
             kept = (indices != padding_idx).unsqueeze(1)
             dy = dy * kept
         dweight.index_add_(0, indices, dy.to(dweight.dtype))
-
-
-def add_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """out (+)= a b, in place; a product of narrower inputs is accumulated in the dtype of `out`."""
-    if out.dtype == a.dtype:
-        if accumulate:
-            out.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=out)
-    elif out.is_cuda and out.dtype == torch.float32:
-        torch.addmm(out, a, b, beta=float(accumulate), out_dtype=torch.float32, out=out)
-    else:
-        wide = torch.promote_types(out.dtype, a.dtype)
-        product = torch.mm(a.to(wide), b.to(wide))
-        out.add_(product) if accumulate else out.copy_(product)
 
 
 def add_sum(out: Tensor, columns: Tensor, accumulate: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zbkern.kernels.product import add_product, linear
 from zbkern.kernels.spec import CrossEntropyOptions
 
 
@@ -38,7 +39,7 @@ def cross_entropy_fwd(
         loss[rows] = torch.where(counts, value, 0)
         if dx is not None:
             dz = _logit_gradient(z, target[rows], lse[rows], counts.to(z.dtype), options)
-            torch.mm(dz.to(x.dtype), weight, out=dx[rows])
+            add_product(dx[rows], dz.to(x.dtype), weight, False)
 
 
 def cross_entropy_wgrad(
@@ -61,18 +62,13 @@ def cross_entropy_wgrad(
             factor = torch.where(target[rows] != options.ignore_index, dloss[rows], 0)
             dz = _logit_gradient(z, target[rows], lse[rows], factor, options)
             if dweight is not None:
-                low = dz.to(x.dtype)
-                if dweight.dtype == x.dtype:
-                    dweight.addmm_(low.t(), x[rows])
-                else:
-                    dweight.add_(torch.mm(low.t().to(dweight.dtype), x[rows].to(dweight.dtype)))
+                add_product(dweight, dz.to(x.dtype).t(), x[rows], True)
             if dbias is not None:
                 dbias.add_(dz.sum(0))
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    z = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-    return z.to(dtype)
+    return linear(x, weight, bias).to(dtype)
 
 
 def _logit_gradient(z: Tensor, target: Tensor, lse: Tensor, factor: Tensor, options: CrossEntropyOptions) -> Tensor:

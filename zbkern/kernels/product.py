@@ -1,0 +1,106 @@
+"""Plain products by the libraries that torch has on board, and which of two takes one on a CPU.
+
+torch gives fp32 products to MKL, which leaves AVX-512 alone on processors that are not Intel's. oneDNN, which torch
+has on board for other work, uses it there: 2.1 times as fast on a core with whole AVX-512 units (EPYC, Zen 5: 199
+against 90 GFLOP/s of 237), from about two million multiplications on. `torch.backends.mkldnn.enabled = False` leaves
+everything to MKL.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LEAST = 1 << 21  # multiplications: below, oneDNN's look-ups (10 us) take what its products save
+_SMALL = 1 << 12  # elements of a factor or of the product: below, MKL is the faster one or not much slower
+
+
+def library() -> str:
+    """Who takes the products of this machine's CPU."""
+    if _onednn is None or not torch.backends.mkldnn.enabled:
+        return "products by torch's default library"
+    return "large products by oneDNN, because torch's default, MKL, has no AVX-512 for this processor"
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias in new memory, x [..., K], weight [N, K], bias [N]."""
+    if x.numel() < _SMALL or not _faster(x, weight, weight.size(0)):
+        return F.linear(x, weight, bias)
+    return _onednn(x, weight, None if bias is None else bias.contiguous(), "none", [], "")
+
+
+def write_linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """y = x weight^T + bias, x [M, K]."""
+    if _faster(x, weight, weight.size(0)):
+        y.copy_(linear(x, weight, bias))
+    elif bias is None:
+        torch.mm(x, weight.t(), out=y)
+    else:
+        torch.addmm(bias, x, weight.t(), out=y)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in new memory, a [M, K], b [K, N]."""
+    if a.numel() < _SMALL or not _faster(a, b, b.size(1)):
+        return a.mm(b)
+    return _onednn(a, b.mT, None, "none", [], "")
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """out (+)= a b, in place; a product of narrower inputs is accumulated in the dtype of `out`."""
+    dtype = out.dtype
+    if dtype == a.dtype and (a.numel() < _SMALL or not _faster(a, b, b.size(1))):
+        if accumulate:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
+    elif out.is_cuda and dtype == torch.float32:
+        torch.addmm(out, a, b, beta=float(accumulate), out_dtype=torch.float32, out=out)
+    else:
+        wide = torch.promote_types(dtype, a.dtype)
+        value = product(a.to(wide), b.to(wide))
+        out.add_(value) if accumulate else out.copy_(value)
+
+
+def _faster(a: Tensor, b: Tensor, columns: int) -> bool:
+    """Whether oneDNN takes less time than MKL for the product of a [..., K] and b, of which `columns` come out."""
+    elements = a.numel()
+    if _onednn is None or elements < _SMALL or elements * columns < _LEAST:
+        return False
+    inner = a.size(-1)
+    return (
+        min(inner, elements // inner) >= 4
+        and elements // inner * columns >= _SMALL
+        and a.dtype is torch.float32
+        and type(a) in _PLAIN
+        and type(b) in _PLAIN
+        and a.is_cpu
+        and bool(torch.backends.mkldnn.enabled)
+        and torch._C._len_torch_dispatch_stack()
+        == 0  # a mode that counts flops, or decides what to save, knows aten.mm
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _processor() -> str:
+    """What names the processor's maker: AuthenticAMD, GenuineIntel."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()  # Windows: "AMD64 Family 26 ..., AuthenticAMD"
+
+
+def _mkl_is_slow() -> bool:
+    capable = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return capable and torch.backends.mkl.is_available() and "AuthenticAMD" in _processor()
+
+
+# torch's only public entry that takes ordinary tensors is F.linear under torch.compile, which calls this.
+_onednn: Any = torch.ops.mkldnn._linear_pointwise.default if _mkl_is_slow() else None
