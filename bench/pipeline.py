@@ -1,10 +1,12 @@
 """Pipelines on two CPU processes: ours and torch.distributed.pipelining's on the same modules, in one interleaved run.
 
 Eight blocks of LayerNorm + MLP 768/3072, microbatches of 256 tokens, one thread per rank, gloo; several steps in a row
-with no barrier between them, as in training. "Perfect" is half the time that one process needs for everything with
-plain torch while the other core does the same. Every contestant's gradients are compared with plain backward() first.
+with no barrier between them, as in training. "Perfect" is half the time that one process needs for everything while the
+other core does the same, once with plain torch and once with zbkern's layers: the second leaves out what the layers
+themselves gain. Two of torch's schedules run with zbkern's layers, too. Every contestant's gradients are compared with
+plain backward() first.
 
-    python -m bench.pipeline [--microbatches 4 8] [--rounds 3] [--only zb_h2 ...]
+    python -m bench.pipeline [--microbatches 4 8] [--rounds 4] [--only zb_h2 ...]
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from bench import ranks
 from bench.report import add_out, environment, table, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
 
-RANKS, BLOCKS, WIDTH, TOKENS, STEPS = 2, 8, 768, 256, 5
+RANKS, BLOCKS, WIDTH, TOKENS, STEPS = 2, 8, 768, 256, 3
+LAYERS = " with zbkern's layers"
+# torch's schedules, and whether they run with zbkern's layers, too
+TORCH = {"GPipe": False, "1F1B": True, "Interleaved1F1B": False, "InterleavedZeroBubble": False, "ZBVZeroBubble": True}
 
 
 class Block(nn.Module):
@@ -61,9 +66,14 @@ def our_contestant(name: str, schedule: Schedule, fill: str, model: nn.Sequentia
     return Contestant(f"zbkern {name}", lambda: pipe.step(inputs, targets), blocks, pipe.close)
 
 
-def torch_contestant(kind: str, model: nn.Sequential, x: Tensor, y: Tensor, microbatches: int) -> Contestant:
+def torch_contestant(
+    kind: str, layers: bool, model: nn.Sequential, x: Tensor, y: Tensor, microbatches: int
+) -> Contestant:
+    """torch's runtime; layers: with zbkern's layers, whose W it then schedules."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules as stock
+
+    from zbkern.pipeline import torch_pipelining
 
     rank = dist.get_rank()
     placement = {"ScheduleGPipe": (0, 1), "Schedule1F1B": (0, 1), "ScheduleZBVZeroBubble": (0, 1, 1, 0)}
@@ -74,18 +84,20 @@ def torch_contestant(kind: str, model: nn.Sequential, x: Tensor, y: Tensor, micr
     for chunk in (chunk for chunk, home in enumerate(ranks) if home == rank):
         part = copy.deepcopy(model[chunk * per_chunk : (chunk + 1) * per_chunk])
         blocks.update({chunk * per_chunk + i: block for i, block in enumerate(part)})
-        stages.append(pipelining.PipelineStage(part, chunk, len(ranks), torch.device("cpu")))
+        if layers:
+            stages.append(torch_pipelining.PipelineStage(zbkern.convert(part), chunk, len(ranks), torch.device("cpu")))
+        else:
+            stages.append(pipelining.PipelineStage(part, chunk, len(ranks), torch.device("cpu")))
 
-    def loss_fn(
-        output: Tensor, target: Tensor
-    ) -> Tensor:  # the mean over microbatches, as ours: no scaling pass after it
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:  # the mean over microbatches: no scaling pass after it
         return nn.functional.mse_loss(output, target) / microbatches
 
     single = len(ranks) == RANKS
     schedule = getattr(stock, kind)(stages[0] if single else stages, microbatches, loss_fn=loss_fn, scale_grads=False)
     arguments = (x,) if ranks[0] == rank else ()
     keywords = {"target": y, "losses": []} if ranks[-1] == rank else {}
-    return Contestant(f"torch {kind.removeprefix('Schedule')}", lambda: schedule.step(*arguments, **keywords), blocks)
+    name = f"torch {kind.removeprefix('Schedule')}{LAYERS * layers}"
+    return Contestant(name, lambda: schedule.step(*arguments, **keywords), blocks)
 
 
 def check(contestant: Contestant, model: nn.Sequential) -> None:
@@ -104,21 +116,27 @@ def run(microbatches: int, rounds: int, only: list[str]) -> dict[str, list[float
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     x, y = torch.randn(microbatches * TOKENS, WIDTH), torch.randn(microbatches * TOKENS, WIDTH)
 
-    def one_process() -> None:
+    def one_process(model: nn.Module) -> None:
         for inputs, targets in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
             (nn.functional.mse_loss(model(inputs), targets) / microbatches).backward()
 
-    one_process()
+    one_process(model)
+    converted = zbkern.convert(copy.deepcopy(model))
     contestants = []
     for name, schedule, fill in our_schedules(microbatches):
         if not only or name in only:
             contestants.append(our_contestant(name, schedule, fill, model, x, y))
-    for kind in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
-        if not only or kind in only:
-            contestants.append(torch_contestant(f"Schedule{kind}", model, x, y, microbatches))
+    for kind, both in TORCH.items():
+        for layers in (False, True) if both else (False,):
+            if not only or kind in only:
+                contestants.append(torch_contestant(f"Schedule{kind}", layers, model, x, y, microbatches))
     for contestant in contestants:
         check(contestant, model)
-    entries = [("one process", one_process), *((c.name, c.step) for c in contestants)]
+    entries = [
+        ("one process", lambda: one_process(model)),
+        ("one process" + LAYERS, lambda: one_process(converted)),
+        *((c.name, c.step) for c in contestants),
+    ]
     times: dict[str, list[float]] = {name: [] for name, _ in entries}
     for done in range(rounds):
         for name, step in entries:
@@ -151,24 +169,30 @@ def our_schedules(m: int) -> list[tuple[str, Schedule, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=[], help="names of contestants, such as zb_h2 or 1F1B")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--only", nargs="+", default=[], help="schedules, such as zb_h2 or 1F1B")
     add_out(parser)
     arguments = parser.parse_args()
     figures = {}
     for microbatches in arguments.microbatches:
         times = ranks.run(RANKS, run, microbatches, arguments.rounds, arguments.only)
-        single = times.pop("one process")
+        single = [times.pop("one process" + variant) for variant in ("", LAYERS)]
+        perfect = [statistics.median(seconds) / 2 * 1e3 for seconds in single]
         rows = []
         for name, seconds in sorted(times.items(), key=lambda item: statistics.median(item[1])):
-            ratios = [one / 2 / own for one, own in zip(single, seconds, strict=True)]
-            rows.append((name, f"{statistics.median(seconds) * 1e3:.0f} ms", f"{statistics.median(ratios):.3f}"))
-            figures[f"{microbatches} microbatches, {name}"] = {"seconds": seconds, "of_perfect": ratios}
-        perfect = statistics.median(single) / 2
+            ratios = [[one / 2 / own for one, own in zip(each, seconds, strict=True)] for each in single]
+            medians = [f"{statistics.median(each):.3f}" for each in ratios]
+            rows.append((name, f"{statistics.median(seconds) * 1e3:.0f} ms", *medians))
+            figures[f"{microbatches} microbatches, {name}"] = {
+                "seconds": seconds,
+                "of_perfect": ratios[0],
+                "of_perfect_with_layers": ratios[1],
+            }
         print(
-            f"\n{microbatches} microbatches, perfect {perfect * 1e3:.0f} ms a step, gradients equal plain backward()\n"
+            f"\n{microbatches} microbatches, perfect {perfect[0]:.0f} ms a step, {perfect[1]:.0f} ms{LAYERS}; "
+            "gradients equal plain backward()\n"
         )
-        print(table(("contestant", "step", "of perfect"), rows), flush=True)
+        print(table(("contestant", "step", "of perfect", LAYERS.strip()), rows), flush=True)
     print(f"\n{environment()}\n{write_json('pipeline', figures, arguments.out)}")
 
 

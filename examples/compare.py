@@ -52,7 +52,11 @@ def best(arguments: argparse.Namespace, text: Text) -> Schedule:
     """Prints and saves the table; returns the fastest schedule. Collective."""
     stages = dist.get_world_size()
     costs = {}
-    contestants = [Figures("one process", PlainTrainer(arguments, text).step)]
+    contestants = [
+        Figures("one process, torch's layers", PlainTrainer(arguments, text).step),
+        Figures("one process", PlainTrainer(arguments, text, convert=True).step),
+    ]
+    alone = len(contestants)
     trainers: dict[str, Trainer] = {}
     for name in CANDIDATES:
         try:
@@ -76,12 +80,12 @@ def best(arguments: argparse.Namespace, text: Text) -> Schedule:
             if turn:
                 contestant.seconds.append(seconds)
                 contestant.memory = max(contestant.memory, memory)
-    for contestant in contestants[1:]:
+    for contestant in contestants[alone:]:
         pipe = trainers[contestant.name].pipe
         contestant.bubble = pipe.gather_timeline().bubble_rate
         contestant.held = worst(pipe.queue.peak_bytes)
         pipe.close()
-    fastest = min(contestants[1:], key=lambda c: statistics.median(c.seconds))
+    fastest = min(contestants[alone:], key=lambda c: statistics.median(c.seconds))
     if dist.get_rank() == 0:
         report(arguments, contestants)
     return trainers[fastest.name].schedule

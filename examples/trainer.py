@@ -56,11 +56,13 @@ class Trainer:
 
 
 class PlainTrainer:
-    """The same model in one process with torch.nn's layers and plain backward(): the reference."""
+    """The same model in one process with plain backward(), and torch.nn's layers unless `convert`: the reference."""
 
-    def __init__(self, arguments: argparse.Namespace, text: Text) -> None:
+    def __init__(self, arguments: argparse.Namespace, text: Text, convert: bool = False) -> None:
         self.arguments, self.text, self.device = arguments, text, device_of_this_rank()
         self.model = gpt.chunk(model_config(arguments), 0, 1).to(self.device)
+        if convert:
+            zbkern.convert(self.model)
         gpt.tie(model_config(arguments), {0: self.model}, 1)
         self.optimizer = make_optimizer(arguments, self.model)
         self.learning_rate = warm_up(self.optimizer)
