@@ -9,6 +9,7 @@ everything to MKL.
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 _LEAST = 1 << 21  # multiplications: below, oneDNN's look-ups (10 us) take what its products save
 _SMALL = 1 << 12  # elements of a factor or of the product: below, MKL is the faster one or not much slower
+_BLOCK = 1 << 22  # elements of a product on its way to where it is added: larger ones cost page faults
 
 
 def library() -> str:
@@ -37,7 +39,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def write_linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """y = x weight^T + bias, x [M, K]."""
     if _faster(x, weight, weight.size(0)):
-        y.copy_(linear(x, weight, bias))
+        for part, rows in _blocks(y, x):
+            part.copy_(linear(rows, weight, bias))
     elif bias is None:
         torch.mm(x, weight.t(), out=y)
     else:
@@ -63,8 +66,16 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
         torch.addmm(out, a, b, beta=float(accumulate), out_dtype=torch.float32, out=out)
     else:
         wide = torch.promote_types(dtype, a.dtype)
-        value = product(a.to(wide), b.to(wide))
-        out.add_(value) if accumulate else out.copy_(value)
+        b = b.to(wide)
+        for part, rows in _blocks(out, a):
+            value = product(rows.to(wide), b)
+            part.add_(value) if accumulate else part.copy_(value)
+
+
+def _blocks(out: Tensor, a: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Rows of a product, and of its first factor, that may be in new memory on their way to `out`."""
+    rows = max(1, _BLOCK // max(1, out.size(1)))
+    return zip(out.split(rows), a.split(rows), strict=True)
 
 
 def _faster(a: Tensor, b: Tensor, columns: int) -> bool:
