@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from simulated_streams import Device
+from simulated_streams import Device, Event, Stream
 from torch import Tensor
 
 import zbkern
@@ -74,6 +74,32 @@ def test_gradients_are_right_whichever_stream_is_late(first: str, device: Device
 def test_without_the_event_after_b_w_reads_too_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.side, "wait_event", lambda event: None)
     assert train(device, "side").read != [[110.0, 110.0]]
+
+
+def test_a_merged_w_waits_for_every_b(device: Device) -> None:
+    """Those of backwards on streams of their own, one of which is far behind."""
+    training, other = Training(device, zbkern.WGradQueue(stream=device.side)), Stream("other")
+    for stream in (other, device.main):
+        with device.on(stream):
+            training.backward()
+    training.queue.run()
+    training.step()
+    device.finish((device.side, device.main, other))
+    assert training.read == [[110.0, 110.0]]
+
+
+def test_a_graph_that_is_captured_is_not_asked_how_far_it_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    queue.run(1)
+    with monkeypatch.context() as capture:
+        capture.setattr(streams, "capturing", lambda: True)
+        capture.setattr(Event, "query", lambda self: pytest.fail("events of a graph have no state yet"))
+        training.backward()
+    queue.run()
+    training.step()
+    device.finish()
+    assert training.read == [[110.0, 110.0]]
 
 
 def test_without_the_event_after_w_a_step_reads_too_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
