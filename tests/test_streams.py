@@ -133,11 +133,12 @@ def test_tensors_go_once_the_host_sees_that_w_has_ended(device: Device) -> None:
     assert training.weight.grad.tolist() == [1110.0, 1110.0]
 
 
-def test_a_byte_limit_waits_for_w(device: Device) -> None:
-    training = Training(device, queue := zbkern.WGradQueue(max_bytes=20, stream=device.side))
+@pytest.mark.parametrize("limit", [20, 4])  # two and a half W, and half of one
+def test_a_byte_limit_waits_for_w(limit: int, device: Device) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(max_bytes=limit, stream=device.side))
     for _ in range(5):
         training.backward()
-        assert queue.bytes <= 20
+        assert queue.bytes <= limit
     queue.run()
     training.step()
     device.finish((device.side, device.main))
@@ -195,6 +196,24 @@ def test_gradients_with_hooks_are_computed_on_the_current_stream(device: Device)
     assert training.weight.grad.tolist() == [110.0, 110.0]
 
 
+@pytest.mark.parametrize("why", ["a hook", "a sparse gradient"])
+def test_gradients_that_the_current_stream_adds_wait_for_w(
+    why: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, waits = Training(device, zbkern.WGradQueue(stream=device.side)), []
+    monkeypatch.setattr(device.main, "wait_event", waits.append)
+    training.backward()
+    training.queue.run(1)
+    assert not waits
+    if why == "a hook":
+        training.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    else:
+        training.weight.grad = torch.zeros(2).to_sparse()
+    training.backward()
+    training.queue.run(2)
+    assert len(waits) == 1
+
+
 def test_listeners_are_called_in_the_order_of_w(device: Device) -> None:
     training = Training(device, zbkern.WGradQueue(stream=device.side))
     seen: list[list[float]] = []
@@ -218,6 +237,17 @@ def test_a_stream_is_set_before_w_waits(device: Device) -> None:
     queue.discard()
     with pytest.raises(TypeError, match=r"must be a torch.cuda.Stream or None; got 3"):
         queue.stream = 3
+
+
+def test_a_queue_that_gets_another_stream_has_joined_the_first(device: Device) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    queue.run(1)
+    queue.stream = None
+    assert queue.bytes == 0
+    training.step()
+    device.finish()
+    assert training.read == [[10.0, 10.0]]
 
 
 def test_blocks_end_early_where_the_launch_can_do_that(device: Device) -> None:
