@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.spec import AttentionOptions
-from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot, rows_dense
+from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot
 from zbkern.kernels.triton_product import precision
 
 LOG2_E = math.log2(math.e)
@@ -39,14 +39,14 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y:
         lse.fill_(-math.inf)
         return
     check_head_size(size)
-    q, k, v, out = rows_dense(q), rows_dense(k), rows_dense(v), rows_dense(y, copy=False)
+    q, k, v, out = regular(q), regular(k), regular(v), regular(y, copy=False)
     q, exponent = positive(q, options.scale)
     tile = tile_of("fwd", q, options)
     places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
-    streamed = describe((k, v), sequences, tile.keys)
+    streamed = describe((k, v), sequences, tile.keys, tile.piece)
     arguments = (q, *streamed, out, lse, *places, options.window, exponent, tokens, heads // k.shape[1], *strides)
-    sizes = (options.causal, size, size_block(size), tile.queries, tile.keys)
+    sizes = (options.causal, size, size_block(size), tile.queries, tile.keys, tile.piece)
     constants = (*sizes, precision(q.dtype), streamed[0] is not k)
     _forward((grid, heads), arguments, constants, warps=tile.warps, stages=tile.stages)
     if out is not y:
@@ -81,29 +81,34 @@ def size_block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Tensor | TensorDescriptor, ...]:
-    """Descriptors that load blocks of so many rows of one head by TMA; the tensors themselves before 9.0.
+def regular(tensor: Tensor, copy: bool = True) -> Tensor:
+    """The tensor itself where heads begin at multiples of 16 elements, which is what Triton can know, else a copy that
+    does so (or, without `copy`, room for one). One element at a time nothing is copied ahead, and registers spill."""
+    row, head, inner = tensor.stride()
+    if inner == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in (row, head)):
+        return tensor
+    tokens, heads, size = tensor.shape
+    room = tensor.new_empty(tokens, heads, triton.cdiv(size, 16) * 16)[..., :size]
+    return room.copy_(tensor) if copy else room
+
+
+def describe(
+    tensors: tuple[Tensor, ...], sequences: int, rows: int, piece: int
+) -> tuple[Tensor | TensorDescriptor, ...]:
+    """Descriptors that load blocks of so many rows of one head by TMA; the tensors themselves before 9.0, or where a
+    block is read in pieces.
 
     Of [sequences, length, heads, D]: where all have one length, no block reads into the next sequence.
     """
-    if capability_of(tensors[0].device) < 90:
+    if piece or capability_of(tensors[0].device) < 90:
         return tensors
     found = []
-    for tensor in map(_aligned, tensors):
+    for tensor in tensors:
         tokens, heads, size = tensor.shape
         row, head, _ = tensor.stride()
         shape = [sequences, tokens // sequences, heads, size]
         found.append(TensorDescriptor(tensor, shape, [shape[1] * row, row, head, 1], [1, rows, 1, size_block(size)]))
     return tuple(found)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """With heads at multiples of 16 bytes, as TMA asks for: itself or a copy, which costs little beside the scores."""
-    itemsize = tensor.element_size()
-    if tensor.data_ptr() % 16 == 0 and all(s > 0 and s * itemsize % 16 == 0 for s in tensor.stride()[:2]):
-        return tensor
-    room = triton.cdiv(tensor.shape[2] * itemsize, 16) * 16 // itemsize
-    return tensor.new_empty(*tensor.shape[:2], room)[..., : tensor.shape[2]].copy_(tensor)
 
 
 @functools.cache
@@ -230,6 +235,24 @@ def load_rows(
 
 
 @triton.jit
+def multiply_rows(
+    a, a_stride, a_rows, b, b_stride, b_rows,
+    A: tl.constexpr, B: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a b^T [A, B] of rows [D] that begin at a and b, a_rows and b_rows of which exist; PIECE columns at a time.
+
+    Three products of tf32 parts would hold a row of 256 in 256 registers, for a loop that has no more of them.
+    """
+    i, j, total = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :], tl.zeros([A, B], tl.float32)
+    for start in range(0, D, PIECE):
+        column = start + tl.arange(0, PIECE)
+        left = tl.load(a + i * a_stride + column[None, :], (i < a_rows) & (column < D)[None, :], other=0)
+        right = tl.load(b + j * b_stride + column[:, None], (j < b_rows) & (column < D)[:, None], other=0)
+        total = dot(left, right, total, PRECISION)
+    return total
+
+
+@triton.jit
 def store_rows(base, start, length, stride, value, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):
     """Writes value [ROWS, SIZE] from row `start` of base [length, D], as far as that goes."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
@@ -269,18 +292,24 @@ def sees(query, key, queries, keys, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _attend(
-    total, sums, largest, q, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop, query, queries,
-    keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    total, sums, largest, q, q_row, q_rows, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop,
+    query, queries, keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far.
 
-    One loop, in which a branch masks what needs a mask: one after the other for whole and partial blocks would keep
-    the accumulators of each apart, and spill.
+    q: the tile, or with a PIECE where it begins. One loop, in which a branch masks what needs a mask: one after the
+    other for whole and partial blocks would keep the accumulators of each apart, and spill.
     """
     for begin in tl.range(start, stop, KEYS):
-        some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, False, TMA)
-        scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
+        if PIECE:
+            some_k = k + tl.cast(begin, tl.int64) * k_row
+            scores = multiply_rows(
+                q, q_row, q_rows, some_k, k_row, keys - begin, query.shape[0], KEYS, D, PIECE, PRECISION
+            )
+        else:
+            some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, False, TMA)
+            scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
         if (begin < whole) | (begin + KEYS > partial):
             key = begin + tl.arange(0, KEYS)
             scores = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), scores, float("-inf"))
@@ -302,7 +331,7 @@ def _forward(
     q, k, v, y, lse, table, queries, keys, blocks, window, exponent, tokens, group,
     q_row, q_head, k_row, k_head, v_row, v_head, y_row, y_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """y = softmax(scale q k^T + mask) v and lse; q, y [T, Hq, D], k, v [T', Hk, D], lse [Hq, T].
 
@@ -315,7 +344,10 @@ def _forward(
     y = rows_of(y, sequence, q_first, queries, head, y_row, y_head, False)
     k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
     v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
-    mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
+    if PIECE:
+        mine = q + tl.cast(first, tl.int64) * q_row
+    else:
+        mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
     query = first + tl.arange(0, QUERIES)
     total = tl.zeros([QUERIES, SIZE], tl.float32)
     sums = tl.zeros([QUERIES], tl.float32)
@@ -323,13 +355,15 @@ def _forward(
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     until = stop if table is None else tl.minimum(stop, keys // KEYS * KEYS)
     total, sums, largest = _attend(
-        total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, start, whole, partial, until,
-        query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PRECISION, False, TMA,
+        total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group, start,
+        whole, partial, until, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False,
+        TMA,
     )  # fmt: skip
     if table is not None:
         total, sums, largest = _attend(
-            total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, tl.maximum(start, until),
-            whole, partial, stop, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PRECISION, True, TMA,
+            total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group,
+            tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
+            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA,
         )  # fmt: skip
     some = sums != 0
     total = total / tl.where(some, sums, 1.0)[:, None]
@@ -352,6 +386,8 @@ SHAPES = (
     ("bf16", 256, True, False, False),
     ("bf16", 256, True, True, True),
     ("fp32", 128, True, False, False),
+    ("fp32", 128, True, True, True),
+    ("fp32", 256, True, True, True),
 )
 """What is compiled ahead of time: every head size that has tiles of its own, and the longest code of each."""
 
@@ -369,16 +405,17 @@ class Shape:
     def tile(self, launch: str) -> tiles.AttentionTile:
         return tiles.attention(launch, *self._choice)
 
-    def streamed(self, rows: int) -> tuple[str, str]:
+    def streamed(self, tile: tiles.AttentionTile, rows: int) -> tuple[str, str]:
         """The types of two tensors of which blocks of so many rows are read."""
-        return (f"tensordesc<{self.dtype}[1, {rows}, 1, {size_block(self._size)}]>" if self.tma else self.tensor,) * 2
+        described = f"tensordesc<{self.dtype}[1, {rows}, 1, {size_block(self._size)}]>"
+        return (described if self.tma and not tile.piece else self.tensor,) * 2
 
     def variant(self, part: str, kernel: Kernel, types: Sequence, tile: tiles.AttentionTile) -> Variant:
-        half = self.dtype == "bf16"
-        sizes = (self._causal, self._size, size_block(self._size), tile.queries, tile.keys)
-        constants = (*sizes, "ieee" if half else "tf32x3", self.tma)
+        half, tma = self.dtype == "bf16", self.tma and not tile.piece
+        sizes = (self._causal, self._size, size_block(self._size), tile.queries, tile.keys, tile.piece)
+        constants = (*sizes, "ieee" if half else "tf32x3", tma)
         name = f"attention {part} {self.name}"
-        return Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=half, bulk=self.tma)
+        return Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=half, bulk=tma)
 
 
 def variants(capability: int) -> list[Variant]:
@@ -386,6 +423,6 @@ def variants(capability: int) -> list[Variant]:
     found = []
     for shape in (Shape(capability, *row) for row in SHAPES):
         tile = shape.tile("fwd")
-        types = (shape.tensor, *shape.streamed(tile.keys), shape.tensor, "*fp32", *shape.places)
+        types = (shape.tensor, *shape.streamed(tile, tile.keys), shape.tensor, "*fp32", *shape.places)
         found.append(shape.variant("fwd", _forward, (*types, "fp32", "i32", "i32", *("i32:16",) * 8), tile))
     return found

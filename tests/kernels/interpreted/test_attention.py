@@ -60,6 +60,19 @@ def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
     checks.attention(triton_launches, dtype, **{"size": 16, **arguments})
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"queries": [33], "size": 65}, {"queries": [17, 40], "window": 20}, {"queries": [18], "size": 256}],
+    ids=str,
+)
+def test_heads_in_pieces(arguments: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = tiles.attention
+    monkeypatch.setattr(tiles, "attention", lambda *case: replace(choose(*case), piece=16))
+    checks.attention(triton_launches, dtype, **{"heads": (4, 2), "size": 24, **arguments})
+    checks.attention(triton_launches, dtype, [19], [31], size=40, causal=False, layouts=("odd", "step", "plain"))
+
+
 @pytest.mark.parametrize("layout", checks.LAYOUTS)
 def test_layouts(layout: str) -> None:
     """By descriptor where the tensors allow it, by pointers elsewhere."""
