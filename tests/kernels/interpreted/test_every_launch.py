@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 import every_launch
+import row_checks
 import torch
 from launch_checks import Random
 
@@ -61,3 +62,9 @@ def test_num_sms_bounds_the_programs(name: str, monkeypatch: pytest.MonkeyPatch)
     for got, wanted in zip(case.results(num_sms=1), expected, strict=True):
         testing.assert_close(got, wanted, name)
     assert set(grids) == {1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["large", "special"])
+def test_hostile_values_in_rows(kind: str, dtype: torch.dtype) -> None:
+    row_checks.adversarial(triton_launches, dtype, "cpu", kind, 12, 48)
