@@ -148,7 +148,7 @@ _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
     ("tcgen05", "dq"): ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
     ("tcgen05", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
     ("tf32x3", "fwd"): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2, False, 32)),
-    ("tf32x3", "dq"): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2, False, 32)),
+    ("tf32x3", "dq"): ((32, 16, 4, 2), (32, 16, 8, 2, False, 32), (32, 16, 8, 2, False, 32)),
     ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (16, 16, 4, 2, True), (16, 32, 8, 2, True, 32)),
 }
 # Sequences of different lengths have code for the end of each, and fewer registers left.
@@ -160,7 +160,6 @@ _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
     ("wgmma", "dkdv", 256): (16, 64, 8, 2, True),
     ("tcgen05", "fwd", 64): (128, 64, 4, 3),
     ("tf32x3", "dq", 64): (32, 16, 8, 2, False, 32),
-    ("tf32x3", "dq", 128): (32, 16, 8, 2, False, 32),
     ("tf32x3", "dkdv", 64): (16, 32, 8, 2, True, 32),
     ("tf32x3", "dkdv", 128): (16, 32, 8, 2, True, 32),
 }
