@@ -17,11 +17,8 @@ from zbkern.kernels.triton_attention import (
     check_head_size,
     describe,
     key_ranges,
-    line_length,
     load_rows,
     multiply_rows,
-    place,
-    place_tiles,
     positive,
     regular,
     rows_of,
@@ -30,6 +27,7 @@ from zbkern.kernels.triton_attention import (
     store_rows,
     tile_of,
 )
+from zbkern.kernels.triton_attention_places import line_length, place, place_tiles
 from zbkern.kernels.triton_common import Kernel, Variant, dot
 from zbkern.kernels.triton_product import precision
 
