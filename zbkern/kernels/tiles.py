@@ -54,6 +54,8 @@ _SINGLE = (
     (Tile(128, 128, 32, warps=8, stages=3), 1.0),
     (Tile(64, 64, 32, warps=4, stages=3), 1.7),
 )
+# mma.sync takes both operands from registers: 32 deep, a forward with an activation spills 328 bytes a thread on sm_80
+_SINGLE_MMA = ((Tile(128, 128, 16, warps=8, stages=4), 1.0), _SINGLE[1])
 
 
 def choose(
@@ -90,10 +92,15 @@ def choose(
 
     candidates = [
         (fitting[0], factor)
-        for tile, factor in (_SINGLE if dtype == "float32" else _HALF)
+        for tile, factor in (_HALF if dtype != "float32" else _SINGLE_MMA if unit(capability) == "mma" else _SINGLE)
         if (fitting := [t for s in range(tile.stages, 1, -1) if fits(t := replace(tile, stages=s))])
     ]
     return min(candidates, key=cost)[0]
+
+
+def unit(capability: int) -> str:
+    """What multiplies matrices there: tensor cores that read registers, shared memory, or tensor memory as well."""
+    return "wgmma" if capability == 90 else "tcgen05" if 100 <= capability < 120 else "mma"
 
 
 def count(tile: Tile, *shapes: Sequence[int]) -> int:
@@ -173,12 +180,11 @@ def attention(launch: str, size: int, dtype: str, capability: int, packed: bool 
     measured = table().get(attention_key(launch, size, dtype, capability, packed))
     if isinstance(measured, AttentionTile):
         return measured
-    unit = "wgmma" if capability == 90 else "tcgen05" if 100 <= capability < 120 else "mma"
-    unit = "tf32x3" if dtype == "float32" else unit
+    how = "tf32x3" if dtype == "float32" else unit(capability)
     place = next(i for i, limit in enumerate(_HEADS) if size <= limit)
-    row = _ATTENTION[unit, launch][place]
+    row = _ATTENTION[how, launch][place]
     if packed:
-        row = _ATTENTION_PACKED.get((unit, launch, _HEADS[place]), row)
+        row = _ATTENTION_PACKED.get((how, launch, _HEADS[place]), row)
     tile = AttentionTile(*row)
     streamed = "queries" if launch == "dkdv" else "keys"
     limit = 1024 * SHARED_MEMORY.get(capability, 99)
