@@ -137,6 +137,7 @@ def variants(capability: int) -> list[Variant]:
         text = f"{self.function.__name__} {id(self)} {types} {constants} {warps} {stages}"
         if text not in found:
             matrices = name in ("product", "sums", "gated_fwd", "gated_dgrad", "forward", "dq", "dkdv")
+            matrices = matrices and self.function.__module__ != "zbkern.kernels.triton_activation"
             half = "bf16" in str(types)
             sizes = "x".join(
                 map(str, [c for c in constants if isinstance(c, int) and not isinstance(c, bool) and c >= 16])

@@ -88,3 +88,32 @@ def attention(
     for name, got, expected in zip(("y", "dq", "dk", "dv"), (y, dq, dk, dv), exact, strict=True):
         check(name, got, expected)
     return [y, lse, dq, dk, dv]
+
+
+def nan_stays_in_its_sequence(launches: ModuleType, dtype: torch.dtype, ends: Sequence[int], device: str) -> None:
+    """Also where blocks of a descriptor read on from the first sequence into the next, which is nan."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (ends[-1], 1, 16)
+    q, k, v, dy = (torch.randn(shape, generator=generator).to(dtype).to(device) for _ in range(4))
+    options = AttentionOptions(0.25, False, None, tuple(ends), tuple(ends))
+    results = []
+    for poison in (0.0, math.nan):
+        for tensor in (q, k, v, dy):
+            tensor[ends[1] :] += poison
+        y, dq, dk, dv = (torch.empty_like(q) for _ in range(4))
+        lse = torch.empty(1, ends[-1], device=device)
+        launches.attention_fwd(q, k, v, options, y, lse)
+        launches.attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)
+        results.append([t[: ends[1]] for t in (y, dq, dk, dv)])
+    assert y[ends[1] :].isnan().all()
+    for clean, beside_nan in zip(*results, strict=True):
+        assert torch.equal(clean, beside_nan)
+
+
+def large_scores_do_not_overflow(launches: ModuleType, dtype: torch.dtype, device: str) -> None:
+    q = torch.full((20, 1, 16), 100.0, dtype=dtype, device=device)
+    options = AttentionOptions(1.0, True, None, (0, 20), (0, 20))
+    y, lse = torch.empty_like(q), torch.empty(1, 20, device=device)
+    launches.attention_fwd(q, q, q, options, y, lse)
+    testing.assert_close(y, q, "y")
+    assert torch.allclose(lse.cpu(), 160_000 + torch.arange(1, 21).log())

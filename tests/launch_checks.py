@@ -224,7 +224,7 @@ def grouped_linear(
 def adversarial_linear(
     launches: ModuleType, dtype: torch.dtype, device: str, kind: str, m: int, n: int, k: int
 ) -> None:
-    """All products of a linear layer and of a grouped one with inputs of that kind."""
+    """All products of a linear layer, of a grouped one, and of a gated MLP with inputs of that kind."""
 
     def random() -> Random:
         return Random(dtype, device, kind=kind)
@@ -236,3 +236,7 @@ def adversarial_linear(
     linear_wgrad(launches, random(), [m], n, k, layouts, torch.float32, accumulate=kind != "denormal")
     linear_dgrad_sum(launches, random(), m, [n, n], k)
     linear_wgrads(launches, random(), [(n, k, [m]), (k, n, [m])])
+    if kind != "denormal":  # both factors of some product would be tiny
+        grouped_linear(launches, random(), [[m // 2, 0, m - m // 2]], n, k, out=torch.float32, bias=False)
+    if kind == "special":  # gate times up leaves the range of the others
+        gated_linear(launches, random(), m, n, k, n)

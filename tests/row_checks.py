@@ -155,3 +155,27 @@ def cross_entropy(
     checks.check("dweight", outputs[0], wanted[0], tolerance)
     if bias:
         checks.check("dbias", outputs[1], wanted[1], tolerance)
+
+
+def adversarial(launches: ModuleType, dtype: torch.dtype, device: str, kind: str, rows: int, features: int) -> None:
+    """Norms, rotary embedding and embedding with inputs of that kind; a head with its loss where one row is nan."""
+
+    def random() -> Random:
+        return Random(dtype, device, kind=kind)
+
+    for centered in (False, True):
+        norm(launches, random(), rows, features, centered)
+    rotary(launches, random(), (1, rows, 2, features), features // 2, False)
+    embedding(launches, random(), [rows, rows], rows, features)
+    normal = Random(dtype, device, scale=0.3)
+    x, weight, target = normal(rows, features), normal(features, features), torch.arange(rows, device=device) % features
+    results = []
+    for poison in (0.0, float("nan")):
+        x[1] += poison
+        loss, lse, dx = torch.empty(rows, device=device), torch.empty(rows, device=device), torch.empty_like(x)
+        launches.cross_entropy_fwd(x, weight, None, target, spec.CrossEntropyOptions(), loss, lse, dx)
+        results.append((loss, lse, dx))
+    for clean, beside_nan in zip(*results, strict=True):
+        assert beside_nan[1].isnan().all()
+        beside_nan[1] = clean[1]
+        assert torch.equal(beside_nan, clean)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -381,3 +382,20 @@ def test_a_queue_that_exists_changes_nothing_for_those_that_do_not_defer() -> No
         loss_of(twin, x).backward()
     assert queue.pending() == 0
     testing.assert_same_gradients(twin, model)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_weight_that_has_a_sparse_gradient(deferred: bool) -> None:
+    """Tied to an embedding of torch's whose backward, a sparse one, ran first: the sum is dense."""
+    torch.manual_seed(0)
+    x, results = torch.randn(4, 3, dtype=torch.float64), []
+    values = torch.randn(5, 3, dtype=torch.float64)
+    for linear in (nn.functional.linear, zbkern.functional.linear):
+        weight, queue = nn.Parameter(values.clone()), zbkern.WGradQueue()
+        nn.functional.embedding(torch.tensor([1, 4, 1]), weight, sparse=True).square().sum().backward()
+        assert weight.grad.is_sparse
+        with queue.defer() if deferred else nullcontext():
+            linear(x, weight).square().sum().backward()
+        queue.run()
+        results.append(weight.grad)
+    testing.assert_close(results[1], results[0], "weight.grad")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from simulated_streams import Device
+from simulated_streams import Device, Event, Stream
 from torch import Tensor
 
 import zbkern
@@ -76,6 +76,32 @@ def test_without_the_event_after_b_w_reads_too_early(device: Device, monkeypatch
     assert train(device, "side").read != [[110.0, 110.0]]
 
 
+def test_a_merged_w_waits_for_every_b(device: Device) -> None:
+    """Those of backwards on streams of their own, one of which is far behind."""
+    training, other = Training(device, zbkern.WGradQueue(stream=device.side)), Stream("other")
+    for stream in (other, device.main):
+        with device.on(stream):
+            training.backward()
+    training.queue.run()
+    training.step()
+    device.finish((device.side, device.main, other))
+    assert training.read == [[110.0, 110.0]]
+
+
+def test_a_graph_that_is_captured_is_not_asked_how_far_it_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    queue.run(1)
+    with monkeypatch.context() as capture:
+        capture.setattr(streams, "capturing", lambda: True)
+        capture.setattr(Event, "query", lambda self: pytest.fail("events of a graph have no state yet"))
+        training.backward()
+    queue.run()
+    training.step()
+    device.finish()
+    assert training.read == [[110.0, 110.0]]
+
+
 def test_without_the_event_after_w_a_step_reads_too_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.main, "wait_event", lambda event: None)
     assert train(device, "main").read != [[110.0, 110.0]]
@@ -107,11 +133,12 @@ def test_tensors_go_once_the_host_sees_that_w_has_ended(device: Device) -> None:
     assert training.weight.grad.tolist() == [1110.0, 1110.0]
 
 
-def test_a_byte_limit_waits_for_w(device: Device) -> None:
-    training = Training(device, queue := zbkern.WGradQueue(max_bytes=20, stream=device.side))
+@pytest.mark.parametrize("limit", [20, 4])  # two and a half W, and half of one
+def test_a_byte_limit_waits_for_w(limit: int, device: Device) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(max_bytes=limit, stream=device.side))
     for _ in range(5):
         training.backward()
-        assert queue.bytes <= 20
+        assert queue.bytes <= limit
     queue.run()
     training.step()
     device.finish((device.side, device.main))
@@ -169,6 +196,24 @@ def test_gradients_with_hooks_are_computed_on_the_current_stream(device: Device)
     assert training.weight.grad.tolist() == [110.0, 110.0]
 
 
+@pytest.mark.parametrize("why", ["a hook", "a sparse gradient"])
+def test_gradients_that_the_current_stream_adds_wait_for_w(
+    why: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, waits = Training(device, zbkern.WGradQueue(stream=device.side)), []
+    monkeypatch.setattr(device.main, "wait_event", waits.append)
+    training.backward()
+    training.queue.run(1)
+    assert not waits
+    if why == "a hook":
+        training.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    else:
+        training.weight.grad = torch.zeros(2).to_sparse()
+    training.backward()
+    training.queue.run(2)
+    assert len(waits) == 1
+
+
 def test_listeners_are_called_in_the_order_of_w(device: Device) -> None:
     training = Training(device, zbkern.WGradQueue(stream=device.side))
     seen: list[list[float]] = []
@@ -192,6 +237,17 @@ def test_a_stream_is_set_before_w_waits(device: Device) -> None:
     queue.discard()
     with pytest.raises(TypeError, match=r"must be a torch.cuda.Stream or None; got 3"):
         queue.stream = 3
+
+
+def test_a_queue_that_gets_another_stream_has_joined_the_first(device: Device) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    queue.run(1)
+    queue.stream = None
+    assert queue.bytes == 0
+    training.step()
+    device.finish()
+    assert training.read == [[10.0, 10.0]]
 
 
 def test_blocks_end_early_where_the_launch_can_do_that(device: Device) -> None:

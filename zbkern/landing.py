@@ -61,7 +61,7 @@ class Target:
     def arrive(self) -> None:
         """The launch has run: new gradients become their parameters', and frameworks hear of theirs."""
         for parameter, gradient in self._unset:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad  # not sparse + dense
         for parameter in self._owned:
             _announce(parameter)
 

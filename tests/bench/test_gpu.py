@@ -75,6 +75,12 @@ def test_a_peer_that_fails_is_named_and_the_others_count() -> None:
     assert "broken failed" in gpu.cells(figure)[3]
 
 
+def test_nothing_is_measured_that_could_not_be_checked() -> None:
+    (figure,) = gpu.measure([row(case(check=fails, broken=fails, ok=lambda: None))], bench(), 1.0)
+    assert figure["why not"] == "nothing to check it against: broken failed (AssertionError: differs)"
+    assert "rate" not in figure
+
+
 def test_a_row_without_time_left_says_so() -> None:
     figures = list(gpu.measure([row(case(), case())], bench(), -1.0))
     assert [figure["why not"] for figure in figures] == ["the row's time was up"] * 2

@@ -121,3 +121,17 @@ def test_attention_has_the_same_bits_in_every_run() -> None:
     first = run()
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["large", "special"])
+def test_hostile_values(kind: str, dtype: torch.dtype) -> None:
+    checks.adversarial(launches_of("linear", dtype), dtype, "cuda", kind, 300, 520)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hostile_values_in_attention(dtype: torch.dtype) -> None:
+    launches = launches_of("attention", dtype)
+    for ends in ((0, 250, 500), (0, 200, 500)):
+        attention_checks.nan_stays_in_its_sequence(launches, dtype, ends, "cuda")
+    attention_checks.large_scores_do_not_overflow(launches, dtype, "cuda")

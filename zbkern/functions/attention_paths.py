@@ -107,13 +107,13 @@ def explain(case: Case, why_not_ours: str | None = None) -> list[tuple[str, str 
 
 
 def lines(device: torch.device | str, why_not_ours: str | None) -> list[str]:
-    """For `zbkern info`: the usual case on that GPU, and the one that is left to torch alone."""
+    """For `zbkern info`: the usual case on that GPU, and one that others' cores do not take."""
     capability = torch.cuda.get_device_capability(device)
     usual = Case(capability, torch.bfloat16, 128, 8192, True, False, False, True, False)
     how = "as measured" if capability in measured.ATTENTION else "not measured on such a GPU yet"
-    large = replace(usual, dtype=torch.float32, size=256, window=True)
+    windowed = replace(usual, dtype=torch.float32, window=True)
     found = []
-    for what, case in (("bf16, causal, heads of 128", usual), ("float32 with a window, heads of 256", large)):
+    for what, case in (("bf16, causal, heads of 128", usual), ("float32 with a window", windowed)):
         cores = explain(case, why_not_ours)
         chosen = next(name for name, reason in cores if reason is None)
         found.append(f"  {what}: through {chosen}" + f" ({how})" * (case is usual))
@@ -127,9 +127,7 @@ def why_not(name: str, case: Case) -> str | None:
     if name == "torch":
         return None
     if name == "triton":
-        if case.size > 256:
-            return "its kernels take heads of up to 256"
-        return "heads of more than 128 in float32 do not fit its registers" if not half and case.size > 128 else None
+        return "its kernels take heads of up to 256" if case.size > 256 else None
     if case.empty:
         return "there are no tokens"
     if not half:

@@ -21,13 +21,19 @@ CAPABILITIES = (80, 90, 100)
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that one block may use (CUDA programming guide, technical specifications per compute capability)."""
 
+TENSOR_MEMORY = 512
+"""Columns of an SM's tensor memory, from 10.0 on. For a kernel that asks for more Triton writes an empty one."""
+
+_PRODUCTS = {80: "mma", 90: "wgmma", 100: "tcgen05"}
+
 
 @dataclass(frozen=True)
 class Report:
     """One variant compiled for one capability. stack: bytes per thread, 0 unless registers spill.
 
-    instructions: of the kinds that matter, how many are in the PTX. ahead: copies of operands that begin before the
-    loop that multiplies, None where there is no such loop: two operands in `stages` stages make 2 (stages - 1).
+    tensor_memory: columns of it. instructions: of the kinds that matter, how many are in the PTX. ahead: copies of
+    operands that begin before the loop that multiplies, None where there is no such loop: two operands in `stages`
+    stages make 2 (stages - 1).
     """
 
     module: str
@@ -42,6 +48,7 @@ class Report:
     wgmma: bool
     bulk: bool
     ahead: int | None = None
+    tensor_memory: int = 0
 
     def faults(self) -> list[str]:
         """What a production kernel must not have."""
@@ -50,8 +57,11 @@ class Report:
             found.append(f"spills: {self.stack} bytes of stack per thread")
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"{self.shared} bytes of shared memory, more than {SHARED_MEMORY[self.capability]}")
-        if self.wgmma and self.capability == 90 and not self.instructions["wgmma"]:
-            found.append("multiplies matrices without wgmma")
+        if self.tensor_memory > TENSOR_MEMORY:
+            found.append(f"{self.tensor_memory} columns of tensor memory, more than {TENSOR_MEMORY}")
+        product = _PRODUCTS[self.capability]
+        if self.wgmma and not self.instructions[product]:
+            found.append(f"multiplies matrices without {product}")
         if self.bulk and self.capability >= 90 and not self.instructions["bulk copies"]:
             found.append("uses descriptors without bulk tensor copies")
         if self.ahead is not None and self.ahead < self.stages:
@@ -117,6 +127,7 @@ def _compile(module: str, index: int, capability: int) -> Report:
         wgmma=variant.wgmma,
         bulk=variant.bulk,
         ahead=_ahead(compiled.asm["ttgir"]) if variant.wgmma else None,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
     )
 
 

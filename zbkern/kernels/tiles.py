@@ -54,6 +54,8 @@ _SINGLE = (
     (Tile(128, 128, 32, warps=8, stages=3), 1.0),
     (Tile(64, 64, 32, warps=4, stages=3), 1.7),
 )
+# mma.sync takes both operands from registers: 32 deep, a forward with an activation spills 328 bytes a thread on sm_80
+_SINGLE_MMA = ((Tile(128, 128, 16, warps=8, stages=4), 1.0), _SINGLE[1])
 
 
 def choose(
@@ -90,10 +92,15 @@ def choose(
 
     candidates = [
         (fitting[0], factor)
-        for tile, factor in (_SINGLE if dtype == "float32" else _HALF)
+        for tile, factor in (_HALF if dtype != "float32" else _SINGLE_MMA if unit(capability) == "mma" else _SINGLE)
         if (fitting := [t for s in range(tile.stages, 1, -1) if fits(t := replace(tile, stages=s))])
     ]
     return min(candidates, key=cost)[0]
+
+
+def unit(capability: int) -> str:
+    """What multiplies matrices there: tensor cores that read registers, shared memory, or tensor memory as well."""
+    return "wgmma" if capability == 90 else "tcgen05" if 100 <= capability < 120 else "mma"
 
 
 def count(tile: Tile, *shapes: Sequence[int]) -> int:
@@ -119,7 +126,8 @@ class AttentionTile:
     """queries x keys that one program multiplies at a time: it holds one side and streams the other.
 
     stages: blocks in flight of what is streamed. split: dk and dv are launches of their own, where both accumulators
-    together do not fit into registers; the scores are then computed once more.
+    together do not fit into registers; the scores are then computed once more. piece: columns of a head that a product
+    of rows reads at a time, both sides of it anew, where one of them does not fit into registers; 0 for all.
     """
 
     queries: int
@@ -127,11 +135,13 @@ class AttentionTile:
     warps: int
     stages: int
     split: bool = False
+    piece: int = 0
 
 
-# By what multiplies matrices: mma.sync before 9.0 (and from 12.0 on), wgmma on 9.0, tcgen05 on 10.x. Within each, for
-# heads of up to 64, 128 and 256: the largest of a dozen tries that does not spill, with any mask. An accumulator of
-# 128 x 256 is 128 of the 255 registers of a thread: dkdv, which has two, is split there where they hold accumulators.
+# By what multiplies matrices: mma.sync before 9.0 (and from 12.0 on), wgmma on 9.0, tcgen05 on 10.x; float32 is three
+# products of tf32 parts on all of them. Within each, for heads of up to 64, 128 and 256: the largest of a dozen tries
+# that does not spill, with any mask. An accumulator of 128 x 256 is 128 of the 255 registers of a thread: dkdv, which
+# has two, is split there where they hold accumulators.
 _HEADS = (64, 128, 256)
 _Row = tuple[Any, ...]  # an AttentionTile
 _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
@@ -144,6 +154,9 @@ _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
     ("tcgen05", "fwd"): ((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
     ("tcgen05", "dq"): ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
     ("tcgen05", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
+    ("tf32x3", "fwd"): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2, False, 32)),
+    ("tf32x3", "dq"): ((32, 16, 4, 2), (32, 16, 8, 2, False, 32), (32, 16, 8, 2, False, 32)),
+    ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (16, 16, 4, 2, True), (16, 32, 8, 2, True, 32)),
 }
 # Sequences of different lengths have code for the end of each, and fewer registers left.
 _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
@@ -153,11 +166,9 @@ _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
     ("wgmma", "dkdv", 128): (32, 128, 8, 3),
     ("wgmma", "dkdv", 256): (16, 64, 8, 2, True),
     ("tcgen05", "fwd", 64): (128, 64, 4, 3),
-}
-_ATTENTION_SINGLE: dict[str, tuple[_Row, ...]] = {  # three products each; heads of more than 128 spill
-    "fwd": ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2)),
-    "dq": ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2)),
-    "dkdv": ((16, 16, 4, 2, True), (16, 16, 4, 2, True), (16, 16, 4, 2, True)),
+    ("tf32x3", "dq", 64): (32, 16, 8, 2, False, 32),
+    ("tf32x3", "dkdv", 64): (16, 32, 8, 2, True, 32),
+    ("tf32x3", "dkdv", 128): (16, 32, 8, 2, True, 32),
 }
 
 
@@ -169,11 +180,11 @@ def attention(launch: str, size: int, dtype: str, capability: int, packed: bool 
     measured = table().get(attention_key(launch, size, dtype, capability, packed))
     if isinstance(measured, AttentionTile):
         return measured
-    unit = "wgmma" if capability == 90 else "tcgen05" if 100 <= capability < 120 else "mma"
+    how = "tf32x3" if dtype == "float32" else unit(capability)
     place = next(i for i, limit in enumerate(_HEADS) if size <= limit)
-    row = (_ATTENTION_SINGLE[launch] if dtype == "float32" else _ATTENTION[unit, launch])[place]
-    if packed and dtype != "float32":
-        row = _ATTENTION_PACKED.get((unit, launch, _HEADS[place]), row)
+    row = _ATTENTION[how, launch][place]
+    if packed:
+        row = _ATTENTION_PACKED.get((how, launch, _HEADS[place]), row)
     tile = AttentionTile(*row)
     streamed = "queries" if launch == "dkdv" else "keys"
     limit = 1024 * SHARED_MEMORY.get(capability, 99)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, widen
+from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, offset, widen
 
 _BLOCK = 1024
 """Elements per program: 8 per thread of 4 warps, which is one 16-byte access for half precision."""
@@ -12,19 +12,25 @@ _BLOCK = 1024
 
 @triton.jit
 def _place(columns, blocks, BLOCK: tl.constexpr):
-    """(row, columns of this program's block, which of them exist). Blocks of one row follow each other."""
+    """(row, first column of this program's block, which of its columns exist). Blocks of one row follow each other."""
     program = tl.program_id(0)
-    column = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return (program // blocks).to(tl.int64), column, column < columns
+    first = (program % blocks).to(tl.int64) * BLOCK
+    return (program // blocks).to(tl.int64), first, first + tl.arange(0, BLOCK) < columns
+
+
+@triton.jit
+def _at(matrix, row, first, row_stride, column_stride, BLOCK: tl.constexpr):
+    """Pointers to a block of a row: one address of 64 bits, and offsets of 32 where columns are neighbours."""
+    return matrix + (row * row_stride + first * column_stride) + offset(tl.arange(0, BLOCK), column_stride)
 
 
 @Kernel
 @triton.jit
 def _activation_fwd(z, y, columns, blocks, zr, zc, yr, yc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """y = activation(z), both [M, N]. One program: one block of one row."""
-    row, column, mask = _place(columns, blocks, BLOCK)
-    value = activate(widen(tl.load(z + row * zr + column * zc, mask)), ACTIVATION)
-    tl.store(y + row * yr + column * yc, value.to(y.dtype.element_ty), mask)
+    row, first, mask = _place(columns, blocks, BLOCK)
+    value = activate(widen(tl.load(_at(z, row, first, zr, zc, BLOCK), mask)), ACTIVATION)
+    tl.store(_at(y, row, first, yr, yc, BLOCK), value.to(y.dtype.element_ty), mask)
 
 
 @Kernel
@@ -33,21 +39,21 @@ def _activation_bwd(
     dy, z, dz, columns, blocks, dyr, dyc, zr, zc, dzr, dzc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     """dz = dy activation'(z), all [M, N]. One program: one block of one row."""
-    row, column, mask = _place(columns, blocks, BLOCK)
-    gradient = widen(tl.load(dy + row * dyr + column * dyc, mask))
-    value = widen(tl.load(z + row * zr + column * zc, mask))
+    row, first, mask = _place(columns, blocks, BLOCK)
+    gradient = widen(tl.load(_at(dy, row, first, dyr, dyc, BLOCK), mask))
+    value = widen(tl.load(_at(z, row, first, zr, zc, BLOCK), mask))
     result = activation_gradient(gradient, value, ACTIVATION)
-    tl.store(dz + row * dzr + column * dzc, result.to(dz.dtype.element_ty), mask)
+    tl.store(_at(dz, row, first, dzr, dzc, BLOCK), result.to(dz.dtype.element_ty), mask)
 
 
 @Kernel
 @triton.jit
 def _gated_fwd(gate, up, h, columns, blocks, gr, gc, ur, uc, hr, hc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """h = activation(gate) * up, all [M, H]. One program: one block of one row."""
-    row, column, mask = _place(columns, blocks, BLOCK)
-    value = activate(widen(tl.load(gate + row * gr + column * gc, mask)), ACTIVATION)
-    value *= widen(tl.load(up + row * ur + column * uc, mask))
-    tl.store(h + row * hr + column * hc, value.to(h.dtype.element_ty), mask)
+    row, first, mask = _place(columns, blocks, BLOCK)
+    value = activate(widen(tl.load(_at(gate, row, first, gr, gc, BLOCK), mask)), ACTIVATION)
+    value *= widen(tl.load(_at(up, row, first, ur, uc, BLOCK), mask))
+    tl.store(_at(h, row, first, hr, hc, BLOCK), value.to(h.dtype.element_ty), mask)
 
 
 @Kernel
@@ -61,15 +67,15 @@ def _gated_bwd(
 
     One program: one block of one row.
     """
-    row, column, mask = _place(columns, blocks, BLOCK)
-    dh_value = widen(tl.load(dh + row * dhr + column * dhc, mask))
-    gate_value = widen(tl.load(gate + row * gr + column * gc, mask))
-    up_value = widen(tl.load(up + row * ur + column * uc, mask))
+    row, first, mask = _place(columns, blocks, BLOCK)
+    dh_value = widen(tl.load(_at(dh, row, first, dhr, dhc, BLOCK), mask))
+    gate_value = widen(tl.load(_at(gate, row, first, gr, gc, BLOCK), mask))
+    up_value = widen(tl.load(_at(up, row, first, ur, uc, BLOCK), mask))
     activated = activate(gate_value, ACTIVATION)
     dgate_value = activation_gradient(dh_value * up_value, gate_value, ACTIVATION)
-    tl.store(dgate + row * dgr + column * dgc, dgate_value.to(dgate.dtype.element_ty), mask)
-    tl.store(dup + row * dur + column * duc, (dh_value * activated).to(dup.dtype.element_ty), mask)
-    tl.store(h + row * hr + column * hc, (activated * up_value).to(h.dtype.element_ty), mask)
+    tl.store(_at(dgate, row, first, dgr, dgc, BLOCK), dgate_value.to(dgate.dtype.element_ty), mask)
+    tl.store(_at(dup, row, first, dur, duc, BLOCK), (dh_value * activated).to(dup.dtype.element_ty), mask)
+    tl.store(_at(h, row, first, hr, hc, BLOCK), (activated * up_value).to(h.dtype.element_ty), mask)
 
 
 def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:

@@ -1,14 +1,13 @@
-"""Attention in Triton: the forward, the places of its tiles, and what both directions share. Contract: spec.py.
+"""Attention in Triton: the forward, and what both directions share. Contract: spec.py.
 
 Scores are never in memory: a program keeps its rows' running maximum and sum (Dao, FlashAttention-2, arXiv 2307.08691).
 Which keys a tile of queries must look at is three ranges of blocks: the middle one, nearly all of the work, is seen
-whole and needs no mask. Sequences of one length are found by arithmetic; others through a table of tiles.
+whole and needs no mask.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -18,17 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.spec import AttentionOptions
-from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot, rows_dense
+from zbkern.kernels.triton_attention_places import one_length, place, place_tiles
+from zbkern.kernels.triton_common import INTERPRETED, Kernel, Variant, dot
 from zbkern.kernels.triton_product import precision
 
 LOG2_E = math.log2(math.e)
 
 _LN_2 = tl.constexpr(math.log(2))
-
-LINE = 128
-"""Where the backward keeps a number per query, sequences begin at multiples of this: no tile meets two of them."""
-
-_LINE = tl.constexpr(LINE)
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
@@ -39,14 +34,14 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y:
         lse.fill_(-math.inf)
         return
     check_head_size(size)
-    q, k, v, out = rows_dense(q), rows_dense(k), rows_dense(v), rows_dense(y, copy=False)
+    q, k, v, out = regular(q), regular(k), regular(v), regular(y, copy=False)
     q, exponent = positive(q, options.scale)
     tile = tile_of("fwd", q, options)
     places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
-    streamed = describe((k, v), sequences, tile.keys)
+    streamed = describe((k, v), sequences, tile.keys, tile.piece)
     arguments = (q, *streamed, out, lse, *places, options.window, exponent, tokens, heads // k.shape[1], *strides)
-    sizes = (options.causal, size, size_block(size), tile.queries, tile.keys)
+    sizes = (options.causal, size, size_block(size), tile.queries, tile.keys, tile.piece)
     constants = (*sizes, precision(q.dtype), streamed[0] is not k)
     _forward((grid, heads), arguments, constants, warps=tile.warps, stages=tile.stages)
     if out is not y:
@@ -65,7 +60,7 @@ def positive(factor: Tensor, scale: float) -> tuple[Tensor, float]:
 
 def tile_of(launch: str, q: Tensor, options: AttentionOptions) -> tiles.AttentionTile:
     """The tile of "fwd", "dq" or "dkdv"."""
-    packed = _uniform(options.queries, options.keys) is None
+    packed = one_length(options.queries, options.keys) is None
     dtype = str(q.dtype).removeprefix("torch.")
     return tiles.attention(launch, q.shape[2], dtype, capability_of(q.device), packed)
 
@@ -81,29 +76,34 @@ def size_block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Tensor | TensorDescriptor, ...]:
-    """Descriptors that load blocks of so many rows of one head by TMA; the tensors themselves before 9.0.
+def regular(tensor: Tensor, copy: bool = True) -> Tensor:
+    """The tensor itself where heads begin at multiples of 16 elements, which is what Triton can know, else a copy that
+    does so (or, without `copy`, room for one). One element at a time nothing is copied ahead, and registers spill."""
+    row, head, inner = tensor.stride()
+    if inner == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in (row, head)):
+        return tensor
+    tokens, heads, size = tensor.shape
+    room = tensor.new_empty(tokens, heads, triton.cdiv(size, 16) * 16)[..., :size]
+    return room.copy_(tensor) if copy else room
+
+
+def describe(
+    tensors: tuple[Tensor, ...], sequences: int, rows: int, piece: int
+) -> tuple[Tensor | TensorDescriptor, ...]:
+    """Descriptors that load blocks of so many rows of one head by TMA; the tensors themselves before 9.0, or where a
+    block is read in pieces.
 
     Of [sequences, length, heads, D]: where all have one length, no block reads into the next sequence.
     """
-    if capability_of(tensors[0].device) < 90:
+    if piece or capability_of(tensors[0].device) < 90:
         return tensors
     found = []
-    for tensor in map(_aligned, tensors):
+    for tensor in tensors:
         tokens, heads, size = tensor.shape
         row, head, _ = tensor.stride()
         shape = [sequences, tokens // sequences, heads, size]
         found.append(TensorDescriptor(tensor, shape, [shape[1] * row, row, head, 1], [1, rows, 1, size_block(size)]))
     return tuple(found)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """With heads at multiples of 16 bytes, as TMA asks for: itself or a copy, which costs little beside the scores."""
-    itemsize = tensor.element_size()
-    if tensor.data_ptr() % 16 == 0 and all(s > 0 and s * itemsize % 16 == 0 for s in tensor.stride()[:2]):
-        return tensor
-    room = triton.cdiv(tensor.shape[2] * itemsize, 16) * 16 // itemsize
-    return tensor.new_empty(*tensor.shape[:2], room)[..., : tensor.shape[2]].copy_(tensor)
 
 
 @functools.cache
@@ -113,91 +113,6 @@ def capability_of(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def place_tiles(options: AttentionOptions, side: str, block: int, device: torch.device) -> tuple[tuple, int, int]:
-    """What `place` needs to find a program's tile, how many tiles there are, and how many sequences it tells apart.
-
-    side: whether tiles are blocks of "queries" or of "keys".
-    """
-    uniform = _uniform(options.queries, options.keys)
-    if uniform is None:
-        table = _table(options, side, block, device.type == "cuda")
-        return (_on_device(table, device), 0, 0, 1), table.shape[0], 1
-    sequences, queries, keys = uniform
-    blocks = triton.cdiv(queries if side == "queries" else keys, block)
-    return (None, queries, keys, max(blocks, 1)), sequences * blocks, sequences
-
-
-@functools.lru_cache(maxsize=256)
-def line_length(queries: tuple[int, ...]) -> int:
-    """Numbers in a line that has one for each query, when every sequence begins at a multiple of LINE."""
-    return sum(triton.cdiv(end - start, LINE) * LINE for start, end in pairwise(queries))
-
-
-@functools.lru_cache(maxsize=256)
-def _uniform(queries: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """(sequences, queries of each, keys of each) when all have one length."""
-    lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True)}
-    return (len(queries) - 1, *lengths.pop()) if len(lengths) == 1 else None
-
-
-@functools.lru_cache(maxsize=64)
-def _table(options: AttentionOptions, side: str, block: int, pinned: bool) -> Tensor:
-    """[tiles, 6] int32 on the CPU, what `place` returns of each tile; most work first, so that none ends long after."""
-    rows = sorted(_tiles(options, side, block), reverse=True)
-    table = torch.tensor([row[1:] for row in rows], dtype=torch.int32).view(-1, 6)
-    return table.pin_memory() if pinned else table
-
-
-def _tiles(options: AttentionOptions, side: str, block: int) -> Iterator[tuple[int, ...]]:
-    """(how much it must look at, and the columns of the table) of each tile."""
-    line = 0
-    for (q0, q1), (k0, k1) in zip(pairwise(options.queries), pairwise(options.keys), strict=True):
-        queries, keys = q1 - q0, k1 - k0
-        shift, span = keys - queries, keys + queries if options.window is None else options.window
-        mine, others = (queries, keys) if side == "queries" else (keys, queries)
-        for first in range(0, mine, block):
-            last = min(first + block, mine) - 1
-            start, stop = 0, others
-            if options.causal and side == "queries":
-                start, stop = max(0, first + shift - span + 1), min(keys, last + shift + 1)
-            elif options.causal:
-                start, stop = max(0, first - shift), min(queries, last - shift + span)
-            yield max(stop - start, 0), q0, queries, k0, keys, first, line
-        line += triton.cdiv(queries, LINE) * LINE
-
-
-_CAPTURED: list[Tensor] = []
-"""Tables that CUDA graphs copy from again at each replay; they must outlive them."""
-
-
-def _on_device(table: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return table
-    if torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append(table)
-    return table.to(device, non_blocking=True)
-
-
-@triton.jit
-def place(table, queries, keys, blocks, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """(sequence, first query, queries, first key, keys) of this program, the first row of its tile in the sequence, and
-    where the sequence begins in a line of `line_length`.
-
-    Without a table all sequences have `queries` and `keys`, and `blocks` tiles each. LAST_FIRST: the last tile of a
-    causal forward sees the most keys, and a long tile should not start last. With a table all is one sequence.
-    """
-    program = tl.program_id(0)
-    if table is not None:
-        row = table + program.to(tl.int64) * 6
-        place = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
-        return 0, place[0], place[1], place[2], place[3], place[4], place[5]
-    else:
-        sequence, block = program // blocks, program % blocks
-        if LAST_FIRST:
-            block = blocks - 1 - block
-        return sequence, 0, queries, 0, keys, block * BLOCK, sequence * tl.cdiv(queries, _LINE) * _LINE
 
 
 @triton.jit
@@ -227,6 +142,24 @@ def load_rows(
         pointers = base + tl.cast(start, tl.int64) * stride + row * stride + column
         mask = row < length - start
         return tl.load(pointers, mask & (column < D) if D < SIZE else mask, other=0)
+
+
+@triton.jit
+def multiply_rows(
+    a, a_stride, a_rows, b, b_stride, b_rows,
+    A: tl.constexpr, B: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a b^T [A, B] of rows [D] that begin at a and b, a_rows and b_rows of which exist; PIECE columns at a time.
+
+    Three products of tf32 parts would hold a row of 256 in 256 registers, for a loop that has no more of them.
+    """
+    i, j, total = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :], tl.zeros([A, B], tl.float32)
+    for start in range(0, D, PIECE):
+        column = start + tl.arange(0, PIECE)
+        left = tl.load(a + i * a_stride + column[None, :], (i < a_rows) & (column < D)[None, :], other=0)
+        right = tl.load(b + j * b_stride + column[:, None], (j < b_rows) & (column < D)[:, None], other=0)
+        total = dot(left, right, total, PRECISION)
+    return total
 
 
 @triton.jit
@@ -269,18 +202,24 @@ def sees(query, key, queries, keys, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _attend(
-    total, sums, largest, q, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop, query, queries,
-    keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    total, sums, largest, q, q_row, q_rows, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop,
+    query, queries, keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far.
 
-    One loop, in which a branch masks what needs a mask: one after the other for whole and partial blocks would keep
-    the accumulators of each apart, and spill.
+    q: the tile, or with a PIECE where it begins. One loop, in which a branch masks what needs a mask: one after the
+    other for whole and partial blocks would keep the accumulators of each apart, and spill.
     """
     for begin in tl.range(start, stop, KEYS):
-        some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, False, TMA)
-        scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
+        if PIECE:
+            some_k = k + tl.cast(begin, tl.int64) * k_row
+            scores = multiply_rows(
+                q, q_row, q_rows, some_k, k_row, keys - begin, query.shape[0], KEYS, D, PIECE, PRECISION
+            )
+        else:
+            some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, False, TMA)
+            scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
         if (begin < whole) | (begin + KEYS > partial):
             key = begin + tl.arange(0, KEYS)
             scores = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), scores, float("-inf"))
@@ -302,7 +241,7 @@ def _forward(
     q, k, v, y, lse, table, queries, keys, blocks, window, exponent, tokens, group,
     q_row, q_head, k_row, k_head, v_row, v_head, y_row, y_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """y = softmax(scale q k^T + mask) v and lse; q, y [T, Hq, D], k, v [T', Hk, D], lse [Hq, T].
 
@@ -315,7 +254,10 @@ def _forward(
     y = rows_of(y, sequence, q_first, queries, head, y_row, y_head, False)
     k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
     v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
-    mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
+    if PIECE:
+        mine = q + tl.cast(first, tl.int64) * q_row
+    else:
+        mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
     query = first + tl.arange(0, QUERIES)
     total = tl.zeros([QUERIES, SIZE], tl.float32)
     sums = tl.zeros([QUERIES], tl.float32)
@@ -323,13 +265,15 @@ def _forward(
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     until = stop if table is None else tl.minimum(stop, keys // KEYS * KEYS)
     total, sums, largest = _attend(
-        total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, start, whole, partial, until,
-        query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PRECISION, False, TMA,
+        total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group, start,
+        whole, partial, until, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False,
+        TMA,
     )  # fmt: skip
     if table is not None:
         total, sums, largest = _attend(
-            total, sums, largest, mine, k, v, k_row, v_row, sequence, k_first, head // group, tl.maximum(start, until),
-            whole, partial, stop, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PRECISION, True, TMA,
+            total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group,
+            tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
+            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA,
         )  # fmt: skip
     some = sums != 0
     total = total / tl.where(some, sums, 1.0)[:, None]
@@ -352,6 +296,8 @@ SHAPES = (
     ("bf16", 256, True, False, False),
     ("bf16", 256, True, True, True),
     ("fp32", 128, True, False, False),
+    ("fp32", 128, True, True, True),
+    ("fp32", 256, True, True, True),
 )
 """What is compiled ahead of time: every head size that has tiles of its own, and the longest code of each."""
 
@@ -369,16 +315,17 @@ class Shape:
     def tile(self, launch: str) -> tiles.AttentionTile:
         return tiles.attention(launch, *self._choice)
 
-    def streamed(self, rows: int) -> tuple[str, str]:
+    def streamed(self, tile: tiles.AttentionTile, rows: int) -> tuple[str, str]:
         """The types of two tensors of which blocks of so many rows are read."""
-        return (f"tensordesc<{self.dtype}[1, {rows}, 1, {size_block(self._size)}]>" if self.tma else self.tensor,) * 2
+        described = f"tensordesc<{self.dtype}[1, {rows}, 1, {size_block(self._size)}]>"
+        return (described if self.tma and not tile.piece else self.tensor,) * 2
 
     def variant(self, part: str, kernel: Kernel, types: Sequence, tile: tiles.AttentionTile) -> Variant:
-        half = self.dtype == "bf16"
-        sizes = (self._causal, self._size, size_block(self._size), tile.queries, tile.keys)
-        constants = (*sizes, "ieee" if half else "tf32x3", self.tma)
+        half, tma = self.dtype == "bf16", self.tma and not tile.piece
+        sizes = (self._causal, self._size, size_block(self._size), tile.queries, tile.keys, tile.piece)
+        constants = (*sizes, "ieee" if half else "tf32x3", tma)
         name = f"attention {part} {self.name}"
-        return Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=half, bulk=self.tma)
+        return Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=half, bulk=tma)
 
 
 def variants(capability: int) -> list[Variant]:
@@ -386,6 +333,6 @@ def variants(capability: int) -> list[Variant]:
     found = []
     for shape in (Shape(capability, *row) for row in SHAPES):
         tile = shape.tile("fwd")
-        types = (shape.tensor, *shape.streamed(tile.keys), shape.tensor, "*fp32", *shape.places)
+        types = (shape.tensor, *shape.streamed(tile, tile.keys), shape.tensor, "*fp32", *shape.places)
         found.append(shape.variant("fwd", _forward, (*types, "fp32", "i32", "i32", *("i32:16",) * 8), tile))
     return found

@@ -84,8 +84,8 @@ class Variant:
     types: one per argument of the kernel: "*bf16" (a pointer that is a multiple of 16 bytes; "*bf16:1" is any), "i32"
     or "i64", with ":16" for multiples of 16, 1 or None for arguments that are 1 or None (Triton makes them constants),
     "fp32", "tensordesc<bf16[128, 64]>". constants: values of its constexprs. wgmma: it multiplies matrices, so its
-    sm_90 code must have wgmma. bulk: it reads through descriptors, so from sm_90 on its code must have bulk tensor
-    copies.
+    sm_90 code must have wgmma, that of sm_80 mma and that of sm_100 tcgen05. bulk: it reads through descriptors, so
+    from sm_90 on its code must have bulk tensor copies.
     """
 
     name: str

@@ -151,7 +151,7 @@ def _run_product(
 
 
 def variants(capability: int) -> list[Variant]:
-    """Large bf16 layers with their epilogues, one layer in float32, and an output that bulk copies refuse."""
+    """Large bf16 layers with their epilogues, float32, and an output that bulk copies refuse."""
     bulk = capability >= 90
     sms = {80: 108, 90: 132, 100: 148}[capability]
 
@@ -194,6 +194,7 @@ def variants(capability: int) -> list[Variant]:
         product("dgrad"),
         product("dgrad", accumulate=True),
         product("dgrad", "gelu", z=True),
+        product("fwd", "silu", dtype="fp32", z=True, bias=True),
         product("dgrad", dtype="fp32"),
         *([product("dgrad", "gelu", z=True, writes=False)] if bulk else []),
     ]

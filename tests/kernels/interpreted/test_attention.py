@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -60,6 +59,19 @@ def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
     checks.attention(triton_launches, dtype, **{"size": 16, **arguments})
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"queries": [33], "size": 65}, {"queries": [17, 40], "window": 20}, {"queries": [18], "size": 256}],
+    ids=str,
+)
+def test_heads_in_pieces(arguments: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = tiles.attention
+    monkeypatch.setattr(tiles, "attention", lambda *case: replace(choose(*case), piece=16))
+    checks.attention(triton_launches, dtype, **{"heads": (4, 2), "size": 24, **arguments})
+    checks.attention(triton_launches, dtype, [19], [31], size=40, causal=False, layouts=("odd", "step", "plain"))
+
+
 @pytest.mark.parametrize("layout", checks.LAYOUTS)
 def test_layouts(layout: str) -> None:
     """By descriptor where the tensors allow it, by pointers elsewhere."""
@@ -106,34 +118,13 @@ def test_runs_are_equal_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_nan_and_infinity_stay_in_their_sequence(batched: bool) -> None:
-    """Also where blocks of a descriptor read on into the next sequence."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dy = (torch.randn(50, 1, 16, generator=generator, dtype=torch.float32) for _ in range(4))
-    ends = (0, 25, 50) if batched else (0, 20, 50)
-    options = AttentionOptions(0.25, False, None, ends, ends)
-    results = []
-    for poison in (0.0, math.nan):
-        for tensor in (q, k, v, dy):
-            tensor[ends[1] :] += poison
-        y, dq, dk, dv = (torch.empty_like(q) for _ in range(4))
-        lse = torch.empty(1, 50)
-        triton_launches.attention_fwd(q, k, v, options, y, lse)
-        triton_launches.attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)
-        results.append([t[: ends[1]] for t in (y, dq, dk, dv)])
-    assert y[ends[1] :].isnan().all()
-    for clean, beside_nan in zip(*results, strict=True):
-        assert torch.equal(clean, beside_nan)
+@pytest.mark.parametrize("ends", [(0, 25, 50), (0, 20, 50)], ids=["batched", "packed"])
+def test_nan_stays_in_its_sequence(ends: tuple[int, ...]) -> None:
+    checks.nan_stays_in_its_sequence(triton_launches, torch.float32, ends, "cpu")
 
 
 def test_large_scores_do_not_overflow() -> None:
-    q = torch.full((20, 1, 16), 100.0)
-    options = AttentionOptions(1.0, True, None, (0, 20), (0, 20))
-    y, lse = torch.empty_like(q), torch.empty(1, 20)
-    triton_launches.attention_fwd(q, q, q, options, y, lse)
-    assert torch.equal(y, q)
-    assert torch.allclose(lse, 160_000 + torch.arange(1, 21).log())
+    checks.large_scores_do_not_overflow(triton_launches, torch.float32, "cpu")
 
 
 def test_too_large_heads_are_refused() -> None:

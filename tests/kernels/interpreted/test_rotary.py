@@ -8,6 +8,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import row_checks
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zbkern import functional, testing
 from zbkern.kernels import triton_rotary
@@ -24,6 +26,22 @@ def test_rotary(shape: tuple[int, ...], half: int, interleaved: bool, dtype: tor
     for layout, wide in (("plain", True), ("odd", False), ("transposed", True)):
         random = row_checks.Random(dtype, "cpu")
         row_checks.rotary(triton_rotary, random, shape, half, interleaved, wide, layout)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.tuples(*[st.integers(0, 3)] * 2, st.integers(1, 9), st.integers(1, 40)),
+    st.integers(0, 20),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(row_checks.checks.LAYOUTS),
+    st.sampled_from([torch.float32, torch.float16]),
+)
+def test_any_shape(
+    shape: tuple[int, ...], half: int, interleaved: bool, wide: bool, layout: str, dtype: torch.dtype
+) -> None:
+    half = min(half, shape[3] // 2)
+    row_checks.rotary(triton_rotary, row_checks.Random(dtype, "cpu"), shape, half, interleaved, wide, layout)
 
 
 def test_tiles_are_powers_of_two() -> None:
