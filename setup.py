@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the build runs without pyproject.toml's backend-path
@@ -41,6 +42,18 @@ def extension(part: str, platform: str) -> Extension:
     )
 
 
+class FreshBuild(build):
+    """build, but a wheel gets nothing that an earlier one left: kernels switched off since, modules since removed."""
+
+    def run(self) -> None:
+        command = self.get_finalized_command("build_ext")
+        made = {Path(command.get_ext_fullpath(ext.name)) for ext in self.distribution.ext_modules or ()}
+        for path in Path(self.build_lib).rglob("*"):
+            if path.is_file() and path not in made:
+                path.unlink()
+        super().run()
+
+
 class LoudBuild(build_ext):
     """build_ext that builds the CUDA kernels with ninja, and whose errors say which command failed."""
 
@@ -65,4 +78,5 @@ class LoudBuild(build_ext):
 
 if __name__ == "__main__":
     parts = decide(this_machine()).parts
-    setup(ext_modules=[extension(part, sys.platform) for part in parts], cmdclass={"build_ext": LoudBuild})
+    commands = {"build": FreshBuild, "build_ext": LoudBuild}
+    setup(ext_modules=[extension(part, sys.platform) for part in parts], cmdclass=commands)

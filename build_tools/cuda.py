@@ -132,7 +132,8 @@ def code_flags(source: Path, architectures: tuple[str, ...]) -> list[str]:
     options = []
     for name in chosen:
         number = re.sub(r"\.|\+PTX", "", name)
-        codes = [f"sm_{number}"] + ([f"compute_{number}"] if name.endswith("+PTX") else [])
+        codes = [] if name == "9.0+PTX" else [f"sm_{number}"]  # for which there is 9.0a
+        codes += [f"compute_{number}"] if name.endswith("+PTX") else []
         options += ["-gencode", f"arch=compute_{number},code=[{','.join(codes)}]"]
     return options
 

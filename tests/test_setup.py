@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import sysconfig
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from setuptools import Distribution, Extension
 
 from build_tools import cuda, decision
 from build_tools.decision import Decision, Machine, decide
@@ -90,6 +92,10 @@ def test_asking_for_cuda_where_it_cannot_be_says_why(change: dict[str, str | Non
         ("9.0;9.0a", (), ("9.0a",)),
         ("7.5 8.0 8.6 9.0 10.0 12.0+PTX", (), ("8.0", "8.6", "9.0a", "10.0", "12.0+PTX")),
         ("10.0f", (), ("10.0f",)),
+        ("8.0;9.0+PTX", (), ("8.0", "9.0+PTX", "9.0a")),  # the PTX of 9.0a is of no use to later GPUs
+        ("9.0a+PTX", (), ("9.0a+PTX",)),
+        ("Volta;Ampere;Hopper", (), ("8.0", "8.6+PTX", "9.0+PTX", "9.0a")),
+        ("Ampere+Tegra Blackwell", (), ("8.7", "10.0", "10.3", "12.0", "12.1+PTX")),
     ],
 )
 def test_architectures(listed: str, visible: tuple[str, ...], chosen: tuple[str, ...]) -> None:
@@ -97,7 +103,7 @@ def test_architectures(listed: str, visible: tuple[str, ...], chosen: tuple[str,
     assert decide(machine).architectures == chosen
 
 
-@pytest.mark.parametrize("listed", ["Hopper", "90", "9.0;sm_80", "7.0 7.5"])
+@pytest.mark.parametrize("listed", ["Grace", "hopper", "90", "9.0;sm_80", "7.0 7.5"])
 def test_architectures_that_cannot_be(listed: str) -> None:
     with pytest.raises(ValueError, match="TORCH_CUDA_ARCH_LIST"):
         decision.architectures(listed, (), (13, 0))
@@ -156,6 +162,10 @@ def test_code_flags_of_sources() -> None:
     ]
     assert cuda.code_flags(hopper, ("8.0", "9.0a")) == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
     assert cuda.code_flags(hopper, ("8.0", "10.0"))[0] == "-DZBKERN_NO_SM90"
+    later = ["-gencode", "arch=compute_90,code=[compute_90]"]
+    assert cuda.code_flags(hopper, ("9.0+PTX", "9.0a")) == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
+    assert cuda.code_flags(ampere, ("9.0+PTX", "9.0a")) == later
+    assert cuda.code_flags(everywhere, ("9.0+PTX", "9.0a"))[:2] == later
     assert cuda.code_flags(ampere, ("8.0", "9.0a")) == ["-gencode", "arch=compute_80,code=[sm_80]"]
     assert cuda.code_flags(ampere, ("9.0a",)) == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
 
@@ -260,3 +270,21 @@ def test_error_names_the_command(script: ModuleType, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(script.build_ext, "build_extension", compile_one)
     with pytest.raises(RuntimeError, match=r"g\+\+ -c 'a b.cpp'"):
         build.build_extension(SimpleNamespace(name="zbkern._planner"))
+
+
+def test_a_wheel_has_nothing_of_an_earlier_build(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script.build, "run", lambda self: None)
+    distribution = Distribution(
+        {"ext_modules": [Extension("zbkern._planner", ["a.cpp"])], "cmdclass": {"build": script.FreshBuild}}
+    )
+    command = distribution.get_command_obj("build")
+    command.build_base = str(tmp_path)
+    command.ensure_finalized()
+    folder, suffix = Path(command.build_lib) / "zbkern", sysconfig.get_config_var("EXT_SUFFIX")
+    folder.mkdir(parents=True)
+    for name in (f"_planner{suffix}", f"_cuda{suffix}", "removed.py"):
+        (folder / name).touch()
+    command.run()
+    assert [path.name for path in folder.iterdir()] == [f"_planner{suffix}"]
