@@ -8,7 +8,9 @@ but the CUDA kernels, "cuda" insists on them, "off" builds nothing. build_tools/
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -55,12 +57,36 @@ class FreshBuild(build):
 
 
 class LoudBuild(build_ext):
-    """build_ext that builds the CUDA kernels with ninja, and whose errors say which command failed."""
+    """build_ext that builds the CUDA kernels with ninja, and whose errors say which command failed.
+
+    What was built before of the same sources is copied: setuptools would compile it anew for each editable install.
+    """
 
     def build_extension(self, ext: Extension) -> None:
+        machine, target = this_machine(), Path(self.get_ext_fullpath(ext.name))
         if ext.name == "zbkern._cuda":
-            cuda.build(Path(self.get_ext_fullpath(ext.name)), this_machine())
+            cuda.build(target, machine)
             return
+        kept = cuda.cache_folder(machine) / f"{ext.name}-{self.content_hash(ext)}"
+        if not kept.exists():
+            self.compile_loudly(ext)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            part = shutil.copy2(target, kept.with_suffix(f".{os.getpid()}"))
+            os.replace(part, kept)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(kept, target)
+
+    def content_hash(self, ext: Extension) -> str:
+        """Of everything that an extension depends on."""
+        import pybind11
+
+        words = [pybind11.__version__, self.get_ext_filename(ext.name), *ext.extra_compile_args]
+        for command in ("compiler_so_cxx", "linker_so_cxx"):
+            words += getattr(self.compiler, command, None) or []
+        texts = [Path(name).read_bytes() for name in (*ext.sources, *ext.depends)]
+        return cuda.hash_of(*texts, " ".join(words).encode())
+
+    def compile_loudly(self, ext: Extension) -> None:
         spawn = self.compiler.spawn
 
         def spawn_loudly(command: list[str], **options: object) -> None:

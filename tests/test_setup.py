@@ -257,19 +257,49 @@ def test_sources_need_no_torch() -> None:
     assert all("torch/" not in path.read_text() for path in sources)
 
 
-def test_error_names_the_command(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(command: list[str], **options: object) -> None:
-        raise OSError("exit code 1")
+@pytest.fixture
+def planner_build(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """setup.py's build of an extension of one source, whose compiler is a function; `compiled` counts its calls."""
+    source, found = tmp_path / "a b.cpp", SimpleNamespace(compiled=0, fails=False, source=tmp_path / "a b.cpp")
+    source.write_text("int a;\n")
+    monkeypatch.setenv("ZBKERN_BUILD_CACHE", str(tmp_path / "cache"))
+    build = script.LoudBuild(Distribution({"ext_modules": [Extension("zbkern._planner", [str(source)])]}))
+    build.build_lib, build.build_temp = str(tmp_path / "lib"), str(tmp_path / "temp")
+    build.ensure_finalized()
+    found.target = Path(build.get_ext_fullpath("zbkern._planner"))
 
-    build = script.LoudBuild.__new__(script.LoudBuild)
-    build.compiler = SimpleNamespace(spawn=fail)
+    def spawn(command: list[str], **options: object) -> None:
+        if found.fails:
+            raise OSError("exit code 1")
 
     def compile_one(self: object, ext: object) -> None:
+        found.compiled += 1
         build.compiler.spawn(["g++", "-c", "a b.cpp"])
+        found.target.parent.mkdir(parents=True, exist_ok=True)
+        found.target.write_text(source.read_text())
 
+    def run() -> None:
+        build.compiler = SimpleNamespace(spawn=spawn, compiler_so_cxx=["g++"])
+        build.build_extension(build.extensions[0])
+
+    found.run = run
     monkeypatch.setattr(script.build_ext, "build_extension", compile_one)
+    return found
+
+
+def test_error_names_the_command(planner_build: SimpleNamespace) -> None:
+    planner_build.fails = True
     with pytest.raises(RuntimeError, match=r"g\+\+ -c 'a b.cpp'"):
-        build.build_extension(SimpleNamespace(name="zbkern._planner"))
+        planner_build.run()
+
+
+def test_the_planner_is_compiled_again_only_where_it_changed(planner_build: SimpleNamespace) -> None:
+    for text, compiled in (("int a;\n", 1), ("int a;\n", 1), ("int b;\n", 2), ("int a;\n", 2)):
+        planner_build.source.write_text(text)
+        planner_build.target.unlink(missing_ok=True)
+        planner_build.run()
+        assert planner_build.compiled == compiled
+        assert planner_build.target.read_text() == text
 
 
 def test_a_wheel_has_nothing_of_an_earlier_build(
