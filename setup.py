@@ -9,7 +9,6 @@ but the CUDA kernels, "cuda" insists on them, "off" builds nothing. build_tools/
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -48,16 +47,12 @@ class FreshBuild(build):
     """build, but a wheel gets nothing that an earlier one left: kernels switched off since, modules since removed."""
 
     def run(self) -> None:
-        command = self.get_finalized_command("build_ext")
-        made = {Path(command.get_ext_fullpath(ext.name)) for ext in self.distribution.ext_modules or ()}
-        for path in Path(self.build_lib).rglob("*"):
-            if path.is_file() and path not in made:
-                path.unlink()
+        shutil.rmtree(Path(self.build_lib, "zbkern"), ignore_errors=True)
         super().run()
 
 
 class LoudBuild(build_ext):
-    """build_ext that builds the CUDA kernels with ninja, and whose errors say which command failed.
+    """build_ext that builds the CUDA kernels with ninja, and whose errors say how to do without.
 
     What was built before of the same sources is copied: setuptools would compile it anew for each editable install.
     """
@@ -69,7 +64,13 @@ class LoudBuild(build_ext):
             return
         kept = cuda.cache_folder(machine) / f"{ext.name}-{self.content_hash(ext)}"
         if not kept.exists():
-            self.compile_loudly(ext)
+            self.force = True  # what lies in the build folder may be of other flags
+            try:
+                super().build_extension(ext)
+            except Exception as error:
+                raise RuntimeError(
+                    f"building {ext.name} failed: {error}\n  to install without it: ZBKERN_BUILD=off"
+                ) from error
             kept.parent.mkdir(parents=True, exist_ok=True)
             part = shutil.copy2(target, kept.with_suffix(f".{os.getpid()}"))
             os.replace(part, kept)
@@ -78,28 +79,11 @@ class LoudBuild(build_ext):
 
     def content_hash(self, ext: Extension) -> str:
         """Of everything that an extension depends on."""
-        import pybind11
-
-        words = [pybind11.__version__, self.get_ext_filename(ext.name), *ext.extra_compile_args]
+        words = [self.get_ext_filename(ext.name), *ext.extra_compile_args]
         for command in ("compiler_so_cxx", "linker_so_cxx"):
             words += getattr(self.compiler, command, None) or []
         texts = [Path(name).read_bytes() for name in (*ext.sources, *ext.depends)]
         return cuda.hash_of(*texts, " ".join(words).encode())
-
-    def compile_loudly(self, ext: Extension) -> None:
-        spawn = self.compiler.spawn
-
-        def spawn_loudly(command: list[str], **options: object) -> None:
-            try:
-                spawn(command, **options)
-            except Exception as error:
-                line = shlex.join(map(str, command))
-                raise RuntimeError(
-                    f"building {ext.name} failed: {error}\n  command: {line}\n  to install without it: ZBKERN_BUILD=off"
-                ) from error
-
-        self.compiler.spawn = spawn_loudly
-        super().build_extension(ext)
 
 
 if __name__ == "__main__":
