@@ -304,7 +304,7 @@ def test_norm(module: ModuleType) -> None:
 
 @pytest.mark.parametrize("undo", [False, True])
 def test_what_the_reference_does_where_reading_would_wait(undo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = spec.AdamWOptions(0.01, max_norm=1.0)
+    options = spec.AdamWOptions(torch.tensor(0.01, dtype=torch.float64), max_norm=1.0)
     for control in (torch.tensor([4.0, 0.0, 1.0]), torch.tensor([4.0, 1.0, 1.0])):
         lists = adam_state(BF16, FP32, masters=True)
         twins = copied(lists)

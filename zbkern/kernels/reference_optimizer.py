@@ -127,7 +127,7 @@ def _step(
 ) -> None:
     lr, (beta1, beta2) = options.lr, options.betas
     if isinstance(lr, Tensor):
-        lr = float(lr) if lr.device.type in _HOST else lr.to(weights[0].device)
+        lr = float(lr) if lr.device.type in _HOST else lr.to(weights[0].device, torch.float32)
     torch._fused_adamw_(
         weights, gradients, exp_avgs, exp_avg_sqs, [], steps, lr=lr, beta1=beta1, beta2=beta2, eps=options.eps,
         weight_decay=options.weight_decay, amsgrad=False, maximize=options.maximize,
