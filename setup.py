@@ -8,11 +8,13 @@ but the CUDA kernels, "cuda" insists on them, "off" builds nothing. build_tools/
 
 from __future__ import annotations
 
-import shlex
+import os
+import shutil
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the build runs without pyproject.toml's backend-path
@@ -41,28 +43,50 @@ def extension(part: str, platform: str) -> Extension:
     )
 
 
+class FreshBuild(build):
+    """build, but a wheel gets nothing that an earlier one left: kernels switched off since, modules since removed."""
+
+    def run(self) -> None:
+        shutil.rmtree(Path(self.build_lib, "zbkern"), ignore_errors=True)
+        super().run()
+
+
 class LoudBuild(build_ext):
-    """build_ext that builds the CUDA kernels with ninja, and whose errors say which command failed."""
+    """build_ext that builds the CUDA kernels with ninja, and whose errors say how to do without.
+
+    What was built before of the same sources is copied: setuptools would compile it anew for each editable install.
+    """
 
     def build_extension(self, ext: Extension) -> None:
+        machine, target = this_machine(), Path(self.get_ext_fullpath(ext.name))
         if ext.name == "zbkern._cuda":
-            cuda.build(Path(self.get_ext_fullpath(ext.name)), this_machine())
+            cuda.build(target, machine)
             return
-        spawn = self.compiler.spawn
-
-        def spawn_loudly(command: list[str], **options: object) -> None:
+        kept = cuda.cache_folder(machine) / f"{ext.name}-{self.content_hash(ext)}"
+        if not kept.exists():
+            self.force = True  # what lies in the build folder may be of other flags
             try:
-                spawn(command, **options)
+                super().build_extension(ext)
             except Exception as error:
-                line = shlex.join(map(str, command))
                 raise RuntimeError(
-                    f"building {ext.name} failed: {error}\n  command: {line}\n  to install without it: ZBKERN_BUILD=off"
+                    f"building {ext.name} failed: {error}\n  to install without it: ZBKERN_BUILD=off"
                 ) from error
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            part = shutil.copy2(target, kept.with_suffix(f".{os.getpid()}"))
+            os.replace(part, kept)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(kept, target)
 
-        self.compiler.spawn = spawn_loudly
-        super().build_extension(ext)
+    def content_hash(self, ext: Extension) -> str:
+        """Of everything that an extension depends on."""
+        words = [self.get_ext_filename(ext.name), *ext.extra_compile_args]
+        for command in ("compiler_so_cxx", "linker_so_cxx"):
+            words += getattr(self.compiler, command, None) or []
+        texts = [Path(name).read_bytes() for name in (*ext.sources, *ext.depends)]
+        return cuda.hash_of(*texts, " ".join(words).encode())
 
 
 if __name__ == "__main__":
     parts = decide(this_machine()).parts
-    setup(ext_modules=[extension(part, sys.platform) for part in parts], cmdclass={"build_ext": LoudBuild})
+    commands = {"build": FreshBuild, "build_ext": LoudBuild}
+    setup(ext_modules=[extension(part, sys.platform) for part in parts], cmdclass=commands)

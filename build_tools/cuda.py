@@ -48,12 +48,16 @@ def build(target: Path, machine: Machine) -> None:
     """Makes the extension module `target`. Raises RuntimeError with the failing command and the compiler's words."""
     assert machine.nvcc is not None
     toolkit = find_toolkit(machine.nvcc, machine.cuda)
-    objects = compile_objects(toolkit, decide(machine), Path(machine.environment.get("ZBKERN_BUILD_CACHE") or CACHE))
+    objects = compile_objects(toolkit, decide(machine), cache_folder(machine))
     target.parent.mkdir(parents=True, exist_ok=True)
     _run([toolkit.nvcc, "-shared", "-cudart", "static", "-o", str(target), *map(str, objects)], "linking")
     reports = [path.with_suffix(".txt").read_text() for path in objects]
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text("\n".join([sources_hash(), *reports]))
+
+
+def cache_folder(machine: Machine) -> Path:
+    return Path(machine.environment.get("ZBKERN_BUILD_CACHE") or CACHE)
 
 
 def compile_objects(toolkit: Toolkit, decision: Decision, cache: Path) -> list[Path]:
@@ -87,7 +91,7 @@ def with_headers(source: Path) -> list[Path]:
 def sources_hash() -> str:
     """Tells whether a built extension is of the sources at hand."""
     files = sorted({path for source in sources() for path in with_headers(source)})
-    return _hash(*(path.read_bytes() for path in files))
+    return hash_of(*(path.read_bytes() for path in files))
 
 
 def content_hash(source: Path, command: list[str], toolkit: Toolkit) -> str:
@@ -97,7 +101,7 @@ def content_hash(source: Path, command: list[str], toolkit: Toolkit) -> str:
     versions = [toolkit.version, toolkit.cutlass_version]
     if source.suffix == ".cpp":  # kernels are the same for every Python
         versions.append(sysconfig.get_config_var("EXT_SUFFIX"))
-    return _hash(*texts, " ".join(words).encode(), " ".join(map(str, versions)).encode())
+    return hash_of(*texts, " ".join(words).encode(), " ".join(map(str, versions)).encode())
 
 
 def flags(source: Path, toolkit: Toolkit, architectures: tuple[str, ...]) -> list[str]:
@@ -132,7 +136,8 @@ def code_flags(source: Path, architectures: tuple[str, ...]) -> list[str]:
     options = []
     for name in chosen:
         number = re.sub(r"\.|\+PTX", "", name)
-        codes = [f"sm_{number}"] + ([f"compute_{number}"] if name.endswith("+PTX") else [])
+        codes = [] if name == "9.0+PTX" else [f"sm_{number}"]  # for which there is 9.0a
+        codes += [f"compute_{number}"] if name.endswith("+PTX") else []
         options += ["-gencode", f"arch=compute_{number},code=[{','.join(codes)}]"]
     return options
 
@@ -180,17 +185,22 @@ def _packaged_ninja() -> str:
     return str(Path(ninja.BIN_DIR) / "ninja")
 
 
-def _run(command: list[str], doing: str) -> str:
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if result.returncode:
+def _run(command: list[str], doing: str) -> None:
+    said = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("["):  # ninja's progress, which pip shows with -v
+                print(line, end="", flush=True)
+    if process.returncode:
         raise RuntimeError(
-            f"{doing} failed: exit code {result.returncode}\n  command: {shlex.join(command)}\n"
-            f"{result.stdout[-20000:]}\n  {HOW_TO_SKIP}"
+            f"{doing} failed: exit code {process.returncode}\n  command: {shlex.join(command)}\n"
+            f"{''.join(said)[-20000:]}\n  {HOW_TO_SKIP}"
         )
-    return result.stdout
 
 
-def _hash(*parts: bytes) -> str:
+def hash_of(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -18,6 +18,17 @@ PARTS = ("planner", "cuda")
 DEFAULT_ARCHITECTURES = ("8.0", "9.0a", "10.0")
 """Where no GPU is visible: A100, H100 and B200, and their kin of the same major number."""
 
+NAMED = {  # by torch
+    "Volta": "7.0",
+    "Turing": "7.5",
+    "Ampere+Tegra": "8.7",
+    "Ampere": "8.0;8.6+PTX",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell+Tegra": "11.0",
+    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
+}
+
 OLDEST_CUDA = (12, 1)  # whose kernels take more than 4 KB of parameters
 OLDEST_CUDA_OF_BLACKWELL = (12, 8)
 
@@ -84,23 +95,27 @@ def why_no_cuda(machine: Machine) -> str | None:
 def architectures(listed: str, visible: Sequence[str], cuda: tuple[int, int]) -> tuple[str, ...]:
     """What to compile for: TORCH_CUDA_ARCH_LIST if it is set, else the visible GPUs, else DEFAULT_ARCHITECTURES.
 
-    9.0 becomes 9.0a, whose code runs on every GPU of 9.0 and may use its tensor cores fully. What is older than 8.0 is
-    left out: it has no bf16. Raises ValueError for a name that is no number, and when nothing is left.
+    9.0 becomes 9.0a, whose code runs on every GPU of 9.0 and may use its tensor cores fully; with +PTX beside 9.0's
+    own, for 9.0a's is of no use to another GPU. What is older than 8.0 is left out: it has no bf16. Raises ValueError
+    for what is neither a number nor NAMED, and when nothing is left.
     """
+    asked = listed
+    for name, numbers in NAMED.items():
+        listed = listed.replace(name, numbers)
     default = [name for name in DEFAULT_ARCHITECTURES if name != "10.0" or cuda >= OLDEST_CUDA_OF_BLACKWELL]
     names = re.split(r"[;,\s]+", listed.strip()) if listed.strip() else list(visible or default)
     chosen = []
     for name in filter(None, names):
-        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
+        match = re.fullmatch(r"(\d+)\.\d[af]?(\+PTX)?", name)
         if match is None:
-            raise ValueError(f"TORCH_CUDA_ARCH_LIST must hold numbers such as '8.0;9.0a;10.0+PTX'; got {name!r}")
-        major, minor, suffix, ptx = match.groups()
-        if int(major) >= 8:
-            feature = "a" if (major, minor) == ("9", "0") else suffix
-            chosen.append(f"{major}.{minor}{feature}{ptx or ''}")
+            raise ValueError(f"TORCH_CUDA_ARCH_LIST must hold numbers such as '8.0;9.0a;10.0+PTX'; got {asked!r}")
+        if name in ("9.0", "9.0+PTX"):
+            chosen.append("9.0a")
+        if int(match[1]) >= 8 and name != "9.0":
+            chosen.append(name)
     if not chosen:
         raise ValueError(f"TORCH_CUDA_ARCH_LIST: the CUDA kernels need 8.0 or later; got {', '.join(names)}")
-    return tuple(sorted(set(chosen), key=lambda name: [int(number) for number in re.findall(r"\d+", name)]))
+    return tuple(sorted(set(chosen), key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name)))
 
 
 def jobs_at_a_time(environment: Mapping[str, str], cores: int) -> int:

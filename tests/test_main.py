@@ -44,6 +44,13 @@ def test_info_says_what_of_the_cuda_kernels_was_built_and_why_not_more(
     assert "built with CUDA 13.1 and CUTLASS 4.2.0 for 8.0, 9.0a" in "\n".join(info.lines())
 
 
+def test_info_says_whether_the_planner_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zbkern._planner", SimpleNamespace())
+    assert "planner         compiled" in info.lines()
+    monkeypatch.setitem(sys.modules, "zbkern._planner", None)
+    assert "slower: install a C++ compiler, then install zbkern again" in "\n".join(info.lines())
+
+
 def test_info_without_torch_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec, version = importlib.util.find_spec, info._version
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else find_spec(name, *a))

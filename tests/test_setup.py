@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from setuptools import Distribution, Extension
 
 from build_tools import cuda, decision
 from build_tools.decision import Decision, Machine, decide
@@ -90,6 +91,10 @@ def test_asking_for_cuda_where_it_cannot_be_says_why(change: dict[str, str | Non
         ("9.0;9.0a", (), ("9.0a",)),
         ("7.5 8.0 8.6 9.0 10.0 12.0+PTX", (), ("8.0", "8.6", "9.0a", "10.0", "12.0+PTX")),
         ("10.0f", (), ("10.0f",)),
+        ("8.0;9.0+PTX", (), ("8.0", "9.0+PTX", "9.0a")),  # the PTX of 9.0a is of no use to later GPUs
+        ("9.0a+PTX", (), ("9.0a+PTX",)),
+        ("Volta;Ampere;Hopper", (), ("8.0", "8.6+PTX", "9.0+PTX", "9.0a")),
+        ("Ampere+Tegra Blackwell", (), ("8.7", "10.0", "10.3", "12.0", "12.1+PTX")),
     ],
 )
 def test_architectures(listed: str, visible: tuple[str, ...], chosen: tuple[str, ...]) -> None:
@@ -97,7 +102,7 @@ def test_architectures(listed: str, visible: tuple[str, ...], chosen: tuple[str,
     assert decide(machine).architectures == chosen
 
 
-@pytest.mark.parametrize("listed", ["Hopper", "90", "9.0;sm_80", "7.0 7.5"])
+@pytest.mark.parametrize("listed", ["Grace", "hopper", "90", "9.0;sm_80", "7.0 7.5"])
 def test_architectures_that_cannot_be(listed: str) -> None:
     with pytest.raises(ValueError, match="TORCH_CUDA_ARCH_LIST"):
         decision.architectures(listed, (), (13, 0))
@@ -156,6 +161,10 @@ def test_code_flags_of_sources() -> None:
     ]
     assert cuda.code_flags(hopper, ("8.0", "9.0a")) == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
     assert cuda.code_flags(hopper, ("8.0", "10.0"))[0] == "-DZBKERN_NO_SM90"
+    later = ["-gencode", "arch=compute_90,code=[compute_90]"]
+    assert cuda.code_flags(hopper, ("9.0+PTX", "9.0a")) == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
+    assert cuda.code_flags(ampere, ("9.0+PTX", "9.0a")) == later
+    assert cuda.code_flags(everywhere, ("9.0+PTX", "9.0a"))[:2] == later
     assert cuda.code_flags(ampere, ("8.0", "9.0a")) == ["-gencode", "arch=compute_80,code=[sm_80]"]
     assert cuda.code_flags(ampere, ("9.0a",)) == ["-gencode", "arch=compute_90a,code=[sm_90a]"]
 
@@ -247,16 +256,60 @@ def test_sources_need_no_torch() -> None:
     assert all("torch/" not in path.read_text() for path in sources)
 
 
-def test_error_names_the_command(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(command: list[str], **options: object) -> None:
-        raise OSError("exit code 1")
-
-    build = script.LoudBuild.__new__(script.LoudBuild)
-    build.compiler = SimpleNamespace(spawn=fail)
+@pytest.fixture
+def planner_build(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """setup.py's build of an extension of one source; `compiled` counts how often."""
+    source, found = tmp_path / "a b.cpp", SimpleNamespace(compiled=0, fails=False, source=tmp_path / "a b.cpp")
+    source.write_text("int a;\n")
+    monkeypatch.setenv("ZBKERN_BUILD_CACHE", str(tmp_path / "cache"))
+    build = script.LoudBuild(Distribution({"ext_modules": [Extension("zbkern._planner", [str(source)])]}))
+    build.build_lib, build.build_temp = str(tmp_path / "lib"), str(tmp_path / "temp")
+    build.ensure_finalized()
+    found.target = Path(build.get_ext_fullpath("zbkern._planner"))
 
     def compile_one(self: object, ext: object) -> None:
-        build.compiler.spawn(["g++", "-c", "a b.cpp"])
+        assert build.force
+        if found.fails:
+            raise OSError("exit code 1")
+        found.compiled += 1
+        found.target.parent.mkdir(parents=True, exist_ok=True)
+        found.target.write_text(source.read_text())
 
+    def run() -> None:
+        build.compiler = SimpleNamespace(compiler_so_cxx=["g++"])
+        build.build_extension(build.extensions[0])
+
+    found.run = run
     monkeypatch.setattr(script.build_ext, "build_extension", compile_one)
-    with pytest.raises(RuntimeError, match=r"g\+\+ -c 'a b.cpp'"):
-        build.build_extension(SimpleNamespace(name="zbkern._planner"))
+    return found
+
+
+def test_a_failing_compile_says_how_to_do_without(planner_build: SimpleNamespace) -> None:
+    planner_build.fails = True
+    with pytest.raises(RuntimeError, match=r"(?s)zbkern\._planner failed: exit code 1.*ZBKERN_BUILD=off"):
+        planner_build.run()
+    assert not planner_build.target.exists()
+
+
+def test_the_planner_is_compiled_again_only_where_it_changed(planner_build: SimpleNamespace) -> None:
+    for text, compiled in (("int a;\n", 1), ("int a;\n", 1), ("int b;\n", 2), ("int a;\n", 2)):
+        planner_build.source.write_text(text)
+        planner_build.target.unlink(missing_ok=True)
+        planner_build.run()
+        assert planner_build.compiled == compiled
+        assert planner_build.target.read_text() == text
+
+
+def test_a_wheel_has_nothing_of_an_earlier_build(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script.build, "run", lambda self: None)
+    command = script.FreshBuild(Distribution())
+    command.build_base = str(tmp_path)
+    command.ensure_finalized()
+    left = [Path(command.build_lib, "zbkern", name) for name in ("_cuda.so", "removed.py")]
+    left[0].parent.mkdir(parents=True)
+    for path in left:
+        path.touch()
+    command.run()
+    assert not any(path.exists() for path in left)

@@ -24,6 +24,7 @@ def lines() -> list[str]:
     found = [f"zbkern {zbkern.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}", ""]
     for package, how in _GET.items():
         found.append(_row(package, _version(package) or f"not installed: {how}"))
+    found.append(_row("planner", _planner()))
     found.append(_row("CUDA kernels", _cuda_kernels()))
     if importlib.util.find_spec("torch") is None:
         return [*found, "", "Schedules, their simulation and their pictures work now; layers and pipelines need torch."]
@@ -76,6 +77,15 @@ def _ops() -> list[str]:
             continue
         groups.setdefault("\n".join([f"run through {chosen} on {device}{also}", *passed]), []).append(op)
     return [f"{', '.join(ops)}\n  {text}" for text, ops in groups.items()]
+
+
+def _planner() -> str:
+    """Whether its search was compiled."""
+    try:
+        importlib.import_module("zbkern._planner")
+    except ImportError:
+        return "in Python, a thousand times slower: install a C++ compiler, then install zbkern again"
+    return "compiled"
 
 
 def _cuda_kernels() -> str:

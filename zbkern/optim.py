@@ -25,8 +25,8 @@ class AdamW(torch.optim.Optimizer):
 
     A parameter's gradient is its `main_grad` where it has one, else its `.grad`; of any floating dtype, read as it is.
     On CUDA with the compiled extension a step is one launch per dtype of parameters and gradients in a group, and one
-    that counts it; elsewhere torch's own operations, equal up to rounding. impl: "auto", "cuda" or "torch"; a named one
-    that cannot run raises UnavailableError. foreach, fused and capturable are accepted, as torch's, and decide nothing.
+    that counts it; elsewhere it is torch's fused step. Both are equal up to rounding. impl: "auto", "cuda" or "torch";
+    a named one that cannot run raises UnavailableError. foreach, fused and capturable are accepted and decide nothing.
 
     state: `exp_avg`, `exp_avg_sq`, `step` as in torch, but in fp32 for smaller parameters, and `step` on the device of
     the parameter. State dicts of torch.optim.AdamW load, and it loads these.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
@@ -303,18 +302,49 @@ def test_norm(module: ModuleType) -> None:
     assert control.tolist()[:2] == [0, 0]
 
 
-def like_a_gpu(supports_xla: bool = True) -> list[str]:
-    return ["cpu"]
-
-
-def test_what_the_reference_does_where_reading_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = spec.AdamWOptions(0.01, max_norm=1.0)
+@pytest.mark.parametrize("undo", [False, True])
+def test_what_the_reference_does_where_reading_would_wait(undo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = spec.AdamWOptions(torch.tensor(0.01, dtype=torch.float64), max_norm=1.0)
     for control in (torch.tensor([4.0, 0.0, 1.0]), torch.tensor([4.0, 1.0, 1.0])):
         lists = adam_state(BF16, FP32, masters=True)
         twins = copied(lists)
-        reference.adamw(*twins, options, control)
+        reference.adamw(*twins, options, control, undo)
         with monkeypatch.context() as patch:
             patch.setattr(reference_optimizer, "_HOST", ("meta",))
-            patch.setattr(importlib.import_module("torch.optim.adam"), "_get_capturable_supported_devices", like_a_gpu)
-            reference.adamw(*lists, options, control)
+            reference.adamw(*lists, options, control, undo)
         close(lists, twins)
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("numbers", [None, (400.0, 0.0, 8.0)])
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype", "masters"), [(FP32, FP32, False), (BF16, BF16, True), (BF16, FP32, False)]
+)
+def test_the_reference_converts_by_portions(
+    dtype: torch.dtype, grad_dtype: torch.dtype, masters: bool, numbers: tuple[float, ...] | None, undo: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """16 elements at a time: 7, 64 and 3 are each of another kind. The bits are those of the whole."""
+    options, control = spec.AdamWOptions(0.01, max_norm=1.0), None if numbers is None else torch.tensor(numbers)
+    lists = adam_state(dtype, grad_dtype, masters)
+    twins = copied(lists)
+    norms = torch.zeros(3), torch.zeros(3)
+    for tensors, norm, portion in ((twins, norms[0], 1 << 18), (lists, norms[1], 16)):
+        monkeypatch.setattr(reference_optimizer, "_PORTION", portion)
+        reference.adamw(*tensors, options, control, undo)
+        reference.squared_norm(tensors[1], norm)
+    for ours, theirs in zip(lists, twins, strict=True):
+        assert all(map(torch.equal, ours or (), theirs or ()))
+    testing.assert_close(*norms, "norm")
+
+
+@pytest.mark.parametrize("moved", range(4))
+def test_the_reference_goes_by_elements_whatever_the_strides(moved: int) -> None:
+    """torch's fused step goes by memory on a CPU, and is wrong there without a word."""
+    lists = [[torch.rand(6, 5)] for _ in range(4)] + [[torch.tensor(4.0)], None]
+    twins = copied(lists)
+    lists[moved] = [lists[moved][0].t().contiguous().t()]
+    for tensors in (lists, twins):
+        reference.adamw(*tensors, spec.AdamWOptions(0.01))
+    for ours, theirs in zip(lists, twins, strict=True):
+        assert all(map(torch.equal, ours or (), theirs or ()))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -79,8 +80,8 @@ def gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ran: list[str] = []
     for name in ("cuda", "triton", "torch"):
         launches = {
-            launch: lambda *_, label=f"{name} {launch}": ran.append(label)
-            for launch in ("linear_fwd", "linear_dgrad", "linear_wgrad")
+            launch: lambda *_, label=f"{name} {launch}", **__: ran.append(label)
+            for launch in ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads")
         }
         monkeypatch.setitem(dispatch._MODULES, name, SimpleNamespace(**launches))
     monkeypatch.setattr(dispatch, "_launches", lambda impl: dispatch._MODULES[impl])
@@ -112,15 +113,49 @@ def test_auto_takes_plain_products_from_the_library_until_ours_are_measured_to_b
     assert dispatch.resolve("linear", "triton", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
 
 
+def w_of(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[list[tuple], tuple[torch.Tensor, None]]:
+    """Two segments of together m tokens, and outputs; no memory behind them."""
+    half = tuple(torch.empty(m // 2, columns, dtype=dtype, device="meta") for columns in (k, n))
+    return [half, half], (torch.empty(n, k, device="meta"), None)
+
+
+TABLE = {(1024, 4096, 4096): "cuda", (8192, 4096, 4096): "triton", (1024, 512, 512): "triton"}
+
+
 def test_auto_takes_w_by_shape_where_that_is_measured(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {(1024, 4096, 4096): "cuda", (8192, 4096, 4096): "triton", (1024, 512, 512): "triton"}
-    monkeypatch.setitem(measured.WGRAD, (9, 0), table)
+    monkeypatch.setitem(measured.WGRAD, (9, 0), TABLE)
     launches = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
-    for m, n, k in [(1024, 4096, 4096), (600, 2048, 8192), (5000, 4096, 4096), (1024, 256, 512), (1024, 4100, 4096)]:
-        half = torch.empty(m // 2, 1).expand(m // 2, k), torch.empty(m // 2, 1).expand(m // 2, n)
-        launches.linear_wgrad([half, half], (None, None), True)
-    # 4100 is no multiple of 8
-    assert [label.split()[0] for label in gpu] == ["cuda", "cuda", "triton", "triton", "triton"]
+    for m, n, k in [(1024, 4096, 4096), (600, 2048, 8192), (5000, 4096, 4096), (1024, 256, 512)]:
+        launches.linear_wgrad(*w_of(m, n, k), True)
+    assert [label.split()[0] for label in gpu] == ["cuda", "cuda", "triton", "triton"]
+    gpu.clear()
+    products = [w_of(1024, 4096, 4096), w_of(5000, 4096, 4096), w_of(1024, 4096, 2048)]
+    launches.linear_wgrad.several(products, True, num_sms=16, max_tiles=1)  # a queue's, which has a stream of its own
+    assert gpu == ["cuda linear_wgrads", "triton linear_wgrads"]
+    assert launches.linear_wgrads is launches.linear_wgrad.several
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "flat", "name"),
+    [
+        ((4096, 4096), torch.bfloat16, lambda flat: flat[4 : 4 + 4096**2].view(4096, 4096), "cuda"),
+        ((4096, 4096), torch.bfloat16, lambda flat: flat[: 4096**2].view(4096, 4096).t(), "cuda"),
+        ((4096, 4096), torch.float32, lambda flat: flat[: 4096**2].view(4096, 4096), "triton"),
+        ((4096, 4096), torch.bfloat16, lambda flat: flat[3 : 3 + 4096**2].view(4096, 4096), "triton"),  # behind a bias
+        ((4096, 4096), torch.bfloat16, lambda flat: flat[: 4096 * 4098].view(4096, 4098)[:, :4096], "triton"),
+        ((4096, 4096), torch.bfloat16, lambda flat: flat.view(-1, 4104)[:4096, ::2][:, :2048], "triton"),
+        ((4100, 4096), torch.bfloat16, lambda flat: flat[: 4100 * 4096].view(4100, 4096), "triton"),
+        ((4096, 4096), torch.bfloat16, lambda flat: None, "triton"),
+    ],
+)
+def test_auto_leaves_to_triton_what_the_extension_refuses(
+    gpu: list[str], monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype, flat: Any, name: str
+) -> None:
+    monkeypatch.setitem(measured.WGRAD, (9, 0), TABLE)
+    launches = dispatch.resolve("linear", "auto", "cuda", None)  # as torch.compile's operators ask, for any dtype
+    segments, _ = w_of(1024, *shape, dtype)
+    launches.linear_wgrad(segments, (flat(torch.empty(4104 * 4104)), None), True)
+    assert gpu == [f"{name} linear_wgrad"]
 
 
 def test_auto_on_a_cpu_never_imports_triton() -> None:

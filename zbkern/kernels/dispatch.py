@@ -129,7 +129,8 @@ def _automatic(capability: tuple[int, int], extension: bool) -> ModuleType:
     vars(joined).update(launches, linear_fwd=linear_fwd, linear_dgrad=linear_dgrad)
     if extension and capability in measured.WGRAD:
         named = {"cuda": _launches("cuda"), "triton": triton}
-        vars(joined)["linear_wgrad"] = measured.linear_wgrad(measured.WGRAD[capability], named)
+        joined.linear_wgrad = measured.linear_wgrad(measured.WGRAD[capability], named)  # type: ignore[attr-defined]
+        joined.linear_wgrads = joined.linear_wgrad.several  # type: ignore[attr-defined]
     return joined
 
 

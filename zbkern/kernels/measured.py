@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 PRODUCTS: dict[tuple[int, int], str] = {}
@@ -26,6 +27,8 @@ ATTENTION: dict[tuple[int, int], dict[tuple[int, int, int], tuple[str, ...]]] = 
 backward together first. Not measured yet: `functions/attention_paths.py` has the order that stands in for it."""
 
 Fastest = TypeVar("Fastest")
+Segments = Sequence[tuple[Tensor, ...]]
+Outputs = Sequence[Tensor | None]
 
 
 def nearest(table: Mapping[tuple[int, int, int], Fastest], shape: tuple[int, int, int]) -> Fastest:
@@ -39,19 +42,45 @@ def nearest(table: Mapping[tuple[int, int, int], Fastest], shape: tuple[int, int
 
 def linear_wgrad(
     table: Mapping[tuple[int, int, int], str], implementations: Mapping[str, ModuleType]
-) -> Callable[[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None], bool], None]:
-    """A launch like spec.py's linear_wgrad that runs the faster one at its shape; tokens are those of all segments."""
+) -> Callable[..., None]:
+    """A launch like spec.py's linear_wgrad that runs the faster one at its shape; tokens are those of all segments.
+
+    What the extension does not take goes to Triton. Several weights are a launch of each: of the extension, of Triton.
+    """
 
     @functools.lru_cache(maxsize=4096)
-    def faster(tokens: int, n: int, k: int) -> Callable[..., None]:
-        name = nearest(table, (tokens, n, k))
-        if n % 8 or k % 8:  # not for the extension
-            name = "triton"
-        return implementations[name].linear_wgrad
+    def faster(tokens: int, n: int, k: int) -> str:
+        return nearest(table, (tokens, n, k))
 
-    def run(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-        x, dy = segments[0]
-        tokens = sum([x.shape[0] for x, _ in segments])
-        faster(max(1, tokens), dy.shape[1], x.shape[1])(segments, outputs, accumulate)
+    def choose(segments: Segments, outputs: Outputs) -> str:
+        x, dweight = segments[0][0], outputs[0]
+        if dweight is None or not _for_the_extension(x.dtype, dweight, outputs[1]):
+            return "triton"
+        n, k = dweight.shape
+        return faster(max(1, sum([x.shape[0] for x, _ in segments])), n, k)
 
-    return run
+    def several(products: Sequence[tuple[Segments, Outputs]], accumulate: bool, **options: int | None) -> None:
+        chosen: dict[str, list[tuple[Segments, Outputs]]] = {}
+        for product in products:
+            chosen.setdefault(choose(*product), []).append(product)
+        for name, some in chosen.items():
+            implementations[name].linear_wgrads(some, accumulate, **options)
+
+    def one(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
+        implementations[choose(segments, outputs)].linear_wgrad(segments, outputs, accumulate)
+
+    one.several = several  # type: ignore[attr-defined]  # how a queue finds it
+    return one
+
+
+def _for_the_extension(dtype: torch.dtype, dweight: Tensor, dbias: Tensor | None) -> bool:
+    """Whether it takes such outputs: a `main_grad` in a flat buffer may begin anywhere."""
+    dtypes = {dweight.dtype, dtype if dbias is None else dbias.dtype}
+    steps, (n, k) = dweight.stride(), dweight.shape
+    row = max(steps) * dweight.element_size()
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and dtypes <= {dtype, torch.float32}
+        and min(steps) == 1
+        and not (n % 8 or k % 8 or row % 16 or dweight.data_ptr() % 16)
+    )
