@@ -262,6 +262,7 @@ class Pipeline:
             begun += 1
         if self._count_setbacks() and before is not None:
             before.restore()
+            torch.clear_autocast_cache()  # casts of weights that have changed
             self._forget()
             self._recorder.clear()
             self._in_flight = begun = 0
