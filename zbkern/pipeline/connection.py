@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -35,12 +37,17 @@ def place(group: Any) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def connect(group: Any, schedule: Schedule, device: torch.device) -> Transport:
-    """To the ranks that this one exchanges activations with, or the optimizer's norms."""
+def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable[str] = ()) -> Transport:
+    """To the ranks that this one exchanges activations with, the optimizer's norms, or gradients of tied weights."""
     if is_transport(group):
         return group
     rank = dist.get_rank(group)
+    with closing(DistributedTransport(group, (), torch.device("cpu"))) as everyone:
+        names = everyone.gather(sorted(tied))
     edges = {*pairwise(schedule.placement), *pairwise(chain(schedule))}
+    for name in {name for row in names for name in row}:
+        first, *others = (holder for holder, row in enumerate(names) if name in row)
+        edges |= {(first, other) for other in others}
     return DistributedTransport(group, {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}, device)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbkern.pipeline.actions import Action, Schedule
 from zbkern.pipeline.arguments import check, check_place, device_of, module_list, split
-from zbkern.pipeline.connection import agree, connect, is_transport, place
+from zbkern.pipeline.connection import agree, connect, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare, in_seconds
@@ -92,12 +92,12 @@ class Pipeline:
             chunk: Stage(module, chunk, self.queue, loss_fn if chunk == last else None, schedule.microbatches)
             for chunk, module in self._replicas.modules.items()
         }
-        self._transport = connect(group, schedule, self.device)
-        agree(schedule, self._transport)
         self.rank = rank
         self.tied = dict(tied or {})
+        self._transport = connect(group, schedule, self.device, self.tied)
+        agree(schedule, self._transport)
         self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
-        self._tied = TiedWeights(self.tied, self._transport, None if is_transport(group) else group)
+        self._tied = TiedWeights(self.tied, self._transport)
         self._handlers: dict[str, Callable[..., None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -123,8 +123,7 @@ class Pipeline:
         self._begin(inputs, targets)
         begun = self._run_ahead() if self.optimizer is not None else 0
         self._tied.begin()
-        self._run(self._program[begun:], self._replicas.finish)
-        self._tied.sum_gradients()
+        self._run(self._program[begun:], self._reduce)
         if self._replanner is not None and self._replanner.count():
             better = self._replanner.agree(self.gather_timeline(), self._transport.gather, self.rank)
             if better is not None:
@@ -188,7 +187,6 @@ class Pipeline:
         finally:
             self._closed = True
             self._transport.close()
-            self._tied.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -276,6 +274,13 @@ class Pipeline:
             self._transport.forget(self._step)
         return new > 0
 
+    def _reduce(self) -> None:
+        """What a step ends with: the gradients of replicas, and of weights that several ranks hold."""
+        self._transport.activity.begin("reduction over replicas")
+        self._replicas.finish()
+        self._transport.activity.begin("sum over tied weights")
+        self._tied.sum_gradients(self._step, self.timeout)
+
     def _run(self, program: Iterable[tuple[Action, ...]], finish: Callable[[], object] | None = None) -> None:
         activity, recorder = self._transport.activity, self._recorder
         try:
@@ -288,7 +293,6 @@ class Pipeline:
                 self._run_oldest()
             self.queue.join()
             if finish is not None:
-                activity.begin("reduction over replicas")
                 finish()
             activity.begin("none")
         except PipelineError:
