@@ -57,6 +57,29 @@ def test_every_rank_hears_of_it_and_the_pipeline_goes_on() -> None:
     check_failing_then_working(on_threads(2, lambda transport: failing_then_working(transport, transport.rank, {3})))
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_of_one_rank_is_known_to_all_and_the_pipeline_goes_on(kind: type[BaseException]) -> None:
+    def rank_steps(transport: LocalTransport) -> str:
+        model, (inputs, targets), pressed = make_model(2), make_data(4), []
+
+        def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            pressed.append(1)
+            if len(pressed) == 3:
+                raise kind("by hand")
+            return nn.functional.mse_loss(output, target)
+
+        module = zbkern.convert(model[transport.rank])
+        with Pipeline(module, schedules.zb_h1(2, 4), loss_fn, transport, timeout=30) as pipe:
+            with pytest.raises((PipelineError, kind)) as caught:
+                pipe.step(inputs, targets)
+            pipe.step(inputs, targets)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    first, last = on_threads(2, rank_steps)
+    assert last == f"{kind.__name__}: by hand"
+    assert first == f"PipelineError: rank 1, action 1F2: {kind.__name__}: by hand"
+
+
 def test_a_batch_that_is_refused_on_one_rank_is_known_to_all_and_the_pipeline_goes_on() -> None:
     def rank_steps(transport: LocalTransport) -> str:
         model, (inputs, targets) = make_model(2), make_data(4)

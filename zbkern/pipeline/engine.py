@@ -298,11 +298,13 @@ class Pipeline:
         except PipelineError:
             self.abandon()
             raise
-        except Exception as error:
+        except BaseException as error:
             memory = self._memory() if isinstance(error, torch.OutOfMemoryError) else ""
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{memory}"
             self.abandon()
             self._transport.fail(reason)
+            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
+                raise
             raise PipelineError(reason) from error
 
     def _forward(self, action: Action) -> None:
