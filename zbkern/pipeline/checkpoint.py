@@ -127,6 +127,8 @@ def load(
         return None
     if hasattr(optimizer, "abandon"):
         optimizer.abandon()
+    if hasattr(modules, "completed"):  # a Pipeline: from here its ranks are at one step again
+        modules.completed = 0
     reader = dcp.FileSystemReader(path)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     wanted = state.targets(stored)

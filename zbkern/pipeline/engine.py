@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbkern.pipeline.actions import Action, Schedule
 from zbkern.pipeline.arguments import check, check_place, device_of, module_list, split
-from zbkern.pipeline.connection import agree, connect, place
+from zbkern.pipeline.connection import agree, agree_to_go_on, connect, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare, in_seconds
@@ -107,6 +107,7 @@ class Pipeline:
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
         self._take(schedule)
         self._step = 0  # in the tags of its messages
+        self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
         self._recorder = Recorder(rank, self.device, self.queue, record)
 
@@ -120,7 +121,7 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
-        self._begin(inputs, targets)
+        self._begin("step", inputs, targets)
         begun = self._run_ahead() if self.optimizer is not None else 0
         self._tied.begin()
         self._run(self._program[begun:], self._reduce)
@@ -139,7 +140,7 @@ class Pipeline:
             self.optimizer.validate()
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
-            self._begin(inputs, targets)
+            self._begin("evaluate", inputs, targets)
             with torch.no_grad(), evaluation_mode(self.modules.values()):
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
@@ -215,7 +216,7 @@ class Pipeline:
         self._room = peak_microbatches(actions)
         self._ahead = forwards_ahead(schedule)[self.rank]
 
-    def _begin(self, inputs: Any, targets: Any) -> None:
+    def _begin(self, call: str, inputs: Any, targets: Any) -> None:
         if self._closed:
             raise RuntimeError("Pipeline.step: this pipeline was closed; construct another, on every rank")
         if self.queue.pending():
@@ -229,6 +230,9 @@ class Pipeline:
             self._transport.reopen()
             if self.optimizer is not None:
                 self.optimizer.recover()
+            calls = self._transport.gather((call, self.completed))
+            self.completed = max(completed for _, completed in calls)
+            agree_to_go_on(calls)
             self._failed, self._step = False, 0  # every rank counts anew
         count = self.schedule.microbatches
         try:
@@ -392,6 +396,7 @@ class Pipeline:
         self._recorder.done((action,), start)
 
     def _loss(self) -> Tensor | None:
+        self.completed += 1
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _forget(self) -> None:
