@@ -135,6 +135,39 @@ def test_an_interrupted_save_leaves_a_good_checkpoint(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("point", "call"), [("rename", 1), ("rename", 2), ("rename", 3), ("delete", 0)])
+def test_a_save_of_the_same_step_that_is_interrupted_leaves_one_of_both(
+    tmp_path: Path, point: str, call: int, after: bool
+) -> None:
+    module = layers(0, 1)
+    checkpoint.save(tmp_path, 1, module)
+    good = copy.deepcopy(module.state_dict())
+    nn.init.ones_(module[0][0].weight)
+    where, name = POINTS[point]
+    real, calls = getattr(where, name), []
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        calls.append(name)
+        if len(calls) - 1 != call or after:
+            real(*arguments, **options)
+        if len(calls) - 1 == call:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, 1, module)
+    assert checkpoint.latest(tmp_path) is not None
+    found = layers(0, 1)
+    assert checkpoint.load(tmp_path, found).step == 1
+    new = point == "delete" or call + after > 2  # its name is the second that is changed, after torch's
+    assert_same(dict(found.state_dict()), dict(module.state_dict() if new else good))
+    for step in (2, 1):
+        checkpoint.save(tmp_path, step, module)
+        assert [path.name for path in tmp_path.iterdir()] == [f"step-0000000{step}"]
+
+
 def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     module = layers(0, 1)
     with pytest.raises(ValueError, match=r"chunks 0 and 1 both have a tensor 'layer0.0.weight'.*pass rename="):

@@ -19,7 +19,7 @@ from torch import nn
 
 import zbkern
 from tests.pipeline.chunks import make_data, make_model, on_threads, plain
-from zbkern.pipeline import Pipeline, schedules
+from zbkern.pipeline import Pipeline, checkpoint, schedules
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.mailbox import PipelineError, Tag
 
@@ -57,6 +57,29 @@ def test_every_rank_hears_of_it_and_the_pipeline_goes_on() -> None:
     check_failing_then_working(on_threads(2, lambda transport: failing_then_working(transport, transport.rank, {3})))
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_of_one_rank_is_known_to_all_and_the_pipeline_goes_on(kind: type[BaseException]) -> None:
+    def rank_steps(transport: LocalTransport) -> str:
+        model, (inputs, targets), pressed = make_model(2), make_data(4), []
+
+        def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            pressed.append(1)
+            if len(pressed) == 3:
+                raise kind("by hand")
+            return nn.functional.mse_loss(output, target)
+
+        module = zbkern.convert(model[transport.rank])
+        with Pipeline(module, schedules.zb_h1(2, 4), loss_fn, transport, timeout=30) as pipe:
+            with pytest.raises((PipelineError, kind)) as caught:
+                pipe.step(inputs, targets)
+            pipe.step(inputs, targets)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    first, last = on_threads(2, rank_steps)
+    assert last == f"{kind.__name__}: by hand"
+    assert first == f"PipelineError: rank 1, action 1F2: {kind.__name__}: by hand"
+
+
 def test_a_batch_that_is_refused_on_one_rank_is_known_to_all_and_the_pipeline_goes_on() -> None:
     def rank_steps(transport: LocalTransport) -> str:
         model, (inputs, targets) = make_model(2), make_data(4)
@@ -71,6 +94,41 @@ def test_a_batch_that_is_refused_on_one_rank_is_known_to_all_and_the_pipeline_go
     reason = "Pipeline.step: dimension 0 of targets must be a multiple of the 4 microbatches; got [7, 5, 3]"
     assert last.startswith(f"ValueError: {reason}")
     assert first.startswith(f"PipelineError: rank 1: {reason}")
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_ranks_that_had_completed_what_failed_elsewhere_are_told(loads: bool, tmp_path: Path) -> None:
+    """Another batch, and weights of another step, would go on with the others' in silence."""
+    finished, failed = threading.Event(), []
+
+    def hook(rank: int) -> None:
+        if rank == 0 and finished.wait(0 if failed else 20) and not failed:
+            failed.append(rank)
+            raise ArithmeticError("a broken hook")
+
+    def rank_steps(transport: LocalTransport) -> list[str]:
+        rank, (inputs, targets), errors = transport.rank, make_data(1), []
+        module = zbkern.convert(make_model(2)[rank])
+        module.linear.bias.register_post_accumulate_grad_hook(lambda _: hook(rank))
+        with Pipeline(module, schedules.zb_h1(2, 1), nn.functional.mse_loss, transport, timeout=30) as pipe:
+            checkpoint.save(tmp_path / str(rank), 0, pipe)
+            for _ in range(4):
+                try:
+                    pipe.step(inputs, targets)
+                    finished.set()  # the last rank, while the first is in its last W
+                except PipelineError as error:
+                    errors.append(str(error))
+                    if loads and len(errors) == 1:
+                        checkpoint.load(tmp_path / str(rank), pipe)
+                if len(errors) == (1 if loads else 2):
+                    break
+            pipe.step(inputs, targets)
+        return errors
+
+    for errors in on_threads(2, rank_steps):
+        assert "rank 0, action 0" in errors[0]
+        assert loads or "not at the same step after a failure" in errors[1]
+        assert loads or "step after 0, step after 1" in errors[1]
 
 
 def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
@@ -206,7 +264,7 @@ torch.distributed.init_process_group("gloo")
 from torch import nn
 import zbkern
 from tests.pipeline.chunks import make_data, make_model
-from zbkern.pipeline import Pipeline, schedules
+from zbkern.pipeline import Pipeline, checkpoint, schedules
 rank = torch.distributed.get_rank()
 model, (inputs, targets) = make_model(3), make_data(6)
 with Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(3, 6), nn.functional.mse_loss, timeout=2) as pipe:

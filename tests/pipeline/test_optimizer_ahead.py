@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,18 +25,20 @@ WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
 
 
 class Block(nn.Module):
-    """Counts its training forwards; its buffer changes with every one of them."""
+    """Counts its training forwards; its buffers change with every one of them, in place and by being replaced."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("seen", torch.zeros(WIDTH))
+        self.register_buffer("last", torch.zeros(WIDTH))
         self.forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.forwards += 1
             self.seen.mul_(0.9).add_(x.detach().mean(dim=(0, 1)), alpha=0.1)
+            self.last = self.last * 0.9 + x.detach().mean(dim=(0, 1))
         return x + torch.tanh(self.linear(x)) + 0.01 * self.seen
 
 
@@ -90,18 +93,24 @@ def train(
     model = make_model(len(schedule.placement))
     last = len(schedule.placement) - 1
     fill = options.pop("fill", "planned")
+    autocast = options.pop("autocast", False)  # with torch's layers, whose casts of weights it keeps
 
     def rank_loop(transport: LocalTransport) -> tuple[list[float], Optimizer]:
         mine = schedule.chunks_of(transport.rank)
-        modules = [zbkern.convert(model[chunk]) for chunk in mine]
+        modules = [model[chunk] if autocast else zbkern.convert(model[chunk]) for chunk in mine]
         losses = []
         with Pipeline(modules, schedule, nn.functional.mse_loss, transport, fill=fill, timeout=20) as pipe:
             optimizer = Optimizer(make_optimizer(modules), pipe, max_norm=MAX_NORM, **options)
             for step in range(steps):
                 inputs, targets = batch(step)
                 optimizer.zero_grad()
-                loss = pipe.step(inputs if 0 in mine else None, targets if last in mine else None)
+                with torch.autocast("cpu", torch.bfloat16, autocast):
+                    loss = pipe.step(inputs if 0 in mine else None, targets if last in mine else None)
                 losses.append(None if loss is None else loss.item())
+                ran = [event.action for event in pipe.last_timeline.events[transport.rank]]
+                planned = schedule.actions[transport.rank]
+                assert [a for a in ran if a.kind != "W"] == [a for a in planned if a.kind != "W"], "of void forwards"
+                assert pipe._in_flight == 0, "counts void forwards"
                 for chunk in mine:
                     force(model[chunk], forced.get((chunk, step)))
                 hold(transport.rank, step)
@@ -136,11 +145,12 @@ def test_training_equals_a_plain_loop(name: str, adaptive: bool, fill: str) -> N
     assert {(o.clipped, o.skipped) for o in optimizers} == {(2, 2)}
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["zb_h2", "zb_v"])
-def test_bit_for_bit_with_a_step_that_waits(name: str) -> None:
+def test_bit_for_bit_with_a_step_that_waits(name: str, autocast: bool) -> None:
     """Nothing but the wait differs: every weight, every buffer and every loss is the same."""
-    at_once, losses, optimizers = train(name, 4, 8, BAD, adaptive=False)
-    waited, waited_losses, others = train(name, 4, 8, BAD, undo=None)
+    at_once, losses, optimizers = train(name, 4, 8, BAD, adaptive=False, autocast=autocast)
+    waited, waited_losses, others = train(name, 4, 8, BAD, undo=None, autocast=autocast)
     assert optimizers[0].undone == 4
     assert others[0].undone == 0
     assert losses == waited_losses
@@ -345,11 +355,17 @@ def test_a_second_optimizer_is_refused() -> None:
             Optimizer(torch.optim.SGD(model.parameters()), pipe)
 
 
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
 def dropout_loop(undo: str | None) -> tuple[list[Tensor], list[float | None], int]:
     """Random numbers of forwards that had to be repeated are drawn again."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    random.seed(rank)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Scaled(), nn.Linear(WIDTH, WIDTH))
     losses = []
     with Pipeline(zbkern.convert(module), schedules.zb_h2(2, 4), nn.functional.mse_loss, timeout=20) as pipe:
         optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM, undo=undo, adaptive=False)

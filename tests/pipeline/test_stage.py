@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,33 @@ def test_a_chunk_that_its_own_forward_cuts_off_is_told_once(caplog: pytest.LogCa
     assert on_threads(2, rank_steps) == [None, None]
     told = [record.getMessage().split(",")[0] for record in caplog.records]
     assert told == ([] if frozen else ["chunk 0: its parameters get no gradient"])
+
+
+class Conjugate(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = torch.complex(super().forward(x), x)
+        return z.conj(), z.conj().imag  # torch notes on the tensors that they are a conjugate, and negative
+
+
+class Parts(nn.Linear):
+    def forward(self, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(z.conj().imag * 2 + z.real + y)
+
+
+def conjugates_step() -> None:
+    rank = torch.distributed.get_rank()
+    model = nn.ModuleList([Conjugate(2, 2), Parts(2, 2)])
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    x = torch.randn(4, 2, generator=generator)
+    expected = copy.deepcopy(model)
+    nn.functional.mse_loss(expected[1](*expected[0](x)), x).backward()
+    with Pipeline(zbkern.convert(model[rank]), schedules.zb_h1(2, 2), nn.functional.mse_loss) as pipe:
+        pipe.step(x if rank == 0 else None, x if rank == 1 else None)
+    torch.testing.assert_close(model[rank].weight.grad, expected[rank].weight.grad)
+
+
+@pytest.mark.dist
+def test_conjugates_over_gloo(two_ranks: Any) -> None:
+    two_ranks.run(conjugates_step)

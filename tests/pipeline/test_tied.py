@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.pipeline.chunks import WIDTH
-from zbkern.pipeline import Pipeline, schedules
+from tests.pipeline.chunks import WIDTH, results_on_threads
+from zbkern.pipeline import Pipeline, PipelineError, schedules
 
 
 def tied_step(main_grad: bool) -> None:
@@ -103,9 +104,90 @@ def tied_on_the_outer_ranks() -> list[list[float]]:
 
 @pytest.mark.dist
 def test_ranks_with_and_without_tied_weights_meet_again(four_ranks: Any) -> None:
-    """torch.distributed.new_group would give the second pipeline's groups one name on some ranks, another on others."""
+    """Those without have no gradients to send, and find the others all the same when the next pipeline is made."""
     results = four_ranks.run(tied_on_the_outer_ranks)
     for first, second in results:
         assert first == second
     assert results[0] == results[3]
     assert results[0] != results[1]
+
+
+def square_layer() -> tuple[nn.Linear, torch.Tensor]:
+    generator, layer = torch.Generator().manual_seed(0), nn.Linear(WIDTH, WIDTH, bias=False)
+    layer.weight.data = torch.randn(WIDTH, WIDTH, generator=generator) / 2
+    return layer, torch.randn(4, WIDTH, generator=generator)
+
+
+def tied_chain(transport: Any, steps: int, hook: Any = None, **options: Any) -> tuple[list[Any], list[str]]:
+    """Gradients of one weight that all ranks hold, after `steps` good steps, and the errors on the way."""
+    rank, last = transport.rank, transport.size - 1
+    layer, x = square_layer()
+    layer = zbkern.convert(layer)
+    if hook is not None:
+        layer.weight.register_post_accumulate_grad_hook(lambda _: hook(rank))
+    errors: list[str] = []
+    schedule = schedules.zb_h1(transport.size, 4)
+    with Pipeline(layer, schedule, nn.functional.mse_loss, transport, tied={"w": layer.weight}, **options) as pipe:
+        while steps:
+            try:
+                pipe.step(x if rank == 0 else None, x if rank == last else None)
+                steps -= 1
+            except PipelineError as error:
+                errors.append(str(error))
+                layer.zero_grad()
+    return layer.weight.grad.tolist(), errors
+
+
+def test_a_weight_that_every_rank_holds() -> None:
+    results = results_on_threads(3, lambda transport: tied_chain(transport, 2)[0])
+    layer, x = square_layer()
+    for _ in range(2):
+        nn.functional.mse_loss(layer(layer(layer(x))), x).backward()
+    assert results[0] == results[1] == results[2]
+    torch.testing.assert_close(torch.tensor(results[0]), layer.weight.grad)
+
+
+def test_a_holder_that_fails_while_the_other_waits_for_its_gradient() -> None:
+    landed: list[int] = []
+
+    def hook(rank: int) -> None:
+        landed.append(rank)
+        if rank == 0 and landed.count(0) == 4:  # its last W: the last rank has nothing more to do
+            raise ArithmeticError("a broken hook")
+
+    good = results_on_threads(2, lambda transport: tied_chain(transport, 1))
+    found = results_on_threads(2, lambda transport: tied_chain(transport, 1, hook, timeout=20))
+    for (gradient, errors), (expected, none) in zip(found, good, strict=True):
+        assert len(errors) == 1
+        assert "ArithmeticError: a broken hook" in errors[0]
+        assert none == []
+        torch.testing.assert_close(torch.tensor(gradient), torch.tensor(expected))
+
+
+def hanging_holder() -> str:
+    rank = torch.distributed.get_rank()
+    layer = zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False))
+    tied = {"weight": layer.weight} if rank in (0, 3) else None
+    x = torch.ones(4, WIDTH)
+    left = [8]
+
+    def hang(_: Any) -> None:
+        left[0] -= 1
+        if rank == 3 and not left[0]:  # in the last W of the second step: its own messages have left
+            time.sleep(4)
+
+    layer.weight.register_post_accumulate_grad_hook(hang)
+    try:
+        with Pipeline(layer, schedules.zb_h1(4, 4), nn.functional.mse_loss, tied=tied, timeout=1) as pipe:
+            for _ in range(3):
+                pipe.step(x if rank == 0 else None, x if rank == 3 else None)
+    except PipelineError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_a_holder_that_hangs_is_named_though_it_is_no_neighbour(four_ranks: Any) -> None:
+    messages = four_ranks.run(hanging_holder, timeout=30)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("rank 3, action 3W"), messages[0]

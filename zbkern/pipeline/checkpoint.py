@@ -27,6 +27,7 @@ from zbkern.pipeline.named_state import NamedState, Rename, pack, some, unpack
 logger = logging.getLogger("zbkern")
 
 _PREFIX, _UNFINISHED, _RETIRED = "step-", ".part", ".old"
+_REPLACED = ".replaced"  # whole, and read while the new one of its step has not its name yet
 
 
 class Loaded(NamedTuple):
@@ -77,17 +78,22 @@ def save(
     scratch = Path(f"{final}{_UNFINISHED}")
     if state.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in [*folder.glob(f"{_PREFIX}*{_UNFINISHED}"), *folder.glob(f"{_PREFIX}*{_RETIRED}")]:
-            shutil.rmtree(leftover)
+        whole = _complete(folder)
+        for leftover in folder.glob(f"{_PREFIX}*"):
+            if leftover.suffix in (_UNFINISHED, _RETIRED, _REPLACED) and leftover not in whole:
+                shutil.rmtree(leftover)
     _barrier(group)
     with _alone_is_fine():
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(scratch), process_group=group)
     if state.rank == 0:
         _flush(scratch)
+        replaced = Path(f"{final}{_REPLACED}")
         if final.exists():  # this run began before that step once more
-            _retire(final)
+            os.rename(final, replaced)
         os.rename(scratch, final)
         _flush(folder)
+        if replaced.exists():
+            _retire(replaced)
         others = [path for path in _complete(folder) if path != final]
         for path in others[: len(others) - (keep - 1)]:
             _retire(path)
@@ -121,6 +127,8 @@ def load(
         return None
     if hasattr(optimizer, "abandon"):
         optimizer.abandon()
+    if hasattr(modules, "completed"):  # a Pipeline: from here its ranks are at one step again
+        modules.completed = 0
     reader = dcp.FileSystemReader(path)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     wanted = state.targets(stored)
@@ -152,11 +160,13 @@ def latest(folder: str | os.PathLike) -> Path | None:
 
 def _complete(folder: Path) -> list[Path]:
     """The folder's checkpoints, oldest first."""
-    return sorted((p for p in folder.glob(f"{_PREFIX}*") if p.name[len(_PREFIX) :].isdigit()), key=_step_of)
+    named = [path for path in folder.glob(f"{_PREFIX}*") if path.stem[len(_PREFIX) :].isdigit()]
+    found = {path.stem: path for suffix in (_REPLACED, "") for path in named if path.suffix == suffix}
+    return sorted(found.values(), key=_step_of)
 
 
 def _step_of(path: Path) -> int:
-    return int(path.name[len(_PREFIX) :])
+    return int(path.stem[len(_PREFIX) :])
 
 
 def _steps(folder: Path) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.warmup import chain
 
@@ -35,12 +38,17 @@ def place(group: Any) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def connect(group: Any, schedule: Schedule, device: torch.device) -> Transport:
-    """To the ranks that this one exchanges activations with, or the optimizer's norms."""
+def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable[str] = ()) -> Transport:
+    """To the ranks that this one exchanges activations with, the optimizer's norms, or gradients of tied weights."""
     if is_transport(group):
         return group
     rank = dist.get_rank(group)
+    with closing(DistributedTransport(group, (), torch.device("cpu"))) as everyone:
+        names = everyone.gather(sorted(tied))
     edges = {*pairwise(schedule.placement), *pairwise(chain(schedule))}
+    for name in {name for row in names for name in row}:
+        first, *others = (holder for holder, row in enumerate(names) if name in row)
+        edges |= {(first, other) for other in others}
     return DistributedTransport(group, {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}, device)
 
 
@@ -53,6 +61,20 @@ def agree(schedule: Schedule, transport: Transport) -> None:
             f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][0]}, rank {others[0]} another "
             f"{found[others[0]][0]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
             "else on every rank, so plan on one and send the schedule with torch.distributed.broadcast_object_list"
+        )
+
+
+def agree_to_go_on(calls: Sequence[tuple[str, int]]) -> None:
+    """Raises PipelineError where ranks would go on differently after a failure.
+
+    calls: by rank, what it is about to do and how often it has. A rank hears of a failure wherever it is, which may be
+    the call before or after the one that failed.
+    """
+    if len(set(calls)) > 1:
+        raise PipelineError(
+            "ranks are not at the same step after a failure, because some had completed it; load a checkpoint and make "
+            "the same call on all; by rank, what is called and after how many: "
+            + ", ".join(f"{call} after {completed}" for call, completed in calls)
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbkern.pipeline.actions import Action, Schedule
 from zbkern.pipeline.arguments import check, check_place, device_of, module_list, split
-from zbkern.pipeline.connection import agree, connect, is_transport, place
+from zbkern.pipeline.connection import agree, agree_to_go_on, connect, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare, in_seconds
@@ -92,12 +92,12 @@ class Pipeline:
             chunk: Stage(module, chunk, self.queue, loss_fn if chunk == last else None, schedule.microbatches)
             for chunk, module in self._replicas.modules.items()
         }
-        self._transport = connect(group, schedule, self.device)
-        agree(schedule, self._transport)
         self.rank = rank
         self.tied = dict(tied or {})
+        self._transport = connect(group, schedule, self.device, self.tied)
+        agree(schedule, self._transport)
         self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
-        self._tied = TiedWeights(self.tied, self._transport, None if is_transport(group) else group)
+        self._tied = TiedWeights(self.tied, self._transport)
         self._handlers: dict[str, Callable[..., None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -107,6 +107,7 @@ class Pipeline:
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
         self._take(schedule)
         self._step = 0  # in the tags of its messages
+        self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
         self._recorder = Recorder(rank, self.device, self.queue, record)
 
@@ -120,11 +121,10 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
-        self._begin(inputs, targets)
+        self._begin("step", inputs, targets)
         begun = self._run_ahead() if self.optimizer is not None else 0
         self._tied.begin()
-        self._run(self._program[begun:], self._replicas.finish)
-        self._tied.sum_gradients()
+        self._run(self._program[begun:], self._reduce)
         if self._replanner is not None and self._replanner.count():
             better = self._replanner.agree(self.gather_timeline(), self._transport.gather, self.rank)
             if better is not None:
@@ -140,7 +140,7 @@ class Pipeline:
             self.optimizer.validate()
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
-            self._begin(inputs, targets)
+            self._begin("evaluate", inputs, targets)
             with torch.no_grad(), evaluation_mode(self.modules.values()):
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
@@ -188,7 +188,6 @@ class Pipeline:
         finally:
             self._closed = True
             self._transport.close()
-            self._tied.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -217,7 +216,7 @@ class Pipeline:
         self._room = peak_microbatches(actions)
         self._ahead = forwards_ahead(schedule)[self.rank]
 
-    def _begin(self, inputs: Any, targets: Any) -> None:
+    def _begin(self, call: str, inputs: Any, targets: Any) -> None:
         if self._closed:
             raise RuntimeError("Pipeline.step: this pipeline was closed; construct another, on every rank")
         if self.queue.pending():
@@ -231,6 +230,9 @@ class Pipeline:
             self._transport.reopen()
             if self.optimizer is not None:
                 self.optimizer.recover()
+            calls = self._transport.gather((call, self.completed))
+            self.completed = max(completed for _, completed in calls)
+            agree_to_go_on(calls)
             self._failed, self._step = False, 0  # every rank counts anew
         count = self.schedule.microbatches
         try:
@@ -262,6 +264,7 @@ class Pipeline:
             begun += 1
         if self._count_setbacks() and before is not None:
             before.restore()
+            torch.clear_autocast_cache()  # casts of weights that have changed
             self._forget()
             self._recorder.clear()
             self._in_flight = begun = 0
@@ -275,6 +278,13 @@ class Pipeline:
             self._transport.forget(self._step)
         return new > 0
 
+    def _reduce(self) -> None:
+        """What a step ends with: the gradients of replicas, and of weights that several ranks hold."""
+        self._transport.activity.begin("reduction over replicas")
+        self._replicas.finish()
+        self._transport.activity.begin("sum over tied weights")
+        self._tied.sum_gradients(self._step, self.timeout)
+
     def _run(self, program: Iterable[tuple[Action, ...]], finish: Callable[[], object] | None = None) -> None:
         activity, recorder = self._transport.activity, self._recorder
         try:
@@ -287,17 +297,18 @@ class Pipeline:
                 self._run_oldest()
             self.queue.join()
             if finish is not None:
-                activity.begin("reduction over replicas")
                 finish()
             activity.begin("none")
         except PipelineError:
             self.abandon()
             raise
-        except Exception as error:
+        except BaseException as error:
             memory = self._memory() if isinstance(error, torch.OutOfMemoryError) else ""
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{memory}"
             self.abandon()
             self._transport.fail(reason)
+            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
+                raise
             raise PipelineError(reason) from error
 
     def _forward(self, action: Action) -> None:
@@ -385,6 +396,7 @@ class Pipeline:
         self._recorder.done((action,), start)
 
     def _loss(self) -> Tensor | None:
+        self.completed += 1
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _forget(self) -> None:

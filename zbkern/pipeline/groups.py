@@ -1,9 +1,9 @@
 """Communicators of a pipeline's own, which torch.distributed does not register.
 
 torch.distributed.new_group names a group after the number of groups that this process is in (before torch 2.15): ranks
-that are in different numbers of them, as holders of a tied weight are, wait for each other for ever; and a name comes
-back when a group is destroyed, with what the store still has under it. These count their openings in the store, and end
-with `close_groups` and the last reference.
+that are in different numbers of them wait for each other for ever; and a name comes back when a group is destroyed,
+with what the store still has under it. These count their openings in the store, and end with `close_groups` and the
+last reference.
 """
 
 from __future__ import annotations

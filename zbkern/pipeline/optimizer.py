@@ -361,11 +361,13 @@ class Optimizer(Delegating):
     def _failing_together(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             if self._pipe is not None:
                 self._pipe.abandon()
             if isinstance(error, PipelineError):
                 raise
             reason = f"rank {self._transport.rank}, optimizer step {self._number}: {type(error).__name__}: {error}"
             self._transport.fail(reason)
+            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
+                raise
             raise PipelineError(reason) from error

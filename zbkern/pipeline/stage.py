@@ -204,14 +204,19 @@ _FORGOTTEN = ": is there a return at the end of its forward?"
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    return _resolved(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """What travels is memory: a conjugate or negative that torch has only noted on the tensor would be lost."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _take_gradient(leaf: Any) -> Tensor | None:
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return None
     gradient, leaf.grad = leaf.grad, None
-    return gradient
+    return None if gradient is None else _resolved(gradient)
 
 
 def _misfit(module: torch.nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str | None:

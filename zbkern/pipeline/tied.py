@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zbkern import landing
-from zbkern.pipeline.groups import backend_of, close_groups, open_group
-from zbkern.pipeline.transport import DistributedTransport, Transport
+from zbkern.pipeline.transport import Transport
 from zbkern.pipeline.undo import gradient_of
 
 logger = logging.getLogger("zbkern")
 
 
+class Share(NamedTuple):
+    """A tag: the gradient of a tied weight that a rank has, or on the way from the first holder back, their sum."""
+
+    step: int
+    name: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"the gradient of tied {self.name!r} from rank {self.rank}"
+
+
 class TiedWeights:
-    """Those of `tied` that other ranks name, too. Raises ValueError where there is no process group to sum over.
+    """Those of `tied` that other ranks name, too; `connect` has them among the peers of `transport`.
 
     Warns of copies that differ: they get equal gradients, and would differ for ever. No error, since a checkpoint that
     makes them equal is often loaded later.
     """
 
-    def __init__(self, tied: Mapping[str, Tensor], transport: Transport, group: dist.ProcessGroup | None) -> None:
-        self._shared: list[tuple[Tensor, bool, Any]] = []  # whether it is the first holder's, and their communicator
+    def __init__(self, tied: Mapping[str, Tensor], transport: Transport) -> None:
+        self._transport = transport
+        self._shared: list[tuple[str, Tensor, list[int]]] = []  # with the ranks that hold it
         named = transport.gather({name: _fingerprint(parameter) for name, parameter in tied.items()})
         for name in sorted(tied):
             ranks = [rank for rank, names in enumerate(named) if name in names]
             if len(ranks) == 1:
                 continue
-            if not isinstance(transport, DistributedTransport):
-                raise ValueError("Pipeline: tied parameters across ranks need a torch.distributed group")
-            everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
             prints = [named[rank][name] for rank in ranks]
             if transport.rank == ranks[0] and any(found != prints[0] for found in prints if found and prints[0]):
                 logger.warning(
@@ -45,31 +52,36 @@ class TiedWeights:
                     ranks,
                     prints,
                 )
-            members = [everyone[rank] for rank in ranks]
-            backend = backend_of(group, transport.device)
-            self._shared.append((tied[name], transport.rank == ranks[0], open_group(members, backend)))
+            self._shared.append((name, tied[name], ranks))
 
     def begin(self) -> None:
         """Leaves what earlier steps have summed, the same on all holders, with one of them: it is summed once more."""
-        for parameter, first, _ in self._shared:
+        for _, parameter, ranks in self._shared:
             gradient = gradient_of(parameter)
-            if gradient is not None and not first:
+            if gradient is not None and ranks[0] != self._transport.rank:
                 gradient.zero_()
 
-    def sum_gradients(self) -> None:
-        """Gives every holder the sum of all holders' gradients; collective among them."""
-        for parameter, _, group in self._shared:
+    @torch.no_grad()
+    def sum_gradients(self, step: int, timeout: float) -> None:
+        """Gives every holder the sum of all holders' gradients, the same to the bit; collective among them."""
+        transport = self._transport
+        for name, parameter, (first, *others) in self._shared:
             gradient = gradient_of(parameter)
             if gradient is None:
                 gradient = landing.blank(parameter).zero_()
                 if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
                     parameter.grad = gradient
-            group.allreduce([gradient.to_local() if isinstance(gradient, DTensor) else gradient]).wait()
-
-    def close(self) -> None:
-        """Ends the communicators."""
-        close_groups(group for _, _, group in self._shared)
-        self._shared.clear()
+            total = local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if transport.rank == first:
+                for rank in others:
+                    share = transport.receive(rank, Share(step, name, rank), timeout)
+                    total = total + share  # not in place: what was sent must stay
+                for rank in others:
+                    transport.send(rank, Share(step, name, first), total)
+            else:
+                transport.send(first, Share(step, name, transport.rank), local)
+                total = transport.receive(first, Share(step, name, first), timeout)
+            local.copy_(total)
 
 
 def _fingerprint(parameter: Tensor) -> tuple[list[int], float] | None:

@@ -8,6 +8,7 @@ The arithmetic is that of Qi et al., Zero Bubble Pipeline Parallelism (arXiv 240
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -231,17 +232,21 @@ def _here(tensor: Tensor) -> Tensor:
 
 
 class ForwardState:
-    """What forwards change besides activations: buffers, and torch's random numbers. Kept when made."""
+    """What forwards change besides activations: buffers, written in place or replaced, and random numbers."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
+        self._entries = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
         self._buffers = [buffer for module in modules for buffer in module.buffers()]
         self._copies = [buffer.clone() for buffer in self._buffers]
-        self._random = torch.get_rng_state()
+        self._random = torch.get_rng_state(), random.getstate()
         self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
 
     def restore(self) -> None:
+        for present, entries in self._entries:
+            present.update(entries)
         copy_(self._buffers, self._copies)
-        torch.set_rng_state(self._random)
+        torch.set_rng_state(self._random[0])
+        random.setstate(self._random[1])
         if self._cuda is not None:
             device, state = self._cuda
             torch.cuda.set_rng_state(state, device)
