@@ -104,6 +104,7 @@ class Activity:
         seconds = time.monotonic() - self.start
         return f"rank {self.rank}, action {self.action}: stuck for {seconds:.1f} s; {tag} was awaited for {waited:g} s"
 
-    def silent(self, peer: int, tag: str, waited: float) -> str:
-        """What a rank says that has waited too long for one that does not answer."""
-        return f"rank {self.rank}, action {self.action}: rank {peer} did not send {tag} in {waited:g} s, nor an answer"
+    def silent(self, peer: int, tag: str, waited: float, link: tuple[int, int] | None) -> str:
+        """What a rank says that has waited too long. link: the last rank that answered, and for which it waits."""
+        end = "nor an answer" if link is None else f"for rank {link[0]} waits for rank {link[1]}, which does not answer"
+        return f"rank {self.rank}, action {self.action}: rank {peer} did not send {tag} in {waited:g} s, {end}"

@@ -4,7 +4,7 @@ A message is a pytree of tensors under a `Tag`. Sending never blocks. Receiving 
 peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag. A
 rank that fails tells its peers the same way, and they tell theirs, so every rank ends with the first rank's message.
 A rank that waits too long asks along the chain of those who wait, until one is found that does not: that one is stuck,
-and the thread that was asked says so in its name.
+and the thread that was asked says so in its name. Where it is frozen and says nothing, those who wait for it name it.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class DistributedTransport:
         self._mailbox = Mailbox()
         self._lost = False
         self._usual_to: dict[int, _Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
+        self._askers: set[int] = set()
+        self._link: tuple[int, int] | None = None  # a rank that waits, and for which
         self._ended = threading.Lock()
         self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None] = queue.SimpleQueue()
@@ -148,9 +150,13 @@ class DistributedTransport:
         try:
             message, works = self._mailbox.take(peer, tag, timeout)
         except TimeoutError:
+            self._link = None
             self._ask(peer, str(tag), timeout)
-            if self._mailbox.wait_for_failure(GRACE) is None:
-                self.fail(self.activity.silent(peer, str(tag), timeout))
+            if self._mailbox.wait_for_failure(GRACE) is None and (
+                self._link is None
+                or self._mailbox.wait_for_failure(GRACE) is None  # whoever is next has the first word
+            ):
+                self.fail(self.activity.silent(peer, str(tag), timeout, self._link))
             raise PipelineError(self._mailbox.failure) from None
         finally:
             self.activity.awaits = None
@@ -224,13 +230,27 @@ class DistributedTransport:
         with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
             self._sends.put(self._send_header(peer, ("asked", tag, waited, None)))
 
-    def _asked(self, tag: str, waited: float) -> None:
-        """Thread: somebody waits for this rank. Asks on when it waits itself, says that it is stuck when not."""
+    def _asked(self, asker: int, tag: str, waited: float) -> None:
+        """Thread: `asker` waits for this rank. Says so and asks on when it waits itself, that it is stuck when not."""
         peer = self.activity.awaits
         if peer is None:
             self._pass_on(self.activity.stuck(tag, waited))
-        else:
-            self._ask(peer, tag, waited)
+            return
+        self._askers.add(asker)
+        self._answer((self.rank, peer), {asker})
+        self._ask(peer, tag, waited)
+
+    def _answer(self, link: tuple[int, int], askers: Iterable[int]) -> None:
+        """Tells those who asked which rank waits for which; the last link that they hear of is where it is stuck."""
+        for asker in askers:
+            with contextlib.suppress(RuntimeError):
+                self._sends.put(self._send_header(asker, ("waits", None, link, None)))
+
+    def _answered(self, link: tuple[int, int]) -> None:
+        """Thread: the answer of a rank that waits itself; it goes on to those who asked this one."""
+        if link != self._link:
+            self._link = link
+            self._answer(link, self._askers)
 
     def _send_header(self, peer: int, header: tuple[Any, ...]) -> list[tuple[dist.Work, Tensor]]:
         payload = pickle.dumps(header)
@@ -275,7 +295,9 @@ class DistributedTransport:
                     if what == "message":
                         posted = self._receive_message(peer, tag, detail, skeleton, posted)
                     elif what == "asked":
-                        self._asked(tag, detail)
+                        self._asked(peer, tag, detail)
+                    elif what == "waits":
+                        self._answered(detail)
                     else:
                         break
             if what == "closed":
