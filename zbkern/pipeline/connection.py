@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.groups import exchange
 from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.warmup import chain
@@ -43,8 +43,7 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
     if is_transport(group):
         return group
     rank = dist.get_rank(group)
-    with closing(DistributedTransport(group, (), torch.device("cpu"))) as everyone:
-        names = everyone.gather(sorted(tied))
+    names = exchange(dist.get_process_group_ranks(group or dist.group.WORLD), sorted(tied))
     edges = {*pairwise(schedule.placement), *pairwise(chain(schedule))}
     for name in {name for row in names for name in row}:
         first, *others = (holder for holder, row in enumerate(names) if name in row)

@@ -8,6 +8,7 @@ last reference.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,15 @@ def open_group(ranks: Sequence[int], backend: str) -> Any:
     store = dist.distributed_c10d._get_default_store()
     opened = store.add(f"{name}/opened by {rank}", 1)
     return getattr(dist, kind)(dist.PrefixStore(f"{name}/{opened}", store), ranks.index(rank), len(ranks), _FOREVER)
+
+
+def exchange(ranks: Sequence[int], value: Any) -> list[Any]:
+    """One small JSON value of each of these global ranks, in their order, by way of the store; collective."""
+    name, rank = f"zbkern/{'_'.join(map(str, ranks))}", dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    turn = store.add(f"{name}/exchanged by {rank}", 1)
+    store.set(f"{name}/exchange {turn}/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"{name}/exchange {turn}/{other}")) for other in ranks]
 
 
 def close_groups(groups: Iterable[Any]) -> None:
