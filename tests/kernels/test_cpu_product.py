@@ -54,7 +54,7 @@ def test_onednn_against_float64(m: int, k: int, n: int, kind_a: str, kind_b: str
     offset = {"none": None, "bias": torch.randn(n), "every second": torch.randn(2 * n)[::2]}[bias]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(product, "_onednn", torch.ops.mkldnn._linear_pointwise.default)
-        patch.setattr(product, "_SMALL", 0)
+        patch.setattr(product, "SMALL", 0)
         patch.setattr(product, "_LEAST", 0)
         patch.setattr(product, "_BLOCK", 1 << 10)
         expected = F.linear(a.double(), weight.double(), None if offset is None else offset.double())

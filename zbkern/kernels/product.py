@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _LEAST = 1 << 21  # multiplications: below, oneDNN's look-ups (10 us) take what its products save
-_SMALL = 1 << 12  # elements of a factor or of the product: below, MKL is the faster one or not much slower
+SMALL = 1 << 12  # elements of a factor or of the product: below, MKL is the faster one or not much slower
 _BLOCK = 1 << 22  # elements of a product on its way to where it is added: larger ones cost page faults
 
 
@@ -31,7 +31,7 @@ def library() -> str:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias in new memory, x [..., K], weight [N, K], bias [N]."""
-    if x.numel() < _SMALL or not _faster(x, weight, weight.size(0)):
+    if x.numel() < SMALL or not _faster(x, weight, weight.size(0)):
         return F.linear(x, weight, bias)
     return _onednn(x, weight, None if bias is None else bias.contiguous(), "none", [], "")
 
@@ -49,23 +49,22 @@ def write_linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b in new memory, a [M, K], b [K, N]."""
-    if a.numel() < _SMALL or not _faster(a, b, b.size(1)):
+    if a.numel() < SMALL or not _faster(a, b, b.size(1)):
         return a.mm(b)
     return _onednn(a, b.mT, None, "none", [], "")
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     """out (+)= a b, in place; a product of narrower inputs is accumulated in the dtype of `out`."""
-    dtype = out.dtype
-    if dtype == a.dtype and (a.numel() < _SMALL or not _faster(a, b, b.size(1))):
+    if out.dtype == a.dtype and (a.numel() < SMALL or not _faster(a, b, b.size(1))):
         if accumulate:
             out.addmm_(a, b)
         else:
             torch.mm(a, b, out=out)
-    elif out.is_cuda and dtype == torch.float32:
+    elif out.is_cuda and out.dtype == torch.float32:
         torch.addmm(out, a, b, beta=float(accumulate), out_dtype=torch.float32, out=out)
     else:
-        wide = torch.promote_types(dtype, a.dtype)
+        wide = torch.promote_types(out.dtype, a.dtype)
         b = b.to(wide)
         for part, rows in _blocks(out, a):
             value = product(rows.to(wide), b)
@@ -81,12 +80,12 @@ def _blocks(out: Tensor, a: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 def _faster(a: Tensor, b: Tensor, columns: int) -> bool:
     """Whether oneDNN takes less time than MKL for the product of a [..., K] and b, of which `columns` come out."""
     elements = a.numel()
-    if _onednn is None or elements < _SMALL or elements * columns < _LEAST:
+    if _onednn is None or elements < SMALL or elements * columns < _LEAST:
         return False
     inner = a.size(-1)
     return (
         min(inner, elements // inner) >= 4
-        and elements // inner * columns >= _SMALL
+        and elements // inner * columns >= SMALL
         and a.dtype is torch.float32
         and type(a) in _PLAIN
         and type(b) in _PLAIN
