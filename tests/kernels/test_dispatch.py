@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> No
         dispatch.why_not.cache_clear()
         return dispatch.why_not("linear", "triton", device, dtype)
 
+    importlib.import_module("zbkern.kernels.triton_launches")  # kernels stay as they were when imported: interpreted
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "need a CUDA device" in reason("cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
