@@ -92,6 +92,26 @@ def test_the_newest_stay(tmp_path: Path) -> None:
 POINTS = {"write": (dcp, "save"), "rename": (os, "rename"), "delete": (shutil, "rmtree")}
 
 
+def save_interrupted(folder: Path, step: int, module: nn.Module, point: str, call: int, after: bool) -> None:
+    """A save that ends right before or after its call number `call` of that kind; before a deletion, half-way in it."""
+    where, name = POINTS[point]
+    real, calls = getattr(where, name), []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) - 1 != call:
+            return real(*arguments, **options)
+        if after:
+            real(*arguments, **options)
+        elif point == "delete":
+            next(path for path in Path(arguments[0]).rglob("*") if path.is_file()).unlink()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, interrupted)
+        checkpoint.save(folder, step, module)
+
+
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     ("point", "call", "step_before", "step_after"),
@@ -110,23 +130,8 @@ def test_an_interrupted_save_leaves_a_good_checkpoint(
     checkpoint.save(tmp_path, 1, module)
     good = copy.deepcopy(module.state_dict())
     nn.init.ones_(module[0][0].weight)
-    where, name = POINTS[point]
-    real, calls = getattr(where, name), []
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        calls.append(name)
-        if len(calls) - 1 != call:
-            return real(*arguments, **options)
-        if after:
-            real(*arguments, **options)
-        elif point == "delete":
-            next(path for path in Path(arguments[0]).rglob("*") if path.is_file()).unlink()
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, name, interrupted)
-        with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)):
-            checkpoint.save(tmp_path, 2, module)
+    with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)):
+        save_interrupted(tmp_path, 2, module, point, call, after)
     found = layers(0, 1)
     step, _ = checkpoint.load(tmp_path, found)
     assert step == (step_after if after else step_before)
@@ -144,20 +149,8 @@ def test_a_save_of_the_same_step_that_is_interrupted_leaves_one_of_both(
     checkpoint.save(tmp_path, 1, module)
     good = copy.deepcopy(module.state_dict())
     nn.init.ones_(module[0][0].weight)
-    where, name = POINTS[point]
-    real, calls = getattr(where, name), []
-
-    def interrupted(*arguments: Any, **options: Any) -> None:
-        calls.append(name)
-        if len(calls) - 1 != call or after:
-            real(*arguments, **options)
-        if len(calls) - 1 == call:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(tmp_path, 1, module)
+    with pytest.raises(KeyboardInterrupt):
+        save_interrupted(tmp_path, 1, module, point, call, after)
     assert checkpoint.latest(tmp_path) is not None
     found = layers(0, 1)
     assert checkpoint.load(tmp_path, found).step == 1
