@@ -24,19 +24,21 @@ def open_group(ranks: Sequence[int], backend: str) -> Any:
     kind: Any = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(backend)
     if kind is None:
         return dist.new_group(ranks, timeout=_FOREVER, backend=backend, use_local_synchronization=True)
-    name, rank = f"zbkern/{'_'.join(map(str, ranks))}", dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    opened = store.add(f"{name}/opened by {rank}", 1)
-    return getattr(dist, kind)(dist.PrefixStore(f"{name}/{opened}", store), ranks.index(rank), len(ranks), _FOREVER)
+    return getattr(dist, kind)(_place(ranks, "group"), ranks.index(dist.get_rank()), len(ranks), _FOREVER)
 
 
 def exchange(ranks: Sequence[int], value: Any) -> list[Any]:
     """One small JSON value of each of these global ranks, in their order, by way of the store; collective."""
-    name, rank = f"zbkern/{'_'.join(map(str, ranks))}", dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    turn = store.add(f"{name}/exchanged by {rank}", 1)
-    store.set(f"{name}/exchange {turn}/{rank}", json.dumps(value))
-    return [json.loads(store.get(f"{name}/exchange {turn}/{other}")) for other in ranks]
+    store = _place(ranks, "values")
+    store.set(str(dist.get_rank()), json.dumps(value))
+    return [json.loads(store.get(str(other))) for other in ranks]
+
+
+def _place(ranks: Sequence[int], what: str) -> dist.PrefixStore:
+    """Where in the job's store these ranks meet: at their n-th call for the same, which they make in the same order."""
+    name, store = f"zbkern/{'_'.join(map(str, ranks))}/{what}", dist.distributed_c10d._get_default_store()
+    turn = store.add(f"{name}/taken by {dist.get_rank()}", 1)
+    return dist.PrefixStore(f"{name}/{turn}", store)
 
 
 def close_groups(groups: Iterable[Any]) -> None:
