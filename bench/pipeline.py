@@ -75,7 +75,7 @@ def torch_contestant(
 
     from zbkern.pipeline import torch_pipelining
 
-    rank = dist.get_rank()
+    rank, stage = dist.get_rank(), (torch_pipelining if layers else pipelining).PipelineStage
     placement = {"ScheduleGPipe": (0, 1), "Schedule1F1B": (0, 1), "ScheduleZBVZeroBubble": (0, 1, 1, 0)}
     ranks = placement.get(kind, (0, 1, 0, 1))
     per_chunk = BLOCKS // len(ranks)
@@ -84,10 +84,7 @@ def torch_contestant(
     for chunk in (chunk for chunk, home in enumerate(ranks) if home == rank):
         part = copy.deepcopy(model[chunk * per_chunk : (chunk + 1) * per_chunk])
         blocks.update({chunk * per_chunk + i: block for i, block in enumerate(part)})
-        if layers:
-            stages.append(torch_pipelining.PipelineStage(zbkern.convert(part), chunk, len(ranks), torch.device("cpu")))
-        else:
-            stages.append(pipelining.PipelineStage(part, chunk, len(ranks), torch.device("cpu")))
+        stages.append(stage(zbkern.convert(part) if layers else part, chunk, len(ranks), torch.device("cpu")))
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:  # the mean over microbatches: no scaling pass after it
         return nn.functional.mse_loss(output, target) / microbatches
