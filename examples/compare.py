@@ -130,7 +130,7 @@ def describe(costs: Costs) -> str:
 
 
 def run_round(step: Callable[[int], Any], first: int) -> tuple[float, int]:
-    """Seconds per step of STEPS steps in a row, and the most memory they added on any rank, in bytes."""
+    """Seconds per step of STEPS steps in a row, and the bytes they added, of the worst rank: alike on every one."""
     dist.barrier()
     memory = Memory()
     start = time.perf_counter()
@@ -139,10 +139,11 @@ def run_round(step: Callable[[int], Any], first: int) -> tuple[float, int]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
-    return (time.perf_counter() - start) / STEPS, worst(memory.peak())
+    seconds = (time.perf_counter() - start) / STEPS
+    return worst(seconds), worst(memory.peak())
 
 
-def worst(value: int) -> int:
+def worst(value: Any) -> Any:
     """The largest value of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ class Resident:
 
 
 def give_back_what_is_freed() -> None:
-    """From now on, as far as this process is concerned: no tensor lives in memory that another one has left."""
+    """From now on no tensor lives in memory that another one has left, and what earlier tests left is gone."""
+    gc.collect()  # else it may go during the step that is measured
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
     libc.malloc_trim(0)
@@ -93,3 +96,26 @@ def growth(steps: int) -> int:
 
 def test_five_hundred_steps_leave_nothing_behind(two_ranks: Any) -> None:
     assert max(two_ranks.run(growth, 500)) < 2**20
+
+
+def left_of_a_closed_pipeline() -> list[bool]:
+    """Whether the pipeline, its module and its batch are gone when nobody has them, before any garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        module, data = zbkern.convert(nn.Linear(64, 64)), torch.randn(2 * 64, 64)
+        pipe = Pipeline([module], schedules.zb_h1(2, 2), nn.functional.mse_loss)
+        pipe.step(data, data)
+        batch = weakref.ref(data)
+        del data
+        left = [batch() is not None]
+        pipe.close()
+        watched = [weakref.ref(pipe), weakref.ref(module)]
+        del pipe, module
+        return left + [reference() is not None for reference in watched]
+    finally:
+        gc.enable()
+
+
+def test_a_closed_pipeline_is_freed_at_once(two_ranks: Any) -> None:
+    assert two_ranks.run(left_of_a_closed_pipeline) == [[False, False, False]] * 2

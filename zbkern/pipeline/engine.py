@@ -8,7 +8,7 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -98,12 +98,6 @@ class Pipeline:
         agree(schedule, self._transport)
         self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
         self._tied = TiedWeights(self.tied, self._transport)
-        self._handlers: dict[str, Callable[..., None]] = {
-            "F": self._forward,
-            "B": self._backward,
-            "W": self._weight,
-            "BW": self._backward,
-        }
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
         self._take(schedule)
         self._step = 0  # in the tags of its messages
@@ -292,7 +286,7 @@ class Pipeline:
                 action = group[0]
                 activity.begin(action)
                 with recorder.label(action):
-                    self._handlers[action.kind](*group)
+                    self._HANDLERS[action.kind](self, *group)
             while self.queue.pending():  # eager: what no wait had room for
                 self._run_oldest()
             self.queue.join()
@@ -356,6 +350,8 @@ class Pipeline:
             self._stages[chunk].weight_part(actions[0].microbatch, *part)
         self._recorder.done(actions, start)
 
+    _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {"F": _forward, "B": _backward, "W": _weight, "BW": _backward}
+
     # ---- waiting, sending, filling
 
     def _await(self, kind: str, action: Action) -> Any:
@@ -397,6 +393,7 @@ class Pipeline:
 
     def _loss(self) -> Tensor | None:
         self.completed += 1
+        self._inputs = self._targets = []
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _forget(self) -> None:
