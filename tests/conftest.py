@@ -47,6 +47,12 @@ def two_ranks() -> Iterator:
     yield from _ranks(2)
 
 
+@pytest.fixture(scope="module")
+def fresh_ranks() -> Iterator:
+    """Two gloo processes whose memory no other file's tests have used."""
+    yield from _ranks(2)
+
+
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator:
     """Four gloo processes, for two stages of two replicas."""

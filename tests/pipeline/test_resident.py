@@ -27,18 +27,20 @@ class Resident:
     """Within it, `peak` and at its end `growth`: bytes that this process has more than at the beginning."""
 
     def __enter__(self) -> Resident:
+        give_back_what_is_free()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         self._before = _status("VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.peak = _status("VmHWM") - self._before
+        give_back_what_is_free()
         self.growth = _status("VmRSS") - self._before
 
 
-def give_back_what_is_freed() -> None:
-    """From now on no tensor lives in memory that another one has left, and what earlier tests left is gone."""
-    gc.collect()  # else it may go during the step that is measured
+def give_back_what_is_free() -> None:
+    """To the operating system, which from now on gets back what a tensor had, too; but for holes in the heap."""
+    gc.collect()  # else garbage may go during the step that is measured
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
     libc.malloc_trim(0)
@@ -59,7 +61,7 @@ class Layer(nn.Module):
 
 def planned_and_held(name: str, fill: str) -> tuple[float, float]:
     """Bytes at this rank's peak: of the simulation with measured costs, of the process in a step."""
-    give_back_what_is_freed()
+    give_back_what_is_free()
     schedule = getattr(schedules, name)(2, MICROBATCHES)
     rank = torch.distributed.get_rank()
     modules = [zbkern.convert(nn.Sequential(*(Layer(WIDTH) for _ in range(LAYERS)))) for _ in schedule.chunks_of(rank)]
@@ -74,14 +76,14 @@ def planned_and_held(name: str, fill: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("name", "fill"), [("zb_h1", "planned"), ("zb_h2", "eager"), ("zb_v", "planned")])
-def test_the_peak_is_the_planned_one(two_ranks: Any, name: str, fill: str) -> None:
-    for planned, held in two_ranks.run(planned_and_held, name, fill):
+def test_the_peak_is_the_planned_one(fresh_ranks: Any, name: str, fill: str) -> None:
+    for planned, held in fresh_ranks.run(planned_and_held, name, fill):
         assert planned == pytest.approx(held, rel=0.1)
 
 
 def growth(steps: int) -> int:
     """Bytes that a tiny pipeline gains in so many steps after the first hundred."""
-    give_back_what_is_freed()
+    give_back_what_is_free()
     schedule = schedules.zb_h1(2, 2)
     modules = [zbkern.convert(nn.Linear(64, 64))]
     data = torch.randn(2 * 64, 64)
@@ -94,8 +96,8 @@ def growth(steps: int) -> int:
     return resident.growth
 
 
-def test_five_hundred_steps_leave_nothing_behind(two_ranks: Any) -> None:
-    assert max(two_ranks.run(growth, 500)) < 2**20
+def test_five_hundred_steps_leave_nothing_behind(fresh_ranks: Any) -> None:
+    assert max(fresh_ranks.run(growth, 500)) < 2**20
 
 
 def left_of_a_closed_pipeline() -> list[bool]:
@@ -117,5 +119,5 @@ def left_of_a_closed_pipeline() -> list[bool]:
         gc.enable()
 
 
-def test_a_closed_pipeline_is_freed_at_once(two_ranks: Any) -> None:
-    assert two_ranks.run(left_of_a_closed_pipeline) == [[False, False, False]] * 2
+def test_a_closed_pipeline_is_freed_at_once(fresh_ranks: Any) -> None:
+    assert fresh_ranks.run(left_of_a_closed_pipeline) == [[False, False, False]] * 2
