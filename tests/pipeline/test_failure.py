@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,55 @@ def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
         first.gather("c")
 
 
+def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
+    def rank_gathers(transport: LocalTransport) -> None:
+        model = zbkern.convert(make_model(3)[transport.rank])
+        with Pipeline([model], schedules.zb_h1(3, 3), nn.functional.mse_loss, transport, timeout=0.5) as pipe:
+            if transport.rank == 1:
+                time.sleep(2)
+            pipe.gather(transport.rank)
+
+    for error in on_threads(3, rank_gathers):
+        assert isinstance(error, PipelineError)
+        assert "rank 1, action none: stuck for" in str(error)
+
+
+def constructing_late() -> list[Any]:
+    """The error of a rank that waits a second for one that comes later, and of that one; what both gather after it."""
+    rank = torch.distributed.get_rank()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    usual = store.timeout
+    arguments = [zbkern.convert(make_model(2)[rank])], schedules.zb_h1(2, 2), nn.functional.mse_loss
+    try:
+        store.set_timeout(timedelta(seconds=1))
+        if rank == 1:
+            time.sleep(2.5)
+        with pytest.raises(PipelineError) as caught:
+            Pipeline(*arguments)
+    finally:
+        store.set_timeout(usual)
+    with Pipeline(*arguments) as pipe:
+        return [str(caught.value), pipe.gather({"rank": rank})]
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_construct_its_pipeline_is_named(two_ranks: Any) -> None:
+    for message, gathered in two_ranks.run(constructing_late, timeout=30):
+        assert message.startswith("Pipeline: global ranks [1] did not come to connect in 1 s"), message
+        assert gathered == [{"rank": 0}, {"rank": 1}]
+
+
+def gathering(size: int) -> list[Any]:
+    with Pipeline([zbkern.convert(make_model(4)[0])], schedules.zb_h1(4, 4), nn.functional.mse_loss) as pipe:
+        return [pipe.gather(torch.full((size,), pipe.rank).tolist()) for _ in range(3)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [0, 1, 100_000])
+def test_a_gather_brings_the_values_of_all_ranks_in_order(four_ranks: Any, size: int) -> None:
+    assert four_ranks.run(gathering, size) == [[[[rank] * size for rank in range(4)]] * 3] * 4
+
+
 def failing_over_gloo() -> tuple[str, Any]:
     return failing_then_working(None, torch.distributed.get_rank(), {3})
 
@@ -273,6 +323,10 @@ with Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(3, 6), nn.functiona
         pipe.step(inputs if rank == 0 else None, targets if rank == 2 else None)
         if step == 3:
             print("running", flush=True)
+        if step == 4 and [str(rank)] == sys.argv[1:]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if step >= 4 and sys.argv[1:]:
+            zbkern.pipeline.clip_grad_norm_(model[rank].parameters(), 1.0, pipe)
 """
 
 
@@ -283,6 +337,7 @@ with Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(3, 6), nn.functiona
         ("SIGKILL", 1, "rank 1 ended without a word"),
         ("SIGSTOP", 1, "rank 1 did not send"),
         ("SIGSTOP", 0, "rank 0 did not send|rank 1 waits for rank 0, which does not answer"),  # rank 2 waits for rank 1
+        ("itself, before it clips", 0, "rank 0 did not send|rank 1 waits for rank 0, which does not answer"),
     ],
 )
 def test_a_rank_that_is_killed_or_frozen_ends_the_others(how: str, victim: int, expected: str) -> None:
@@ -291,9 +346,10 @@ def test_a_rank_that_is_killed_or_frozen_ends_the_others(how: str, victim: int, 
         port = probe.getsockname()[1]
     root = str(Path(__file__).parents[2])
     environment = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="3", PYTHONPATH=root)
+    outside = hasattr(signal, how)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK],
+            [sys.executable, "-c", RANK, *([] if outside else [str(victim)])],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -305,7 +361,8 @@ def test_a_rank_that_is_killed_or_frozen_ends_the_others(how: str, victim: int, 
         output = ranks[victim].stdout
         assert output is not None
         assert "running\n" in iter(output.readline, "")  # older gloo prints lines of its own before
-        ranks[victim].send_signal(getattr(signal, how))
+        if outside:
+            ranks[victim].send_signal(getattr(signal, how))
         start = time.monotonic()
         others = [rank for i, rank in enumerate(ranks) if i != victim]
         messages = [rank.communicate(timeout=30)[1] for rank in others]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zbkern.pipeline.actions import Schedule, ScheduleError
-from zbkern.pipeline.groups import exchange
+from zbkern.pipeline.groups import meet
 from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.warmup import chain
@@ -43,7 +43,7 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
     if is_transport(group):
         return group
     rank = dist.get_rank(group)
-    names = exchange(dist.get_process_group_ranks(group or dist.group.WORLD), sorted(tied))
+    names = meet(dist.get_process_group_ranks(group or dist.group.WORLD), sorted(tied))
     edges = {*pairwise(schedule.placement), *pairwise(chain(schedule))}
     for name in {name for row in names for name in row}:
         first, *others = (holder for holder, row in enumerate(names) if name in row)
@@ -86,5 +86,5 @@ def connect_row(group: Any, device: torch.device) -> Transport:
     """To the ranks before and after this one."""
     if is_transport(group):
         return group
-    rank, size = place(group)
-    return DistributedTransport(group, {rank - 1, rank + 1} & set(range(size)), device)
+    place(group)
+    return DistributedTransport(group, (), device)

@@ -42,13 +42,15 @@ class Pipeline:
     target) for one microbatch on the last chunk's rank, None will do elsewhere. group: the pipeline's ranks, None for
     all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
     at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
-    their gradients. timeout: seconds to wait for one message before the step fails. fill_with: called where the rank
-    would wait and no W is left; it does a little work of yours and returns True while there is more. nonfinite: "raise"
-    ends the step with the microbatch whose loss is not finite (it waits for the device once per loss), "ignore" leaves
-    that to an Optimizer, which skips. record: keep samples of the W queue and of memory (`samples`). replan_every:
-    steps after which costs are measured and, if another schedule is better for them within the memory of this one, it
-    takes over; 0 for never. costs: whose `activation` and `held` that memory is reckoned with.
-    Raises ScheduleError or ValueError when modules, schedule and group do not fit together.
+    their gradients. timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
+    init_process_group was told. fill_with: called where the rank would wait and no W is left; it does a little work of
+    yours and returns True while there is more. nonfinite: "raise" ends the step with the microbatch whose loss is not
+    finite (it waits for the device once per loss), "ignore" leaves that to an Optimizer, which skips. record: keep
+    samples of the W queue and of memory (`samples`). replan_every: steps after which costs are measured and, if another
+    schedule is better for them within the memory of this one, it takes over; 0 for never. costs: whose `activation` and
+    `held` that memory is reckoned with.
+    Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank
+    does not come.
 
     A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
     call `step` again on every rank, unless a process was lost.
@@ -120,7 +122,7 @@ class Pipeline:
         self._tied.begin()
         self._run(self._program[begun:], self._reduce)
         if self._replanner is not None and self._replanner.count():
-            better = self._replanner.agree(self.gather_timeline(), self._transport.gather, self.rank)
+            better = self._replanner.agree(self.gather_timeline(), self.gather, self.rank)
             if better is not None:
                 self._take(better)
         return self._loss()
@@ -159,9 +161,17 @@ class Pipeline:
         rows[self.rank] = self._recorder.events()
         return measured(self.schedule, rows)
 
+    def gather(self, value: Any) -> list[Any]:
+        """One picklable value of every rank, by rank; collective. Raises PipelineError as a step does."""
+        try:
+            return self._transport.gather(value, self.timeout)
+        except PipelineError:
+            self.abandon()
+            raise
+
     def gather_timeline(self) -> Timeline:
         """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective."""
-        events, samples = zip(*self._transport.gather((self._recorder.events(), self.samples)), strict=True)
+        events, samples = zip(*self.gather((self._recorder.events(), self.samples)), strict=True)
         return measured(self.schedule, events, samples if any(samples) else ())
 
     @property
@@ -224,7 +234,7 @@ class Pipeline:
             self._transport.reopen()
             if self.optimizer is not None:
                 self.optimizer.recover()
-            calls = self._transport.gather((call, self.completed))
+            calls = self.gather((call, self.completed))
             self.completed = max(completed for _, completed in calls)
             agree_to_go_on(calls)
             self._failed, self._step = False, 0  # every rank counts anew

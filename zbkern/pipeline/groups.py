@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbkern.pipeline.mailbox import PipelineError
+
 _FOREVER = timedelta(days=365)
 
 
@@ -27,11 +29,30 @@ def open_group(ranks: Sequence[int], backend: str) -> Any:
     return getattr(dist, kind)(_place(ranks, "group"), ranks.index(dist.get_rank()), len(ranks), _FOREVER)
 
 
-def exchange(ranks: Sequence[int], value: Any) -> list[Any]:
-    """One small JSON value of each of these global ranks, in their order, by way of the store; collective."""
+def meet(ranks: Sequence[int], value: Any = None) -> list[Any]:
+    """One small JSON value of each of these global ranks, in their order, by way of the store; collective.
+
+    Raises PipelineError, on all ranks sooner or later, where one has not come within `meeting_time`: connections are
+    opened after this, because gloo would wait for that rank for as long as it may wait for a message.
+    """
     store = _place(ranks, "values")
     store.set(str(dist.get_rank()), json.dumps(value))
-    return [json.loads(store.get(str(other))) for other in ranks]
+    late = "late"
+    try:
+        store.wait([str(rank) for rank in ranks])
+    except RuntimeError:
+        store.set(late, json.dumps([rank for rank in ranks if not store.check([str(rank)])]))
+    if store.check([late]):
+        raise PipelineError(
+            f"Pipeline: global ranks {json.loads(store.get(late))} did not come to connect in {meeting_time():g} s, "
+            "the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
+        )
+    return [json.loads(store.get(str(rank))) for rank in ranks]
+
+
+def meeting_time() -> float:
+    """Seconds that ranks wait for each other to come to a meeting: what init_process_group was told."""
+    return dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
 
 
 def _place(ranks: Sequence[int], what: str) -> dist.PrefixStore:

@@ -37,18 +37,12 @@ class LocalTransport:
     def ready(self, tag: Tag) -> bool:
         return self._ring.mailboxes[self.rank].peek(tag) is not None
 
-    def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
+    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
         self.activity.awaits = peer
         try:
             return self._ring.mailboxes[self.rank].take(peer, tag, timeout)
         except TimeoutError:
-            stuck: LocalTransport = self
-            for _ in range(self.size):
-                if stuck.activity.awaits is None:
-                    break
-                stuck = self._ring.members[stuck.activity.awaits]
-            self.fail(stuck.activity.stuck(str(tag), timeout))
-            raise PipelineError(self._ring.mailboxes[self.rank].failure) from None
+            raise self._ring.stuck(self.rank, str(tag), timeout) from None
         finally:
             self.activity.awaits = None
 
@@ -62,8 +56,8 @@ class LocalTransport:
         self._ring = self._ring.successor()
         self._ring.members[self.rank] = self
 
-    def gather(self, value: Any) -> list[Any]:
-        return self._ring.gather(self.rank, value)
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        return self._ring.gather(self.rank, value, timeout)
 
     def close(self) -> None:
         self._ring.close(self.rank)
@@ -98,9 +92,20 @@ class _Ring:
         with self._written:
             self._written.notify_all()
 
-    def gather(self, rank: int, value: Any) -> list[Any]:
+    def stuck(self, rank: int, awaited: str, timeout: float) -> PipelineError:
+        """Fails for the rank at the end of the chain of those who wait, which begins with `rank`."""
+        for _ in self.members:
+            if self.members[rank].activity.awaits is None:
+                break
+            rank = self.members[rank].activity.awaits
+        self.fail(self.members[rank].activity.stuck(awaited, timeout))
+        return PipelineError(self.mailboxes[rank].failure)
+
+    def gather(self, rank: int, value: Any, timeout: float | None) -> list[Any]:
         """One value of every rank, by rank."""
         with self._written:
+            if self.mailboxes[rank].failure is not None:
+                raise PipelineError(self.mailboxes[rank].failure)
             number = self._given[rank]
             self._given[rank] += 1
             if number == len(self._boards):
@@ -108,10 +113,14 @@ class _Ring:
             board = self._boards[number]
             board[rank] = value
             self._written.notify_all()
-            self._written.wait_for(lambda: len(board) == len(self.mailboxes) or self.mailboxes[rank].failure)
-            if len(board) < len(self.mailboxes):
-                raise PipelineError(self.mailboxes[rank].failure)
-            return [board[r] for r in range(len(self.mailboxes))]
+            size = len(self.mailboxes)
+            self._written.wait_for(lambda: len(board) == size or self.mailboxes[rank].failure, timeout)
+            if len(board) == size:
+                return [board[r] for r in range(size)]
+            if self.mailboxes[rank].failure is None:
+                missing = next(r for r in range(size) if r not in board)
+                raise self.stuck(missing, f"its part in gather {number + 1}", timeout or 0)
+            raise PipelineError(self.mailboxes[rank].failure)
 
     def close(self, rank: int) -> None:
         """Tells all ranks, after what this one has sent, that nothing more will come from it."""

@@ -24,6 +24,16 @@ class Tag(NamedTuple):
         return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
 
 
+class Values(NamedTuple):
+    """A tag: what ranks have given to the n-th gather, those before the receiver or all of them."""
+
+    number: int
+    whole: bool
+
+    def __str__(self) -> str:
+        return f"what {'all' if self.whole else 'earlier'} ranks give to gather {self.number}"
+
+
 class Mailbox:
     """Messages that have arrived and were not asked for yet. Thread-safe."""
 
@@ -65,17 +75,20 @@ class Mailbox:
         return self._messages.get(tag)
 
     def take(self, peer: int, tag: Any, timeout: float) -> Any:
-        """The message. Raises PipelineError when a rank has failed or `peer` has closed, TimeoutError after a while."""
+        """The message. Raises PipelineError when a rank has failed or `peer` has closed, TimeoutError after a while.
+
+        A gather that has everything ends well, although a rank that had it sooner may have failed since.
+        """
 
         def over() -> bool:
             return tag in self._messages or self.failure is not None or peer in self._closed
 
         with self._changed:
             self._changed.wait_for(over, timeout)
+            if tag in self._messages and (self.failure is None or isinstance(tag, Values)):
+                return self._messages.pop(tag)
             if self.failure is not None:
                 raise PipelineError(self.failure)
-            if tag in self._messages:
-                return self._messages.pop(tag)
             if peer in self._closed:
                 raise PipelineError(f"rank {peer} closed its pipeline while {tag} was awaited from it")
             raise TimeoutError

@@ -26,7 +26,6 @@ def grad_norm(
     fp32 at least and added up in fp64. Shards (DTensor) count as the whole they belong to. NaN or infinite when a
     gradient is.
     """
-    transport = getattr(group, "transport", group)
     tied = getattr(group, "tied", None) if tied is None else tied
     parameters = _listed("grad_norm", parameters)
     shared = {id(parameter): name for name, parameter in (tied or {}).items()}
@@ -34,7 +33,7 @@ def grad_norm(
     own = [gradient for key, gradient in found if key not in shared]
     names = {shared[key]: float(squares([gradient])) for key, gradient in found if key in shared}
     total, seen = 0.0, {}
-    for value, named in _gather((float(squares(own)), names), transport):
+    for value, named in _gather((float(squares(own)), names), group):
         total += value
         seen.update(named)
     return math.sqrt(total + sum(seen.values()))

@@ -263,7 +263,7 @@ class Optimizer(Delegating):
         """
         mine = None if self._settled == self._number else "waits" if self._pending is not None else "broken"
         total = None if self._total is None else self._total.tolist()
-        ranks = self._transport.gather((self._number, mine, total))
+        ranks = self._transport.gather((self._number, mine, total), self.timeout)
         newest = max(number for number, _, _ in ranks)
         known = [total for number, state, total in ranks if (number, state) == (newest, None)]
         if any(state is not None for _, state, _ in ranks):

@@ -63,7 +63,7 @@ def profile(
         mine = schedule.chunks_of(pipe.rank)
         pinned = pipe.queue.peak_bytes / (microbatches * len(mine))
         memory = {chunk: (module.saved_bytes, pinned) for chunk, module in zip(mine, counted, strict=True)}
-        gathered = pipe._transport.gather(memory)
+        gathered = pipe.gather(memory)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     memories = {chunk: sizes for found in gathered for chunk, sizes in found.items()}

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.groups import backend_of, close_groups, open_group
-from zbkern.pipeline.mailbox import Activity, Mailbox, PipelineError, Tag
+from zbkern.pipeline.groups import backend_of, close_groups, meet, meeting_time, open_group
+from zbkern.pipeline.mailbox import Activity, Mailbox, PipelineError, Tag, Values
 
 logger = logging.getLogger("zbkern")
 
@@ -71,8 +71,11 @@ class Transport(Protocol):
         Raises PipelineError when a rank was lost: only a restart brings it back.
         """
 
-    def gather(self, value: Any) -> list[Any]:
-        """One picklable value of every rank, by rank; collective."""
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        """One picklable value of every rank, by rank; collective.
+
+        Raises PipelineError as `receive` does. timeout: None for as long as ranks wait for each other to start.
+        """
 
     def close(self) -> None:
         """Ends the transport; collective."""
@@ -81,7 +84,8 @@ class Transport(Protocol):
 class DistributedTransport:
     """Point to point over torch.distributed: gloo between CPUs, NCCL between GPUs with headers over gloo.
 
-    group: the ranks of this pipeline, None for all. peers: the ranks this one exchanges messages with. Each direction
+    group: the ranks of this pipeline, None for all. peers: the ranks this one exchanges messages with, besides those
+    before and after it. Each direction
     (to higher ranks, to lower ranks) has a communicator of its own: no order of NCCL calls can deadlock, and gloo's
     thread, which spins while somebody sends on the connection that it wants to read, seldom does. A header with tag,
     shapes and dtypes precedes each message, always through gloo.
@@ -93,17 +97,19 @@ class DistributedTransport:
         self._group = group
         self.device = device
         self._on_cpu = device.type == "cpu"
-        self._peers = sorted(set(peers) - {self.rank})
+        neighbours = {self.rank - 1, self.rank + 1} & set(range(self.size))
+        self._peers = sorted(({*peers} | neighbours) - {self.rank})
         self._open()
 
     def _open(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        meet(ranks)
         self._headers_up, self._headers_down = (open_group(ranks, "gloo") for _ in range(2))
         self._up, self._down = self._headers_up, self._headers_down
         if not self._on_cpu:
             self._up, self._down = (open_group(ranks, backend_of(self._group, self.device)) for _ in range(2))
         self._mailbox = Mailbox()
-        self._lost = False
+        self._lost, self._gathers = False, 0
         self._usual_to: dict[int, _Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
         self._askers: set[int] = set()
         self._link: tuple[int, int] | None = None  # a rank that waits, and for which
@@ -131,11 +137,9 @@ class DistributedTransport:
         self._usual_to.setdefault(peer, sizes)
         # not the spec itself: torch 2.13 warns when one is unpickled
         skeleton = None if isinstance(message, Tensor) else pytree.tree_unflatten([0] * len(leaves), spec)
-        try:
+        with self._reaching(peer):
             works = self._send_header(peer, ("message", tag, (shapes, usual), skeleton))
             works += self._send_tensors(peer, [t for t in tensors if t is not None], _USUAL if usual else _OTHER)
-        except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
-            raise PipelineError(self._mailbox.wait_for_failure(GRACE) or f"rank {peer} is gone: {error}") from error
         self._sends.put(works)
 
     def deliver(self, tag: Tag, message: Any) -> None:
@@ -145,7 +149,7 @@ class DistributedTransport:
         message = self._mailbox.peek(tag)
         return message is not None and all(work.is_completed() for work in message[1])
 
-    def receive(self, peer: int, tag: Tag, timeout: float) -> Any:
+    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
         self.activity.awaits = peer
         try:
             message, works = self._mailbox.take(peer, tag, timeout)
@@ -187,19 +191,20 @@ class DistributedTransport:
         self.close()
         self._open()
 
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._headers_up.allgather([lengths], [torch.tensor([payload.numel()])]).wait()
-        longest = int(max(int(length) for length in lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: payload.numel()] = payload
-        buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._headers_up.allgather([buffers], [padded]).wait()
-        for rank, (buffer, length) in enumerate(zip(buffers, lengths, strict=True)):
-            values[rank] = pickle.loads(buffer[: int(length)].numpy().tobytes())
-        return values
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        # from rank to rank and back, because an allgather of gloo would wait for a frozen rank without a word
+        timeout = meeting_time() if timeout is None else timeout
+        self._gathers += 1
+        earlier, everything = Values(self._gathers, False), Values(self._gathers, True)
+        values = [pickle.dumps(value)]
+        if self.rank > 0:
+            values = self.receive(self.rank - 1, earlier, timeout) + values
+        if self.rank < self.size - 1:
+            self._send_values(self.rank + 1, earlier, values)
+            values = self.receive(self.rank + 1, everything, timeout)
+        if self.rank > 0:
+            self._send_values(self.rank - 1, everything, values)
+        return [pickle.loads(pickled) for pickled in values]
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -252,6 +257,17 @@ class DistributedTransport:
             self._link = link
             self._answer(link, self._askers)
 
+    def _send_values(self, peer: int, tag: Values, values: list[bytes]) -> None:
+        with self._reaching(peer):
+            self._sends.put(self._send_header(peer, ("values", tag, values, None)))
+
+    @contextlib.contextmanager
+    def _reaching(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
+            raise PipelineError(self._mailbox.wait_for_failure(GRACE) or f"rank {peer} is gone: {error}") from error
+
     def _send_header(self, peer: int, header: tuple[Any, ...]) -> list[tuple[dist.Work, Tensor]]:
         payload = pickle.dumps(header)
         first = bytearray(_HEADER_BYTES)
@@ -294,6 +310,8 @@ class DistributedTransport:
                     what, tag, detail, skeleton = self._receive_header(peer)
                     if what == "message":
                         posted = self._receive_message(peer, tag, detail, skeleton, posted)
+                    elif what == "values":
+                        self._mailbox.put(tag, (detail, []))
                     elif what == "asked":
                         self._asked(peer, tag, detail)
                     elif what == "waits":
