@@ -307,7 +307,7 @@ class Pipeline:
             self.abandon()
             raise
         except BaseException as error:
-            memory = self._memory() if isinstance(error, torch.OutOfMemoryError) else ""
+            memory = self._memory() if _ran_out_of_memory(error) else ""
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{memory}"
             self.abandon()
             self._transport.fail(reason)
@@ -420,3 +420,8 @@ class Pipeline:
         if self.device.type == "cuda":
             held += f", {torch.cuda.max_memory_allocated(self.device) / 2**20:.0f} MiB were allocated at most"
         return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
+
+
+def _ran_out_of_memory(error: BaseException) -> bool:
+    """Also on a CPU, where torch raises a RuntimeError of its allocator's."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
