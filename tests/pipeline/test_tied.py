@@ -174,11 +174,11 @@ def hanging_holder() -> str:
     def hang(_: Any) -> None:
         left[0] -= 1
         if rank == 3 and not left[0]:  # in the last W of the second step: its own messages have left
-            time.sleep(4)
+            time.sleep(5)
 
     layer.weight.register_post_accumulate_grad_hook(hang)
     try:
-        with Pipeline(layer, schedules.zb_h1(4, 4), nn.functional.mse_loss, tied=tied, timeout=1) as pipe:
+        with Pipeline(layer, schedules.zb_h1(4, 4), nn.functional.mse_loss, tied=tied, timeout=2) as pipe:
             for _ in range(3):
                 pipe.step(x if rank == 0 else None, x if rank == 3 else None)
     except PipelineError as error:
