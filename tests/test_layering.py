@@ -18,6 +18,7 @@ NEEDS_TORCH = (
     "connection",
     "delegating",
     "engine",
+    "failure",
     "groups",
     "mixed_precision",
     "named_state",

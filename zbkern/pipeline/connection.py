@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.groups import meet
-from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.warmup import chain
 
@@ -60,20 +59,6 @@ def agree(schedule: Schedule, transport: Transport) -> None:
             f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][0]}, rank {others[0]} another "
             f"{found[others[0]][0]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
             "else on every rank, so plan on one and send the schedule with torch.distributed.broadcast_object_list"
-        )
-
-
-def agree_to_go_on(calls: Sequence[tuple[str, int]]) -> None:
-    """Raises PipelineError where ranks would go on differently after a failure.
-
-    calls: by rank, what it is about to do and how often it has. A rank hears of a failure wherever it is, which may be
-    the call before or after the one that failed.
-    """
-    if len(set(calls)) > 1:
-        raise PipelineError(
-            "ranks are not at the same step after a failure, because some had completed it; load a checkpoint and make "
-            "the same call on all; by rank, what is called and after how many: "
-            + ", ".join(f"{call} after {completed}" for call, completed in calls)
         )
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from zbkern.pipeline.actions import Action, Schedule
 from zbkern.pipeline.arguments import check, check_place, device_of, module_list, split
-from zbkern.pipeline.connection import agree, agree_to_go_on, connect, place
+from zbkern.pipeline.connection import agree, connect, place
 from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.failure import agree_to_go_on, memory_at
 from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare, in_seconds
 from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
@@ -307,7 +308,7 @@ class Pipeline:
             self.abandon()
             raise
         except BaseException as error:
-            memory = self._memory() if _ran_out_of_memory(error) else ""
+            memory = memory_at(error, self._room, self._in_flight, self.queue, self.device)
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{memory}"
             self.abandon()
             self._transport.fail(reason)
@@ -412,16 +413,3 @@ class Pipeline:
         self._replicas.void()
         for stage in self._stages.values():
             stage.reset()
-
-    def _memory(self) -> str:
-        """What an out-of-memory error adds: the plan's peak and what was there."""
-        held = f"; the schedule holds {self._room} microbatches at its peak on this rank, {self._in_flight} were begun"
-        held += f", {self.queue.pending()} W pinned {self.queue.bytes / 2**20:.0f} MiB"
-        if self.device.type == "cuda":
-            held += f", {torch.cuda.max_memory_allocated(self.device) / 2**20:.0f} MiB were allocated at most"
-        return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
-
-
-def _ran_out_of_memory(error: BaseException) -> bool:
-    """Also on a CPU, where torch raises a RuntimeError of its allocator's."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

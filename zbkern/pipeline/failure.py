@@ -1,0 +1,39 @@
+"""After a failure: what its message says of memory, and whether ranks can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zbkern.pipeline.mailbox import PipelineError
+from zbkern.wgrad import WGradQueue
+
+
+def memory_at(error: BaseException, planned: int, begun: int, queue: WGradQueue, device: torch.device) -> str:
+    """What the message of an error for lack of memory adds, empty for others.
+
+    planned: microbatches that the schedule holds at its peak on this rank; begun: those that it held.
+    """
+    # on a CPU torch raises a RuntimeError of its allocator's
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "DefaultCPUAllocator" not in str(error):
+        return ""
+    held = f"; the schedule holds {planned} microbatches at its peak on this rank, {begun} were begun"
+    held += f", {queue.pending()} W pinned {queue.bytes / 2**20:.0f} MiB"
+    if device.type == "cuda":
+        held += f", {torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB were allocated at most"
+    return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
+
+
+def agree_to_go_on(calls: Sequence[tuple[str, int]]) -> None:
+    """Raises PipelineError where ranks would go on differently after a failure.
+
+    calls: by rank, what it is about to do and how often it has. A rank hears of a failure wherever it is, which may be
+    the call before or after the one that failed.
+    """
+    if len(set(calls)) > 1:
+        raise PipelineError(
+            "ranks are not at the same step after a failure, because some had completed it; load a checkpoint and make "
+            "the same call on all; by rank, what is called and after how many: "
+            + ", ".join(f"{call} after {completed}" for call, completed in calls)
+        )
