@@ -76,10 +76,15 @@ class LayerNorm(torch.autograd.Function):
         ctx: Any, call: Call, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         weight, bias = call.owners
+        ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
+        returning = _returning(call.launches.layer_norm_fwd, x)
+        if returning is not None and residual is None:
+            y, mean, rstd = returning(x, weight, bias, eps)
+            ctx.save_for_backward(x, weight, mean, rstd)
+            return y
         rows = as_rows(x)
         y = x.new_empty(x.shape)
         mean, rstd = (rows.new_empty(rows.shape[0], dtype=statistics_dtype(x.dtype)) for _ in range(2))
-        ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
         if residual is None:
             call.launches.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd)
             ctx.save_for_backward(x, weight, mean, rstd)
@@ -101,17 +106,25 @@ class LayerNorm(torch.autograd.Function):
             _, dx, _, *second = differentiable_backward(call, layer_norm_with_torch, (x, ctx.eps), dy)
             return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
-        dx = rows.new_empty(rows.shape)
-        partials = None
-        if weight is not None:
-            count = call.launches.norm_partials(*rows.shape, rows.device)
-            partials = rstd.new_empty(2, count, rows.shape[1])
         also = () if dsummed is None else (as_rows(dsummed),)
-        call.launches.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
+        returning = _returning(call.launches.layer_norm_dgrad, x)
+        if returning is not None:
+            dx, partials = returning(as_rows(dy), rows, weight, mean, rstd, *also)
+        else:
+            dx, partials = rows.new_empty(rows.shape), None
+            if weight is not None:
+                count = call.launches.norm_partials(*rows.shape, rows.device)
+                partials = rstd.new_empty(2, count, rows.shape[1])
+            call.launches.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
         weights: Sequence[Tensor | None] = (None,) * len(call.owners)
         if partials is not None:
             weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs, partials.numel())
         return _gradients(ctx, dx.view(x.shape), weights)
+
+
+def _returning(launch: Any, x: Tensor) -> Any:
+    """The launch that makes its own outputs, in the statistics' dtype, if that is x's and there is one."""
+    return getattr(launch, "returning", None) if x.dtype == statistics_dtype(x.dtype) else None
 
 
 def _gradients(ctx: Any, dx: Tensor | None, weights: Sequence[Tensor | None]) -> tuple[Any, ...]:

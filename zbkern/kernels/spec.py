@@ -61,7 +61,10 @@ Launches
                                                                dsummed [M, K], if given, is added to dx
     layer_norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S, rstd [M] S, residual=None, summed=None)
     layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None, dsummed=None)
-    norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
+                                                               .returning makes the outputs and returns them, in S:
+                                                               (x [..., K], weight, bias, eps) -> y, mean, rstd and
+                                                               (dy, x, weight, mean, rstd, dsummed=None) -> dx, partials
+    norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P; .returning as linear_wgrad's
 
     attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, D], options, y [T, Hq, D], lse [Hq, T] S)
     attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)  y = softmax(scale q k^T + mask) v per sequence and head
