@@ -16,9 +16,29 @@ from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.optimizer import Optimizer
 
 SHAPES = ((5, 3), (7,), (2, 4, 3))  # of the parameters of every rank
+MATRICES = ((5, 3), (7, 2), (4, 6))  # the same for optimizers of nothing else
 MAX_NORM = 1.0
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Late(torch.optim.Optimizer):
+    """State that is no tensor and changes in place, and a tensor that is there from the second step on."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            norms = state.setdefault("norms", [])
+            norms.append(float(parameter.grad.norm()))
+            direction = parameter.grad / sum(norms)
+            if len(norms) > 1:
+                direction += state.setdefault("second", parameter.grad.clone())
+            parameter -= self.param_groups[0]["lr"] * direction
+
 
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -40,6 +60,8 @@ OPTIMIZERS: dict[str, Make] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "muon": lambda p: torch.optim.Muon(p, lr=0.01, weight_decay=0.1),
+    "late": Late,
 }
 
 
@@ -55,10 +77,11 @@ class Case:
         dtype: torch.dtype = torch.float32,
         scale: float | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        shapes: tuple[tuple[int, ...], ...] = SHAPES,
     ) -> None:
         self.ranks, self.steps, self.forced = ranks, steps, forced
         self.make, self.dtype, self.scale = make, dtype, scale
-        self.schedule = schedule
+        self.schedule, self.shapes = schedule, shapes
 
     def scaler(self) -> torch.amp.GradScaler | None:
         if self.scale is None:
@@ -69,16 +92,16 @@ class Case:
 
     def weights(self, rank: int) -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(rank)
-        return [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in SHAPES]
+        return [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in self.shapes]
 
     def gradients(self, rank: int, step: int, scale: float) -> list[Tensor]:
         """Of norm 0.4 over all ranks, unless forced: (rank, step) -> what one element becomes."""
         generator = torch.Generator().manual_seed(1000 * step + rank + 1)
-        made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        made = [torch.randn(shape, generator=generator) for shape in self.shapes]
         size = 0.4 / math.sqrt(self.ranks * sum(g.numel() for g in made))
         made = [gradient * size for gradient in made]
         if (rank, step) in self.forced:
-            made[1][2] = self.forced[rank, step]
+            made[1].view(-1)[2] = self.forced[rank, step]
         return [(gradient * scale).to(self.dtype) for gradient in made]
 
     def backward(self, weights: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -> None:
@@ -172,7 +195,7 @@ def check(case: Case, exact: bool = True, **options: Any) -> list[Optimizer]:
             torch.testing.assert_close(rank_norms, norms_expected, rtol=1e-6, atol=0, equal_nan=True)
         for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
             for index, (a, b) in enumerate(zip(weights, theirs, strict=True)):
-                rank = index // len(SHAPES)
+                rank = index // len(case.shapes)
                 if same:
                     assert torch.equal(a, b), f"step {step}, rank {rank}: {(a - b).abs().max()}"
                 else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import MAX_NORM, OPTIMIZERS, Case, check, clip_in_float64, plain_loop
+from optimizer_cases import MATRICES, MAX_NORM, OPTIMIZERS, SHAPES, Case, check, clip_in_float64, plain_loop
 from torch import Tensor, nn
 
 from tests.pipeline.chunks import results_on_threads
@@ -34,7 +34,9 @@ def test_forced_on_every_single_stage(rank: int, what: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_any_optimizer_on_consecutive_steps(name: str, adaptive: bool) -> None:
     forced = {(3, 0): 3.0, (2, 1): math.nan, (3, 2): 9.0, (3, 4): math.inf, (1, 4): 2.0, (0, 5): 5.0, (2, 7): 4.0}
-    case = Case(4, 9, forced, OPTIMIZERS[name])
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch before 2.9 has no Muon")
+    case = Case(4, 9, forced, OPTIMIZERS[name], shapes=MATRICES if name == "muon" else SHAPES)
     optimizers = check(case, adaptive=adaptive)
     # steps 0, 1, 2, 4, 7 deceive the ranks before 3, 2, 3, 1 (which declines step 4 for its norm) and 2
     assert [o.undone for o in optimizers] == ([3, 2, 1, 0] if adaptive else [5, 4, 2, 0])
@@ -251,6 +253,38 @@ def test_state_dict_resumes_bit_for_bit() -> None:
     for whole, parts in results_on_threads(2, rank_loop):
         for a, b in zip(whole, parts, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "adaptive", "undone"),
+    [(3.0, 0.1, True, 0), (0.1, 3.0, True, 1), (3.0, 0.1, False, 1), (None, 3.0, True, 0)],
+)
+def test_a_state_says_whether_to_wait_for_the_next_verdict(
+    saved: float | None, loaded: float, adaptive: bool, undone: int
+) -> None:
+    """saved, loaded: norms before the load, of the optimizer that saved (None: another kind, that does not know it) and
+    of the one that loads. What counts for it is its own `adaptive`.
+    """
+
+    def rank_loop(transport: LocalTransport) -> int:
+        def step(optimizer: Optimizer, norm: float) -> None:
+            optimizer.param_groups[0]["params"][0].grad = torch.full((), norm if transport.rank else 0.1)
+            optimizer.step()
+            optimizer.validate()
+
+        def make(adaptive: bool) -> Optimizer:
+            sgd = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
+            return Optimizer(sgd, transport, max_norm=MAX_NORM, adaptive=adaptive, timeout=20)
+
+        first, second = make(True), make(adaptive)
+        step(first, saved or 0.1)
+        step(second, loaded)
+        second.load_state_dict({**first.state_dict(), **({} if saved else {"common": {}})})
+        second.undone = 0
+        step(second, 3.0)
+        return second.undone
+
+    assert results_on_threads(2, rank_loop) == [undone, 0]
 
 
 @pytest.mark.parametrize(

@@ -248,12 +248,18 @@ def test_evaluation_waits_for_the_verdict() -> None:
         torch.testing.assert_close(value, nn.functional.mse_loss(nn.Sequential(*plain)(inputs), targets))
 
 
+def nothing(rank: int, step: int) -> None: ...
+
+
 def train_through_failures(
-    before_forward: Callable[[int, int], None], before_update: Callable[[int, int], None]
+    before_forward: Callable[[int, int], None],
+    before_update: Callable[[int, int], None] = nothing,
+    after_update: Callable[[int, int], None] = nothing,
+    forced: dict[tuple[int, int], float] | None = None,
 ) -> tuple[list[nn.Module], list[list[str]]]:
     """Four ranks, four steps; after a failure every rank tries its step again, after two it begins from the start.
 
-    The arguments are called with rank and step where they say, and may raise. Returns every rank's errors, too.
+    The functions are called with rank and step where they say, and may raise. Returns every rank's errors, too.
     """
     model = make_model(4)
 
@@ -269,8 +275,10 @@ def train_through_failures(
                 optimizer.zero_grad()
                 try:
                     pipe.step(inputs if rank == 0 else None, targets if rank == 3 else None)
+                    force(module, (forced or {}).get((rank, step)))
                     before_update(rank, step)
                     optimizer.step()
+                    after_update(rank, step)
                     step += 1
                 except PipelineError as error:
                     pipe.abandon()
@@ -286,32 +294,69 @@ def train_through_failures(
     return model, results_on_threads(4, rank_loop)
 
 
-def assert_trained(model: list[nn.Module]) -> None:
-    expected, _ = plain_loop(4, 4, {})
+def assert_trained(model: list[nn.Module], steps: int = 4, forced: dict[tuple[int, int], float] | None = None) -> None:
+    expected, _ = plain_loop(len(model), steps, forced or {})
     for ours, theirs in zip(model, expected, strict=True):
         torch.testing.assert_close(ours.linear.weight, theirs.linear.weight, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_without_verdict_is_settled_after_a_failure() -> None:
+@pytest.mark.parametrize("forced", [{}, {(3, 0): 100.0}])
+def test_a_step_without_verdict_is_settled_after_a_failure(forced: dict[tuple[int, int], float]) -> None:
     """Rank 0 fails in its second forward that runs ahead; rank 3 knows the verdict, others may not have heard it."""
     begun, known, failed = threading.Event(), threading.Event(), []
 
     def before_forward(rank: int, step: int) -> None:
-        if step != 1 or failed:
+        if rank != 0 or step != 1 or failed:
             return
-        if rank == 3:
-            known.set()  # it has done its step
-        if rank == 0 and not begun.is_set():
+        if not begun.is_set():
             begun.set()
-        elif rank == 0:
-            assert known.wait(20)
-            failed.append(rank)
-            raise ArithmeticError("a broken forward")
+            return
+        assert known.wait(20)
+        failed.append(rank)
+        raise ArithmeticError("a broken forward")
 
-    model, errors = train_through_failures(before_forward, lambda rank, step: None)
+    def after_update(rank: int, step: int) -> None:
+        if rank == 3:
+            known.set()
+
+    model, errors = train_through_failures(before_forward, after_update=after_update, forced=forced)
     assert [len(found) for found in errors] == [1] * 4
     assert "ArithmeticError: a broken forward" in errors[0][0]
-    assert_trained(model)
+    assert_trained(model, forced=forced)
+
+
+def test_loading_gives_up_a_step_without_verdict() -> None:
+    """The last rank knows that it would have been clipped, the first has done it; then a failure, which is got over."""
+    model = make_model(2)
+
+    def rank_loop(transport: LocalTransport) -> None:
+        rank, module = transport.rank, zbkern.convert(model[transport.rank])
+        with Pipeline(module, schedules.zb_h1(2, MICROBATCHES), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM)
+
+            def step(number: int, forced: float | None = None) -> None:
+                inputs, targets = batch(number)
+                optimizer.zero_grad()
+                pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+                force(module, forced)
+                optimizer.step()
+
+            step(0)
+            optimizer.validate()
+            start = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+            step(1, 100.0 if rank == 1 else None)
+            module.load_state_dict(start[0])
+            optimizer.load_state_dict(start[1])
+            broken = module.register_forward_pre_hook(lambda *_: 1 / 0 if rank == 1 else None)
+            with pytest.raises(PipelineError, match="rank 1, action 1F0: ZeroDivisionError"):
+                step(1)
+            broken.remove()
+            module.load_state_dict(start[0])
+            step(1)
+            step(2)
+
+    results_on_threads(2, rank_loop)
+    assert_trained(model, 3)
 
 
 def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint() -> None:

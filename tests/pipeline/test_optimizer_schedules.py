@@ -167,6 +167,12 @@ def test_a_group_that_comes_later(dtype: torch.dtype) -> None:
         assert masters == (dtype == torch.bfloat16)
 
 
+def test_a_group_that_cannot_be_inverted_is_refused() -> None:
+    optimizer = Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0], undo="inverse")
+    with pytest.raises(ValueError, match=r"needs parameters in fp32; got torch.bfloat16"):
+        optimizer.add_param_group({"params": [torch.ones(1).bfloat16()]})
+
+
 def test_groups_state_and_hooks_are_the_inner_ones() -> None:
     weight = nn.Parameter(torch.ones(2))
     inner = torch.optim.AdamW([weight], lr=0.1)

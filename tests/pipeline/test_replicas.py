@@ -37,16 +37,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "data_parallel.md"
 
 
 def train(
-    kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any], disagree: bool = False
+    kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any], disagree: str = ""
 ) -> None:
-    """disagree: the second replica runs the newest W where the first runs the oldest."""
+    """disagree: about the "order" of W: the second replica runs the newest where the first runs the oldest; about the
+    "time": the first replica runs all of them in every wait, the second none.
+    """
     setup = Setup(kind, name, **options)
     expected, weights, losses = plain_steps(len(setup.schedule.placement), 3)
     optimizer = make_optimizer(setup.parameters())
     with setup.pipe(fill=fill, **planned) as pipe:
-        if disagree and setup.replica == 1:
+        if disagree == "order" and setup.replica == 1:
             run = pipe._run_oldest
             pipe._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
+        if disagree == "time":
+            pipe._ready = lambda tag: setup.replica == 1
         for step in range(3):
             optimizer.zero_grad()
             loss = pipe.step(*setup.data(step))
@@ -68,14 +72,15 @@ def test_equals_one_process(four_ranks: Any, kind: str, name: str, fill: str) ->
     four_ranks.run(train, kind, name, fill, {}, {})
 
 
+@pytest.mark.parametrize(("disagree", "name"), [("order", "zb_v"), ("time", "v_min")])  # which gathers in its last B
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("ddp", {}), ("fsdp", {"reshard_after_forward": False}), ("fsdp", {"reshard_after_forward": True})],
 )
-def test_replicas_that_run_w_in_different_orders_reduce_in_one(
-    four_ranks: Any, kind: str, options: dict[str, Any]
+def test_replicas_that_disagree_about_w_reduce_in_one_order(
+    four_ranks: Any, kind: str, options: dict[str, Any], disagree: str, name: str
 ) -> None:
-    four_ranks.run(train, kind, "zb_v", "eager", options, {}, True)
+    four_ranks.run(train, kind, name, "eager", options, {}, disagree)
 
 
 @pytest.mark.parametrize(

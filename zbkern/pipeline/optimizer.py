@@ -169,7 +169,7 @@ class Optimizer(Delegating):
                 self._pass_back(total)
                 self._conclude(total)
                 return
-            stepped = self._undo is not None and not self._wary and self._harmless(total)
+            stepped = self._undo is not None and not (self.adaptive and self._wary) and self._harmless(total)
             if stepped:
                 self._undo.save(self.optimizer)
                 self._update()
@@ -249,7 +249,7 @@ class Optimizer(Delegating):
         """Takes what `common_state` gave; what is missing (it was another kind of optimizer) stays as it is."""
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
-        self._wary = state.get("wary", False)
+        self._wary = state.get("wary", self._wary)
 
     def abandon(self) -> None:
         """Gives up a step without verdict, because everything is about to be loaded; on all ranks."""
@@ -308,7 +308,7 @@ class Optimizer(Delegating):
         assert step is not None
         self.last_norm = norm = math.sqrt(total.item())
         finite, factor = math.isfinite(norm), coefficient(norm, self.max_norm)
-        self._wary = self.adaptive and not (finite and factor == 1)
+        self._wary = not (finite and factor == 1)
         if not (finite and factor == 1 and step.stepped):
             with step.in_place(self.optimizer):
                 if step.stepped:
