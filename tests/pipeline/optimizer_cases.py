@@ -23,18 +23,19 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Late(torch.optim.Optimizer):
-    """State that is no tensor and changes in place, and a tensor that is there from the second step on."""
+    """State that is no tensor, a tensor that comes with the second step, and a count in the group."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
+        super().__init__(parameters, {"lr": 0.1, "steps": 0})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
+        self.param_groups[0]["steps"] += 1
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             norms = state.setdefault("norms", [])
             norms.append(float(parameter.grad.norm()))
-            direction = parameter.grad / sum(norms)
+            direction = parameter.grad / sum(norms) / self.param_groups[0]["steps"]
             if len(norms) > 1:
                 direction += state.setdefault("second", parameter.grad.clone())
             parameter -= self.param_groups[0]["lr"] * direction
@@ -66,7 +67,10 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Case:
-    """Ranks with random gradients; on some ranks and steps they are large, or not finite."""
+    """Ranks with random gradients; on some ranks and steps they are large, or not finite.
+
+    by_turns: the first and the last parameter have a gradient every other step only, as experts without tokens.
+    """
 
     def __init__(
         self,
@@ -78,10 +82,11 @@ class Case:
         scale: float | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         shapes: tuple[tuple[int, ...], ...] = SHAPES,
+        by_turns: bool = False,
     ) -> None:
         self.ranks, self.steps, self.forced = ranks, steps, forced
         self.make, self.dtype, self.scale = make, dtype, scale
-        self.schedule, self.shapes = schedule, shapes
+        self.schedule, self.shapes, self.by_turns = schedule, shapes, by_turns
 
     def scaler(self) -> torch.amp.GradScaler | None:
         if self.scale is None:
@@ -94,7 +99,7 @@ class Case:
         generator = torch.Generator().manual_seed(rank)
         return [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in self.shapes]
 
-    def gradients(self, rank: int, step: int, scale: float) -> list[Tensor]:
+    def gradients(self, rank: int, step: int, scale: float) -> list[Tensor | None]:
         """Of norm 0.4 over all ranks, unless forced: (rank, step) -> what one element becomes."""
         generator = torch.Generator().manual_seed(1000 * step + rank + 1)
         made = [torch.randn(shape, generator=generator) for shape in self.shapes]
@@ -102,7 +107,8 @@ class Case:
         made = [gradient * size for gradient in made]
         if (rank, step) in self.forced:
             made[1].view(-1)[2] = self.forced[rank, step]
-        return [(gradient * scale).to(self.dtype) for gradient in made]
+        absent = (0, 2)[step % 2] if self.by_turns else None
+        return [None if index == absent else (part * scale).to(self.dtype) for index, part in enumerate(made)]
 
     def backward(self, weights: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -> None:
         """Gives the weights of a rank their gradients."""
@@ -128,7 +134,7 @@ def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]]
         scale = 1.0 if scaler is None else scaler.get_scale()
         gradients = [g for rank in range(case.ranks) for g in case.gradients(rank, step, scale)]
         for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient.float()
+            master.grad = None if gradient is None else gradient.float()
         if scaler is not None:
             scaler.unscale_(optimizer)
         found.append(float(clip(masters, MAX_NORM)))
@@ -148,7 +154,7 @@ def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]]
 
 def clip_in_float64(parameters: list[Tensor], max_norm: float) -> Tensor:
     """torch's clip_grad_norm_ but for the norms of single gradients being added up in fp64."""
-    total = torch.stack([p.grad.norm().double() for p in parameters]).norm().float()
+    total = torch.stack([p.grad.norm().double() for p in parameters if p.grad is not None]).norm().float()
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
 

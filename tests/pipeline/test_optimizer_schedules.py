@@ -139,8 +139,9 @@ def test_a_rate_that_is_a_tensor() -> None:
     assert results_on_threads(2, rates)[0][1]
 
 
+@pytest.mark.parametrize("undo", ["snapshot", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_group_that_comes_later(dtype: torch.dtype) -> None:
+def test_a_group_that_comes_later(dtype: torch.dtype, undo: str | None) -> None:
     """With masters where the others have them; a tied parameter in it counts once."""
 
     def rank_loop(transport: LocalTransport) -> tuple[float | None, list[float], bool]:
@@ -149,6 +150,7 @@ def test_a_group_that_comes_later(dtype: torch.dtype) -> None:
             torch.optim.SGD([first], lr=1.0),
             transport,
             max_norm=10.0,
+            undo=undo,
             master_weights=dtype != torch.float32,
             tied={"table": tied},
             timeout=20,

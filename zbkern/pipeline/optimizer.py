@@ -228,7 +228,7 @@ class Optimizer(Delegating):
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step."""
         self.validate()
-        masters = [master.clone() for _, master in self.masters]
+        masters = [master for _, master in self.masters]
         return {"optimizer": self.optimizer.state_dict(), "masters": masters, "common": self.common_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
