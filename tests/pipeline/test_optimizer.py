@@ -152,6 +152,20 @@ def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
         results_on_threads(2, rank_loop)
 
 
+def test_gradients_that_are_zeroed_before_the_verdict() -> None:
+    def rank_loop(transport: LocalTransport) -> tuple[float, float]:
+        weight = nn.Parameter(torch.zeros(()))
+        weight.grad = torch.tensor(4.0 if transport.rank else 0.6)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.validate()
+        return weight.item(), weight.grad.item()
+
+    norm = math.hypot(0.6, 4.0)
+    assert results_on_threads(2, rank_loop) == [(pytest.approx(-g / norm), 0.0) for g in (0.6, 4.0)]
+
+
 def test_a_failing_step_reaches_the_other_ranks() -> None:
     def rank_loop(transport: LocalTransport) -> None:
         weight = nn.Parameter(torch.ones(3))
@@ -178,7 +192,11 @@ def test_main_grad_is_read_kept_and_cleared() -> None:
         optimizer.zero_grad()
         weight.main_grad += 7  # the next backward
         optimizer.validate()
-        assert torch.equal(weight.main_grad, torch.full((4,), 7.0))
+        buffer = weight.main_grad
+        assert torch.equal(buffer, torch.full((4,), 7.0))
+        optimizer.zero_grad()  # of no pending step: a framework's buffer stays where it is
+        assert weight.main_grad is buffer
+        assert not buffer.any()
         return optimizer.last_norm, weight.detach().float()
 
     (norm, first), (_, second) = results_on_threads(2, rank_loop)

@@ -290,12 +290,12 @@ def test_evaluation_waits_for_the_verdict() -> None:
         torch.testing.assert_close(value, nn.functional.mse_loss(nn.Sequential(*plain)(inputs), targets))
 
 
-def nothing(rank: int, step: int) -> None: ...
+def nothing(*_: Any) -> None: ...
 
 
 def train_through_failures(
     before_forward: Callable[[int, int], None],
-    before_update: Callable[[int, int], None] = nothing,
+    before_update: Callable[[int, int, Optimizer], None] = nothing,
     after_update: Callable[[int, int], None] = nothing,
     forced: dict[tuple[int, int], float] | None = None,
 ) -> tuple[list[nn.Module], list[list[str]]]:
@@ -318,7 +318,7 @@ def train_through_failures(
                 try:
                     pipe.step(inputs if rank == 0 else None, targets if rank == 3 else None)
                     force(module, (forced or {}).get((rank, step)))
-                    before_update(rank, step)
+                    before_update(rank, step, optimizer)
                     optimizer.step()
                     after_update(rank, step)
                     step += 1
@@ -401,18 +401,27 @@ def test_loading_gives_up_a_step_without_verdict() -> None:
     assert_trained(model, 3)
 
 
-def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint() -> None:
-    """Rank 3 fails before its optimizer step, when rank 0 has done it and begun the next forwards."""
+@pytest.mark.parametrize("within", [False, True])
+def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) -> None:
+    """Rank 3 fails before or within its optimizer step, when rank 0 has done it and begun the next forwards."""
     ahead, failed = threading.Event(), []
 
     def before_forward(rank: int, step: int) -> None:
         if rank == 0 and step == 2:
             ahead.set()
 
-    def before_update(rank: int, step: int) -> None:
+    def update(*_: Any) -> None:
+        if len(failed) == 1:
+            failed.append("within")
+            raise ArithmeticError("a broken update")
+
+    def before_update(rank: int, step: int, optimizer: Optimizer) -> None:
         if rank == 3 and step == 1 and not failed:
-            failed.append(rank)
+            failed.append("before")
             assert ahead.wait(20)
+            if within:
+                optimizer.register_step_pre_hook(update)
+                return
             transports[3].fail("rank 3: a broken W")
             raise PipelineError("rank 3: a broken W")
 
@@ -428,7 +437,7 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint() -> None:
         model, errors = train_through_failures(before_forward, before_update)
     for found in errors:
         assert found == [
-            "rank 3: a broken W",
+            "rank 3, optimizer step 2: ArithmeticError: a broken update" if within else "rank 3: a broken W",
             "optimizer step 2 was done on some ranks only when a rank failed; load a checkpoint",
         ]
     assert_trained(model)
