@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -404,7 +405,8 @@ def test_loading_gives_up_a_step_without_verdict() -> None:
 @pytest.mark.parametrize("within", [False, True])
 def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) -> None:
     """Rank 3 fails before or within its optimizer step, when rank 0 has done it and begun the next forwards."""
-    ahead, failed = threading.Event(), []
+    ahead, stepped, failed = threading.Event(), threading.Event(), []
+    optimizers: dict[int, Optimizer] = {}
 
     def before_forward(rank: int, step: int) -> None:
         if rank == 0 and step == 2:
@@ -413,9 +415,17 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
     def update(*_: Any) -> None:
         if len(failed) == 1:
             failed.append("within")
+            assert stepped.wait(20)
+            while optimizers[2].waits:  # until a rank knows the verdict, that of a step which rank 3 does not do
+                time.sleep(0.001)
             raise ArithmeticError("a broken update")
 
+    def after_update(rank: int, step: int) -> None:
+        if rank == 2 and step == 1:
+            stepped.set()
+
     def before_update(rank: int, step: int, optimizer: Optimizer) -> None:
+        optimizers[rank] = optimizer
         if rank == 3 and step == 1 and not failed:
             failed.append("before")
             assert ahead.wait(20)
@@ -434,7 +444,7 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalTransport, "ring", keep)
-        model, errors = train_through_failures(before_forward, before_update)
+        model, errors = train_through_failures(before_forward, before_update, after_update)
     for found in errors:
         assert found == [
             "rank 3, optimizer step 2: ArithmeticError: a broken update" if within else "rank 3: a broken W",

@@ -266,13 +266,12 @@ class Optimizer(Delegating):
         ranks = self._transport.gather((self._number, mine, total), self.timeout)
         newest = max(number for number, _, _ in ranks)
         known = [total for number, state, total in ranks if (number, state) == (newest, None)]
-        if any(state is not None for _, state, _ in ranks):
-            if {number for number, _, _ in ranks} != {newest} or not known or "broken" in {s for _, s, _ in ranks}:
-                raise PipelineError(
-                    f"optimizer step {newest} was done on some ranks only when a rank failed; load a checkpoint"
-                )
-            if self._pending is not None:
-                self._conclude(torch.tensor(known[0], dtype=torch.float64, device=self._device))
+        if not known or "broken" in {state for _, state, _ in ranks}:  # nobody knows it before all ranks have begun it
+            raise PipelineError(
+                f"optimizer step {newest} was done on some ranks only when a rank failed; load a checkpoint"
+            )
+        if self._pending is not None:
+            self._conclude(torch.tensor(known[0], dtype=torch.float64, device=self._device))
         self._number = self._settled = newest
         self._taken = self.clipped + self.skipped
 
