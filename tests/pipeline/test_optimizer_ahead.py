@@ -416,7 +416,8 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
         if len(failed) == 1:
             failed.append("within")
             assert stepped.wait(20)
-            while optimizers[2].waits:  # until a rank knows the verdict, that of a step which rank 3 does not do
+            deadline = time.monotonic() + 20
+            while optimizers[2].waits and time.monotonic() < deadline:  # until a rank knows the verdict
                 time.sleep(0.001)
             raise ArithmeticError("a broken update")
 

@@ -104,6 +104,7 @@ def test_what_is_announced_is_not_copied() -> None:
     before = [parameter.grad.data_ptr() for parameter in parameters[:3]]
     seen = []
     parameters[0].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+    parameters[1].register_hook(lambda gradient: 2 * gradient)  # it has been through that once
     replicas._announce(parameters)
     assert [parameter.grad.data_ptr() for parameter in parameters[:3]] == before
     assert [parameter.grad.sum().item() for parameter in parameters] == [30, 30, 30, 0]
