@@ -226,7 +226,10 @@ class Optimizer(Delegating):
             self._undo = type(self._undo)(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step."""
+        """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step.
+
+        As with torch, tensors are those that later steps change: copy what is to stay.
+        """
         self.validate()
         masters = [master for _, master in self.masters]
         return {"optimizer": self.optimizer.state_dict(), "masters": masters, "common": self.common_state()}
