@@ -404,13 +404,19 @@ def test_loading_gives_up_a_step_without_verdict() -> None:
 
 @pytest.mark.parametrize("within", [False, True])
 def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) -> None:
-    """Rank 3 fails before or within its optimizer step, when rank 0 has done it and begun the next forwards."""
-    ahead, stepped, failed = threading.Event(), threading.Event(), []
+    """Rank 3 fails before or within its optimizer step, when rank 0 has done it and begun the next forwards.
+
+    Rank 0 fails right after the load, where ranks have counted different steps: that is got over.
+    """
+    ahead, stepped, failed, again = threading.Event(), threading.Event(), [], []
     optimizers: dict[int, Optimizer] = {}
 
     def before_forward(rank: int, step: int) -> None:
         if rank == 0 and step == 2:
             ahead.set()
+        if rank == 0 and step == 0 and failed and not again:
+            again.append(rank)
+            raise ArithmeticError("a broken forward")
 
     def update(*_: Any) -> None:
         if len(failed) == 1:
@@ -450,6 +456,7 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
         assert found == [
             "rank 3, optimizer step 2: ArithmeticError: a broken update" if within else "rank 3: a broken W",
             "optimizer step 2 was done on some ranks only when a rank failed; load a checkpoint",
+            "rank 0, action 0F0: ArithmeticError: a broken forward",
         ]
     assert_trained(model)
 
