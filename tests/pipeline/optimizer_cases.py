@@ -16,9 +16,30 @@ from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.optimizer import Optimizer
 
 SHAPES = ((5, 3), (7,), (2, 4, 3))  # of the parameters of every rank
+MATRICES = ((5, 3), (7, 2), (4, 6))  # the same for optimizers of nothing else
 MAX_NORM = 1.0
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Late(torch.optim.Optimizer):
+    """State that is no tensor, a tensor that comes with the second step, and a count in the group."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.param_groups[0]["steps"] += 1
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            norms = state.setdefault("norms", [])
+            norms.append(float(parameter.grad.norm()))
+            direction = parameter.grad / sum(norms) / self.param_groups[0]["steps"]
+            if len(norms) > 1:
+                direction += state.setdefault("second", parameter.grad.clone())
+            parameter -= self.param_groups[0]["lr"] * direction
+
 
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -40,11 +61,16 @@ OPTIMIZERS: dict[str, Make] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "muon": lambda p: torch.optim.Muon(p, lr=0.01, weight_decay=0.1),
+    "late": Late,
 }
 
 
 class Case:
-    """Ranks with random gradients; on some ranks and steps they are large, or not finite."""
+    """Ranks with random gradients; on some ranks and steps they are large, or not finite.
+
+    by_turns: the first and the last parameter have a gradient every other step only, as experts without tokens.
+    """
 
     def __init__(
         self,
@@ -55,10 +81,12 @@ class Case:
         dtype: torch.dtype = torch.float32,
         scale: float | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        shapes: tuple[tuple[int, ...], ...] = SHAPES,
+        by_turns: bool = False,
     ) -> None:
         self.ranks, self.steps, self.forced = ranks, steps, forced
         self.make, self.dtype, self.scale = make, dtype, scale
-        self.schedule = schedule
+        self.schedule, self.shapes, self.by_turns = schedule, shapes, by_turns
 
     def scaler(self) -> torch.amp.GradScaler | None:
         if self.scale is None:
@@ -69,17 +97,18 @@ class Case:
 
     def weights(self, rank: int) -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(rank)
-        return [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in SHAPES]
+        return [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in self.shapes]
 
-    def gradients(self, rank: int, step: int, scale: float) -> list[Tensor]:
+    def gradients(self, rank: int, step: int, scale: float) -> list[Tensor | None]:
         """Of norm 0.4 over all ranks, unless forced: (rank, step) -> what one element becomes."""
         generator = torch.Generator().manual_seed(1000 * step + rank + 1)
-        made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        made = [torch.randn(shape, generator=generator) for shape in self.shapes]
         size = 0.4 / math.sqrt(self.ranks * sum(g.numel() for g in made))
         made = [gradient * size for gradient in made]
         if (rank, step) in self.forced:
-            made[1][2] = self.forced[rank, step]
-        return [(gradient * scale).to(self.dtype) for gradient in made]
+            made[1].view(-1)[2] = self.forced[rank, step]
+        absent = (0, 2)[step % 2] if self.by_turns else None
+        return [None if index == absent else (part * scale).to(self.dtype) for index, part in enumerate(made)]
 
     def backward(self, weights: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -> None:
         """Gives the weights of a rank their gradients."""
@@ -105,7 +134,7 @@ def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]]
         scale = 1.0 if scaler is None else scaler.get_scale()
         gradients = [g for rank in range(case.ranks) for g in case.gradients(rank, step, scale)]
         for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient.float()
+            master.grad = None if gradient is None else gradient.float()
         if scaler is not None:
             scaler.unscale_(optimizer)
         found.append(float(clip(masters, MAX_NORM)))
@@ -125,7 +154,7 @@ def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]]
 
 def clip_in_float64(parameters: list[Tensor], max_norm: float) -> Tensor:
     """torch's clip_grad_norm_ but for the norms of single gradients being added up in fp64."""
-    total = torch.stack([p.grad.norm().double() for p in parameters]).norm().float()
+    total = torch.stack([p.grad.norm().double() for p in parameters if p.grad is not None]).norm().float()
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
 
@@ -172,7 +201,7 @@ def check(case: Case, exact: bool = True, **options: Any) -> list[Optimizer]:
             torch.testing.assert_close(rank_norms, norms_expected, rtol=1e-6, atol=0, equal_nan=True)
         for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
             for index, (a, b) in enumerate(zip(weights, theirs, strict=True)):
-                rank = index // len(SHAPES)
+                rank = index // len(case.shapes)
                 if same:
                     assert torch.equal(a, b), f"step {step}, rank {rank}: {(a - b).abs().max()}"
                 else:

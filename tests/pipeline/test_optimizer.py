@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import MAX_NORM, OPTIMIZERS, Case, check, clip_in_float64, plain_loop
+from optimizer_cases import MATRICES, MAX_NORM, OPTIMIZERS, SHAPES, Case, check, clip_in_float64, plain_loop
 from torch import Tensor, nn
 
 from tests.pipeline.chunks import results_on_threads
@@ -34,7 +35,9 @@ def test_forced_on_every_single_stage(rank: int, what: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_any_optimizer_on_consecutive_steps(name: str, adaptive: bool) -> None:
     forced = {(3, 0): 3.0, (2, 1): math.nan, (3, 2): 9.0, (3, 4): math.inf, (1, 4): 2.0, (0, 5): 5.0, (2, 7): 4.0}
-    case = Case(4, 9, forced, OPTIMIZERS[name])
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch before 2.9 has no Muon")
+    case = Case(4, 9, forced, OPTIMIZERS[name], shapes=MATRICES if name == "muon" else SHAPES)
     optimizers = check(case, adaptive=adaptive)
     # steps 0, 1, 2, 4, 7 deceive the ranks before 3, 2, 3, 1 (which declines step 4 for its norm) and 2
     assert [o.undone for o in optimizers] == ([3, 2, 1, 0] if adaptive else [5, 4, 2, 0])
@@ -74,6 +77,56 @@ def test_inverse_is_exact_to_rounding(name: str) -> None:
     assert optimizers[0].undone == 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("undo", ["snapshot", "inverse"])
+@pytest.mark.parametrize("name", ["sgd", "sgd momentum", "adamw foreach", "zbkern adamw"])
+def test_gradients_by_turns(name: str, undo: str, dtype: torch.dtype) -> None:
+    """The second step is a parameter's first, and is left out: it leaves no state."""
+    forced = {(3, 1): math.nan, (3, 2): 3.0, (2, 3): 9.0}
+    case = Case(4, 6, forced, OPTIMIZERS[name], dtype, by_turns=True)
+    assert check(case, exact=undo == "snapshot", undo=undo, adaptive=False)[0].undone == 3
+
+
+def test_inverse_without_the_momentum_of_earlier_steps() -> None:
+    def rank_loop(transport: LocalTransport) -> tuple[float, int]:
+        weight = nn.Parameter(torch.zeros(()))
+        sgd = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+        optimizer = Optimizer(sgd, transport, max_norm=1.0, undo="inverse", timeout=20)
+        for gradient in ((0.25, 0.25), (0.5, 4.0)):  # of each rank
+            weight.grad = torch.tensor(gradient[transport.rank])
+            optimizer.step()
+            optimizer.validate()
+            optimizer.param_groups[0]["momentum"] = 0
+        return weight.item(), optimizer.undone
+
+    (first, undone), (second, _) = results_on_threads(2, rank_loop)
+    norm = math.hypot(0.5, 4.0)
+    assert (first, second, undone) == (pytest.approx(-0.25 - 0.5 / norm), pytest.approx(-0.25 - 4.0 / norm), 1)
+
+
+@pytest.mark.parametrize("name", ["sgd momentum", "adamw", "adamw foreach", "adamw fused", "zbkern adamw"])
+def test_masters_take_over_what_state_there_is(name: str) -> None:
+    """And go on as fp32 parameters would with it."""
+    small = nn.Parameter(torch.tensor([1.0, -2.0]).bfloat16())
+    small.grad = torch.tensor([0.3, 0.7]).bfloat16()
+    inner = OPTIMIZERS[name]([small])
+    inner.step()
+    plain = nn.Parameter(small.detach().float())
+    expected = OPTIMIZERS[name]([plain])
+    expected.load_state_dict(copy.deepcopy(inner.state_dict()))
+    optimizer = Optimizer(inner, LocalTransport.ring(1)[0], master_weights=True)
+    small.grad, plain.grad = torch.ones(2).bfloat16(), torch.ones(2)
+    optimizer.step()
+    expected.step()
+    assert torch.equal(optimizer.masters[0][1], plain)
+
+
+def test_quantised_weights_have_no_masters() -> None:
+    codes, small = torch.ones(2, dtype=torch.int8), torch.ones(2).bfloat16()
+    optimizer = Optimizer(torch.optim.SGD([codes, small]), LocalTransport.ring(1)[0], master_weights=True)
+    assert [parameter for parameter, _ in optimizer.masters] == [small]
+
+
 def test_inverse_with_masters() -> None:
     case = Case(3, 5, {(2, 1): 3.0, (2, 2): math.inf}, dtype=torch.bfloat16)
     assert check(case, exact=False, undo="inverse", adaptive=False)[0].undone == 2
@@ -97,6 +150,20 @@ def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
 
     with pytest.raises(PipelineError, match=r"shape \[5, 3\] was changed in place after step\(\)"):
         results_on_threads(2, rank_loop)
+
+
+def test_gradients_that_are_zeroed_before_the_verdict() -> None:
+    def rank_loop(transport: LocalTransport) -> tuple[float, float]:
+        weight = nn.Parameter(torch.zeros(()))
+        weight.grad = torch.tensor(4.0 if transport.rank else 0.6)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.validate()
+        return weight.item(), weight.grad.item()
+
+    norm = math.hypot(0.6, 4.0)
+    assert results_on_threads(2, rank_loop) == [(pytest.approx(-g / norm), 0.0) for g in (0.6, 4.0)]
 
 
 def test_a_failing_step_reaches_the_other_ranks() -> None:
@@ -125,7 +192,11 @@ def test_main_grad_is_read_kept_and_cleared() -> None:
         optimizer.zero_grad()
         weight.main_grad += 7  # the next backward
         optimizer.validate()
-        assert torch.equal(weight.main_grad, torch.full((4,), 7.0))
+        buffer = weight.main_grad
+        assert torch.equal(buffer, torch.full((4,), 7.0))
+        optimizer.zero_grad()  # of no pending step: a framework's buffer stays where it is
+        assert weight.main_grad is buffer
+        assert not buffer.any()
         return optimizer.last_norm, weight.detach().float()
 
     (norm, first), (_, second) = results_on_threads(2, rank_loop)
@@ -242,15 +313,58 @@ def test_state_dict_resumes_bit_for_bit() -> None:
                     optimizer.load_state_dict(state)
                     for parameter, master in optimizer.masters:
                         assert torch.equal(parameter, master.to(parameter.dtype))
+                optimizer.validate()  # for the scale; a state has the step before it done as the verdict says
                 case.backward(weights, transport.rank, step, scaler.get_scale())
                 optimizer.step()
-                optimizer.validate()
+            optimizer.validate()
             results.append([parameter.detach().clone() for parameter in weights])
         return results
 
     for whole, parts in results_on_threads(2, rank_loop):
         for a, b in zip(whole, parts, strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_state_loads_with_and_without_a_loss_scale() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaled, plain = (
+        Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0], scaler=s) for s in (scaler, None)
+    )
+    plain.load_state_dict(scaled.state_dict())
+    scaled.load_state_dict(plain.state_dict())
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "adaptive", "undone"),
+    [(3.0, 0.1, True, 0), (0.1, 3.0, True, 1), (3.0, 0.1, False, 1), (None, 3.0, True, 0)],
+)
+def test_a_state_says_whether_to_wait_for_the_next_verdict(
+    saved: float | None, loaded: float, adaptive: bool, undone: int
+) -> None:
+    """saved, loaded: norms before the load, of the optimizer that saved (None: another kind, that does not know it) and
+    of the one that loads. What counts for it is its own `adaptive`.
+    """
+
+    def rank_loop(transport: LocalTransport) -> int:
+        def step(optimizer: Optimizer, norm: float) -> None:
+            optimizer.param_groups[0]["params"][0].grad = torch.full((), norm if transport.rank else 0.1)
+            optimizer.step()
+            optimizer.validate()
+
+        def make(adaptive: bool) -> Optimizer:
+            sgd = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
+            return Optimizer(sgd, transport, max_norm=MAX_NORM, adaptive=adaptive, timeout=20)
+
+        first, second = make(True), make(adaptive)
+        step(first, saved or 0.1)
+        step(second, loaded)
+        second.load_state_dict({**first.state_dict(), **({} if saved else {"common": {}})})
+        second.undone = 0
+        step(second, 3.0)
+        return second.undone
+
+    assert results_on_threads(2, rank_loop) == [undone, 0]
 
 
 @pytest.mark.parametrize(
@@ -289,6 +403,19 @@ def test_main_grad_counts_and_is_clipped() -> None:
     assert norms.grad_norm([weight, bias], transport) == pytest.approx(1.0, rel=1e-2)
 
 
+def test_norms_of_small_gradients_are_taken_in_fp32() -> None:
+    """In fp16 the first would be beyond its range, and in bf16 the second rounded; those of fp64 stay in it."""
+    large, fine = nn.Parameter(torch.zeros(4).half()), nn.Parameter(torch.zeros(1001).bfloat16())
+    large.grad, fine.grad = torch.full_like(large, 60000.0), torch.ones_like(fine)
+    transport = LocalTransport.ring(1)[0]
+    assert norms.grad_norm(large, transport) == 120000.0
+    assert norms.grad_norm(fine, transport) == pytest.approx(math.sqrt(1001), rel=1e-6)
+    double = nn.Parameter(torch.zeros(1).double())
+    double.grad = torch.full_like(double, 1 + 2**-40)
+    assert norms.grad_norm(double, transport) == 1 + 2**-40
+    assert norms.grad_norm([large, fine], transport) == pytest.approx(math.hypot(120000.0, math.sqrt(1001)), rel=1e-6)
+
+
 def test_a_pipeline_is_no_parameters() -> None:
     with pytest.raises(TypeError, match=r"clip_grad_norm_: parameters must be .* got LocalTransport \(a Pipeline goes"):
         norms.clip_grad_norm_(LocalTransport.ring(1)[0], 1.0)
@@ -301,15 +428,26 @@ def test_a_scaler_and_fp16_gradients_that_no_master_widens() -> None:
     optimizer = Optimizer(AdamW([weight], master_weights=True), LocalTransport.ring(1)[0], scaler=scaler)
     with pytest.raises(PipelineError, match="needs gradients above fp16; leave the masters to Optimizer"):
         optimizer.step()
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    Optimizer(torch.optim.SGD([weight], lr=0.5), LocalTransport.ring(1)[0], scaler=off).step()
+    assert weight.item() == 0.5
 
 
-def test_amsgrad_cannot_be_inverted() -> None:
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"amsgrad": True}, "amsgrad"),
+        ({"betas": (0.0, 0.9)}, "a beta of 0"),
+        ({"lr": 2.0, "weight_decay": 0.5}, "lr x weight_decay of 1"),
+    ],
+)
+def test_settings_that_lose_information_cannot_be_inverted(settings: dict[str, Any], what: str) -> None:
     weight = nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
     first, _ = LocalTransport.ring(2)
     first.gather = lambda value: [value, value]
-    optimizer = Optimizer(torch.optim.AdamW([weight], amsgrad=True), first, undo="inverse")
-    with pytest.raises(PipelineError, match="amsgrad cannot be inverted; use undo='snapshot'"):
+    optimizer = Optimizer(torch.optim.AdamW([weight], **settings), first, undo="inverse")
+    with pytest.raises(PipelineError, match=f"{what} cannot be inverted; use undo='snapshot'"):
         optimizer.step()
 
 
@@ -358,6 +496,28 @@ def sharded_loop() -> tuple[float, float | None, float]:
     optimizer = Optimizer(torch.optim.AdamW(model.parameters()), stage, max_norm=1.0)
     optimizer.step()
     return expected, optimizer.last_norm, norms.grad_norm(model.parameters(), stage)
+
+
+def placed_norms() -> list[float]:
+    """One gradient in three placements, each alone, and all together."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh, gradient = init_device_mesh("cpu", (2,)), torch.tensor([[3.0], [4.0]])
+    parameters = [nn.Parameter(distribute_tensor(torch.zeros(2, 1), mesh, [at])) for at in (Shard(0), Replicate())]
+    parameters.append(nn.Parameter(parameters[1].detach()))
+    for parameter in parameters[:2]:
+        parameter.grad = distribute_tensor(gradient, mesh, parameter.placements)
+    share = 0.25 if mesh.get_local_rank() == 0 else 0.75
+    parameters[2].grad = DTensor.from_local(gradient * share, mesh, [Partial()])
+    stage = LocalTransport.ring(1)[0]
+    return [norms.grad_norm(part, stage) for part in (*parameters, parameters)]
+
+
+@pytest.mark.dist
+def test_a_gradient_counts_once_wherever_it_is(two_ranks: Any) -> None:
+    for found in two_ranks.run(placed_norms):
+        assert found == pytest.approx([5.0, 5.0, 5.0, 5.0 * math.sqrt(3)])
 
 
 @pytest.mark.dist

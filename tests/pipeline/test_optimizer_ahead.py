@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.pipeline.chunks import results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.mailbox import PipelineError
+from zbkern.pipeline.norms import grad_norm
 from zbkern.pipeline.warmup import forwards_ahead
 
 WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
@@ -212,6 +214,47 @@ def test_closing_sees_the_last_step_done() -> None:
     assert norms[0] == norms[1]
 
 
+def test_tied_weights_of_a_pipeline_count_once() -> None:
+    """And a Pipeline's connection is not the Optimizer's to close."""
+
+    def rank_loop(transport: LocalTransport) -> None:
+        rank, schedule = transport.rank, schedules.zb_h1(3, MICROBATCHES)
+        torch.manual_seed(0)
+        layer = zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False))
+        tied = {"weight": layer.weight}
+        with Pipeline(layer, schedule, nn.functional.mse_loss, transport, tied=tied, timeout=20) as pipe:
+            optimizer = Optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), pipe)
+            for step in range(2):
+                inputs, targets = batch(step)
+                pipe.step(inputs if rank == 0 else None, targets if rank == 2 else None)
+                optimizer.step()
+                optimizer.validate()
+                assert optimizer.last_norm == pytest.approx(layer.weight.grad.norm().item(), rel=1e-6)
+                assert grad_norm(layer.weight, pipe) == pytest.approx(optimizer.last_norm, rel=1e-6)
+                optimizer.close()
+
+    results_on_threads(3, rank_loop)
+
+
+def test_an_optimizer_waits_as_long_as_its_pipeline() -> None:
+    heard = threading.Event()
+
+    def rank_loop(transport: LocalTransport) -> None:
+        rank, module = transport.rank, zbkern.convert(Block())
+        with Pipeline(module, schedules.zb_h1(2, MICROBATCHES), nn.functional.mse_loss, transport, timeout=0.5) as pipe:
+            optimizer = Optimizer(make_optimizer([module]), pipe)
+            pipe.step(*batch(0))
+            if rank == 1:
+                assert heard.wait(20)
+                return
+            optimizer.step()
+            with pytest.raises(PipelineError, match=r"of all stages, optimizer step 1 was awaited for 0\.5 s"):
+                optimizer.validate()
+            heard.set()
+
+    results_on_threads(2, rank_loop)
+
+
 def test_evaluation_waits_for_the_verdict() -> None:
     schedule = schedules.zb_h1(2, MICROBATCHES)
     model = make_model(2)
@@ -248,12 +291,18 @@ def test_evaluation_waits_for_the_verdict() -> None:
         torch.testing.assert_close(value, nn.functional.mse_loss(nn.Sequential(*plain)(inputs), targets))
 
 
+def nothing(*_: Any) -> None: ...
+
+
 def train_through_failures(
-    before_forward: Callable[[int, int], None], before_update: Callable[[int, int], None]
+    before_forward: Callable[[int, int], None],
+    before_update: Callable[[int, int, Optimizer], None] = nothing,
+    after_update: Callable[[int, int], None] = nothing,
+    forced: dict[tuple[int, int], float] | None = None,
 ) -> tuple[list[nn.Module], list[list[str]]]:
     """Four ranks, four steps; after a failure every rank tries its step again, after two it begins from the start.
 
-    The arguments are called with rank and step where they say, and may raise. Returns every rank's errors, too.
+    The functions are called with rank and step where they say, and may raise. Returns every rank's errors, too.
     """
     model = make_model(4)
 
@@ -269,8 +318,10 @@ def train_through_failures(
                 optimizer.zero_grad()
                 try:
                     pipe.step(inputs if rank == 0 else None, targets if rank == 3 else None)
-                    before_update(rank, step)
+                    force(module, (forced or {}).get((rank, step)))
+                    before_update(rank, step, optimizer)
                     optimizer.step()
+                    after_update(rank, step)
                     step += 1
                 except PipelineError as error:
                     pipe.abandon()
@@ -286,46 +337,108 @@ def train_through_failures(
     return model, results_on_threads(4, rank_loop)
 
 
-def assert_trained(model: list[nn.Module]) -> None:
-    expected, _ = plain_loop(4, 4, {})
+def assert_trained(model: list[nn.Module], steps: int = 4, forced: dict[tuple[int, int], float] | None = None) -> None:
+    expected, _ = plain_loop(len(model), steps, forced or {})
     for ours, theirs in zip(model, expected, strict=True):
         torch.testing.assert_close(ours.linear.weight, theirs.linear.weight, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_without_verdict_is_settled_after_a_failure() -> None:
+@pytest.mark.parametrize("forced", [{}, {(3, 0): 100.0}])
+def test_a_step_without_verdict_is_settled_after_a_failure(forced: dict[tuple[int, int], float]) -> None:
     """Rank 0 fails in its second forward that runs ahead; rank 3 knows the verdict, others may not have heard it."""
     begun, known, failed = threading.Event(), threading.Event(), []
 
     def before_forward(rank: int, step: int) -> None:
-        if step != 1 or failed:
+        if rank != 0 or step != 1 or failed:
             return
-        if rank == 3:
-            known.set()  # it has done its step
-        if rank == 0 and not begun.is_set():
+        if not begun.is_set():
             begun.set()
-        elif rank == 0:
-            assert known.wait(20)
-            failed.append(rank)
-            raise ArithmeticError("a broken forward")
+            return
+        assert known.wait(20)
+        failed.append(rank)
+        raise ArithmeticError("a broken forward")
 
-    model, errors = train_through_failures(before_forward, lambda rank, step: None)
+    def after_update(rank: int, step: int) -> None:
+        if rank == 3:
+            known.set()
+
+    model, errors = train_through_failures(before_forward, after_update=after_update, forced=forced)
     assert [len(found) for found in errors] == [1] * 4
     assert "ArithmeticError: a broken forward" in errors[0][0]
-    assert_trained(model)
+    assert_trained(model, forced=forced)
 
 
-def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint() -> None:
-    """Rank 3 fails before its optimizer step, when rank 0 has done it and begun the next forwards."""
-    ahead, failed = threading.Event(), []
+def test_loading_gives_up_a_step_without_verdict() -> None:
+    """The last rank knows that it would have been clipped, the first has done it; then a failure, which is got over."""
+    model = make_model(2)
+
+    def rank_loop(transport: LocalTransport) -> None:
+        rank, module = transport.rank, zbkern.convert(model[transport.rank])
+        with Pipeline(module, schedules.zb_h1(2, MICROBATCHES), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM)
+
+            def step(number: int, forced: float | None = None) -> None:
+                inputs, targets = batch(number)
+                optimizer.zero_grad()
+                pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+                force(module, forced)
+                optimizer.step()
+
+            step(0)
+            optimizer.validate()
+            start = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+            step(1, 100.0 if rank == 1 else None)
+            module.load_state_dict(start[0])
+            optimizer.load_state_dict(start[1])
+            broken = module.register_forward_pre_hook(lambda *_: 1 / 0 if rank == 1 else None)
+            with pytest.raises(PipelineError, match="rank 1, action 1F0: ZeroDivisionError"):
+                step(1)
+            broken.remove()
+            module.load_state_dict(start[0])
+            step(1)
+            step(2)
+
+    results_on_threads(2, rank_loop)
+    assert_trained(model, 3)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) -> None:
+    """Rank 3 fails before or within its optimizer step, when rank 0 has done it and begun the next forwards.
+
+    Rank 0 fails right after the load, where ranks have counted different steps: that is got over.
+    """
+    ahead, stepped, failed, again = threading.Event(), threading.Event(), [], []
+    optimizers: dict[int, Optimizer] = {}
 
     def before_forward(rank: int, step: int) -> None:
         if rank == 0 and step == 2:
             ahead.set()
+        if rank == 0 and step == 0 and failed and not again:
+            again.append(rank)
+            raise ArithmeticError("a broken forward")
 
-    def before_update(rank: int, step: int) -> None:
+    def update(*_: Any) -> None:
+        if len(failed) == 1:
+            failed.append("within")
+            assert stepped.wait(20)
+            deadline = time.monotonic() + 20
+            while optimizers[2].waits and time.monotonic() < deadline:  # until a rank knows the verdict
+                time.sleep(0.001)
+            raise ArithmeticError("a broken update")
+
+    def after_update(rank: int, step: int) -> None:
+        if rank == 2 and step == 1:
+            stepped.set()
+
+    def before_update(rank: int, step: int, optimizer: Optimizer) -> None:
+        optimizers[rank] = optimizer
         if rank == 3 and step == 1 and not failed:
-            failed.append(rank)
+            failed.append("before")
             assert ahead.wait(20)
+            if within:
+                optimizer.register_step_pre_hook(update)
+                return
             transports[3].fail("rank 3: a broken W")
             raise PipelineError("rank 3: a broken W")
 
@@ -338,11 +451,12 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalTransport, "ring", keep)
-        model, errors = train_through_failures(before_forward, before_update)
+        model, errors = train_through_failures(before_forward, before_update, after_update)
     for found in errors:
         assert found == [
-            "rank 3: a broken W",
+            "rank 3, optimizer step 2: ArithmeticError: a broken update" if within else "rank 3: a broken W",
             "optimizer step 2 was done on some ranks only when a rank failed; load a checkpoint",
+            "rank 0, action 0F0: ArithmeticError: a broken forward",
         ]
     assert_trained(model)
 

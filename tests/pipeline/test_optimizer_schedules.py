@@ -139,8 +139,9 @@ def test_a_rate_that_is_a_tensor() -> None:
     assert results_on_threads(2, rates)[0][1]
 
 
+@pytest.mark.parametrize("undo", ["snapshot", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_group_that_comes_later(dtype: torch.dtype) -> None:
+def test_a_group_that_comes_later(dtype: torch.dtype, undo: str | None) -> None:
     """With masters where the others have them; a tied parameter in it counts once."""
 
     def rank_loop(transport: LocalTransport) -> tuple[float | None, list[float], bool]:
@@ -149,6 +150,7 @@ def test_a_group_that_comes_later(dtype: torch.dtype) -> None:
             torch.optim.SGD([first], lr=1.0),
             transport,
             max_norm=10.0,
+            undo=undo,
             master_weights=dtype != torch.float32,
             tied={"table": tied},
             timeout=20,
@@ -165,6 +167,12 @@ def test_a_group_that_comes_later(dtype: torch.dtype) -> None:
         assert norm == pytest.approx(4.0)
         assert weights == [-2.0, 1.0, 1.0, -1.0]
         assert masters == (dtype == torch.bfloat16)
+
+
+def test_a_group_that_cannot_be_inverted_is_refused() -> None:
+    optimizer = Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0], undo="inverse")
+    with pytest.raises(ValueError, match=r"needs parameters in fp32; got torch.bfloat16"):
+        optimizer.add_param_group({"params": [torch.ones(1).bfloat16()]})
 
 
 def test_groups_state_and_hooks_are_the_inner_ones() -> None:

@@ -26,7 +26,7 @@ from two_by_two import (
     wrap,
 )
 
-from zbkern.pipeline import Pipeline, replicas, schedules
+from zbkern.pipeline import Pipeline, PipelineError, replicas, schedules
 
 pytestmark = pytest.mark.dist
 
@@ -37,16 +37,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "data_parallel.md"
 
 
 def train(
-    kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any], disagree: bool = False
+    kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any], disagree: str = ""
 ) -> None:
-    """disagree: the second replica runs the newest W where the first runs the oldest."""
+    """disagree: about the "order" of W: the second replica runs the newest where the first runs the oldest; about the
+    "time": the first replica runs all of them in every wait, the second none.
+    """
     setup = Setup(kind, name, **options)
     expected, weights, losses = plain_steps(len(setup.schedule.placement), 3)
     optimizer = make_optimizer(setup.parameters())
     with setup.pipe(fill=fill, **planned) as pipe:
-        if disagree and setup.replica == 1:
+        if disagree == "order" and setup.replica == 1:
             run = pipe._run_oldest
             pipe._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
+        if disagree == "time":
+            pipe._ready = lambda tag: setup.replica == 1
         for step in range(3):
             optimizer.zero_grad()
             loss = pipe.step(*setup.data(step))
@@ -68,14 +72,15 @@ def test_equals_one_process(four_ranks: Any, kind: str, name: str, fill: str) ->
     four_ranks.run(train, kind, name, fill, {}, {})
 
 
+@pytest.mark.parametrize(("disagree", "name"), [("order", "zb_v"), ("time", "v_min")])  # which gathers in its last B
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("ddp", {}), ("fsdp", {"reshard_after_forward": False}), ("fsdp", {"reshard_after_forward": True})],
 )
-def test_replicas_that_run_w_in_different_orders_reduce_in_one(
-    four_ranks: Any, kind: str, options: dict[str, Any]
+def test_replicas_that_disagree_about_w_reduce_in_one_order(
+    four_ranks: Any, kind: str, options: dict[str, Any], disagree: str, name: str
 ) -> None:
-    four_ranks.run(train, kind, "zb_v", "eager", options, {}, True)
+    four_ranks.run(train, kind, name, "eager", options, {}, disagree)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +104,7 @@ def test_what_is_announced_is_not_copied() -> None:
     before = [parameter.grad.data_ptr() for parameter in parameters[:3]]
     seen = []
     parameters[0].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+    parameters[1].register_hook(lambda gradient: 2 * gradient)  # it has been through that once
     replicas._announce(parameters)
     assert [parameter.grad.data_ptr() for parameter in parameters[:3]] == before
     assert [parameter.grad.sum().item() for parameter in parameters] == [30, 30, 30, 0]
@@ -159,11 +165,14 @@ def test_a_reduction_starts_after_its_last_w_and_under_the_others(four_ranks: An
 
 
 def refuse() -> list[str]:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
     messages = []
     module = make_model(1)[0]
     setup = Setup("ddp", "zb_h1", static_graph=True)
     attempts = [setup.modules[0], wrap("ddp", module, find_unused_parameters=True)]
     attempts.append(nn.Sequential(wrap("ddp", make_model(1)[0])))
+    attempts.append(wrap("ddp", make_model(1)[0], mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)))
     for attempt in attempts:
         with pytest.raises(ValueError, match="Pipeline: the module of chunk") as caught:
             Pipeline(attempt, setup.schedule, mean_square, mesh().get_group("stage"))
@@ -174,11 +183,59 @@ def refuse() -> list[str]:
 
 
 def test_what_cannot_be_is_refused(four_ranks: Any) -> None:
-    for static, unused, inside, replanned in four_ranks.run(refuse):
+    for static, unused, inside, mixed, replanned in four_ranks.run(refuse):
         assert "static_graph=True, which is of no use here" in static
         assert "find_unused_parameters=True" in unused
         assert "has DistributedDataParallel inside; wrap the whole module in it" in inside
+        assert "with mixed_precision, which works by hooks" in mixed
         assert replanned.endswith("got 5")
+
+
+def change_after_wrapping() -> None:
+    for change in (lambda p: p.requires_grad_(False), lambda p: setattr(p, "main_grad", torch.zeros_like(p))):
+        setup = Setup("ddp", "zb_h1")
+        with setup.pipe() as pipe:
+            change(setup.plain[0][0].gain)
+            with pytest.raises(PipelineError, match=r"cannot reduce a parameter of shape \[1\]"):
+                pipe.step(*setup.data(0))
+    setup = Setup("ddp", "zb_h1")
+    setup.plain[0][0].gain.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"has 9 parameters that take gradients .* reduces 10: some were frozen"):
+        setup.pipe()
+
+
+def test_what_came_after_wrapping_is_refused(four_ranks: Any) -> None:
+    four_ranks.run(change_after_wrapping)
+
+
+def train_in_part() -> None:
+    """Of every block a parameter is frozen, and another one nobody's to reduce."""
+    replica, stage = divmod(dist.get_rank(), 2)
+    plain, model = make_model(2), make_model(2)
+    for module in [*plain, *model]:
+        module[0].gain.requires_grad_(False)
+    expected: dict[str, Tensor] = {}
+    for other in (1 - replica, replica):
+        nn.Sequential(*plain).zero_grad()
+        inputs, targets = batch(0, other)
+        mean_square(nn.Sequential(*plain)(inputs), targets).backward()
+        for name, p in plain[stage].named_parameters():
+            if p.requires_grad:
+                expected[name] = expected.get(name, 0) + p.grad / 2
+    expected["1.linear.bias"] = plain[stage][1].linear.bias.grad  # of this replica
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model[stage], ["1.linear.bias"])
+    wrapped = wrap("ddp", model[stage])
+    schedule = schedules.zb_h1(2, MICROBATCHES)
+    with Pipeline(wrapped, schedule, mean_square, mesh().get_group("stage"), timeout=30) as pipe:
+        pipe.step(*batch(0, replica))
+    found = {name: p.grad for name, p in model[stage].named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    assert_close(found, expected, "a step")
+
+
+def test_parameters_that_are_not_reduced(four_ranks: Any) -> None:
+    four_ranks.run(train_in_part)
 
 
 def no_sync() -> None:

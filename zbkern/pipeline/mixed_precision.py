@@ -13,7 +13,7 @@ Pairs = list[tuple[Tensor, Tensor]]  # a parameter below fp32, its fp32 master
 
 
 def install_masters(optimizer: torch.optim.Optimizer) -> Pairs:
-    """Puts fp32 copies in the place of the optimizer's parameters below fp32, with the state that these have.
+    """Puts fp32 copies in the place of the optimizer's parameters below fp32, with the state that these have, in fp32.
 
     Raises ValueError for an optimizer that keeps such copies itself.
     """
@@ -30,9 +30,14 @@ def install_masters(optimizer: torch.optim.Optimizer) -> Pairs:
             master = parameter.detach().float()
             group["params"][index] = master
             if parameter in optimizer.state:
-                optimizer.state[master] = optimizer.state.pop(parameter)
+                state = optimizer.state.pop(parameter)
+                optimizer.state[master] = {name: _widened(value, parameter) for name, value in state.items()}
             pairs.append((parameter, master))
     return pairs
+
+
+def _widened(value: Any, parameter: Tensor) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
 
 
 def load_gradients(pairs: Pairs) -> None:
@@ -79,6 +84,6 @@ def update_scale(scaler: torch.amp.GradScaler, unscaled: Gradients, found: bool,
     mine: dict[Any, Tensor] = scaler._found_inf_per_device(unscaled)  # type: ignore[arg-type]
     if not mine:  # no gradients on this rank
         mine[device] = torch.zeros((), device=device)
-    for index, value in enumerate(mine.values()):
-        value.fill_(float(found and index == 0))
+    for value in mine.values():
+        value.fill_(float(found))
     scaler.update()

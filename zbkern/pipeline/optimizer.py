@@ -169,7 +169,7 @@ class Optimizer(Delegating):
                 self._pass_back(total)
                 self._conclude(total)
                 return
-            stepped = self._undo is not None and not self._wary and self._harmless(total)
+            stepped = self._undo is not None and not (self.adaptive and self._wary) and self._harmless(total)
             if stepped:
                 self._undo.save(self.optimizer)
                 self._update()
@@ -226,9 +226,12 @@ class Optimizer(Delegating):
             self._undo = type(self._undo)(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step."""
+        """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step.
+
+        As with torch, tensors are those that later steps change: copy what is to stay.
+        """
         self.validate()
-        masters = [master.clone() for _, master in self.masters]
+        masters = [master for _, master in self.masters]
         return {"optimizer": self.optimizer.state_dict(), "masters": masters, "common": self.common_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -249,7 +252,7 @@ class Optimizer(Delegating):
         """Takes what `common_state` gave; what is missing (it was another kind of optimizer) stays as it is."""
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
-        self._wary = state.get("wary", False)
+        self._wary = state.get("wary", self._wary)
 
     def abandon(self) -> None:
         """Gives up a step without verdict, because everything is about to be loaded; on all ranks."""
@@ -266,13 +269,12 @@ class Optimizer(Delegating):
         ranks = self._transport.gather((self._number, mine, total), self.timeout)
         newest = max(number for number, _, _ in ranks)
         known = [total for number, state, total in ranks if (number, state) == (newest, None)]
-        if any(state is not None for _, state, _ in ranks):
-            if {number for number, _, _ in ranks} != {newest} or not known or "broken" in {s for _, s, _ in ranks}:
-                raise PipelineError(
-                    f"optimizer step {newest} was done on some ranks only when a rank failed; load a checkpoint"
-                )
-            if self._pending is not None:
-                self._conclude(torch.tensor(known[0], dtype=torch.float64, device=self._device))
+        if not known or "broken" in {state for _, state, _ in ranks}:  # nobody knows it before all ranks have begun it
+            raise PipelineError(
+                f"optimizer step {newest} was done on some ranks only when a rank failed; load a checkpoint"
+            )
+        if self._pending is not None:
+            self._conclude(torch.tensor(known[0], dtype=torch.float64, device=self._device))
         self._number = self._settled = newest
         self._taken = self.clipped + self.skipped
 
@@ -308,7 +310,7 @@ class Optimizer(Delegating):
         assert step is not None
         self.last_norm = norm = math.sqrt(total.item())
         finite, factor = math.isfinite(norm), coefficient(norm, self.max_norm)
-        self._wary = self.adaptive and not (finite and factor == 1)
+        self._wary = not (finite and factor == 1)
         if not (finite and factor == 1 and step.stepped):
             with step.in_place(self.optimizer):
                 if step.stepped:

@@ -150,6 +150,13 @@ class _Replicated:
         self._ddp = ddp
         named = ddp.module.named_parameters()
         self._parameters = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore][::-1]
+        reduced = ddp._get_ddp_logging_data()["num_parameter_tensors"]
+        if reduced != len(self._parameters):  # its reducer would wait for others, or leave some out
+            raise ValueError(
+                f"Pipeline: the module of chunk {chunk} has {len(self._parameters)} parameters that take gradients and "
+                f"its DistributedDataParallel reduces {reduced}: some were frozen, or no longer, after it was wrapped; "
+                "freeze before wrapping"
+            )
         self._not_mine: list[Tensor] = []
         self._next = len(self._parameters)
         self._prepared = False

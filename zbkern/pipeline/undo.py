@@ -78,19 +78,18 @@ class Inverse:
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         self._had_state = {id(p) for p in parameters(optimizer) if optimizer.state.get(p)}
-        self._groups = hyperparameters(optimizer)
-        for group in self._groups:
+        for group in optimizer.param_groups:
             _check_invertible(group)
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         if self._itself:
             optimizer.undo_step()  # type: ignore[attr-defined]
         with torch.no_grad():
-            for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
+            for group in optimizer.param_groups:
                 for parameter in (p for p in group["params"] if gradient_of(p) is not None):
                     if not self._itself:
-                        gradient = -parameter.grad if settings.get("maximize") else parameter.grad
-                        self._invert(parameter, gradient, optimizer.state.get(parameter, {}), settings)
+                        gradient = -parameter.grad if group.get("maximize") else parameter.grad
+                        self._invert(parameter, gradient, optimizer.state.get(parameter, {}), group)
                     if id(parameter) not in self._had_state:
                         optimizer.state.pop(parameter, None)
 
@@ -137,7 +136,7 @@ class Call:
         for (parameter, place), gradient in zip(places, gradients, strict=True):
             setattr(parameter, place, gradient)
         for group, current, after in zip(optimizer.param_groups, now, self.after, strict=True):
-            changed = {k: v for k, v in current.items() if isinstance(v, Tensor) or k == "params" or v != after.get(k)}
+            changed = {k: v for k, v in current.items() if isinstance(v, Tensor) or v != after.get(k)}
             group.update(changed)
 
 
@@ -195,7 +194,7 @@ def _invert_adamw(parameter: Tensor, gradient: Tensor, state: dict[str, Any], se
 def _invert_sgd(parameter: Tensor, gradient: Tensor, state: dict[str, Any], settings: dict[str, Any]) -> None:
     """theta' = theta - lr d, where d is the momentum, or (nesterov, or without momentum) has theta in it, too."""
     lr, decay, momentum = float(settings["lr"]), settings["weight_decay"], settings["momentum"]
-    buffer = state.get("momentum_buffer")
+    buffer = state.get("momentum_buffer") if momentum else None  # one of earlier steps takes no part
     if buffer is not None and not settings["nesterov"]:
         parameter.add_(buffer, alpha=lr)
     else:
