@@ -136,7 +136,7 @@ def gated_linear_fwd(
     if b.layout != c.layout or not _regular(outputs):
         linear_fwd(x, weight_gate, bias_gate, gate, num_sms=num_sms)
         linear_fwd(x, weight_up, bias_up, up, num_sms=num_sms)
-        gated_fwd(gate, up, activation, h)
+        gated_fwd(gate, up, activation, h, num_sms=num_sms)
         return
     reads = has_bulk_copies(x.device) and a.describable and b.describable
     tile, programs = plan("fwd", p, 2 * q, r, x.dtype, x.device, reads, num_sms)
@@ -177,7 +177,7 @@ def gated_linear_dgrad(
     if not _regular(inputs) or not _regular(outputs):
         dh = torch.empty_like(gate)
         linear_dgrad(dy, down, dh, num_sms=num_sms)
-        gated_bwd(dh, gate, up, activation, dgate, dup, h)
+        gated_bwd(dh, gate, up, activation, dgate, dup, h, num_sms=num_sms)
         return
     reads = has_bulk_copies(dy.device) and a.describable and b.describable
     tile, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, reads, num_sms)
