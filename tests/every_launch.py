@@ -35,7 +35,8 @@ def cases(launches: ModuleType, random: Random, m: int, n: int, k: int) -> dict[
     dy, z, y, gate, up, gated = (random(m, n) for _ in range(6))
     weight, weight_too, bias, gain, shift = random(n, k), random(n, k), random(n), random(k), random(k)
     wide = {"device": random.device, "dtype": torch.float32}
-    dweight, dweight_too, dbias = torch.empty(n, k, **wide), torch.empty(n, k, **wide), torch.empty(n, **wide)
+    dweight, dweight_too = torch.empty(n, k, **wide), torch.empty(n, k, **wide)
+    dbias, dbias_too = torch.empty(n, **wide), torch.empty(n, **wide)
     mean, rstd = torch.full((m,), 0.1, **wide), torch.full((m,), 1.5, **wide)
 
     def add(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *arguments: object, **more: object) -> None:
@@ -48,8 +49,8 @@ def cases(launches: ModuleType, random: Random, m: int, n: int, k: int) -> dict[
     add("linear_dgrad_sum", [dy, weight, gate, weight_too], [dx], [(dy, weight), (gate, weight_too)], dx)
     segments = [(x, dy), (dx, gate)]
     add("linear_wgrad", [x, dy, dx, gate], [dweight, dbias], segments, (dweight, dbias), True)
-    layers = [(segments, (dweight, dbias)), ([(x, up)], (dweight_too, None))]
-    add("linear_wgrads", [x, dy, dx, gate, up], [dweight, dweight_too, dbias], layers, True)
+    layers = [(segments, (dweight, dbias)), ([(x, up)], (dweight_too, None)), ([(x, up)], (None, dbias_too))]
+    add("linear_wgrads", [x, dy, dx, gate, up], [dweight, dweight_too, dbias, dbias_too], layers, True)
 
     add("activation_fwd", [gate], [y], gate, "silu", y)
     add("activation_bwd", [dy, gate], [y], dy, gate, "silu", y)

@@ -158,7 +158,8 @@ _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
     ("tf32x3", "dq"): ((32, 16, 4, 2), (32, 16, 8, 2, False, 32), (32, 16, 8, 2, False, 32)),
     ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (16, 16, 4, 2, True), (16, 32, 8, 2, True, 32)),
 }
-# Sequences of different lengths have code for the end of each, and fewer registers left.
+# Where descriptors read on into the next sequence (from 9.0 on), those of different lengths have code for the end of
+# each, and fewer registers left.
 _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
     ("mma", "fwd", 64): (128, 64, 8, 3),
     ("mma", "dkdv", 64): (32, 64, 8, 3),
@@ -167,7 +168,7 @@ _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
     ("wgmma", "dkdv", 256): (16, 64, 8, 2, True),
     ("tcgen05", "fwd", 64): (128, 64, 4, 3),
     ("tf32x3", "dq", 64): (32, 16, 8, 2, False, 32),
-    ("tf32x3", "dkdv", 64): (16, 32, 8, 2, True, 32),
+    ("tf32x3", "dkdv", 64): (32, 32, 8, 2, True, 32),
     ("tf32x3", "dkdv", 128): (16, 32, 8, 2, True, 32),
 }
 
@@ -175,7 +176,7 @@ _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
 def attention(launch: str, size: int, dtype: str, capability: int, packed: bool = False) -> AttentionTile:
     """The tile of a launch, "fwd", "dq" or "dkdv", for heads of `size` <= 256.
 
-    packed: sequences of different lengths, whose code for the end of each takes registers. Other arguments as `choose`.
+    packed: sequences of different lengths. Other arguments as `choose`.
     """
     measured = table().get(attention_key(launch, size, dtype, capability, packed))
     if isinstance(measured, AttentionTile):
@@ -183,7 +184,7 @@ def attention(launch: str, size: int, dtype: str, capability: int, packed: bool 
     how = "tf32x3" if dtype == "float32" else unit(capability)
     place = next(i for i, limit in enumerate(_HEADS) if size <= limit)
     row = _ATTENTION[how, launch][place]
-    if packed:
+    if packed and capability >= 90:
         row = _ATTENTION_PACKED.get((how, launch, _HEADS[place]), row)
     tile = AttentionTile(*row)
     streamed = "queries" if launch == "dkdv" else "keys"

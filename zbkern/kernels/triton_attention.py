@@ -263,13 +263,14 @@ def _forward(
     sums = tl.zeros([QUERIES], tl.float32)
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
-    until = stop if table is None else tl.minimum(stop, keys // KEYS * KEYS)
+    APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
+    until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
     total, sums, largest = _attend(
         total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group, start,
         whole, partial, until, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False,
         TMA,
     )  # fmt: skip
-    if table is not None:
+    if APART:
         total, sums, largest = _attend(
             total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group,
             tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
@@ -285,6 +286,7 @@ def _forward(
 
 SHAPES = (
     # dtype, head size, causal, window, sequences of different lengths
+    ("bf16", 40, True, True, True),
     ("bf16", 64, True, False, False),
     ("bf16", 64, False, False, True),
     ("bf16", 64, True, True, True),
@@ -295,11 +297,13 @@ SHAPES = (
     ("bf16", 256, False, False, False),
     ("bf16", 256, True, False, False),
     ("bf16", 256, True, True, True),
+    ("fp32", 64, False, False, True),
     ("fp32", 128, True, False, False),
     ("fp32", 128, True, True, True),
     ("fp32", 256, True, True, True),
 )
-"""What is compiled ahead of time: every head size that has tiles of its own, and the longest code of each."""
+"""What is compiled ahead of time: every head size that has tiles of its own, the longest code of each, and what has
+the fewest registers left."""
 
 
 class Shape:

@@ -161,13 +161,14 @@ def _dq(
     tl.store(lines + places + tl.cast(tl.num_programs(1), tl.int64) * length, sums)
     total = tl.zeros([QUERIES, SIZE], tl.float32)
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
-    until = stop if table is None else tl.minimum(stop, keys // KEYS * KEYS)
+    APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
+    until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
     total = _dq_range(
         total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
         head // group, start, whole, partial, until, query, queries, keys, window, exponent,
         CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False, TMA,
     )  # fmt: skip
-    if table is not None:
+    if APART:
         total = _dq_range(
             total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
             head // group, tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
@@ -278,14 +279,15 @@ def _dkdv(
     dk_sum = tl.zeros([KEYS, SIZE], tl.float32)
     dv_sum = tl.zeros([KEYS, SIZE], tl.float32)
     start, whole, partial, stop = _query_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
-    until = stop if table is None else tl.minimum(stop, queries // QUERIES * QUERIES)
+    APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
+    until = tl.minimum(stop, queries // QUERIES * QUERIES) if APART else stop
     heads = tl.num_programs(1) * group
     dk_sum, dv_sum = _dkdv_range(
         dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, k_row, v_row, keys - first, q_row, q_head,
         dy_row, dy_head, sequence, q_first, head, group, start, whole, partial, until, key, queries, keys, window,
         exponent, dk is not None, dv is not None, CAUSAL, D, SIZE, QUERIES, PIECE, PRECISION, False, TMA,
     )  # fmt: skip
-    if table is not None:
+    if APART:
         dk_sum, dv_sum = _dkdv_range(
             dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, k_row, v_row, keys - first, q_row, q_head,
             dy_row, dy_head, sequence, q_first, head, group, tl.maximum(start, until), whole, partial, stop, key,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.triton_activation import gated_bwd, gated_fwd
-from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, dot, offset, widen
+from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_gradient, dot, widen
 from zbkern.kernels.triton_linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton_product import (
     Matrix,
@@ -75,9 +75,8 @@ def _gate_backward(
 ):  # fmt: skip
     """The epilogue of a tile of dh: both gradients, and h once more. gate and up come by plain loads: descriptors would
     hold a third and a fourth buffer of shared memory beside the operands."""
-    start = offset(p, i_stride) + q
-    before = widen(load(gate + start, 0, 0, P - p, Q - q, i_stride, M, N, False))
-    factor = widen(load(up + start, 0, 0, P - p, Q - q, i_stride, M, N, False))
+    before = widen(load(gate, p, q, P, Q, i_stride, M, N, False))
+    factor = widen(load(up, p, q, P, Q, i_stride, M, N, False))
     activated = activate(before, ACTIVATION)
     store(h, activated * factor, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
     store(dup, dh * activated, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
@@ -136,7 +135,7 @@ def gated_linear_fwd(
     if b.layout != c.layout or not _regular(outputs):
         linear_fwd(x, weight_gate, bias_gate, gate, num_sms=num_sms)
         linear_fwd(x, weight_up, bias_up, up, num_sms=num_sms)
-        gated_fwd(gate, up, activation, h)
+        gated_fwd(gate, up, activation, h, num_sms=num_sms)
         return
     reads = has_bulk_copies(x.device) and a.describable and b.describable
     tile, programs = plan("fwd", p, 2 * q, r, x.dtype, x.device, reads, num_sms)
@@ -177,7 +176,7 @@ def gated_linear_dgrad(
     if not _regular(inputs) or not _regular(outputs):
         dh = torch.empty_like(gate)
         linear_dgrad(dy, down, dh, num_sms=num_sms)
-        gated_bwd(dh, gate, up, activation, dgate, dup, h)
+        gated_bwd(dh, gate, up, activation, dgate, dup, h, num_sms=num_sms)
         return
     reads = has_bulk_copies(dy.device) and a.describable and b.describable
     tile, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, reads, num_sms)
@@ -218,38 +217,47 @@ def _outputs(tensors: Sequence[Tensor], rows: int, columns: int) -> tuple[list[A
 
 
 def variants(capability: int) -> list[Variant]:
-    """A large bf16 layer."""
+    """A large bf16 layer, and the dgrad of a float32 one whose down weight is transposed: the fewest registers left."""
     bulk = capability >= 90
     sms = {80: 108, 90: 132, 100: 148}[capability]
 
-    def operand(*block: int) -> str:
-        return f"tensordesc<bf16[{block[0]}, {block[1]}]>" if bulk else "*bf16"
+    def operand(dtype: str, *block: int) -> str:
+        return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else f"*{dtype}"
 
     forward = tiles.choose("fwd", 4096, 22016, 4096, "bfloat16", capability, sms)
     m, n, k = forward.m, forward.n // 2, forward.k
-    dgrad = tiles.choose("dgrad", 4096, 11008, 4096, "bfloat16", capability, sms)
     stride, sizes = 1 if bulk else "i32:16", ("i32", "i32:16", "i32:16")
+
+    def dgrad(dtype: str, activation: str, transposed: bool) -> Variant:
+        long, half = {"bf16": ("bfloat16", True), "fp32": ("float32", False)}[dtype]
+        tile = tiles.choose("dgrad", 4096, 11008, 4096, long, capability, sms)
+        parts, down = _parts(tile), (tile.n, tile.k) if transposed else (tile.k, tile.n)
+        outputs = (operand(dtype, tile.m, tile.n // parts),) * 3
+        flags = (False, transposed, bulk, bulk, activation, "ieee" if half else "tf32x3")
+        inputs = (operand(dtype, tile.m, tile.k), operand(dtype, *down), f"*{dtype}", f"*{dtype}")
+        return Variant(
+            f"gated_linear_dgrad {dtype} {activation}" + " transposed" * transposed,
+            _gated_dgrad,
+            (*inputs, *outputs, *sizes, stride, stride, "i32:16", stride),
+            (*flags, tile.m, tile.n, tile.k, tile.group, parts),
+            tile.warps,
+            tile.stages,
+            wgmma=half,
+            bulk=bulk,
+        )
+
+    factors = (operand("bf16", m, k), *(operand("bf16", n, k),) * 2)
     return [
         Variant(
             "gated_linear_fwd bf16 silu",
             _gated_fwd,
-            (operand(m, k), *(operand(n, k),) * 2, *(operand(m, n),) * 3, None, None, *sizes, *(stride,) * 3),
+            (*factors, *(operand("bf16", m, n),) * 3, None, None, *sizes, *(stride,) * 3),
             (False, True, bulk, bulk, "silu", "ieee", m, n, k, forward.group),
             forward.warps,
             forward.stages,
             wgmma=True,
             bulk=bulk,
         ),
-        Variant(
-            "gated_linear_dgrad bf16 silu",
-            _gated_dgrad,
-            (operand(dgrad.m, dgrad.k), operand(dgrad.k, dgrad.n), "*bf16", "*bf16")
-            + (operand(dgrad.m, dgrad.n // _parts(dgrad)),) * 3
-            + (*sizes, stride, stride, "i32:16", stride),
-            (False, False, bulk, bulk, "silu", "ieee", dgrad.m, dgrad.n, dgrad.k, dgrad.group, _parts(dgrad)),
-            dgrad.warps,
-            dgrad.stages,
-            wgmma=True,
-            bulk=bulk,
-        ),
+        dgrad("bf16", "silu", False),
+        dgrad("fp32", "gelu", True),
     ]

@@ -17,17 +17,18 @@ def _sum_rows(
     dy, dbias, M, N, outer, inner, step,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dbias [N] (+)= sum over rows of dy [M, N]. One program: all rows of COLUMNS columns, in order."""
-    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, M, ROWS):
-        i = first + tl.arange(0, ROWS)
-        place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
-        total += widen(tl.load(place, (i < M)[:, None] & (j < N)[None, :], 0.0))
-    value = tl.sum(total, 0)
-    if ADD:
-        value += widen(tl.load(dbias + j * step, j < N, 0.0))
-    tl.store(dbias + j * step, value.to(dbias.dtype.element_ty), j < N)
+    """dbias [N] (+)= sum over rows of dy [M, N]. One program: all rows of COLUMNS columns at a time, in order."""
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, COLUMNS), tl.num_programs(0)):
+        j = tile * COLUMNS + tl.arange(0, COLUMNS)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, M, ROWS):
+            i = first + tl.arange(0, ROWS)
+            place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
+            total += widen(tl.load(place, (i < M)[:, None] & (j < N)[None, :], 0.0))
+        value = tl.sum(total, 0)
+        if ADD:
+            value += widen(tl.load(dbias + j * step, j < N, 0.0))
+        tl.store(dbias + j * step, value.to(dbias.dtype.element_ty), j < N)
 
 
 def linear_wgrad(
@@ -62,7 +63,7 @@ def linear_wgrads(
             continue
         exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
         if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
-            sum_rows([dy for _, dy in segments], dbias, accumulate)
+            sum_rows([dy for _, dy in segments], dbias, accumulate, num_sms, max_tiles)
             dbias = None
         if dweight is not None and dweight.numel():
             if exchanged:  # the same product with its factors exchanged
@@ -80,12 +81,18 @@ def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_
         run("dgrad", [Product(segments, dx)], False, num_sms)
 
 
-def sum_rows(gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool) -> None:
+def sum_rows(
+    gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool, num_sms: int | None = None, max_tiles: int = 0
+) -> None:
     """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no product takes it along."""
+    tiles = triton.cdiv(dbias.shape[0], 64)
+    programs = min(tiles, num_sms or tiles)
+    if max_tiles:
+        programs = max(programs, triton.cdiv(tiles, max_tiles))
     for dy in gradients:
         m, n = dy.shape
         arguments = (dy, dbias, m, n, *dy.stride(), *dbias.stride())
-        _sum_rows(triton.cdiv(n, 64), arguments, (accumulate, 32, 64), warps=4, stages=3)
+        _sum_rows(programs, arguments, (accumulate, 32, 64), warps=4, stages=3)
         accumulate = True
 
 

@@ -23,6 +23,7 @@ from zbkern.kernels import (
     triton_launches,
     triton_linear,
     triton_linear_sums,
+    triton_linear_wgrad,
     triton_product,
 )
 
@@ -154,6 +155,19 @@ def test_programs_of_a_w(options: dict, programs: int, spy: Spy) -> None:
     dweight, dbias = torch.zeros(64, 64), torch.zeros(64)
     triton_launches.linear_wgrad([(x, dy)], (dweight, dbias), True, **options)
     checks.check("dweight", dweight, dy.double().t() @ x.double())
+    checks.check("dbias", dbias, dy.double().sum(0))
+    assert grids == [programs]
+
+
+@pytest.mark.parametrize(
+    ("options", "programs"), [({}, 3), ({"num_sms": 1}, 1), ({"max_tiles": 2}, 3), ({"num_sms": 1, "max_tiles": 2}, 2)]
+)
+def test_programs_of_a_bias_alone(options: dict, programs: int, spy: Spy) -> None:
+    grids = spy(triton_linear_wgrad, "_sum_rows", lambda grid, constants: grid)
+    random = checks.Random(torch.float32, "cpu")
+    x, dy = random(20, 64), random(20, 160)
+    dbias = torch.full((160,), float("nan"))
+    triton_launches.linear_wgrad([(x, dy)], (None, dbias), False, **options)
     checks.check("dbias", dbias, dy.double().sum(0))
     assert grids == [programs]
 
