@@ -172,7 +172,9 @@ def refuse() -> list[str]:
     setup = Setup("ddp", "zb_h1", static_graph=True)
     attempts = [setup.modules[0], wrap("ddp", module, find_unused_parameters=True)]
     attempts.append(nn.Sequential(wrap("ddp", make_model(1)[0])))
-    attempts.append(wrap("ddp", make_model(1)[0], mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)))
+    mixed: Any = wrap("ddp", make_model(1)[0])
+    mixed.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # as an argument it wants a stream on a GPU
+    attempts.append(mixed)
     for attempt in attempts:
         with pytest.raises(ValueError, match="Pipeline: the module of chunk") as caught:
             Pipeline(attempt, setup.schedule, mean_square, mesh().get_group("stage"))
