@@ -142,9 +142,9 @@ def _launch(kernel: Kernel, tensors: tuple[Tensor, ...], activation: str, num_sm
     # With a bound one program is alone on its SM, and has as many accesses under way as four do.
     block, warps = (_BLOCK, 4) if num_sms is None else (4 * _BLOCK, 16)
     blocks = triton.cdiv(columns, block)
-    count = None if num_sms is None else rows * blocks
-    programs = min(rows * blocks, num_sms or rows * blocks)
-    kernel(programs, (*tensors, count, columns, blocks, *strides), (activation, block), warps, 1)
+    count = rows * blocks
+    turns = None if num_sms is None else count
+    kernel(min(count, num_sms or count), (*tensors, turns, columns, blocks, *strides), (activation, block), warps, 1)
 
 
 def variants(capability: int) -> list[Variant]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from zbkern.pipeline.mailbox import PipelineError
 
 _FOREVER = timedelta(days=365)
+_LATE = "late"  # where a meeting keeps the ranks that had not come; those have numbers for keys
 
 
 def open_group(ranks: Sequence[int], backend: str) -> Any:
@@ -37,14 +38,13 @@ def meet(ranks: Sequence[int], value: Any = None) -> list[Any]:
     """
     store = _place(ranks, "values")
     store.set(str(dist.get_rank()), json.dumps(value))
-    late = "late"
     try:
         store.wait([str(rank) for rank in ranks])
     except RuntimeError:
-        store.set(late, json.dumps([rank for rank in ranks if not store.check([str(rank)])]))
-    if store.check([late]):
+        store.set(_LATE, json.dumps([rank for rank in ranks if not store.check([str(rank)])]))
+    if store.check([_LATE]):
         raise PipelineError(
-            f"Pipeline: global ranks {json.loads(store.get(late))} did not come to connect in {meeting_time():g} s, "
+            f"Pipeline: global ranks {json.loads(store.get(_LATE))} did not come to connect in {meeting_time():g} s, "
             "the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
         )
     return [json.loads(store.get(str(rank))) for rank in ranks]

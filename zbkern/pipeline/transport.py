@@ -85,10 +85,9 @@ class DistributedTransport:
     """Point to point over torch.distributed: gloo between CPUs, NCCL between GPUs with headers over gloo.
 
     group: the ranks of this pipeline, None for all. peers: the ranks this one exchanges messages with, besides those
-    before and after it. Each direction
-    (to higher ranks, to lower ranks) has a communicator of its own: no order of NCCL calls can deadlock, and gloo's
-    thread, which spins while somebody sends on the connection that it wants to read, seldom does. A header with tag,
-    shapes and dtypes precedes each message, always through gloo.
+    before and after it. Each direction (to higher ranks, to lower ranks) has a communicator of its own: no order of
+    NCCL calls can deadlock, and gloo's thread, which spins while somebody sends on the connection that it wants to
+    read, seldom does. A header with tag, shapes and dtypes precedes each message, always through gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, peers: Iterable[int], device: torch.device) -> None:
