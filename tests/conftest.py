@@ -17,9 +17,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 _BEGIN = time.perf_counter()
 
+# Fixtures that take seconds to set up: of several test processes, one runs all the tests that use the same.
+COSTLY = ("two_ranks", "four_ranks", "fresh_ranks", "reports", "runs")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+    parser.addoption("--slow", action="store_true", help="run the tests that take long, too")
     parser.addoption("--shard", help="3/16: of sixteen equal parts, in which files and parameters are mixed, the third")
     parser.addoption("--seconds", type=float, default=float("inf"), help="tests that begin later than this are skipped")
 
@@ -35,10 +38,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mixed = sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
         items[:] = mixed[number - 1 :: count]
         config.hook.pytest_deselected(items=[item for item in mixed if item not in set(items)])
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            for name in set(COSTLY).intersection(item.fixturenames):
+                item.add_marker(pytest.mark.xdist_group(name))
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="takes minutes; run it with --slow"))
+                item.add_marker(pytest.mark.skip(reason="takes long; run it with --slow"))
 
 
 @pytest.fixture(scope="session")
