@@ -69,10 +69,8 @@ def compile_objects(toolkit: Toolkit, decision: Decision, cache: Path) -> list[P
         commands[cache / f"{source.stem}-{content_hash(source, command, toolkit)}.o"] = command
     missing = {path: command for path, command in commands.items() if not path.exists()}
     if missing:
-        tell(
-            f"zbkern: compiling {len(missing)} CUDA sources for {', '.join(decision.architectures)}, {decision.jobs} at "
-            f"a time: minutes of processor time, for 9.0a most. {HOW_TO_SKIP[0].upper()}{HOW_TO_SKIP[1:]}"
-        )
+        names = ", ".join(decision.architectures)
+        tell(f"zbkern: compiling {len(missing)} CUDA sources for {names}; this takes minutes. {HOW_TO_SKIP}")
         _compile(missing, decision.jobs, cache)
     return list(commands)
 
