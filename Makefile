@@ -11,7 +11,7 @@ SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
 TEST_SECONDS ?= 360
 # Of tests that need no GPU: as many processes as there are cores, eight at most; 0 runs them in one, for a debugger.
 WORKERS ?= auto
-PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadgroup --hypothesis-profile ci
+PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --hypothesis-profile ci
 # `make test-torch` keeps an environment of every torch here, and runs these in it; no kernels under Triton's
 # interpreter, for torch 2.8 brings a Triton whose interpreter is faulty.
 TORCHES ?= .cache/torch

@@ -17,9 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 _BEGIN = time.perf_counter()
 
-# Fixtures that take seconds to set up: of several test processes, one runs all the tests that use the same.
-COSTLY = ("two_ranks", "four_ranks", "fresh_ranks", "reports", "runs")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take long, too")
@@ -38,10 +35,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mixed = sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
         items[:] = mixed[number - 1 :: count]
         config.hook.pytest_deselected(items=[item for item in mixed if item not in set(items)])
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            for name in set(COSTLY).intersection(item.fixturenames):
-                item.add_marker(pytest.mark.xdist_group(name))
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:
