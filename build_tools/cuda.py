@@ -70,7 +70,7 @@ def compile_objects(toolkit: Toolkit, decision: Decision, cache: Path) -> list[P
     missing = {path: command for path, command in commands.items() if not path.exists()}
     if missing:
         names = ", ".join(decision.architectures)
-        tell(f"zbkern: compiling {len(missing)} CUDA sources for {names}; this takes minutes. {HOW_TO_SKIP}")
+        tell(f"zbkern: compiling {len(missing)} CUDA sources for {names}, which takes minutes; {HOW_TO_SKIP}")
         _compile(missing, decision.jobs, cache)
     return list(commands)
 
