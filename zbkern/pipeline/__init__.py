@@ -20,12 +20,11 @@ _HOME = {
     "Relief": "planner",
     "clip_grad_norm_": "norms",
     "grad_norm": "norms",
-    "lower": "lowering",
     "plan": "planner",
     "plan_relieved": "planner",
     "profile": "profiling",
 }
-_MODULES = ("checkpoint", "draw", "lowering", "schedules", "trace")
+_MODULES = ("checkpoint", "draw", "schedules", "trace")
 
 __all__ = [
     "Action",
@@ -42,8 +41,6 @@ __all__ = [
     "clip_grad_norm_",
     "draw",
     "grad_norm",
-    "lower",
-    "lowering",
     "plan",
     "plan_relieved",
     "profile",
@@ -55,11 +52,9 @@ __all__ = [
 if TYPE_CHECKING:
     from zbkern.pipeline import checkpoint as checkpoint
     from zbkern.pipeline import draw as draw
-    from zbkern.pipeline import lowering as lowering
     from zbkern.pipeline import schedules as schedules
     from zbkern.pipeline import trace as trace
     from zbkern.pipeline.engine import Pipeline as Pipeline
-    from zbkern.pipeline.lowering import lower as lower
     from zbkern.pipeline.mailbox import PipelineError as PipelineError
     from zbkern.pipeline.norms import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.norms import grad_norm as grad_norm

@@ -98,7 +98,7 @@ class Schedule:
         Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all slices of one count), on
         the chunk's rank; and the ranks, each in its order, can run to the end. Raises ScheduleError naming the first
         action that offends, with the part of the grid around it and the action marked. A schedule never changes, so
-        that a second call costs nothing. With communication inserted by `lower` it cannot deadlock either.
+        that a second call costs nothing.
         """
         from zbkern.pipeline import validation
 
