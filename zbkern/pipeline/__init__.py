@@ -17,11 +17,9 @@ _HOME = {
     "Optimizer": "optimizer",
     "Pipeline": "engine",
     "PipelineError": "mailbox",
-    "Relief": "planner",
     "clip_grad_norm_": "norms",
     "grad_norm": "norms",
     "plan": "planner",
-    "plan_relieved": "planner",
     "profile": "profiling",
 }
 _MODULES = ("checkpoint", "draw", "schedules", "trace")
@@ -33,7 +31,6 @@ __all__ = [
     "Optimizer",
     "Pipeline",
     "PipelineError",
-    "Relief",
     "Schedule",
     "ScheduleError",
     "Timeline",
@@ -42,7 +39,6 @@ __all__ = [
     "draw",
     "grad_norm",
     "plan",
-    "plan_relieved",
     "profile",
     "schedules",
     "simulate",
@@ -60,8 +56,6 @@ if TYPE_CHECKING:
     from zbkern.pipeline.norms import grad_norm as grad_norm
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
     from zbkern.pipeline.planner.plan import plan as plan
-    from zbkern.pipeline.planner.relief import Relief as Relief
-    from zbkern.pipeline.planner.relief import plan_relieved as plan_relieved
     from zbkern.pipeline.profiling import profile as profile
 
 
