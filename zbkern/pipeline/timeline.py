@@ -35,16 +35,14 @@ class Timeline:
     `cost` is the longest span over ranks from a rank's own first F to its own last W (arXiv 2401.10241, section 5.3): a
     rank may start late for free, which assumes an optimizer step without a barrier. `makespan` is first start to last
     end over all ranks, the honest figure when the optimizer does synchronise. `bubble_rate` is the share of `cost` in
-    which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same. `critical_path`
-    is, of a simulated timeline, the chain of events that ends with the last event of the rank that sets `cost`: each
-    starts as soon as the one before it, or its message, allows. `samples[rank]` is what a pipeline has recorded.
+    which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same.
+    `samples[rank]` is what a pipeline has recorded.
     """
 
     schedule: Schedule
     events: tuple[tuple[Event, ...], ...]
     peak_memory: tuple[float, ...] = ()
     unit: str = ""
-    critical_path: tuple[Event, ...] = ()
     samples: tuple[tuple[Sample, ...], ...] = ()
 
     @property
