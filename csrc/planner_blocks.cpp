@@ -1,4 +1,4 @@
-// Search for a building block, the passes of one microbatch that all microbatches repeat. Specification: planner/blocks.py.
+// Search for a building block, the passes of one microbatch that all microbatches repeat. See planner/blocks.py.
 #include <algorithm>
 #include <numeric>
 
@@ -150,7 +150,9 @@ bool Blocks::change(Block& at, Random& random) const {
 
 }  // namespace
 
-Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool fuse) {
+Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool fuse,
+                     double seconds) {
+  const Deadline deadline(seconds);
   Blocks blocks(problem, fuse);
   Random random(seed);
   Orders best;
@@ -160,11 +162,12 @@ Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vect
     const Block at = even(problem, count);
     const Time cost = blocks.run(at, kForever);
     if (cost < best.cost) best.cost = cost, best.rows = blocks.rows(), now = at;
+    if (best.cost < kForever && deadline.passed()) break;
   }
   Time cost = best.cost;
   if (cost == kForever) return Orders{};
   for (Time temperature : temperatures)
-    for (std::int64_t move = 0; move < moves && best.cost > target; move++) {
+    for (std::int64_t move = 0; move < moves && best.cost > target && !deadline.passed(); move++) {
       Block trial = now;
       if (!blocks.change(trial, random)) continue;
       const Time found = blocks.run(trial, cost + (temperature >> 16) * random.exponential());

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, Schedule, ScheduleError, plan, schedules, simulate
-from zbkern.pipeline.planner import lists, portfolio
+from zbkern.pipeline.planner import native, portfolio
 from zbkern.pipeline.planner.problem import Problem
 
 PROFILES = json.loads((Path(__file__).parent.parent / "data" / "zb_profiles.json").read_text())
-needs_core = pytest.mark.skipif(lists.compiled is None, reason="the compiled search core is not built")
+needs_core = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
 
 def one_chunk(row: dict) -> Costs:
@@ -179,6 +179,7 @@ def test_same_seed_same_plan() -> None:
     assert other.schedule != first.schedule
 
 
+@needs_core
 def test_more_effort_is_never_worse() -> None:
     costs = Costs(2, 2.2, 1, communication=0.3)
     found = [plan(costs, 4, 8, 2, memory_limit=4, effort=effort).timeline.cost for effort in range(4)]
@@ -253,6 +254,24 @@ def test_b_may_leave_more_than_it_found(chunks: int) -> None:
         assert max(found.timeline.peak_memory) <= limit + 1e-9
     with pytest.raises(ScheduleError, match=f"any schedule fits is {chunks + 0.4}"):
         plan(costs, 3, 6, chunks, memory_limit=chunks + 0.2, effort=0)
+
+
+@pytest.mark.parametrize(("placement", "chunks"), [("linear", 1), ("v", 2), ("loop", 3)])
+@pytest.mark.parametrize("limit", [1.0, 3.0])
+def test_without_the_compiled_core_plans_are_constructed(
+    placement: str, chunks: int, limit: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No worse than what is published, within the memory, however little there is; a warning where it is not best."""
+    monkeypatch.setattr(native, "core", None)
+    costs = Costs(2, 2.2, 1, communication=0.3, activation=1 / chunks, held=0.4 / chunks)
+    found = plan(costs, 3, 6, chunks, placement, limit, time_limit=5)
+    assert max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
+    assert found.effort == 0
+    assert found.optimal != any("the compiled search is not here" in each.message for each in caplog.records)
+    names = {"linear": ("one_f_one_b", "zb_h1"), "v": ("zb_v", "v_half"), "loop": ()}[placement]
+    for known in (simulate(getattr(schedules, name)(3, 6), costs) for name in names):
+        if max(known.peak_memory) <= limit:
+            assert found.timeline.cost <= known.cost * (1 + 1e-9)
 
 
 def test_errors_name_what_is_wrong() -> None:

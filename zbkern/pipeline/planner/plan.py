@@ -56,7 +56,7 @@ def plan(
     seed: int = 0,
     effort: int | None = None,
 ) -> Plan:
-    """The best schedule found in about `time_limit` seconds on one core.
+    """The best schedule found in about `time_limit` seconds on one core; with 0, the constructive answer alone.
 
     costs: of every chunk; see `Costs`. stages: ranks. chunks: per rank. placement: "linear" (neighbouring chunks on one
     rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up), "zigzag" (the V repeated), or the rank of every chunk;
@@ -68,9 +68,11 @@ def plan(
 
     The search is a sequence of rounds, each twice as long as the one before, that depends on `seed` alone; the clock
     only decides where it ends. So two runs may differ when the clock stops them at different moments, and a longer one
-    is never worse than a shorter. `effort`, a number of rounds (0: the constructive answer alone), ends it instead of
-    the clock: then the plan is the same on every machine. Every published schedule that fits takes part, so that none
-    of them is better (with more than 40,000 passes only when there is time). Sources: arXiv 2401.10241, 2405.15362.
+    is never worse than a shorter. `effort`, a number of rounds (0: the constructive answer alone, a second or so for a
+    large problem), ends it instead of the clock: then the plan is the same on every machine. Where zbkern was installed
+    without a C++ compiler there is the constructive answer alone, from fewer rules, and a warning says so. Every
+    published schedule that fits takes part, so that none of them is better (with more than 40,000 passes only when
+    there is time). Sources: arXiv 2401.10241, 2405.15362.
 
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
@@ -78,6 +80,10 @@ def plan(
     if not isinstance(costs, Costs):
         raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
     _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
+    if time_limit == 0 and effort is None:
+        effort = 0
+    share = time_limit / (1 + len(steady.SLACKS)) if jitter else time_limit
+    clock = Clock(share, effort)
     name, homes = placement_of(placement, stages, chunks)
     flat = costs.per_chunk(len(homes))
     unlimited = microbatches * sum(map(max, flat.activation, flat.held))
@@ -86,9 +92,8 @@ def plan(
     limits = [min(limit, unlimited) for limit in limits]
     problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
-    share = time_limit / (1 + len(steady.SLACKS)) if jitter else time_limit
     pool = Pool(8 if jitter else 1, bound)
-    rounds = portfolio.search(problem, pool, Clock(share, effort), seed)
+    rounds = portfolio.search(problem, pool, clock, seed)
     found = [*pool.orders, *(steady.slackened(problem, jitter, share, effort, seed) if jitter else ())]
     plans = [schedule_of(orders, problem, f"plan-{name}") for orders in found]
     schedule, mean = steady.steadiest(plans, costs, objective, jitter, samples, seed) if jitter else (plans[0], None)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.blocks import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up
-from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, refine, rules
+from zbkern.pipeline.planner.lists import Rule, list_schedule, refine, rules
 from zbkern.pipeline.planner.patterns import Pattern, is_v, search_patterns, zb_v_patterns
 from zbkern.pipeline.planner.pool import Clock, Pool
-from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of
-from zbkern.pipeline.planner.search import anneal, grown
+from zbkern.pipeline.planner.problem import Orders, Problem, fits, one_at_a_time, orders_of
+from zbkern.pipeline.planner.search import anneal, costed, grown
+
+logger = logging.getLogger("zbkern")
 
 # The search is a sequence of rounds, each twice as long as the one before, that depends on the seed alone.
-_FIRST = 8_000_000 if compiled is not None else 10_000  # passes that the first round runs: a tenth of a second
+_FIRST = 8_000_000  # passes that the first round runs: a tenth of a second
 _SHARE = 0.25  # of all passes, that a move has to run again in the compiled search
 # How hot annealing starts, in parts of the mean length of a pass, and the weight of the mean span, by turns. It ends at
 # `_COLD`. Where memory is plenty 10 is better than 3 (p=8, m=16, two chunks in a V, limit 1.5: 1.9% idle instead of
@@ -37,23 +41,34 @@ _REFINED = 2  # rules per limit that are refined
 _WARM = (0.15, 0.25, 0.1, 0.5)
 _PATTERN_SPREAD = 2
 _PATTERN_MOVES = 20
-_WOVEN_PASSES = 3_000_000 if compiled is not None else 10_000  # of the patterns to start from
+_WOVEN_PASSES = 3_000_000  # of the patterns to start from
 _FAR = 1.1  # times the best cost
 _TRIES = 1500  # of other rules; after that a new attempt finds more than going on
 _TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
+_TRIAL_PASSES_IN_PYTHON = 100_000  # the same, where the core is not compiled
 _QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
 
 
 def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
     """Fills the pool; how many rounds came to their end. No published schedule that fits is better than the first."""
-    candidates = construct(problem, pool)
+    candidates = construct(problem, pool, clock)
     if problem.passes <= _QUICK_PASSES or clock.allows(0):
         for orders in published(problem):
             pool.add(orders)
     if not pool.orders:  # one microbatch after the other fits whenever anything does
         for fuse in (False, True)[: 1 + problem.may_fuse]:
-            pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse))
-    herd = Herd(problem, candidates, pool)
+            if native.core is not None:
+                pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse, seconds=clock.left))
+            elif fits(problem, serial := one_at_a_time(problem, fuse)):
+                pool.add(costed(problem, serial))
+    if native.core is None:
+        if not pool.optimal:
+            logger.warning(
+                "plan: the compiled search is not here, so that this is only the best of the published and the "
+                "constructed schedules; install a C++ compiler, then install zbkern again"
+            )
+        return 0
+    herd = Herd(problem, candidates, pool, clock)
     fewer = _fewer(problem)
     small: Herd | None = None
     round_ = 0
@@ -62,7 +77,7 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
         if fewer is not None:
             if small is None:
                 best = Pool(1, cost_bound(fewer))
-                small = Herd(fewer, construct(fewer, best), best)
+                small = Herd(fewer, construct(fewer, best, clock), best, clock)
                 for orders in published(fewer):
                     best.add(orders)
             small.round(passes // 2, turn, clock, passes)
@@ -72,7 +87,8 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
                 herd.weave.offer(small.weave.best[1])
             for orders in small.pool.orders:
                 for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
-                    pool.add(_costed(problem, each))
+                    if clock.left > 0:
+                        pool.add(costed(problem, each))
         herd.round(passes, turn, clock, passes if small is None else passes // 2)
         if clock.left > 0:
             round_ += 1
@@ -99,21 +115,22 @@ class Candidate(NamedTuple):
         return list_schedule(self.problem.with_microbatches(microbatches), self.rule)
 
 
-def construct(problem: Problem, pool: Pool) -> list[Candidate]:
+def construct(problem: Problem, pool: Pool, clock: Clock) -> list[Candidate]:
     """Adds what the list scheduler finds, for this limit and for smaller ones: more memory never makes it worse.
 
     Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
-    fewer microbatches, and those that do best there on all.
+    fewer microbatches, and those that do best there on all. Ends early when the time is over and there is an answer.
     """
+    most = _TRIAL_PASSES if native.core is not None else _TRIAL_PASSES_IN_PYTHON
     count = sum(1 for _ in rules(problem))
     levels = _levels(problem)
     passes = problem.passes * count
-    if passes * len(levels) > _TRIAL_PASSES:
-        levels = levels[: max(1, _TRIAL_PASSES // passes)]
+    if passes * len(levels) > most:
+        levels = levels[: max(1, most // passes)]
     trial, stride = problem, 1
-    if passes > _TRIAL_PASSES:
+    if passes > most:
         trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
-        stride = trial.passes * count // _TRIAL_PASSES | 1  # odd, so that both of every choice are among them
+        stride = trial.passes * count // most | 1  # odd, so that both of every choice are among them
     candidates: list[Candidate] = []
     for name, limit in levels:
         here = trial.with_limit(limit)
@@ -122,6 +139,8 @@ def construct(problem: Problem, pool: Pool) -> list[Candidate]:
             continue
         some: list[Candidate] = []
         for place, rule in enumerate(islice(rules(here), 0, None, stride)):
+            if (candidates or some) and not clock.left:
+                break
             cutoff = some[-1].cost - 1 if len(some) == _REFINED else None
             orders = list_schedule(here, rule, cutoff)
             if orders is None or any(orders.cost == each.cost for each in some):
@@ -139,7 +158,7 @@ def construct(problem: Problem, pool: Pool) -> list[Candidate]:
     return candidates
 
 
-def warm_start(problem: Problem) -> Orders | None:
+def warm_start(problem: Problem, clock: Clock) -> Orders | None:
     """With one chunk per rank: what the list scheduler makes of the warm-up that the lower bound is about.
 
     At 16 stages annealing gets from there to the bound where it does not from other starts.
@@ -148,7 +167,8 @@ def warm_start(problem: Problem) -> Orders | None:
     if problem.placement != down or problem.makespan or problem.may_fuse or problem.saves:
         return None
     caps = warm_up(problem, cost_bound(problem))
-    found = [list_schedule(problem, rule) for rule in rules(problem, [tuple(caps)] if caps is not None else [])]
+    tried = takewhile(lambda rule: clock.left > 0, rules(problem, [tuple(caps)] if caps is not None else []))
+    found = [list_schedule(problem, rule) for rule in tried]
     return min((orders for orders in found if orders is not None), key=lambda orders: orders.cost, default=None)
 
 
@@ -159,13 +179,13 @@ class Herd:
     best. With plenty one long search from hot comes further, so that it takes half of the time.
     """
 
-    def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool) -> None:
+    def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool, clock: Clock) -> None:
         self.problem, self.pool = problem, pool
         self._candidates = candidates
         self.refined: Candidate | None = None  # the best rule of the last round
-        self.weave = Weave(problem, pool)
+        self.weave = Weave(problem, pool, clock)
         self._members: list[Orders] = []
-        self._warm = warm_start(problem)
+        self._warm = warm_start(problem, clock)
         pool.add(self._warm)
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
         self._long = self._warm is None and min(problem.limit) > _held_by_1f1b(problem)
@@ -213,7 +233,7 @@ class Herd:
             runs = max(1, tries // _TRIES)
             for run in range(0 if self.pool.beats(each.bound) else runs):
                 number = (turn << 8 | run) << 32 | each.name
-                found = refine(whole, each.rule, tries // runs, number, self.pool.bound)
+                found = refine(whole, each.rule, tries // runs, number, self.pool.bound, clock.left)
                 if found is not None and (best is None or found[0].cost < best.cost):
                     best, self.refined = found[0], each._replace(rule=found[1])
                     self.pool.add(best)
@@ -226,8 +246,16 @@ class Herd:
             return None
         cooling = _cooling(problem, 1.0, 0.1)
         fuse = problem.may_fuse and turn % 2 == 1
-        found = search_blocks(problem, seed=turn, temperatures=cooling, moves=moves, target=self.pool.bound, fuse=fuse)
-        found = found and _costed(problem, found)
+        found = search_blocks(
+            problem,
+            seed=turn,
+            temperatures=cooling,
+            moves=moves,
+            target=self.pool.bound,
+            fuse=fuse,
+            seconds=clock.left,
+        )
+        found = found and costed(problem, found)
         self.pool.add(found)
         return found
 
@@ -238,14 +266,14 @@ class Weave:
     Nothing, where even the best to start from is far from the pool's best: with little memory.
     """
 
-    def __init__(self, problem: Problem, pool: Pool) -> None:
+    def __init__(self, problem: Problem, pool: Pool, clock: Clock) -> None:
         self.problem, self.pool = problem, pool
         self.best: tuple[Orders, Pattern] | None = None
         self._start: tuple[Orders, Pattern] | None = None
         if is_v(problem):
-            self._begin()
+            self._begin(clock)
 
-    def _begin(self) -> None:
+    def _begin(self, clock: Clock) -> None:
         """Tries ZB-V's pattern for this limit, and for smaller ones: more memory never makes it worse."""
         problem, levels = self.problem, _levels(self.problem)
         patterns = list(zb_v_patterns(problem))
@@ -255,7 +283,8 @@ class Weave:
         levels = levels[: max(1, _WOVEN_PASSES // (trial.passes * len(patterns)))]
         stride = trial.passes * len(patterns) // _WOVEN_PASSES | 1
         for _, limit in levels:
-            found = [(each, search_patterns(trial.with_limit(limit), each)) for each in patterns[::stride]]
+            tried = takewhile(lambda pattern: clock.left > 0, patterns[::stride])
+            found = [(each, search_patterns(trial.with_limit(limit), each)) for each in tried]
             costs = [(result[0].cost, place) for place, (_, result) in enumerate(found) if result is not None]
             for _, place in sorted(costs)[:2]:
                 self._add(search_patterns(problem.with_limit(limit), found[place][0]), limit == problem.limit)
@@ -270,7 +299,7 @@ class Weave:
     def _add(self, found: tuple[Orders, Pattern] | None, own: bool = True) -> None:
         if found is None:
             return
-        self.pool.add(_costed(self.problem, found[0]) if self.problem.saves else found[0])
+        self.pool.add(costed(self.problem, found[0]) if self.problem.saves else found[0])
         if own and (self.best is None or found[0].cost < self.best[0].cost):
             self.best = found
 
@@ -295,6 +324,7 @@ class Weave:
                     moves=some,
                     spread=_PATTERN_SPREAD,
                     target=target,
+                    seconds=clock.left,
                 )
             )
         return self.best and self.best[0]
@@ -358,13 +388,6 @@ def published(problem: Problem) -> Iterator[Orders]:
             continue
         orders = orders_of(schedule)
         if fits(problem, orders):
-            costed = _costed(problem, orders)
-            if costed is not None:
-                yield costed
-
-
-def _costed(problem: Problem, orders: Orders) -> Orders | None:
-    try:
-        return anneal(problem, orders)[0]
-    except ValueError:  # its microbatches do not pass in order
-        return None
+            found = costed(problem, orders)
+            if found is not None:
+                yield found

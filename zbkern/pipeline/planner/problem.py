@@ -1,8 +1,8 @@
 """What the search works on: a planning problem in integers, and orders as lists of numbers.
 
-Times and memory are scaled to integers, so that sums do not depend on their order and the compiled search and its
-Python twin agree to the last bit. A pass is one number, (kind * chunks + chunk) * microbatches + microbatch, and the
-microbatches of a chunk pass in order: they cost the same, so that no other order is better.
+Times and memory are scaled to integers, so that sums do not depend on their order, nor plans on the compiler. A pass
+is one number, (kind * chunks + chunk) * microbatches + microbatch, and the microbatches of a chunk pass in order: they
+cost the same, so that no other order is better.
 """
 
 from __future__ import annotations
@@ -147,6 +147,19 @@ def fits(problem: Problem, orders: Orders) -> bool:
             if memory > limit:
                 return False
     return True
+
+
+def one_at_a_time(problem: Problem, fuse: bool) -> Orders:
+    """One microbatch after the other, each W right behind its B: fits whenever anything does. Its cost is not known."""
+    chunks, microbatches = problem.chunks, problem.microbatches
+    rows: Rows = [[] for _ in range(problem.ranks)]
+    for microbatch in range(microbatches):
+        for chunk in range(chunks):
+            rows[problem.placement[chunk]].append((FORWARD * chunks + chunk) * microbatches + microbatch)
+        for chunk in reversed(range(chunks)):
+            for kind in (BACKWARD, WEIGHT):
+                rows[problem.placement[chunk]].append((kind * chunks + chunk) * microbatches + microbatch)
+    return Orders(0, rows, [int(fuse)] * (chunks * microbatches))
 
 
 def orders_of(schedule: Schedule) -> Orders:
