@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, schedules, simulate
-from zbkern.pipeline.comparison import INTERLEAVED, build, recut, timelines
+from zbkern.pipeline.comparison import INTERLEAVED, build, how_cut, recut, timelines
 
 amounts = st.integers(1, 50).map(float)
 
@@ -27,8 +27,50 @@ def test_joined_and_halved_by_hand() -> None:
     joined, halved = recut(costs, 4, 2), recut(costs, 4, 8)
     assert joined.forward == (4, 12)
     assert (joined.weight, joined.held, joined.communication) == (4, 0.5, 0.5)
-    assert halved.forward == (0.5, 0.5, 1.5, 1.5, 2.5, 2.5, 3.5, 3.5)
+    assert halved.forward == (0.5, 0.5, 1.5, 1.5, 2.5, 2.5, 2, 5)  # of the last 7, 3 are more than the others' median
     assert recut(costs, 4, 4) is costs
+
+
+HEAD = Costs(  # an 8B model on 8 stages; ms and bytes
+    forward=[24.1, *[23.2] * 6, 33.9],
+    backward=[23.0, *[23.9] * 6, 32.5],
+    weight=[17.2, *[16.8] * 6, 25.9],
+    communication=0.9,
+    activation=[2.6e9, *[2.5e9] * 6, 3.6e9],
+    held=[*[1.1e9] * 7, 1.4e9],
+)
+
+
+def test_the_head_and_the_embedding_stay_whole() -> None:
+    cut = recut(HEAD, 8, 16)
+    assert cut.forward == pytest.approx([12.5, *[11.6] * 14, 22.3])
+    assert cut.backward == pytest.approx([11.5, 11.5, *[11.95] * 13, 20.55])  # what is less at an end is spread
+    assert cut.activation == pytest.approx([1.35e9, *[1.25e9] * 14, 2.35e9])
+    assert simulate(schedules.zb_v(8, 32), cut).bubble_rate == pytest.approx(0.280, abs=0.001)
+    joined = recut(HEAD, 8, 4)
+    assert joined.forward == pytest.approx([47.3, 46.4, 46.4, 57.1])
+
+
+def test_of_two_chunks_the_larger_has_more() -> None:
+    assert recut(Costs(forward=[2, 5]), 2, 4).forward == (1, 1, 1, 4)
+    assert recut(Costs(forward=[5, 2]), 2, 4).forward == (4, 1, 1, 1)
+    assert recut(Costs(forward=[5]), 1, 2).forward == (2.5, 2.5)
+
+
+def test_it_can_say_how_it_cut() -> None:
+    said = how_cut(HEAD, 8)
+    assert "10.7 of the last chunk's forward" in said
+    assert "0.9 of the first chunk's forward" in said
+    assert "first chunk's backward" not in said
+    assert how_cut(Costs(), 8).endswith("all of it cut evenly")
+    assert how_cut(Costs(forward=[3.0]), 1).endswith("all of it cut evenly")
+
+
+@given(values=st.lists(st.tuples(amounts, amounts), min_size=2, max_size=6), wanted=st.integers(1, 12))
+def test_overheads_and_savings_stay_within_their_passes(values: list[tuple[float, float]], wanted: int) -> None:
+    weight = [max(pair) for pair in values]
+    costs = Costs(weight=weight, merge_saving=[min(pair) for pair in values], split_overhead=weight)
+    recut(costs, len(values), wanted).per_chunk(wanted)  # raises where they are not
 
 
 def test_edges_with_latencies_of_their_own_cannot_be_cut() -> None:

@@ -274,11 +274,29 @@ def test_without_the_compiled_core_plans_are_constructed(
             assert found.timeline.cost <= known.cost * (1 + 1e-9)
 
 
+def test_chunks_follow_from_a_placement_spelt_out() -> None:
+    found = plan(Costs(), 4, 4, placement=[0, 1, 2, 3, 3, 2, 1, 0], effort=0)
+    assert found.schedule.chunks == 2
+    with pytest.raises(ValueError, match=r"placement .* names 8 chunks, 2 of each of 4 ranks, and chunks=3"):
+        plan(Costs(), 4, 4, 3, [0, 1, 2, 3, 3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("sizes", [(10**20, 8), (8, 10**20), (3000, 3000)])
+def test_sizes_that_no_machine_holds_are_refused(sizes: tuple[int, int]) -> None:
+    for function in (schedules.zb_v, lambda *sizes: plan(Costs(), *sizes)):
+        with pytest.raises(ValueError, match=r"must be at most 10000000 passes; .*: lower stages, "):
+            function(*sizes)
+
+
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ScheduleError, match="smallest limit that any schedule fits is 2"):
         plan(Costs(), 2, 4, 2, "v", memory_limit=1.5)
     with pytest.raises(ValueError, match="placement"):
         plan(Costs(), 2, 4, 2, "spiral")
+    with pytest.raises(TypeError, match="memory_limit must be one number or one per rank; got str"):
+        plan(Costs(), 2, 4, memory_limit="12")
+    with pytest.raises(ValueError, match="jitter"):
+        plan(Costs(), 2, 4, jitter=float("inf"))
     with pytest.raises(ValueError, match="placement must name every rank"):
         plan(Costs(), 2, 4, 2, (0, 0, 0, 1))
     with pytest.raises(ValueError, match="one per rank"):

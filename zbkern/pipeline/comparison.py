@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule
 from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.draw import number
 from zbkern.pipeline.simulate import simulate
 from zbkern.pipeline.timeline import Timeline
 
@@ -21,10 +23,12 @@ def build(name: str, stages: int, microbatches: int, chunks: int | None = None) 
 
 
 def recut(costs: Costs, chunks: int, wanted: int) -> Costs:
-    """The costs of the same model in `wanted` chunks, for costs of `chunks`: all of it cut evenly along the model.
+    """The costs of the same model in `wanted` chunks, for costs of `chunks`: cut evenly along the model.
 
-    A hop takes as long as before, however small the chunk. Raises ValueError when every edge has a latency of its own,
-    since other chunks have other edges.
+    What the first or the last chunk has beyond the others (beyond the median of those between, where there are any) is
+    the embedding or the head, which nothing can cut: it stays whole, in the first or the last new chunk. That holds for
+    each cost by itself. A hop takes as long as before, however small the chunk. Raises ValueError when every edge has a
+    latency of its own, since other chunks have other edges.
     """
     if chunks == wanted:
         return costs
@@ -35,7 +39,32 @@ def recut(costs: Costs, chunks: int, wanted: int) -> Costs:
         )
     fields = asdict(costs)
     communication = fields.pop("communication")
-    return Costs(communication=communication, **{name: _recut(value, chunks, wanted) for name, value in fields.items()})
+    cut = {name: _recut(value, chunks, wanted) for name, value in fields.items()}
+
+    def of_chunks(name: str) -> list[float]:
+        value = cut[name]
+        return value if isinstance(value, list) else [value] * wanted
+
+    if any(isinstance(cut[name], list) for name in ("backward", "weight", "split_overhead", "merge_saving")):
+        # an overhead or a saving is of passes that may have been cut another way, and at most as long as they
+        passes = [b + w for b, w in zip(of_chunks("backward"), of_chunks("weight"), strict=True)]
+        cut["split_overhead"] = [min(pair) for pair in zip(of_chunks("split_overhead"), passes, strict=True)]
+        cut["merge_saving"] = [min(pair) for pair in zip(of_chunks("merge_saving"), of_chunks("weight"), strict=True)]
+    return Costs(communication=communication, **cut)
+
+
+def how_cut(costs: Costs, chunks: int) -> str:
+    """How `recut` divides these costs of `chunks` chunks, in a sentence."""
+    whole = [
+        f"{number(extra)} of the {place} chunk's {name}"
+        for name in ("forward", "backward", "weight", "activation")
+        if isinstance(value := getattr(costs, name), tuple) and chunks > 1
+        for place, extra in zip(("first", "last"), _excess(value), strict=True)
+        if extra > 0
+    ]
+    if not whole:
+        return "other numbers of chunks: the same model, all of it cut evenly"
+    return f"other numbers of chunks: the same model cut evenly; whole stay (embedding, head) {', '.join(whole)}"
 
 
 def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> tuple[list[Timeline], list[str]]:
@@ -57,10 +86,23 @@ def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> 
 def _recut(value: float | tuple[float, ...], chunks: int, wanted: int) -> float | list[float]:
     if isinstance(value, float):
         return value * chunks / wanted
-    return [
+    first, last = _excess(value) if chunks > 1 else (0.0, 0.0)
+    even = [*value]
+    even[0] -= first
+    even[-1] -= last
+    found = [
         sum(
             each * max(0.0, min((old + 1) / chunks, (new + 1) / wanted) - max(old / chunks, new / wanted)) * chunks
-            for old, each in enumerate(value)
+            for old, each in enumerate(even)
         )
         for new in range(wanted)
     ]
+    found[0] += first
+    found[-1] += last
+    return found
+
+
+def _excess(values: tuple[float, ...]) -> tuple[float, float]:
+    """What the first and the last are above the median of those between, or of two above the other."""
+    common = statistics.median(values[1:-1] or [min(values)])
+    return max(0.0, values[0] - common), max(0.0, values[-1] - common)

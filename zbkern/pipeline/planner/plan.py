@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.costs import ChunkCosts, Costs
 from zbkern.pipeline.planner import bounds, portfolio, steady
@@ -45,7 +47,7 @@ def plan(
     costs: Costs,
     stages: int,
     microbatches: int,
-    chunks: int = 1,
+    chunks: int | None = None,
     placement: str | Sequence[int] | None = None,
     memory_limit: float | Sequence[float] | None = None,
     time_limit: float = 10.0,
@@ -58,13 +60,13 @@ def plan(
 ) -> Plan:
     """The best schedule found in about `time_limit` seconds on one core; with 0, the constructive answer alone.
 
-    costs: of every chunk; see `Costs`. stages: ranks. chunks: per rank. placement: "linear" (neighbouring chunks on one
-    rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up), "zigzag" (the V repeated), or the rank of every chunk;
-    by default linear, v or zigzag for one, two and more chunks. memory_limit: of one rank's `peak_memory`, in the unit
-    of `costs.activation`, one number or one per rank; None for none. objective: what to minimise, "cost" or "makespan"
-    (see `Timeline`). jitter, samples: the plan has the least mean over `samples` simulations in which every pass takes
-    its cost times a normal variate of this deviation, of those found for these costs and for slower communication,
-    which leave a late message some slack.
+    costs: of every chunk; see `Costs`. stages: ranks. chunks: per rank, 1 by default, or as many as a placement that is
+    spelt out has. placement: "linear" (neighbouring chunks on one rank), "loop" (0..p-1, again 0..p-1), "v" (down, then
+    up), "zigzag" (the V repeated), or the rank of every chunk; by default linear, v or zigzag for one, two and more
+    chunks. memory_limit: of one rank's `peak_memory`, in the unit of `costs.activation`, one number or one per rank;
+    None for none. objective: what to minimise, "cost" or "makespan" (see `Timeline`). jitter, samples: the plan has the
+    least mean over `samples` simulations in which every pass takes its cost times a normal variate of this deviation,
+    of those found for these costs and for slower communication, which leave a late message some slack.
 
     The search is a sequence of rounds, each twice as long as the one before, that depends on `seed` alone; the clock
     only decides where it ends. So two runs may differ when the clock stops them at different moments, and a longer one
@@ -79,6 +81,8 @@ def plan(
     """
     if not isinstance(costs, Costs):
         raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
+    if chunks is None:
+        chunks = chunks_per_rank(placement, stages)
     _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
     if time_limit == 0 and effort is None:
         effort = 0
@@ -116,18 +120,25 @@ def _check(
     time_limit: float,
     effort: int | None,
 ) -> None:
-    counts = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "samples": samples}
-    if effort is not None:
-        counts["effort"] = effort
-    for what, count in counts.items():
+    schedules.check_counts("plan", stages, microbatches, chunks)
+    for what, count, least in (("samples", samples, 1), ("effort", 0 if effort is None else effort, 0)):
         if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"plan: {what} must be an int; got {type(count).__name__} {count!r}")
-        if count < (least := 0 if what == "effort" else 1):
+        if count < least:
             raise ValueError(f"plan: {what} must be at least {least}; got {count}")
     if objective not in OBJECTIVES:
         raise ValueError(f"plan: objective must be one of {OBJECTIVES}; got {objective!r}")
-    if not jitter >= 0 or not time_limit >= 0:
-        raise ValueError(f"plan: jitter and time_limit must be at least 0; got {jitter} and {time_limit}")
+    if not 0 <= jitter < math.inf or not time_limit >= 0:
+        raise ValueError(
+            f"plan: jitter and time_limit must be at least 0 and jitter finite; got {jitter}, {time_limit}"
+        )
+
+
+def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:
+    """How many chunks a rank has where that is not said: as a placement that is spelt out has it, else one."""
+    if placement is None or isinstance(placement, str) or not isinstance(stages, int) or stages < 1:
+        return 1
+    return max(1, len(placement) // stages)
 
 
 def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) -> tuple[str, tuple[int, ...]]:
@@ -138,8 +149,15 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
     if not isinstance(given, str):
         homes = tuple(given)
         if len(homes) != stages * chunks or any(homes.count(rank) != chunks for rank in down):
+            counts = {homes.count(rank) for rank in down}
+            if len(counts) == 1 and len(homes) == stages * (each := counts.pop()) > 0:
+                raise ValueError(
+                    f"plan: placement {homes} names {len(homes)} chunks, {each} of each of {stages} ranks, and "
+                    f"chunks={chunks}; leave chunks out, or give chunks={each}"
+                )
             raise ValueError(
-                f"plan: placement must name every rank below {stages} {chunks} times, once per chunk; got {homes}"
+                f"plan: placement must name every rank below {stages} {chunks} times, once per chunk of each "
+                f"(chunks={chunks}); got {homes}"
             )
         return "custom", homes
     if given not in PLACEMENTS:
@@ -156,6 +174,8 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
 def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float) -> list[float]:
     if given is None:
         return [unlimited] * stages
+    if isinstance(given, str):
+        raise TypeError(f"plan: memory_limit must be one number or one per rank; got str {given!r}")
     limits = [float(given)] * stages if not isinstance(given, Sequence) else [float(each) for each in given]
     if len(limits) != stages:
         raise ValueError(f"plan: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
