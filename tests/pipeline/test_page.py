@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zbkern.pipeline import Costs, draw, page, schedules, simulate
+from zbkern.pipeline import Costs, page, schedules, simulate, style
 
 
 def data(text: str) -> Any:
@@ -33,8 +33,8 @@ def test_the_page_has_every_event_and_what_each_rank_holds() -> None:
             chunks = timeline.schedule.chunks_of(rank)
             for event, (_, action, _, _) in zip(row, timeline.events[rank], strict=True):
                 colour, number = each["fills"][event[2]]
-                assert colour == draw.shade(action.kind, chunks.index(action.chunk), len(chunks))
-                assert number == ("#24292f" if draw.is_light(colour) else "#fff")
+                assert colour == style.shade(action.kind, chunks.index(action.chunk), len(chunks))
+                assert number == ("#24292f" if style.is_light(colour) else "#fff")
 
 
 def test_the_page_fetches_nothing_and_its_titles_are_text() -> None:

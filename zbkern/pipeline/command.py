@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zbkern.pipeline import comparison, draw, report, schedules, trace
+from zbkern.pipeline import comparison, draw, report, schedules, style, trace
 from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.planner import Plan, plan
@@ -169,7 +169,7 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     if limit is not None and report.exceeds(peak, limit):
         raise _WrongArgument(
             "--memory",
-            f"{schedule.name} holds {draw.number(peak)} on one rank, more than {draw.number(limit)}; raise the "
+            f"{schedule.name} holds {style.number(peak)} on one rank, more than {style.number(limit)}; raise the "
             "limit, or leave --schedule out for a plan within it",
         )
     stages, objective = arguments.stages, arguments.objective

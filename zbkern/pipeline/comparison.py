@@ -8,8 +8,8 @@ from dataclasses import asdict
 from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import Schedule
 from zbkern.pipeline.costs import Costs
-from zbkern.pipeline.draw import number
 from zbkern.pipeline.simulate import simulate
+from zbkern.pipeline.style import number
 from zbkern.pipeline.timeline import Timeline
 
 INTERLEAVED = ("interleaved", "interleaved_zero_bubble")

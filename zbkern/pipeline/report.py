@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbkern.pipeline.actions import Schedule
-from zbkern.pipeline.draw import number
 from zbkern.pipeline.planner import Plan
+from zbkern.pipeline.style import number
 from zbkern.pipeline.timeline import Timeline
 
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
