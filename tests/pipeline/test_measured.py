@@ -150,3 +150,10 @@ def test_a_pipeline_that_replans_gives_the_same_gradients() -> None:
     for ours, theirs in zip(model, expected, strict=True):
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_costs_that_are_none_are_refused() -> None:
+    timeline = simulate(schedules.zb_h1(2, 2))
+    for function in (lambda: measured.compare(timeline, 3), lambda: measured.in_seconds(3)):
+        with pytest.raises(TypeError, match=r"costs must be a zbkern\.pipeline\.Costs.*; got int 3"):
+            function()

@@ -169,7 +169,7 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     if limit is not None and report.exceeds(peak, limit):
         raise _WrongArgument(
             "--memory",
-            f"{schedule.name} holds {style.number(peak)} on one rank, more than {style.number(limit)}; raise the "
+            f"{schedule.name} holds {style.amount(peak)} on one rank, more than {style.amount(limit)}; raise the "
             "limit, or leave --schedule out for a plan within it",
         )
     stages, objective = arguments.stages, arguments.objective

@@ -20,6 +20,7 @@ from zbkern.pipeline.style import (
     OUTSIDE,
     Track,
     checked,
+    duration,
     is_light,
     legend,
     note,
@@ -126,7 +127,8 @@ def _row(timeline: Timeline, rank: int, row: Sequence[Event], first: float, scal
         border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
         parts.append(
             f'<rect class="action" x="{x:.5g}" width="{length:.5g}" {tall} fill="{fill}"{border}>'
-            f"<title>{event.action} on rank {rank}: {number(event.start)} to {number(event.end)}</title></rect>"
+            f"<title>{event.action} on rank {rank}: {number(event.start)} to "
+            f"{duration(event.end, timeline.unit)}</title></rect>"
         )
         if length >= 7 * len(label) + 2:
             dark = " dark" if is_light(fill) else ""

@@ -54,6 +54,11 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
 
 def in_seconds(milliseconds: Costs) -> Costs:
     """Costs as `profile` measures them, in the unit of a Pipeline's timelines."""
+    if not isinstance(milliseconds, Costs):
+        raise TypeError(
+            f"in_seconds: costs must be a zbkern.pipeline.Costs in milliseconds, as profile() gives them; got "
+            f"{type(milliseconds).__name__} {milliseconds!r}"
+        )
     times = ("forward", "backward", "weight", "communication", "split_overhead", "merge_saving")
     values = {name: getattr(milliseconds, name) for name in times}
     return replace(
@@ -64,6 +69,8 @@ def in_seconds(milliseconds: Costs) -> Costs:
 
 def compare(measured: Timeline, given: Costs | None = None) -> Drift:
     """A measured step next to the simulation of its schedule, with these costs or with its own medians."""
+    if given is not None and not isinstance(given, Costs):
+        raise TypeError(f"compare: costs must be a zbkern.pipeline.Costs or None; got {type(given).__name__} {given!r}")
     for rank, row in enumerate(measured.events):
         if not row:
             raise ValueError(

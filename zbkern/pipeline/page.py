@@ -29,7 +29,8 @@ def html(
             _timeline(timeline, title, rows) for timeline, title, rows in zip(timelines, titles, tracks, strict=True)
         ],
     }
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")  # a title must not end the script
+    # a title with </script or <!--<script would move the end of the script
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     legend = "".join(
         f'<span><i style="background:{fill}"></i>{escape(name)}</span>'
         for name, fill in style.legend(timelines, max((h for t in tracks for r in t for _, h in r), default=0.0))

@@ -33,8 +33,8 @@ def checked(
 
 def note(timeline: Timeline) -> str:
     """The figures beside a title."""
-    text = f"{timeline.bubble_rate:.1%} bubble, makespan {number(timeline.makespan)} {timeline.unit}".rstrip()
-    return text + (f", peak memory {number(max(timeline.peak_memory))}" if timeline.peak_memory else "")
+    text = f"{timeline.bubble_rate:.1%} bubble, makespan {duration(timeline.makespan, timeline.unit)}"
+    return text + (f", peak memory {amount(max(timeline.peak_memory))}" if timeline.peak_memory else "")
 
 
 def legend(timelines: Sequence[Timeline], most: float) -> list[tuple[str, str]]:
@@ -44,7 +44,7 @@ def legend(timelines: Sequence[Timeline], most: float) -> list[tuple[str, str]]:
     if any(timeline.schedule.chunks > 1 for timeline in timelines):
         entries.append(("later chunk of a rank", shade("F", 1, 2)))
     entries += [("idle", IDLE), ("not yet started, or done", OUTSIDE)]
-    return [*entries, (f"memory held, at most {number(most)}", HELD)] if most else entries
+    return [*entries, (f"memory held, at most {amount(most)}", HELD)] if most else entries
 
 
 def shade(kind: str, place: int, count: int) -> str:
@@ -57,6 +57,19 @@ def is_light(colour: str) -> bool:
     """Whether a number on it must be dark to be read: by the luminance that sRGB's weights give."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 150
+
+
+def amount(memory: float) -> str:
+    """Memory, whose unit is free: from a million on it is taken for bytes, and written as 24.5 GB."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if abs(memory) >= size:
+            return f"{number(memory / size)} {unit}"
+    return number(memory)
+
+
+def duration(time: float, unit: str) -> str:
+    """A time with its unit, where that is known."""
+    return f"{number(time)} {unit}".rstrip()
 
 
 def number(value: float) -> str:

@@ -13,6 +13,7 @@ from zbkern.pipeline.planner import bounds, portfolio, steady
 from zbkern.pipeline.planner.pool import Clock, Pool
 from zbkern.pipeline.planner.problem import Problem, schedule_of
 from zbkern.pipeline.simulate import simulate
+from zbkern.pipeline.style import amount
 from zbkern.pipeline.timeline import Timeline
 
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
@@ -200,6 +201,6 @@ def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float])
     for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
         if need > limit * (1 + _ROUNDING):
             raise ScheduleError(
-                f"plan: no schedule fits memory_limit={limit:g} on rank {rank}: one microbatch in all chunks of a rank "
-                f"holds {need:g}; the smallest limit that any schedule fits is {max(needs):g}"
+                f"plan: no schedule fits memory_limit={amount(limit)} on rank {rank}: one microbatch in all chunks of "
+                f"a rank holds {amount(need)}; the smallest limit that any schedule fits is {amount(max(needs))}"
             )
