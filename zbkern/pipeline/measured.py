@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zbkern.pipeline.actions import Action
 from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.dependencies import producer
 from zbkern.pipeline.simulate import simulate
 from zbkern.pipeline.timeline import Timeline
 
@@ -173,16 +174,13 @@ def _backward(found: _Passes, chunk: int, microbatch: int) -> tuple[float, float
 
 
 def _arrival(action: Action, passes: _Passes, travel: Sequence[float], placement: Sequence[int]) -> float:
-    """When the message that an action needs is there; a W needs none."""
-    kind, chunk, microbatch, _ = action
-    if kind == "W":
+    """When the message that an action needs is there; some need none."""
+    needed = producer(action, len(placement))
+    if needed is None:
         return 0.0
-    other = chunk - 1 if kind == "F" else chunk + 1
-    needed = [(k, other, microbatch) for k in (("F",) if kind == "F" else ("B", "BW"))]
-    sent = max((passes[key][1] for key in needed if key in passes), default=None)
-    if sent is None:
-        return 0.0
-    return sent + (travel[min(chunk, other)] if placement[chunk] != placement[other] else 0.0)
+    kind, other, microbatch = needed
+    sent = passes[needed] if kind == "F" else _backward(passes, other, microbatch)
+    return sent[1] + (travel[min(action.chunk, other)] if placement[action.chunk] != placement[other] else 0.0)
 
 
 def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from zbkern.pipeline.actions import Action, Schedule
 from zbkern.pipeline.costs import ChunkCosts, Costs
+from zbkern.pipeline.dependencies import Result, order_of_running, producer, result
 from zbkern.pipeline.memory import Memory
 from zbkern.pipeline.timeline import Event, Timeline
 
@@ -68,58 +69,43 @@ def simulate(
 
 
 class _Run:
-    """One simulation. Ranks advance independently, each as far as its inputs are known; only arrivals join them."""
+    """One simulation: what runs has its inputs, so that its start is known."""
 
     def __init__(self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float]) -> None:
         self._schedule, self._costs, self._durations = schedule, costs, durations
         self._rows: list[Sequence[Action]] = list(schedule.actions)
         self._events: list[list[Event]] = [[] for _ in self._rows]
-        self._arrivals: dict[tuple[str, int, int], float] = {}
-        self._waiting: dict[tuple[str, int, int], int] = {}
-        self._runnable: deque[int] = deque(range(len(self._rows)))
+        self._ends: dict[Result | None, float] = {}
         self._memory = [Memory(costs) for _ in self._rows]
         self._eager: list[_Pending] | None = None
-        last = len(schedule.placement) - 1
-        for microbatch in range(schedule.microbatches):
-            self._arrivals["F", 0, microbatch] = self._arrivals["B", last, microbatch] = 0.0
 
     def fill_eagerly(self, slices: int, limits: Sequence[float]) -> None:
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
         self._eager = [_Pending(slices, limit) for limit in limits]
 
     def timeline(self) -> Timeline:
-        position = [0] * len(self._rows)
-        while self._runnable:
-            rank = self._runnable.popleft()
-            row = self._rows[rank]
-            while position[rank] < len(row):
-                action = row[position[rank]]
-                arrival = None if action.kind == "W" else self._arrivals.get(_need(action))
-                if action.kind != "W" and arrival is None:
-                    self._waiting[_need(action)] = rank
-                    break
-                if self._eager is not None and arrival is not None:
-                    self._fill(rank, self._eager[rank], action, arrival)
-                self._execute(rank, action, arrival)
-                position[rank] += 1
+        for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
+            arrival = self._arrival(rank, action)
+            if self._eager is not None and action.kind != "W":
+                self._fill(rank, self._eager[rank], action, arrival)
+            self._execute(rank, action, arrival)
         if self._eager is not None:
             for rank, pending in enumerate(self._eager):
                 while pending.queue:
-                    self._execute(rank, pending.queue.popleft(), None)
+                    self._execute(rank, pending.queue.popleft())
         events = tuple(tuple(row) for row in self._events)
         peak = tuple(memory.peak for memory in self._memory)
         return Timeline(self._schedule, events, peak)
 
-    def _execute(self, rank: int, action: Action, arrival: float | None) -> None:
+    def _execute(self, rank: int, action: Action, arrival: float = 0.0) -> None:
         events = self._events[rank]
-        start = max(events[-1].end if events else 0.0, arrival or 0.0)
+        start = max(events[-1].end if events else 0.0, arrival)
         end = start + self._length(events, action)
         events.append(Event(rank, action, start, end))
         self._memory[rank].account(action)
-        if action.kind != "W":
-            self._deliver(rank, action, end)
-            if self._eager is not None and action.kind == "B":
-                self._eager[rank].add(action)
+        self._ends[result(action)] = end
+        if self._eager is not None and action.kind == "B":
+            self._eager[rank].add(action)
 
     def _length(self, events: Sequence[Event], action: Action) -> float:
         kind, chunk, microbatch, part = action
@@ -132,26 +118,20 @@ class _Run:
                 return max(0.0, length - self._costs.merge_saving[chunk])
         return length
 
-    def _deliver(self, rank: int, action: Action, time: float) -> None:
-        """Tells the consumer of the action's result when it arrives."""
-        forward = action.kind == "F"
-        consumer = action.chunk + (1 if forward else -1)
-        if not 0 <= consumer < len(self._schedule.placement):
-            return
-        peer = self._schedule.placement[consumer]
-        if peer != rank:
-            time += self._costs.communication[min(action.chunk, consumer)]
-        key = ("F" if forward else "B", consumer, action.microbatch)
-        self._arrivals[key] = time
-        if key in self._waiting:
-            self._runnable.append(self._waiting.pop(key))
+    def _arrival(self, rank: int, action: Action) -> float:
+        """When the input of an action is on its rank."""
+        need = producer(action, len(self._schedule.placement))
+        if need is None:
+            return 0.0
+        distant = self._schedule.placement[need[1]] != rank
+        return self._ends[need] + (self._costs.communication[min(action.chunk, need[1])] if distant else 0.0)
 
     def _fill(self, rank: int, pending: _Pending, action: Action, arrival: float) -> None:
         """Runs pending W: as many as an F needs gone to have room, then until the input is there."""
         memory, events = self._memory[rank], self._events[rank]
         room = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
         while pending.queue and (memory.now > room or events[-1].end < arrival):
-            self._execute(rank, pending.queue.popleft(), None)
+            self._execute(rank, pending.queue.popleft())
 
 
 class _Pending:
@@ -166,11 +146,6 @@ class _Pending:
         for index in range(self._slices):
             part = None if self._slices == 1 else (index, self._slices)
             self.queue.append(Action("W", action.chunk, action.microbatch, part))
-
-
-def _need(action: Action) -> tuple[str, int, int]:
-    """The name of the input that F, B or BW waits for."""
-    return ("F" if action.kind == "F" else "B", action.chunk, action.microbatch)
 
 
 def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) -> dict[tuple[str, int, int], float]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.dependencies import Result, order_of_running, producer, result
 
 DIALECTS = ("zbkern", "torch")
 
@@ -18,16 +19,6 @@ _FROM_TORCH = {letter: kind for kind, letter in _TO_TORCH.items()}
 _TORCH_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _TORCH_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side there; here one after the other
 _TORCH_OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-
-
-def needs(action: Action, last_chunk: int) -> tuple[str, int, int] | None:
-    """The pass (kind, chunk, microbatch) of another chunk whose result `action` uses, or None; B stands for BW too."""
-    kind, chunk, microbatch, _ = action
-    if kind == "F" and chunk > 0:
-        return ("F", chunk - 1, microbatch)
-    if kind in ("B", "BW") and chunk < last_chunk:
-        return ("B", chunk + 1, microbatch)
-    return None
 
 
 def grid(schedule: Schedule, width: int | None = None) -> str:
@@ -168,35 +159,25 @@ def _slots(schedule: Schedule) -> list[list[int]]:
 
     Where the ranks can go no further, what is left follows without gaps, so that an excerpt can show it.
     """
-    last = len(schedule.placement) - 1
-    ready: dict[tuple[str, int, int], int] = {}
+    chunks = len(schedule.placement)
+    ready: dict[Result | None, int] = {None: 0}
     slots: list[list[int]] = [[] for _ in schedule.actions]
     free = [0] * schedule.stages
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(schedule.actions):
-            while len(slots[rank]) < len(row):
-                action = row[len(slots[rank])]
-                need = needs(action, last)
-                if need is not None and need not in ready:
-                    break
-                _place(action, slots[rank], free, rank, 0 if need is None else ready[need], ready)
-                progress = True
+
+    def place(rank: int, action: Action, earliest: int) -> None:
+        slot = max(free[rank], earliest)
+        slots[rank].append(slot)
+        free[rank] = slot + (2 if action.kind == "BW" else 1)
+        made = result(action)
+        if made is not None:
+            ready[made] = free[rank]
+
+    for rank, action in order_of_running(schedule.actions, chunks):
+        place(rank, action, ready[producer(action, chunks)])
     for rank, row in enumerate(schedule.actions):
         for action in row[len(slots[rank]) :]:
-            _place(action, slots[rank], free, rank, 0, ready)
+            place(rank, action, 0)
     return slots
-
-
-def _place(
-    action: Action, row: list[int], free: list[int], rank: int, earliest: int, ready: dict[tuple[str, int, int], int]
-) -> None:
-    slot = max(free[rank], earliest)
-    row.append(slot)
-    free[rank] = slot + (2 if action.kind == "BW" else 1)
-    if action.kind != "W":
-        ready["F" if action.kind == "F" else "B", action.chunk, action.microbatch] = free[rank]
 
 
 def _cells(schedule: Schedule, slots: list[list[int]]) -> list[list[str]]:
