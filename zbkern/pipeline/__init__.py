@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.actions import Action, ScheduleError
 from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate  # not lazy: the function must win over the submodule of its name
 from zbkern.pipeline.timeline import Event, Timeline
 

@@ -6,8 +6,8 @@ import statistics
 from dataclasses import asdict
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.actions import Schedule
 from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate
 from zbkern.pipeline.style import number
 from zbkern.pipeline.timeline import Timeline

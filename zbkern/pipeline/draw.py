@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from zbkern.pipeline import page
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.style import (
     HELD,
@@ -55,8 +56,6 @@ def save(
     if path.suffix == ".svg":
         path.write_text(svg(timelines, titles, costs=costs), encoding="utf-8")
     elif path.suffix == ".html":
-        from zbkern.pipeline import page
-
         path.write_text(page.html(timelines, titles, costs), encoding="utf-8")
     elif path.suffix == ".png":
         try:

@@ -12,7 +12,7 @@ from zbkern.pipeline.actions import Action
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.dependencies import producer
 from zbkern.pipeline.simulate import simulate
-from zbkern.pipeline.timeline import Timeline
+from zbkern.pipeline.timeline import Timeline, save_together
 
 
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
@@ -134,10 +134,7 @@ class Drift:
 
     def save(self, path: str | Path) -> Path:
         """Both timelines in one picture or trace, by the suffix: .svg, .html, .png, or .json (Perfetto)."""
-        from zbkern.pipeline import draw, trace
-
-        writer = trace if Path(path).suffix == ".json" else draw
-        return writer.save([self.planned, self.measured], path, ["planned", "measured"])
+        return save_together([self.planned, self.measured], path, ["planned", "measured"])
 
     def _loss(self, rank: int) -> Loss:
         mine, plan = self.measured.events[rank], self.planned.events[rank]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.pipeline.actions import Schedule
 from zbkern.pipeline.planner import Plan
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.style import amount, duration, number
 from zbkern.pipeline.timeline import Timeline
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from zbkern.pipeline import building_blocks
-from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.actions import Action, ScheduleError
+from zbkern.pipeline.schedule import Schedule
 
 NAMES = (
     "gpipe",

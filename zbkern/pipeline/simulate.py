@@ -10,10 +10,11 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.actions import Action
 from zbkern.pipeline.costs import ChunkCosts, Costs
 from zbkern.pipeline.dependencies import Result, order_of_running, producer, result
 from zbkern.pipeline.memory import Memory
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.timeline import Event, Timeline
 
 FILLS = ("planned", "eager")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.pipeline import memory
-from zbkern.pipeline.costs import Costs
-from zbkern.pipeline.timeline import Timeline
+from zbkern.pipeline.costs import ChunkCosts, Costs
+from zbkern.pipeline.memory import Memory
+from zbkern.pipeline.timeline import Event, Timeline
 
 COLOURS = {"F": "#3f83c9", "B": "#2e9e86", "W": "#dfa23a", "BW": "#8d74c4"}
 MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "both gradients"}
@@ -27,8 +27,17 @@ def checked(
     tracks = []
     for index, timeline in enumerate(timelines):
         flat = costs[index].per_chunk(len(timeline.schedule.placement)) if costs else None
-        tracks.append([memory.steps(row, flat) if flat else [] for row in timeline.events])
+        tracks.append([steps(row, flat) if flat else [] for row in timeline.events])
     return titles or [timeline.schedule.name for timeline in timelines], tracks
+
+
+def steps(events: Sequence[Event], costs: ChunkCosts) -> list[tuple[float, float]]:
+    """(time, memory from then on) of one rank's events: F takes at its start, the others give back at their end."""
+    memory, found = Memory(costs), []
+    for event in events:
+        memory.account(event.action)
+        found.append((event.start if event.action.kind == "F" else event.end, memory.now))
+    return found
 
 
 def note(timeline: Timeline) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.actions import Action
+from zbkern.pipeline.schedule import Schedule
 
 
 class Event(NamedTuple):
@@ -72,9 +73,14 @@ class Timeline:
 
     def save(self, path: str | Path) -> Path:
         """Writes the picture or trace that the suffix names: .svg, .html, .png, or .json (Perfetto)."""
-        from zbkern.pipeline import draw, trace
+        return save_together([self], path)
 
-        return (trace if Path(path).suffix == ".json" else draw).save([self], path)
+
+def save_together(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None) -> Path:
+    """Writes all of them as one picture or trace, by the suffix; titles: one for each, or the schedules' names."""
+    from zbkern.pipeline import draw, trace  # which sit on top of this
+
+    return (trace if Path(path).suffix == ".json" else draw).save(timelines, path, titles)
 
 
 def measured(schedule: Schedule, rows: Sequence[Sequence[Event]], samples: Sequence[Sequence[Sample]] = ()) -> Timeline:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from zbkern.pipeline import text
-from zbkern.pipeline.actions import KINDS, Action, Schedule, ScheduleError
+from zbkern.pipeline import grid
+from zbkern.pipeline.actions import KINDS, Action, ScheduleError
 from zbkern.pipeline.dependencies import Result, order_of_running, producer
+
+if TYPE_CHECKING:
+    from zbkern.pipeline.schedule import Schedule
 
 
 def validate(schedule: Schedule) -> None:
@@ -142,7 +145,7 @@ def _cycle(owner: dict[int, int]) -> list[int]:
 
 def _fail(schedule: Schedule, rank: int, index: int, why: str) -> NoReturn:
     action = schedule.actions[rank][index]
-    around = text.excerpt(schedule, rank, index)
+    around = grid.excerpt(schedule, rank, index)
     raise ScheduleError(f"Schedule {schedule.name}: rank {rank}, action {index}, {action}: {why}\n{around}")
 
 
@@ -150,5 +153,5 @@ def _fail_missing(schedule: Schedule, rank: int, action: Action, slices: tuple[i
     if action.kind == "W" and slices is not None:
         count, seen = slices
         action = action._replace(part=(min(set(range(count)) - seen), count))
-    around = text.excerpt(schedule, rank, len(schedule.actions[rank]) - 1)
+    around = grid.excerpt(schedule, rank, len(schedule.actions[rank]) - 1)
     raise ScheduleError(f"Schedule {schedule.name}: rank {rank}: {action} is missing; add it to this rank\n{around}")

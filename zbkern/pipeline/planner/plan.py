@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.costs import ChunkCosts, Costs
 from zbkern.pipeline.planner import bounds, portfolio, steady
 from zbkern.pipeline.planner.pool import Clock, Pool
 from zbkern.pipeline.planner.problem import Problem, schedule_of
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate
 from zbkern.pipeline.style import amount
 from zbkern.pipeline.timeline import Timeline

@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.blocks import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up
@@ -18,6 +18,7 @@ from zbkern.pipeline.planner.patterns import Pattern, is_v, search_patterns, zb_
 from zbkern.pipeline.planner.pool import Clock, Pool
 from zbkern.pipeline.planner.problem import Orders, Problem, fits, one_at_a_time, orders_of
 from zbkern.pipeline.planner.search import anneal, costed, grown
+from zbkern.pipeline.schedule import Schedule
 
 logger = logging.getLogger("zbkern")
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zbkern.pipeline.actions import Schedule
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.planner import bounds, portfolio
 from zbkern.pipeline.planner.pool import Clock, Pool
 from zbkern.pipeline.planner.problem import Orders, Problem
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate
 
 SLACKS = (2, 4, 8)  # of a message, in deviations of the mean pass
