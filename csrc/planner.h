@@ -50,25 +50,25 @@ struct Rule {
 
 // An order of every rank, and which microbatches have a fused backward: fused[chunk * microbatches + microbatch].
 // The W of a fused backward stays in its row as a pass of no length.
-struct Orders {
+struct Ordering {
   Rows rows;
   std::vector<char> fused;
   Time cost = 0;
 };
 
 // Empty rows when the rule comes to a dead end, or to a cost above `cutoff`.
-Orders list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
+Ordering list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
 
 // The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops after
 // `seconds`, once it has found any.
-Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves,
+Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves,
                      Time target, bool fuse, double seconds);
 
 // Counts and patience of every rank: [7][ranks]; see patterns.py.
 using Pattern = std::vector<std::vector<int>>;
 
 struct PatternResult {
-  Orders best;
+  Ordering best;
   Pattern pattern;
 };
 
@@ -88,11 +88,11 @@ struct AnnealOptions {
 };
 
 struct AnnealResult {
-  Orders best;
+  Ordering best;
   bool finished = true;  // false when the clock stopped it
 };
 
 // Throws std::invalid_argument when the orders to start from cannot run.
-AnnealResult anneal(const Problem& problem, const Orders& start, const AnnealOptions& options);
+AnnealResult anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options);
 
 }  // namespace zbkern

@@ -18,7 +18,7 @@ struct Shift {
 
 class Annealer {
  public:
-  Annealer(const Problem& problem, const Orders& start) : p_(problem), n_(problem.chunks), m_(problem.microbatches) {
+  Annealer(const Problem& problem, const Ordering& start) : p_(problem), n_(problem.chunks), m_(problem.microbatches) {
     const int passes = p_.passes();
     fused_ = start.fused;
     needs_.assign(passes, -1);
@@ -391,7 +391,7 @@ AnnealResult Annealer::anneal(const AnnealOptions& options) {
 
 }  // namespace
 
-AnnealResult anneal(const Problem& problem, const Orders& start, const AnnealOptions& options) {
+AnnealResult anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options) {
   return Annealer(problem, start).anneal(options);
 }
 

@@ -23,7 +23,7 @@ Problem problem_from(const py::object& source) {
   return p;
 }
 
-py::tuple tuple_from(const Orders& orders) {
+py::tuple tuple_from(const Ordering& orders) {
   return py::make_tuple(orders.cost, orders.rows, std::vector<int>(orders.fused.begin(), orders.fused.end()));
 }
 
@@ -40,7 +40,7 @@ PYBIND11_MODULE(_planner, module) {
   module.def("search_blocks", [](const py::object& source, std::uint64_t seed, const std::vector<Time>& temperatures,
                                  std::int64_t moves, Time target, bool fuse, double seconds) {
     const Problem problem = problem_from(source);
-    Orders found;
+    Ordering found;
     {
       py::gil_scoped_release release;
       found = search_blocks(problem, seed, temperatures, moves, target, fuse, seconds);
@@ -62,7 +62,7 @@ PYBIND11_MODULE(_planner, module) {
                           const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target, bool may_fuse,
                           double seconds) {
     const Problem problem = problem_from(source);
-    const Orders start{rows, std::vector<char>(fused.begin(), fused.end()), 0};
+    const Ordering start{rows, std::vector<char>(fused.begin(), fused.end()), 0};
     AnnealResult result;
     {
       py::gil_scoped_release release;

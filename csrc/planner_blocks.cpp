@@ -150,12 +150,12 @@ bool Blocks::change(Block& at, Random& random) const {
 
 }  // namespace
 
-Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool fuse,
+Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool fuse,
                      double seconds) {
   const Deadline deadline(seconds);
   Blocks blocks(problem, fuse);
   Random random(seed);
-  Orders best;
+  Ordering best;
   best.cost = kForever;
   Block now;
   for (int count = 1; count <= std::min(4 * problem.ranks, problem.microbatches); count++) {
@@ -165,7 +165,7 @@ Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vect
     if (best.cost < kForever && deadline.passed()) break;
   }
   Time cost = best.cost;
-  if (cost == kForever) return Orders{};
+  if (cost == kForever) return Ordering{};
   for (Time temperature : temperatures)
     for (std::int64_t move = 0; move < moves && best.cost > target && !deadline.passed(); move++) {
       Block trial = now;

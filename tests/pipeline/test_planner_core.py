@@ -8,7 +8,7 @@ import pytest
 
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.planner import blocks, bounds, lists, native, patterns, search
-from zbkern.pipeline.planner.problem import Orders, Problem, fits, one_at_a_time, orders_of, schedule_of
+from zbkern.pipeline.planner.problem import Ordering, Problem, fits, one_at_a_time, orders_of, schedule_of
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
@@ -57,7 +57,7 @@ def test_rules_of_every_rank(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert fits(given, fast)
 
 
-def check(given: Problem, found: Orders) -> None:
+def check(given: Problem, found: Ordering) -> None:
     """Its cost is that of an independent run, at least the lower bound, and it is a valid schedule within the limit."""
     assert fits(given, found)
     assert search.Timing(given, found).cost == found.cost >= bounds.cost_bound(given)
@@ -128,7 +128,7 @@ def test_a_pattern_found_gives_its_orders_again() -> None:
 def test_orders_that_cannot_run_are_refused(core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = Problem.build(Costs().per_chunk(2), (0, 1), 2, [2.0, 2.0], False)
     orders = orders_of(schedules.one_f_one_b(2, 2))
-    stuck = Orders(0, [list(reversed(row)) for row in orders.rows], orders.fused)
+    stuck = Ordering(0, [list(reversed(row)) for row in orders.rows], orders.fused)
     with pytest.raises(ValueError, match="cannot run"):
         search.anneal(given, stuck) if core else search.Timing(given, stuck)
     if not core:

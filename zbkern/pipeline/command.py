@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.schedule:
                 published.append(found.timeline)
             print("\n" + report.table(published, arguments.objective, limit, whole))
-            print("\n" + comparison.how_cut(costs, arguments.stages * chunks))
+            print("\n" + comparison.how_rechunked(costs, arguments.stages * chunks))
             if unknown:
                 print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
         for path in arguments.out:

@@ -22,7 +22,7 @@ def build(name: str, stages: int, microbatches: int, chunks: int | None = None) 
     return getattr(schedules, name)(stages, microbatches, **more)
 
 
-def recut(costs: Costs, chunks: int, wanted: int) -> Costs:
+def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
     """The costs of the same model in `wanted` chunks, for costs of `chunks`: cut evenly along the model.
 
     What the first or the last chunk has beyond the others (beyond the median of those between, where there are any) is
@@ -34,12 +34,12 @@ def recut(costs: Costs, chunks: int, wanted: int) -> Costs:
         return costs
     if isinstance(costs.communication, tuple):
         raise ValueError(
-            f"recut: costs.communication has one number per edge of {chunks} chunks, and {wanted} chunks have other "
+            f"rechunk: costs.communication has one number per edge of {chunks} chunks, and {wanted} chunks have other "
             "edges; give one number"
         )
     fields = asdict(costs)
     communication = fields.pop("communication")
-    cut = {name: _recut(value, chunks, wanted) for name, value in fields.items()}
+    cut = {name: _rechunk(value, chunks, wanted) for name, value in fields.items()}
 
     def of_chunks(name: str) -> list[float]:
         value = cut[name]
@@ -53,8 +53,8 @@ def recut(costs: Costs, chunks: int, wanted: int) -> Costs:
     return Costs(communication=communication, **cut)
 
 
-def how_cut(costs: Costs, chunks: int) -> str:
-    """How `recut` divides these costs of `chunks` chunks, in a sentence."""
+def how_rechunked(costs: Costs, chunks: int) -> str:
+    """How `rechunk` divides these costs of `chunks` chunks, in a sentence."""
     whole = [
         f"{number(extra)} of the {place} chunk's {name}"
         for name in ("forward", "backward", "weight", "activation")
@@ -70,20 +70,20 @@ def how_cut(costs: Costs, chunks: int) -> str:
 def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> tuple[list[Timeline], list[str]]:
     """Each published schedule's timeline, and the names of those that the costs say nothing about.
 
-    costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `recut`). The
+    costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `rechunk`). The
     interleaved ones have `chunks` chunks per rank, two at least.
     """
     found, unknown = [], []
     for name in schedules.NAMES:
         schedule = build(name, stages, microbatches, max(2, chunks))
         try:
-            found.append(simulate(schedule, recut(costs, stages * chunks, len(schedule.placement))))
+            found.append(simulate(schedule, rechunk(costs, stages * chunks, len(schedule.placement))))
         except ValueError:
             unknown.append(name)
     return found, unknown
 
 
-def _recut(value: float | tuple[float, ...], chunks: int, wanted: int) -> float | list[float]:
+def _rechunk(value: float | tuple[float, ...], chunks: int, wanted: int) -> float | list[float]:
     if isinstance(value, float):
         return value * chunks / wanted
     first, last = _excess(value) if chunks > 1 else (0.0, 0.0)

@@ -84,7 +84,7 @@ def compare(measured: Timeline, given: Costs | None = None) -> Drift:
 
 
 @dataclass(frozen=True)
-class Loss:
+class TimeLost:
     """Where one rank's time went beyond the plan: `cost` measured minus planned is about the sum of the others.
 
     compute: passes that took longer than planned (negative: shorter). late: waiting for messages, beyond the waiting
@@ -107,9 +107,9 @@ class Drift:
     costs: Costs
 
     @property
-    def losses(self) -> tuple[Loss, ...]:
+    def time_lost(self) -> tuple[TimeLost, ...]:
         """Per rank, where the time went."""
-        return tuple(self._loss(rank) for rank in range(self.measured.schedule.stages))
+        return tuple(self._time_lost(rank) for rank in range(self.measured.schedule.stages))
 
     def actions(self) -> list[tuple[Action, float]]:
         """Every pass with its measured minus its planned duration, largest first."""
@@ -126,7 +126,7 @@ class Drift:
             f"planned {self.planned.bubble_rate:.1%}",
             "rank    cost  compute     late     host",
         ]
-        for loss in self.losses:
+        for loss in self.time_lost:
             shares = (loss.cost, loss.compute, loss.late, loss.host)
             lines.append(f"{loss.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
         slow = ", ".join(f"{action} {extra / whole:+.1%}" for action, extra in self.actions()[:worst])
@@ -136,7 +136,7 @@ class Drift:
         """Both timelines in one picture or trace, by the suffix: .svg, .html, .png, or .json (Perfetto)."""
         return save_together([self.planned, self.measured], path, ["planned", "measured"])
 
-    def _loss(self, rank: int) -> Loss:
+    def _time_lost(self, rank: int) -> TimeLost:
         mine, plan = self.measured.events[rank], self.planned.events[rank]
         busy = sum(e.end - e.start for e in mine) - sum(e.end - e.start for e in plan)
         late = host = 0.0
@@ -149,7 +149,7 @@ class Drift:
             late, host = late + waited, host + gap - waited
         idle = sum(max(0.0, after.start - before.end) for before, after in pairwise(plan))
         spans = [row[-1].end - row[0].start if row else 0.0 for row in (mine, plan)]
-        return Loss(rank, spans[0] - spans[1], busy, late - idle, host)
+        return TimeLost(rank, spans[0] - spans[1], busy, late - idle, host)
 
 
 _Passes = dict[tuple[str, int, int], tuple[float, float, float]]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.problem import Orders, Problem
+from zbkern.pipeline.planner.problem import Ordering, Problem
 
 
 def search_blocks(
@@ -26,7 +26,7 @@ def search_blocks(
     target: int = 0,
     fuse: bool = False,
     seconds: float = float("inf"),
-) -> Orders | None:
+) -> Ordering | None:
     """The best orders found that repeat one block; None when there are none.
 
     temperatures: one after the other, in units of time, `moves` tried at each. target: a cost at which to stop.
@@ -34,5 +34,5 @@ def search_blocks(
     weighed.
     """
     assert native.core is not None
-    orders = Orders(*native.core.search_blocks(problem, seed, temperatures, moves, target, fuse, seconds))
+    orders = Ordering(*native.core.search_blocks(problem, seed, temperatures, moves, target, fuse, seconds))
     return orders if orders.rows else None

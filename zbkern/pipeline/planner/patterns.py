@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.problem import Orders, Problem
+from zbkern.pipeline.planner.problem import Ordering, Problem
 
 Pattern = list[list[int]]  # [7][ranks]: ahead, paired, turned, filled, and patience in quarters of a W by phase
 
@@ -61,7 +61,7 @@ def search_patterns(
     spread: int = 1,
     target: int = 0,
     seconds: float = float("inf"),
-) -> tuple[Orders, Pattern] | None:
+) -> tuple[Ordering, Pattern] | None:
     """The best orders found and their pattern, from `start` on; None when that one cannot run or does not fit.
 
     temperatures: one after the other, in units of time, `moves` tried at each. spread: the weight of the mean span
@@ -71,5 +71,5 @@ def search_patterns(
     scaled = [problem.ranks * temperature for temperature in temperatures]
     assert native.core is not None
     found, pattern = native.core.search_patterns(problem, start, seed, scaled, moves, spread, target, seconds)
-    orders = Orders(*found)
+    orders = Ordering(*found)
     return (orders, pattern) if orders.rows else None

@@ -10,7 +10,7 @@ from zbkern.pipeline import schedules
 from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.costs import ChunkCosts, Costs
 from zbkern.pipeline.planner import bounds, portfolio, steady
-from zbkern.pipeline.planner.pool import Clock, Pool
+from zbkern.pipeline.planner.pool import Budget, Pool
 from zbkern.pipeline.planner.problem import Problem, schedule_of
 from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate
@@ -89,7 +89,7 @@ def plan(
     if time_limit == 0 and effort is None:
         effort = 0
     share = time_limit / (1 + len(steady.SLACKS)) if jitter else time_limit
-    clock = Clock(share, effort)
+    budget = Budget(share, effort)
     name, homes = placement_of(placement, stages, chunks)
     flat = costs.per_chunk(len(homes))
     unlimited = microbatches * sum(map(max, flat.activation, flat.held))
@@ -99,10 +99,10 @@ def plan(
     problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
     pool = Pool(8 if jitter else 1, bound)
-    rounds = portfolio.search(problem, pool, clock, seed)
-    found = [*pool.orders, *(steady.slackened(problem, jitter, share, effort, seed) if jitter else ())]
+    rounds = portfolio.search(problem, pool, budget, seed)
+    found = [*pool.orders, *(steady.with_slack(problem, jitter, share, effort, seed) if jitter else ())]
     plans = [schedule_of(orders, problem, f"plan-{name}") for orders in found]
-    schedule, mean = steady.steadiest(plans, costs, objective, jitter, samples, seed) if jitter else (plans[0], None)
+    schedule, mean = steady.most_robust(plans, costs, objective, jitter, samples, seed) if jitter else (plans[0], None)
     timeline = simulate(schedule, costs)
     reached = timeline.cost if objective == "cost" else timeline.makespan
     least = min(bound / problem.time_scale, reached)

@@ -15,8 +15,8 @@ from zbkern.pipeline.planner.blocks import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up
 from zbkern.pipeline.planner.lists import Rule, list_schedule, refine, rules
 from zbkern.pipeline.planner.patterns import Pattern, is_v, search_patterns, zb_v_patterns
-from zbkern.pipeline.planner.pool import Clock, Pool
-from zbkern.pipeline.planner.problem import Orders, Problem, fits, one_at_a_time, orders_of
+from zbkern.pipeline.planner.pool import Budget, Pool
+from zbkern.pipeline.planner.problem import Ordering, Problem, fits, one_at_a_time, orders_of
 from zbkern.pipeline.planner.search import anneal, costed, grown
 from zbkern.pipeline.schedule import Schedule
 
@@ -50,16 +50,16 @@ _TRIAL_PASSES_IN_PYTHON = 100_000  # the same, where the core is not compiled
 _QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
 
 
-def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
+def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
     """Fills the pool; how many rounds came to their end. No published schedule that fits is better than the first."""
-    candidates = construct(problem, pool, clock)
-    if problem.passes <= _QUICK_PASSES or clock.allows(0):
+    candidates = construct(problem, pool, budget)
+    if problem.passes <= _QUICK_PASSES or budget.allows(0):
         for orders in published(problem):
             pool.add(orders)
     if not pool.orders:  # one microbatch after the other fits whenever anything does
         for fuse in (False, True)[: 1 + problem.may_fuse]:
             if native.core is not None:
-                pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse, seconds=clock.left))
+                pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
             elif fits(problem, serial := one_at_a_time(problem, fuse)):
                 pool.add(costed(problem, serial))
     if native.core is None:
@@ -69,29 +69,29 @@ def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
                 "constructed schedules; install a C++ compiler, then install zbkern again"
             )
         return 0
-    herd = Herd(problem, candidates, pool, clock)
+    population = Population(problem, candidates, pool, budget)
     fewer = _fewer(problem)
-    small: Herd | None = None
+    small: Population | None = None
     round_ = 0
-    while not pool.optimal and clock.allows(round_):
+    while not pool.optimal and budget.allows(round_):
         passes, turn = _FIRST * 2**round_, seed * 64 + round_
         if fewer is not None:
             if small is None:
                 best = Pool(1, cost_bound(fewer))
-                small = Herd(fewer, construct(fewer, best, clock), best, clock)
+                small = Population(fewer, construct(fewer, best, budget), best, budget)
                 for orders in published(fewer):
                     best.add(orders)
-            small.round(passes // 2, turn, clock, passes)
+            small.round(passes // 2, turn, budget, passes)
             if small.refined is not None:
                 pool.add(small.refined.schedule(problem.microbatches))
-            if small.weave.best is not None:
-                herd.weave.offer(small.weave.best[1])
+            if small.pattern_search.best is not None:
+                population.pattern_search.offer(small.pattern_search.best[1])
             for orders in small.pool.orders:
                 for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
-                    if clock.left > 0:
+                    if budget.left > 0:
                         pool.add(costed(problem, each))
-        herd.round(passes, turn, clock, passes if small is None else passes // 2)
-        if clock.left > 0:
+        population.round(passes, turn, budget, passes if small is None else passes // 2)
+        if budget.left > 0:
             round_ += 1
     return round_
 
@@ -112,11 +112,11 @@ class Candidate(NamedTuple):
     problem: Problem
     bound: int  # on what any rule can come to
 
-    def schedule(self, microbatches: int) -> Orders | None:
+    def schedule(self, microbatches: int) -> Ordering | None:
         return list_schedule(self.problem.with_microbatches(microbatches), self.rule)
 
 
-def construct(problem: Problem, pool: Pool, clock: Clock) -> list[Candidate]:
+def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
     """Adds what the list scheduler finds, for this limit and for smaller ones: more memory never makes it worse.
 
     Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
@@ -140,7 +140,7 @@ def construct(problem: Problem, pool: Pool, clock: Clock) -> list[Candidate]:
             continue
         some: list[Candidate] = []
         for place, rule in enumerate(islice(rules(here), 0, None, stride)):
-            if (candidates or some) and not clock.left:
+            if (candidates or some) and not budget.left:
                 break
             cutoff = some[-1].cost - 1 if len(some) == _REFINED else None
             orders = list_schedule(here, rule, cutoff)
@@ -159,7 +159,7 @@ def construct(problem: Problem, pool: Pool, clock: Clock) -> list[Candidate]:
     return candidates
 
 
-def warm_start(problem: Problem, clock: Clock) -> Orders | None:
+def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
     """With one chunk per rank: what the list scheduler makes of the warm-up that the lower bound is about.
 
     At 16 stages annealing gets from there to the bound where it does not from other starts.
@@ -168,46 +168,46 @@ def warm_start(problem: Problem, clock: Clock) -> Orders | None:
     if problem.placement != down or problem.makespan or problem.may_fuse or problem.saves:
         return None
     caps = warm_up(problem, cost_bound(problem))
-    tried = takewhile(lambda rule: clock.left > 0, rules(problem, [tuple(caps)] if caps is not None else []))
+    tried = takewhile(lambda rule: budget.left > 0, rules(problem, [tuple(caps)] if caps is not None else []))
     found = [list_schedule(problem, rule) for rule in tried]
     return min((orders for orders in found if orders is not None), key=lambda orders: orders.cost, default=None)
 
 
-class Herd:
+class Population:
     """Annealing from several starts: in every round new ones join, all go on for a while, and the best are kept.
 
     A start decides what short annealing can come to: with little memory most lead to a steady state that is not the
     best. With plenty one long search from hot comes further, so that it takes half of the time.
     """
 
-    def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool, clock: Clock) -> None:
+    def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool, budget: Budget) -> None:
         self.problem, self.pool = problem, pool
         self._candidates = candidates
         self.refined: Candidate | None = None  # the best rule of the last round
-        self.weave = Weave(problem, pool, clock)
-        self._members: list[Orders] = []
-        self._warm = warm_start(problem, clock)
+        self.pattern_search = PatternSearch(problem, pool, budget)
+        self._members: list[Ordering] = []
+        self._warm = warm_start(problem, budget)
         pool.add(self._warm)
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
         self._long = self._warm is None and min(problem.limit) > _held_by_1f1b(problem)
 
-    def round(self, passes: int, turn: int, clock: Clock, woven: int) -> None:
-        """Runs about so many passes, and `woven` in search for a pattern."""
+    def round(self, passes: int, turn: int, budget: Budget, pattern_passes: int) -> None:
+        """Runs about so many passes, and `pattern_passes` in search for a pattern."""
         pool = self.pool
-        found = self.weave.round(woven, turn, clock)
-        members = [*self._members, *pool.orders[:1], found, self._refined(passes // 4, turn, clock)]
-        members += [self._warm or self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
+        found = self.pattern_search.round(pattern_passes, turn, budget)
+        members = [*self._members, *pool.orders[:1], found, self._refined(passes // 4, turn, budget)]
+        members += [self._warm or self._block(passes // 8, 2 * turn + which, budget) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
         for place, start in enumerate(distinct):
             way = _WAYS[(turn + place) % len(_WAYS)]
-            distinct[place] = self._annealed(start, short, turn * 16 + place, way, clock)
+            distinct[place] = self._annealed(start, short, turn * 16 + place, way, budget)
         if self._long and pool.orders:
-            distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, _LONG, clock))
+            distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, _LONG, budget))
         self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
 
-    def _annealed(self, start: Orders, passes: int, seed: int, way: tuple[float, int], clock: Clock) -> Orders:
-        if self.pool.optimal or not clock.left:
+    def _annealed(self, start: Ordering, passes: int, seed: int, way: tuple[float, int], budget: Budget) -> Ordering:
+        if self.pool.optimal or not budget.left:
             return start
         (heat, spread), problem = way, self.problem
         found, _ = anneal(
@@ -218,32 +218,32 @@ class Herd:
             moves=int(passes / (_STEPS * (_SHARE * problem.passes + 50))),
             spread=spread,
             target=self.pool.bound,
-            seconds=clock.left,
+            seconds=budget.left,
         )
         self.pool.add(found)
         return found
 
-    def _refined(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+    def _refined(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
         """The best of the candidates with their rules changed at random, in some attempts."""
-        best: Orders | None = None
+        best: Ordering | None = None
         for each in self._candidates:
             whole = each.problem.with_microbatches(self.problem.microbatches)
             tries = passes // (_RULE_PASSES * whole.passes * _REFINED)
-            if not tries or self.pool.optimal or not clock.left:
+            if not tries or self.pool.optimal or not budget.left:
                 break
             runs = max(1, tries // _TRIES)
             for run in range(0 if self.pool.beats(each.bound) else runs):
                 number = (turn << 8 | run) << 32 | each.name
-                found = refine(whole, each.rule, tries // runs, number, self.pool.bound, clock.left)
+                found = refine(whole, each.rule, tries // runs, number, self.pool.bound, budget.left)
                 if found is not None and (best is None or found[0].cost < best.cost):
                     best, self.refined = found[0], each._replace(rule=found[1])
                     self.pool.add(best)
         return best
 
-    def _block(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+    def _block(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
         problem = self.problem
         moves = passes // (_STEPS * problem.passes)
-        if moves < 1 or self.pool.optimal or not clock.left:
+        if moves < 1 or self.pool.optimal or not budget.left:
             return None
         cooling = _cooling(problem, 1.0, 0.1)
         fuse = problem.may_fuse and turn % 2 == 1
@@ -254,27 +254,27 @@ class Herd:
             moves=moves,
             target=self.pool.bound,
             fuse=fuse,
-            seconds=clock.left,
+            seconds=budget.left,
         )
         found = found and costed(problem, found)
         self.pool.add(found)
         return found
 
 
-class Weave:
+class PatternSearch:
     """Patterns, for two chunks per rank in a V: ZB-V's with other counts, and what annealing makes of the best.
 
     Nothing, where even the best to start from is far from the pool's best: with little memory.
     """
 
-    def __init__(self, problem: Problem, pool: Pool, clock: Clock) -> None:
+    def __init__(self, problem: Problem, pool: Pool, budget: Budget) -> None:
         self.problem, self.pool = problem, pool
-        self.best: tuple[Orders, Pattern] | None = None
-        self._start: tuple[Orders, Pattern] | None = None
+        self.best: tuple[Ordering, Pattern] | None = None
+        self._start: tuple[Ordering, Pattern] | None = None
         if is_v(problem):
-            self._begin(clock)
+            self._begin(budget)
 
-    def _begin(self, clock: Clock) -> None:
+    def _begin(self, budget: Budget) -> None:
         """Tries ZB-V's pattern for this limit, and for smaller ones: more memory never makes it worse."""
         problem, levels = self.problem, _levels(self.problem)
         patterns = list(zb_v_patterns(problem))
@@ -284,7 +284,7 @@ class Weave:
         levels = levels[: max(1, _WOVEN_PASSES // (trial.passes * len(patterns)))]
         stride = trial.passes * len(patterns) // _WOVEN_PASSES | 1
         for _, limit in levels:
-            tried = takewhile(lambda pattern: clock.left > 0, patterns[::stride])
+            tried = takewhile(lambda pattern: budget.left > 0, patterns[::stride])
             found = [(each, search_patterns(trial.with_limit(limit), each)) for each in tried]
             costs = [(result[0].cost, place) for place, (_, result) in enumerate(found) if result is not None]
             for _, place in sorted(costs)[:2]:
@@ -297,21 +297,21 @@ class Weave:
         """One that was found for fewer microbatches."""
         self._add(search_patterns(self.problem, pattern))
 
-    def _add(self, found: tuple[Orders, Pattern] | None, own: bool = True) -> None:
+    def _add(self, found: tuple[Ordering, Pattern] | None, own: bool = True) -> None:
         if found is None:
             return
         self.pool.add(costed(self.problem, found[0]) if self.problem.saves else found[0])
         if own and (self.best is None or found[0].cost < self.best[0].cost):
             self.best = found
 
-    def round(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+    def round(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
         """Runs about so many passes, half of them from the start, in some attempts, the others from the best so far."""
         problem = self.problem
         moves = passes // (_STEPS * problem.passes)  # most are lost before half of their passes
         attempts = max(1, moves // (_PATTERN_MOVES * problem.ranks))
         for attempt in range(attempts + 1):
             begin, some = (self._start, moves // attempts) if attempt < attempts else (self.best, moves)
-            if begin is None or some < 1 or self.pool.optimal or not clock.left:
+            if begin is None or some < 1 or self.pool.optimal or not budget.left:
                 break
             seed = turn << 16 | attempt
             cooling = _cooling(problem, _WARM[(turn + attempt) % len(_WARM)], _COLD)
@@ -325,7 +325,7 @@ class Weave:
                     moves=some,
                     spread=_PATTERN_SPREAD,
                     target=target,
-                    seconds=clock.left,
+                    seconds=budget.left,
                 )
             )
         return self.best and self.best[0]
@@ -364,7 +364,7 @@ def _held_by_1f1b(problem: Problem) -> int:
     return max(_whole_microbatch(problem)) * problem.ranks
 
 
-def published(problem: Problem) -> Iterator[Orders]:
+def published(problem: Problem) -> Iterator[Ordering]:
     """Every published schedule with this placement that fits the limit."""
     ranks, microbatches = problem.ranks, problem.microbatches
     makers: list[Callable[[], Schedule]] = []

@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, Orders, Problem
+from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, Ordering, Problem
 
 
 def anneal(
     problem: Problem,
-    start: Orders,
+    start: Ordering,
     *,
     seed: int = 0,
     temperatures: Sequence[int] = (),
@@ -30,7 +30,7 @@ def anneal(
     spread: int = 3,
     target: int = 0,
     seconds: float = float("inf"),
-) -> tuple[Orders, bool]:
+) -> tuple[Ordering, bool]:
     """The best orders found from `start`, and whether the search came to its end before `seconds` were over.
 
     temperatures: one after the other, in units of time, `moves` tried at each. spread: the weight of the mean span
@@ -42,13 +42,13 @@ def anneal(
     found, finished = native.core.anneal(
         problem, start.rows, start.fused, seed, scaled, moves, spread, target, problem.may_fuse, seconds
     )
-    return Orders(*found), finished
+    return Ordering(*found), finished
 
 
 class Timing:
     """When every pass of given orders runs: starts[rank][position] and ends[pass]. Raises ValueError for a deadlock."""
 
-    def __init__(self, problem: Problem, orders: Orders) -> None:
+    def __init__(self, problem: Problem, orders: Ordering) -> None:
         self._problem, self._orders = problem, orders
         self.starts: list[list[int]] = [[] for _ in orders.rows]
         self.ends: list[Any] = [None] * problem.passes
@@ -97,7 +97,7 @@ class Timing:
         return problem.weight[chunk] - (problem.merge_saving[chunk] if merges else 0)
 
 
-def costed(problem: Problem, orders: Orders) -> Orders | None:
+def costed(problem: Problem, orders: Ordering) -> Ordering | None:
     """The orders with their cost worked out; None when they cannot run: say, when microbatches do not pass in order."""
     try:
         if native.core is not None:
@@ -107,7 +107,7 @@ def costed(problem: Problem, orders: Orders) -> Orders | None:
         return None
 
 
-def grown(problem: Problem, orders: Orders, microbatches: int) -> list[Orders]:
+def grown(problem: Problem, orders: Ordering, microbatches: int) -> list[Ordering]:
     """Orders for more microbatches: each rank repeats its part of the middle, from several places. Costs are not known.
 
     orders are for fewer microbatches. A rank's part is a stretch that runs every kind of pass of each of its chunks
@@ -116,7 +116,7 @@ def grown(problem: Problem, orders: Orders, microbatches: int) -> list[Orders]:
     small = len(orders.fused) // problem.chunks
     timing = Timing(problem.with_microbatches(small), orders)
     rows = [[number // small for number in row] for row in orders.rows]  # kind and chunk
-    found: list[Orders] = []
+    found: list[Ordering] = []
     end = max(timing.ends)
     for eighth in range(2, 7):
         time_ = end * eighth // 8
@@ -130,7 +130,7 @@ def grown(problem: Problem, orders: Orders, microbatches: int) -> list[Orders]:
             k = min(places, key=lambda k: abs(starts[k] - time_))
             repeated.append(row[:k] + row[k : k + size] * (microbatches - small) + row[k:])
         found.append(
-            Orders(0, [_numbered(row, microbatches) for row in repeated], [0] * (problem.chunks * microbatches))
+            Ordering(0, [_numbered(row, microbatches) for row in repeated], [0] * (problem.chunks * microbatches))
         )
     return found
 

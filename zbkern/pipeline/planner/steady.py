@@ -13,15 +13,15 @@ from dataclasses import replace
 
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.planner import bounds, portfolio
-from zbkern.pipeline.planner.pool import Clock, Pool
-from zbkern.pipeline.planner.problem import Orders, Problem
+from zbkern.pipeline.planner.pool import Budget, Pool
+from zbkern.pipeline.planner.problem import Ordering, Problem
 from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate
 
 SLACKS = (2, 4, 8)  # of a message, in deviations of the mean pass
 
 
-def slackened(problem: Problem, jitter: float, seconds: float, effort: int | None, seed: int) -> Iterator[Orders]:
+def with_slack(problem: Problem, jitter: float, seconds: float, effort: int | None, seed: int) -> Iterator[Ordering]:
     """Orders found with slower messages; `seconds` or `effort` for each slack."""
     mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
     for slack in SLACKS:
@@ -29,11 +29,11 @@ def slackened(problem: Problem, jitter: float, seconds: float, effort: int | Non
         hops = zip(problem.communication, problem.placement, problem.placement[1:], strict=False)
         slower = replace(problem, communication=tuple(lag + added * (here != there) for lag, here, there in hops))
         pool = Pool(2, bounds.cost_bound(slower))
-        portfolio.search(slower, pool, Clock(seconds, effort), seed)
+        portfolio.search(slower, pool, Budget(seconds, effort), seed)
         yield from pool.orders
 
 
-def steadiest(
+def most_robust(
     schedules: Sequence[Schedule], costs: Costs, objective: str, jitter: float, samples: int, seed: int
 ) -> tuple[Schedule, float]:
     """The schedule with the least mean over sampled costs, and that mean."""
