@@ -70,8 +70,8 @@ def how_rechunked(costs: Costs, chunks: int) -> str:
 def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> tuple[list[Timeline], list[str]]:
     """Each published schedule's timeline, and the names of those that the costs say nothing about.
 
-    costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `rechunk`). The
-    interleaved ones have `chunks` chunks per rank, two at least.
+    costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `rechunk`).
+    The interleaved ones have `chunks` chunks per rank, two at least.
     """
     found, unknown = [], []
     for name in schedules.NAMES:

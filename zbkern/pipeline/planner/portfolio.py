@@ -18,42 +18,18 @@ from zbkern.pipeline.planner.patterns import Pattern, is_v, search_patterns, zb_
 from zbkern.pipeline.planner.pool import Budget, Pool
 from zbkern.pipeline.planner.problem import Ordering, Problem, fits, one_at_a_time, orders_of
 from zbkern.pipeline.planner.search import anneal, costed, grown
+from zbkern.pipeline.planner.settings import SearchSettings
 from zbkern.pipeline.schedule import Schedule
 
 logger = logging.getLogger("zbkern")
 
-# The search is a sequence of rounds, each twice as long as the one before, that depends on the seed alone.
-_FIRST = 8_000_000  # passes that the first round runs: a tenth of a second
-_SHARE = 0.25  # of all passes, that a move has to run again in the compiled search
-# How hot annealing starts, in parts of the mean length of a pass, and the weight of the mean span, by turns. It ends at
-# `_COLD`. Where memory is plenty 10 is better than 3 (p=8, m=16, two chunks in a V, limit 1.5: 1.9% idle instead of
-# 2.8%), elsewhere mostly worse.
-_WAYS = ((0.15, 3), (0.2, 10), (0.5, 3), (0.1, 10), (0.3, 3), (0.25, 10), (1.0, 3), (0.15, 30))
-_COLD = 0.02
-# The same of the one search that takes half of every round where no warm-up is known to start from. It melts its start,
-# and comes to the same from any (p=8, m=16, two chunks in a V, limit 1.5: in 14 s to 1.35, 1.43 and 1.54% idle from
-# three starts, where short ones with several starts had come to 1.9 to 3.1% in 60 s).
-_LONG = (0.6, 10)
-_STEPS = 60  # temperatures, one after the other
-_RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
-_REFINED = 2  # rules per limit that are refined
-# How hot the search for a pattern starts, by turns, the weight of the mean span, and after how many moves per rank and
-# temperature a new attempt finds more than going on.
-_WARM = (0.15, 0.25, 0.1, 0.5)
-_PATTERN_SPREAD = 2
-_PATTERN_MOVES = 20
-_WOVEN_PASSES = 3_000_000  # of the patterns to start from
-_FAR = 1.1  # times the best cost
-_TRIES = 1500  # of other rules; after that a new attempt finds more than going on
-_TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
-_TRIAL_PASSES_IN_PYTHON = 100_000  # the same, where the core is not compiled
-_QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
+SETTINGS = SearchSettings()
 
 
 def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
     """Fills the pool; how many rounds came to their end. No published schedule that fits is better than the first."""
     candidates = construct(problem, pool, budget)
-    if problem.passes <= _QUICK_PASSES or budget.allows(0):
+    if problem.passes <= SETTINGS.published_passes or budget.allows(0):
         for orders in published(problem):
             pool.add(orders)
     if not pool.orders:  # one microbatch after the other fits whenever anything does
@@ -74,7 +50,7 @@ def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
     small: Population | None = None
     round_ = 0
     while not pool.optimal and budget.allows(round_):
-        passes, turn = _FIRST * 2**round_, seed * 64 + round_
+        passes, turn = SETTINGS.first_round * 2**round_, seed * 64 + round_
         if fewer is not None:
             if small is None:
                 best = Pool(1, cost_bound(fewer))
@@ -122,7 +98,8 @@ def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
     Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
     fewer microbatches, and those that do best there on all. Ends early when the time is over and there is an answer.
     """
-    most = _TRIAL_PASSES if native.core is not None else _TRIAL_PASSES_IN_PYTHON
+    kept = SETTINGS.refined_rules
+    most = SETTINGS.trial_passes if native.core is not None else SETTINGS.trial_passes_in_python
     count = sum(1 for _ in rules(problem))
     levels = _levels(problem)
     passes = problem.passes * count
@@ -142,17 +119,17 @@ def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
         for place, rule in enumerate(islice(rules(here), 0, None, stride)):
             if (candidates or some) and not budget.left:
                 break
-            cutoff = some[-1].cost - 1 if len(some) == _REFINED else None
+            cutoff = some[-1].cost - 1 if len(some) == kept else None
             orders = list_schedule(here, rule, cutoff)
             if orders is None or any(orders.cost == each.cost for each in some):
                 continue
-            some = sorted([*some, Candidate(orders.cost, name * count + place, rule, here, bound)])[:_REFINED]
+            some = sorted([*some, Candidate(orders.cost, name * count + place, rule, here, bound)])[:kept]
             if trial is problem:
                 pool.add(orders)
                 if pool.optimal:
                     return []
         candidates += some
-    candidates = sorted(candidates)[: 2 * _REFINED]
+    candidates = sorted(candidates)[: 2 * kept]
     if trial is not problem:
         for each in candidates[:3]:
             pool.add(each.schedule(problem.microbatches))
@@ -200,10 +177,10 @@ class Population:
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
         for place, start in enumerate(distinct):
-            way = _WAYS[(turn + place) % len(_WAYS)]
+            way = SETTINGS.schedules[(turn + place) % len(SETTINGS.schedules)]
             distinct[place] = self._annealed(start, short, turn * 16 + place, way, budget)
         if self._long and pool.orders:
-            distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, _LONG, budget))
+            distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, SETTINGS.long_schedule, budget))
         self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
 
     def _annealed(self, start: Ordering, passes: int, seed: int, way: tuple[float, int], budget: Budget) -> Ordering:
@@ -214,8 +191,8 @@ class Population:
             problem,
             start,
             seed=seed,
-            temperatures=_cooling(problem, heat, _COLD),
-            moves=int(passes / (_STEPS * (_SHARE * problem.passes + 50))),
+            temperatures=_cooling(problem, heat, SETTINGS.cold),
+            moves=int(passes / (SETTINGS.temperatures * (SETTINGS.share_run_again * problem.passes + 50))),
             spread=spread,
             target=self.pool.bound,
             seconds=budget.left,
@@ -228,10 +205,10 @@ class Population:
         best: Ordering | None = None
         for each in self._candidates:
             whole = each.problem.with_microbatches(self.problem.microbatches)
-            tries = passes // (_RULE_PASSES * whole.passes * _REFINED)
+            tries = passes // (SETTINGS.list_pass * whole.passes * SETTINGS.refined_rules)
             if not tries or self.pool.optimal or not budget.left:
                 break
-            runs = max(1, tries // _TRIES)
+            runs = max(1, tries // SETTINGS.rule_tries)
             for run in range(0 if self.pool.beats(each.bound) else runs):
                 number = (turn << 8 | run) << 32 | each.name
                 found = refine(whole, each.rule, tries // runs, number, self.pool.bound, budget.left)
@@ -242,7 +219,7 @@ class Population:
 
     def _block(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
         problem = self.problem
-        moves = passes // (_STEPS * problem.passes)
+        moves = passes // (SETTINGS.temperatures * problem.passes)
         if moves < 1 or self.pool.optimal or not budget.left:
             return None
         cooling = _cooling(problem, 1.0, 0.1)
@@ -279,10 +256,10 @@ class PatternSearch:
         problem, levels = self.problem, _levels(self.problem)
         patterns = list(zb_v_patterns(problem))
         trial = problem
-        if problem.passes * len(patterns) > _WOVEN_PASSES:
+        if problem.passes * len(patterns) > SETTINGS.pattern_start_passes:
             trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
-        levels = levels[: max(1, _WOVEN_PASSES // (trial.passes * len(patterns)))]
-        stride = trial.passes * len(patterns) // _WOVEN_PASSES | 1
+        levels = levels[: max(1, SETTINGS.pattern_start_passes // (trial.passes * len(patterns)))]
+        stride = trial.passes * len(patterns) // SETTINGS.pattern_start_passes | 1
         for _, limit in levels:
             tried = takewhile(lambda pattern: budget.left > 0, patterns[::stride])
             found = [(each, search_patterns(trial.with_limit(limit), each)) for each in tried]
@@ -290,7 +267,7 @@ class PatternSearch:
             for _, place in sorted(costs)[:2]:
                 self._add(search_patterns(problem.with_limit(limit), found[place][0]), limit == problem.limit)
         self._start = self.best
-        if self.best is not None and self.best[0].cost > _FAR * self.pool.orders[0].cost:
+        if self.best is not None and self.best[0].cost > SETTINGS.pattern_far * self.pool.orders[0].cost:
             self.best = self._start = None
 
     def offer(self, pattern: Pattern) -> None:
@@ -307,14 +284,15 @@ class PatternSearch:
     def round(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
         """Runs about so many passes, half of them from the start, in some attempts, the others from the best so far."""
         problem = self.problem
-        moves = passes // (_STEPS * problem.passes)  # most are lost before half of their passes
-        attempts = max(1, moves // (_PATTERN_MOVES * problem.ranks))
+        moves = passes // (SETTINGS.temperatures * problem.passes)  # most are lost before half of their passes
+        attempts = max(1, moves // (SETTINGS.pattern_moves * problem.ranks))
         for attempt in range(attempts + 1):
             begin, some = (self._start, moves // attempts) if attempt < attempts else (self.best, moves)
             if begin is None or some < 1 or self.pool.optimal or not budget.left:
                 break
             seed = turn << 16 | attempt
-            cooling = _cooling(problem, _WARM[(turn + attempt) % len(_WARM)], _COLD)
+            heats = SETTINGS.pattern_heats
+            cooling = _cooling(problem, heats[(turn + attempt) % len(heats)], SETTINGS.cold)
             target = self.pool.bound
             self._add(
                 search_patterns(
@@ -323,7 +301,7 @@ class PatternSearch:
                     seed=seed,
                     temperatures=cooling,
                     moves=some,
-                    spread=_PATTERN_SPREAD,
+                    spread=SETTINGS.pattern_spread,
                     target=target,
                     seconds=budget.left,
                 )
@@ -335,7 +313,7 @@ def _cooling(problem: Problem, hot: float, cold: float) -> list[int]:
     """Temperatures from hot to cold, in parts of the mean length of a pass."""
     mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
     ratio = min(cold / hot, 1.0)
-    return [int(mean * hot * ratio ** (step / (_STEPS - 1))) for step in range(_STEPS)]
+    return [int(mean * hot * ratio ** (step / (SETTINGS.temperatures - 1))) for step in range(SETTINGS.temperatures)]
 
 
 def _levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
