@@ -31,12 +31,12 @@ class Costs:
     """Times and memory of one microbatch in one chunk: a number, or one per chunk in model order.
 
     forward, backward, weight: time of F, B and W, in any one unit (B is the input gradient alone). communication:
-    latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks
-    i and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until
-    B; held: what it holds between B and W, inputs and output gradients. A fused BW takes backward + weight -
+    latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
+    and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
+    held: what it holds between B and W, inputs and output gradients. A fused BW takes backward + weight -
     split_overhead. merge_saving is what a W gains when it directly follows another W of the same chunk. The unit of
-    memory is free; `memory_limit` and `peak_memory` use the same one. Raises TypeError or ValueError for anything but
-    numbers from 0 to 1e100.
+    memory is free; `memory_limit` and `peak_memory` use the same one (a million and more is printed as bytes: 24.5 GB).
+    Raises TypeError or ValueError for anything but numbers from 0 to 1e100.
     """
 
     forward: PerChunk = 1.0

@@ -27,10 +27,11 @@ _ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
 class Plan:
     """A schedule, its timeline without jitter, and a lower bound on the bubble rate of any schedule of its work.
 
-    lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of
-    ranks times makespan that is idle. optimal: it is proven that no schedule is better. mean_cost: with jitter, the
-    mean of the objective over the samples; otherwise the objective itself. effort: the rounds of search that came to
-    their end; `plan(..., effort=)` with the same seed repeats them.
+    lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks
+    times makespan that is idle. optimal: it is proven that no order of these chunks in this memory is better; other
+    cuts of the model may be. mean_cost: with jitter, the mean of the objective over the samples; otherwise the
+    objective itself. effort: the rounds of search that came to their end; `plan(..., effort=)` with the same seed
+    repeats them.
     """
 
     schedule: Schedule
