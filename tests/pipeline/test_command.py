@@ -140,7 +140,7 @@ def test_compare_has_every_schedule_and_the_plan_sorted_by_bubble(run) -> None:
 def test_compare_says_what_it_did_not_cut(run, tmp_path: Path) -> None:
     costs = Costs(forward=[4, 4, 7], activation=2).save(tmp_path / "costs.json")
     text = run("--compare", "--costs", costs, *SECOND)
-    assert "the same model cut evenly; whole stay (embedding, head) 3 of the last chunk's forward" in text
+    assert "the same model cut evenly; embedding and head stay whole: forward 3 of the last chunk" in text
 
 
 def test_compare_leaves_out_what_the_costs_say_nothing_about(run, tmp_path: Path) -> None:

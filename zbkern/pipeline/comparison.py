@@ -9,7 +9,7 @@ from zbkern.pipeline import schedules
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate
-from zbkern.pipeline.style import number
+from zbkern.pipeline.style import amount, number
 from zbkern.pipeline.timeline import Timeline
 
 INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
@@ -55,16 +55,19 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
 
 def how_rechunked(costs: Costs, chunks: int) -> str:
     """How `rechunk` divides these costs of `chunks` chunks, in a sentence."""
-    whole = [
-        f"{number(extra)} of the {place} chunk's {name}"
-        for name in ("forward", "backward", "weight", "activation")
-        if isinstance(value := getattr(costs, name), tuple) and chunks > 1
-        for place, extra in zip(("first", "last"), _excess(value), strict=True)
-        if extra > 0
-    ]
+    whole: list[str] = []
+    for end, place in enumerate(("first", "last")):
+        parts = []
+        for name in ("forward", "backward", "weight", "activation"):
+            value = getattr(costs, name)
+            extra = _excess(value)[end] if isinstance(value, tuple) and chunks > 1 else 0.0
+            if extra > 0:
+                parts.append(f"{name} {amount(extra) if name == 'activation' else number(extra)}")
+        if parts:
+            whole.append(f"{', '.join(parts)} of the {place} chunk")
     if not whole:
         return "other numbers of chunks: the same model, all of it cut evenly"
-    return f"other numbers of chunks: the same model cut evenly; whole stay (embedding, head) {', '.join(whole)}"
+    return f"other numbers of chunks: the same model cut evenly; embedding and head stay whole: {'; '.join(whole)}"
 
 
 def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> tuple[list[Timeline], list[str]]:
