@@ -295,6 +295,8 @@ def test_errors_name_what_is_wrong() -> None:
         plan(Costs(), 2, 4, 2, "spiral")
     with pytest.raises(TypeError, match="memory_limit must be one number or one per rank; got str"):
         plan(Costs(), 2, 4, memory_limit="12")
+    with pytest.raises(ValueError, match="memory_limit must be below"):
+        plan(Costs(), 2, 4, memory_limit=10**400)
     with pytest.raises(ValueError, match="jitter"):
         plan(Costs(), 2, 4, jitter=float("inf"))
     with pytest.raises(ValueError, match="placement must name every rank"):

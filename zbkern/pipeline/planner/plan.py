@@ -179,7 +179,10 @@ def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float
         return [unlimited] * stages
     if isinstance(given, str):
         raise TypeError(f"plan: memory_limit must be one number or one per rank; got str {given!r}")
-    limits = [float(given)] * stages if not isinstance(given, Sequence) else [float(each) for each in given]
+    try:
+        limits = [float(each) for each in given] if isinstance(given, Sequence) else [float(given)] * stages
+    except OverflowError:
+        raise ValueError("plan: memory_limit must be below 1e308, or None for no limit; got a larger int") from None
     if len(limits) != stages:
         raise ValueError(f"plan: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
     if any(not limit >= 0 for limit in limits):
