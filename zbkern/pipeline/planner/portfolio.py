@@ -111,13 +111,15 @@ def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
         stride = trial.passes * count // most | 1  # odd, so that both of every choice are among them
     candidates: list[Candidate] = []
     for name, limit in levels:
+        if candidates and not budget.left:
+            break
         here = trial.with_limit(limit)
         bound = cost_bound(problem.with_limit(limit))
         if pool.beats(bound):
             continue
         some: list[Candidate] = []
         for place, rule in enumerate(islice(rules(here), 0, None, stride)):
-            if (candidates or some) and not budget.left:
+            if some and not budget.left:
                 break
             cutoff = some[-1].cost - 1 if len(some) == kept else None
             orders = list_schedule(here, rule, cutoff)
