@@ -23,9 +23,10 @@ def busy() -> Iterator[None]:
     process.wait()
 
 
-def check(limit: float, stages: int, microbatches: int, chunks: int) -> None:
+def check(limit: float, stages: int, microbatches: int, chunks: int, jitter: float = 0.0) -> None:
     begin, cpu = time.perf_counter(), time.process_time()
-    plan(Costs(92, 90, 46, 6), stages, microbatches, chunks, memory_limit=1.25 * stages * chunks, time_limit=limit)
+    costs, memory = Costs(92, 90, 46, 6), 1.25 * stages * chunks
+    plan(costs, stages, microbatches, chunks, memory_limit=memory, time_limit=limit, jitter=jitter)
     wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
     share = wall / cpu  # how many processes had this core meanwhile
     assert wall <= 1.2 * limit + SLACK * max(1.0, share)
@@ -36,6 +37,11 @@ def check(limit: float, stages: int, microbatches: int, chunks: int) -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_time_limit_holds(limit: float, chunks: int) -> None:
     check(limit, 16, 48, chunks)
+
+
+@pytest.mark.usefixtures("busy")
+def test_the_time_limit_holds_with_jitter() -> None:
+    check(2.0, 8, 24, 1, jitter=0.1)
 
 
 @pytest.mark.parametrize("limit", [0.3, 1.0])

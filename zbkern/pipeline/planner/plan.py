@@ -89,8 +89,8 @@ def plan(
     _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
     if time_limit == 0 and effort is None:
         effort = 0
-    share = time_limit / (1 + len(steady.SLACKS)) if jitter else time_limit
-    budget = Budget(share, effort)
+    share = time_limit / (2 + len(steady.SLACKS)) if jitter else time_limit  # one part is for the simulations
+    whole, budget = Budget(time_limit, effort), Budget(share, effort)
     name, homes = placement_of(placement, stages, chunks)
     flat = costs.per_chunk(len(homes))
     unlimited = microbatches * sum(map(max, flat.activation, flat.held))
@@ -103,7 +103,9 @@ def plan(
     rounds = portfolio.search(problem, pool, budget, seed)
     found = [*pool.orders, *(steady.with_slack(problem, jitter, share, effort, seed) if jitter else ())]
     plans = [schedule_of(orders, problem, f"plan-{name}") for orders in found]
-    schedule, mean = steady.most_robust(plans, costs, objective, jitter, samples, seed) if jitter else (plans[0], None)
+    schedule, mean = plans[0], None
+    if jitter:
+        schedule, mean = steady.most_robust(plans, costs, objective, jitter, samples, seed, whole)
     timeline = simulate(schedule, costs)
     reached = timeline.cost if objective == "cost" else timeline.makespan
     least = min(bound / problem.time_scale, reached)

@@ -34,12 +34,28 @@ def with_slack(problem: Problem, jitter: float, seconds: float, effort: int | No
 
 
 def most_robust(
-    schedules: Sequence[Schedule], costs: Costs, objective: str, jitter: float, samples: int, seed: int
+    schedules: Sequence[Schedule],
+    costs: Costs,
+    objective: str,
+    jitter: float,
+    samples: int,
+    seed: int,
+    budget: Budget,
 ) -> tuple[Schedule, float]:
-    """The schedule with the least mean over sampled costs, and that mean."""
-    means = []
-    for schedule in schedules:
-        runs = [simulate(schedule, costs, jitter=jitter, seed=seed + sample) for sample in range(samples)]
-        means.append(sum(run.cost if objective == "cost" else run.makespan for run in runs) / samples)
-    best = min(range(len(means)), key=means.__getitem__)
-    return schedules[best], means[best]
+    """The schedule with the least mean over sampled costs, and that mean.
+
+    All are compared on the same samples: fewer than `samples`, but one at least, where the time is over before.
+    """
+
+    def reached(schedule: Schedule, sample: int) -> float:
+        run = simulate(schedule, costs, jitter=jitter, seed=seed + sample)
+        return run.cost if objective == "cost" else run.makespan
+
+    sums = [0.0] * len(schedules)
+    for sample in range(samples):
+        if sample and not budget.left:
+            break
+        for index, schedule in enumerate(schedules):
+            sums[index] += reached(schedule, sample)
+    best = schedules[min(range(len(sums)), key=sums.__getitem__)]
+    return best, sum(reached(best, sample) for sample in range(samples)) / samples
