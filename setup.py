@@ -1,7 +1,7 @@
 """Builds what can be built here; everything else about the package is in pyproject.toml.
 
-The package works with nothing compiled. Where a C++ compiler is found, the planner's search core is compiled, which
-makes it a thousand times faster; where nvcc is found, the CUDA kernels are. A compile that fails is an error. The
+The package works with nothing compiled. Where a C++ compiler is found, the planner's search is compiled, without which
+plans are only constructed; where nvcc is found, the CUDA kernels are. A compile that fails is an error. The
 environment variable ZBKERN_BUILD decides: "auto" (the default) builds what this machine has compilers for, "cpu" all
 but the CUDA kernels, "cuda" insists on them, "off" builds nothing. build_tools/decision.py is the decision.
 """

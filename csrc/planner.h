@@ -1,10 +1,11 @@
 // The planner's search core: plain C++17 over flat arrays; no torch and no Python in here.
 //
-// It does what zbkern/pipeline/planner/{lists,blocks,patterns,search}.py do, faster, and to the last bit: that code is the
-// specification, and the tests compare the two. Times and memory are integers, so that no result depends on the order
-// of additions or on the compiler.
+// zbkern/pipeline/planner/{lists,blocks,patterns,search}.py say what each search does; the tests hold its results against
+// the simulator, the lower bounds and, on tiny problems, every order there is. Times and memory are integers, so that no
+// result depends on the order of additions or on the compiler.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -29,6 +30,17 @@ struct Problem {
   int passes() const { return 3 * chunks * microbatches; }
 };
 
+// When a search has to stop, measured from its construction; seconds may be infinite.
+class Deadline {
+ public:
+  explicit Deadline(double seconds) : begin_(std::chrono::steady_clock::now()), seconds_(seconds) {}
+  bool passed() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > seconds_; }
+
+ private:
+  std::chrono::steady_clock::time_point begin_;
+  double seconds_;
+};
+
 // How the ranks decide in the list scheduler; see lists.py, `Rule`.
 struct Rule {
   std::vector<int> priority, patience, late_forward, late_backward;  // [ranks]
@@ -38,31 +50,32 @@ struct Rule {
 
 // An order of every rank, and which microbatches have a fused backward: fused[chunk * microbatches + microbatch].
 // The W of a fused backward stays in its row as a pass of no length.
-struct Orders {
+struct Ordering {
   Rows rows;
   std::vector<char> fused;
   Time cost = 0;
 };
 
 // Empty rows when the rule comes to a dead end, or to a cost above `cutoff`.
-Orders list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
+Ordering list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
 
-// The best orders in which all microbatches repeat one building block; empty rows when there are none.
-Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves,
-                     Time target, bool fuse);
+// The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops after
+// `seconds`, once it has found any.
+Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves,
+                     Time target, bool fuse, double seconds);
 
 // Counts and patience of every rank: [7][ranks]; see patterns.py.
 using Pattern = std::vector<std::vector<int>>;
 
 struct PatternResult {
-  Orders best;
+  Ordering best;
   Pattern pattern;
 };
 
 // The best orders found that follow a pattern, from `start` on, two chunks per rank in a V; empty rows when that cannot
-// run. Temperatures are in units of `ranks` times the time unit.
+// run. Temperatures are in units of `ranks` times the time unit. It stops after `seconds`.
 PatternResult search_patterns(const Problem& problem, const Pattern& start, std::uint64_t seed, const std::vector<Time>& temperatures,
-                              std::int64_t moves, Time spread, Time target);
+                              std::int64_t moves, Time spread, Time target, double seconds);
 
 struct AnnealOptions {
   std::uint64_t seed = 0;
@@ -71,15 +84,15 @@ struct AnnealOptions {
   Time spread = 0;                 // weight of the mean span beside the largest
   Time target = 0;                 // stop at this cost
   bool may_fuse = false;
-  double seconds = 0;              // stop after this long (checked now and then)
+  double seconds = 0;              // stop after this long
 };
 
 struct AnnealResult {
-  Orders best;
+  Ordering best;
   bool finished = true;  // false when the clock stopped it
 };
 
 // Throws std::invalid_argument when the orders to start from cannot run.
-AnnealResult anneal(const Problem& problem, const Orders& start, const AnnealOptions& options);
+AnnealResult anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options);
 
 }  // namespace zbkern

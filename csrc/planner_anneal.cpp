@@ -1,7 +1,6 @@
-// Simulated annealing over the order of every rank. Specification: planner/search.py, which runs the whole schedule
-// for every move. This runs only what starts after the first pass that moved, and stops as soon as the move is lost.
+// Simulated annealing over the order of every rank; see planner/search.py. A move runs only what starts after the first
+// pass that moved, and stops as soon as the move is lost.
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 #include <tuple>
 
@@ -19,7 +18,7 @@ struct Shift {
 
 class Annealer {
  public:
-  Annealer(const Problem& problem, const Orders& start) : p_(problem), n_(problem.chunks), m_(problem.microbatches) {
+  Annealer(const Problem& problem, const Ordering& start) : p_(problem), n_(problem.chunks), m_(problem.microbatches) {
     const int passes = p_.passes();
     fused_ = start.fused;
     needs_.assign(passes, -1);
@@ -365,13 +364,13 @@ AnnealResult Annealer::anneal(const AnnealOptions& options) {
   AnnealResult result;
   const auto largest = [](const std::vector<Time>& span) { return *std::max_element(span.begin(), span.end()); };
   result.best = {rows_, fused_, largest(span_)};
-  const auto begin = std::chrono::steady_clock::now();
+  const Deadline deadline(options.seconds);
   std::int64_t count = 0;
   Time now = energy(span_);
   for (Time temperature : options.temperatures)
     for (std::int64_t move = 0; move < options.moves; move++) {
       if (result.best.cost <= options.target) return result;
-      if (++count % 256 == 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > options.seconds) {
+      if (++count % 16 == 0 && deadline.passed()) {
         result.finished = false;
         return result;
       }
@@ -392,7 +391,7 @@ AnnealResult Annealer::anneal(const AnnealOptions& options) {
 
 }  // namespace
 
-AnnealResult anneal(const Problem& problem, const Orders& start, const AnnealOptions& options) {
+AnnealResult anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options) {
   return Annealer(problem, start).anneal(options);
 }
 

@@ -23,14 +23,14 @@ Problem problem_from(const py::object& source) {
   return p;
 }
 
-py::tuple tuple_from(const Orders& orders) {
+py::tuple tuple_from(const Ordering& orders) {
   return py::make_tuple(orders.cost, orders.rows, std::vector<int>(orders.fused.begin(), orders.fused.end()));
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_planner, module) {
-  module.doc() = "The search core of zbkern.pipeline.planner, compiled. Its Python twin is the specification.";
+  module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
   using Ints = std::vector<int>;
   module.def("list_schedule", [](const py::object& source, Ints priority, Ints patience, Ints late_forward, Ints late_backward,
                                  Ints caps, bool foresight, bool fuse, Time cutoff) {
@@ -38,22 +38,23 @@ PYBIND11_MODULE(_planner, module) {
     return tuple_from(list_schedule(problem, {priority, patience, late_forward, late_backward, caps, foresight, fuse}, cutoff));
   });
   module.def("search_blocks", [](const py::object& source, std::uint64_t seed, const std::vector<Time>& temperatures,
-                                 std::int64_t moves, Time target, bool fuse) {
+                                 std::int64_t moves, Time target, bool fuse, double seconds) {
     const Problem problem = problem_from(source);
-    Orders found;
+    Ordering found;
     {
       py::gil_scoped_release release;
-      found = search_blocks(problem, seed, temperatures, moves, target, fuse);
+      found = search_blocks(problem, seed, temperatures, moves, target, fuse, seconds);
     }
     return tuple_from(found);
   });
   module.def("search_patterns", [](const py::object& source, const Pattern& start, std::uint64_t seed,
-                                   const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target) {
+                                   const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target,
+                                   double seconds) {
     const Problem problem = problem_from(source);
     PatternResult found;
     {
       py::gil_scoped_release release;
-      found = search_patterns(problem, start, seed, temperatures, moves, spread, target);
+      found = search_patterns(problem, start, seed, temperatures, moves, spread, target, seconds);
     }
     return py::make_tuple(tuple_from(found.best), found.pattern);
   });
@@ -61,7 +62,7 @@ PYBIND11_MODULE(_planner, module) {
                           const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target, bool may_fuse,
                           double seconds) {
     const Problem problem = problem_from(source);
-    const Orders start{rows, std::vector<char>(fused.begin(), fused.end()), 0};
+    const Ordering start{rows, std::vector<char>(fused.begin(), fused.end()), 0};
     AnnealResult result;
     {
       py::gil_scoped_release release;

@@ -1,4 +1,4 @@
-// Search for a building block, the passes of one microbatch that all microbatches repeat. Specification: planner/blocks.py.
+// Search for a building block, the passes of one microbatch that all microbatches repeat. See planner/blocks.py.
 #include <algorithm>
 #include <numeric>
 
@@ -150,21 +150,24 @@ bool Blocks::change(Block& at, Random& random) const {
 
 }  // namespace
 
-Orders search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool fuse) {
+Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool fuse,
+                     double seconds) {
+  const Deadline deadline(seconds);
   Blocks blocks(problem, fuse);
   Random random(seed);
-  Orders best;
+  Ordering best;
   best.cost = kForever;
   Block now;
   for (int count = 1; count <= std::min(4 * problem.ranks, problem.microbatches); count++) {
     const Block at = even(problem, count);
     const Time cost = blocks.run(at, kForever);
     if (cost < best.cost) best.cost = cost, best.rows = blocks.rows(), now = at;
+    if (best.cost < kForever && deadline.passed()) break;
   }
   Time cost = best.cost;
-  if (cost == kForever) return Orders{};
+  if (cost == kForever) return Ordering{};
   for (Time temperature : temperatures)
-    for (std::int64_t move = 0; move < moves && best.cost > target; move++) {
+    for (std::int64_t move = 0; move < moves && best.cost > target && !deadline.passed(); move++) {
       Block trial = now;
       if (!blocks.change(trial, random)) continue;
       const Time found = blocks.run(trial, cost + (temperature >> 16) * random.exponential());

@@ -1,4 +1,4 @@
-// The list scheduler: every rank decides what to run next by its rule. Specification: planner/lists.py.
+// The list scheduler: every rank decides what to run next by its rule. planner/lists.py does the same in Python.
 #include <algorithm>
 #include <functional>
 #include <queue>
@@ -21,7 +21,7 @@ struct RankState {
 
 }  // namespace
 
-Orders list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
+Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
   const int n = p.chunks, m = p.microbatches;
   std::vector<RankState> ranks(p.ranks);
   for (int c = 0; c < n; c++) ranks[p.placement[c]].chunks.push_back(c);
@@ -29,7 +29,7 @@ Orders list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
   std::fill(forward_at.begin(), forward_at.begin() + m, 0);
   std::fill(backward_at.end() - m, backward_at.end(), 0);
   std::vector<int> forwards(n, 0), backwards(n, 0), weights(n, 0);
-  Orders result;
+  Ordering result;
   result.rows.resize(p.ranks);
   result.fused.assign(static_cast<std::size_t>(n) * m, rule.fuse);
 
@@ -50,7 +50,7 @@ Orders list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
   std::priority_queue<Turn, std::vector<Turn>, std::greater<Turn>> turns;
   for (int r = 0; r < p.ranks; r++) turns.push({0, r});
   for (int left = p.passes(); left > 0;) {
-    if (turns.empty()) return Orders{};
+    if (turns.empty()) return Ordering{};
     const auto [now, rank] = turns.top();
     turns.pop();
     RankState& state = ranks[rank];
@@ -140,7 +140,7 @@ Orders list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
       left--;
     }
     result.cost = std::max(result.cost, state.clock - (p.makespan ? 0 : state.start));
-    if (result.cost > cutoff) return Orders{};
+    if (result.cost > cutoff) return Ordering{};
     const int consumer = kind == kForward ? chunk + 1 : kind == kBackward ? chunk - 1 : -1;
     if (consumer < 0 || consumer >= n) continue;
     auto& arrivals = kind == kForward ? forward_at : backward_at;

@@ -1,4 +1,4 @@
-// Search for a pattern, the hand-made order of ZB-V with its counts free. Specification: planner/patterns.py.
+// Search for a pattern, the hand-made order of ZB-V with its counts free. See planner/patterns.py.
 #include <algorithm>
 
 #include "planner.h"
@@ -150,7 +150,8 @@ void change(Pattern& pattern, int ranks, Random& random) {
 }  // namespace
 
 PatternResult search_patterns(const Problem& problem, const Pattern& start, std::uint64_t seed, const std::vector<Time>& temperatures,
-                              std::int64_t moves, Time spread, Time target) {
+                              std::int64_t moves, Time spread, Time target, double seconds) {
+  const Deadline deadline(seconds);
   Patterns patterns(problem);
   Random random(seed);
   PatternResult result;
@@ -163,7 +164,7 @@ PatternResult search_patterns(const Problem& problem, const Pattern& start, std:
   Pattern now = start;
   Time energy = patterns.energy(spread);
   for (Time temperature : temperatures)
-    for (std::int64_t move = 0; move < moves && result.best.cost > target; move++) {
+    for (std::int64_t move = 0; move < moves && result.best.cost > target && !deadline.passed(); move++) {
       Pattern trial = now;
       change(trial, problem.ranks, random);
       const Time threshold = energy + (temperature >> 16) * random.exponential();

@@ -1,4 +1,4 @@
-// Random numbers of the planner's searches, the same on every machine. Specification: planner/randomness.py.
+// Random numbers of the planner's searches, the same on every machine. planner/randomness.py draws the same ones.
 #pragma once
 
 #include <cstdint>

@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import Costs, Schedule, Timeline, draw, plan, schedules, simulate
-from zbkern.pipeline.comparison import INTERLEAVED, build, recut
+from zbkern.pipeline.comparison import INTERLEAVED, build, rechunk
 from zbkern.pipeline.report import idle
 
 PAGE = Path(__file__).parent / "schedules.md"
@@ -54,13 +54,13 @@ FORMULAS = {
 def timeline(name: str, stages: int, microbatches: int, costs: Costs = UNIT, chunks: int = 2) -> Timeline:
     """costs: of a whole rank; a rank with several chunks runs as many passes of a share each."""
     schedule = build(name, stages, microbatches, chunks)
-    return simulate(schedule, recut(costs, stages, len(schedule.placement)))
+    return simulate(schedule, rechunk(costs, stages, len(schedule.placement)))
 
 
 def picture(name: str) -> str:
     """4 ranks, 8 microbatches, every pass of a rank as long as the others, and the memory."""
     shown = timeline(name, 4, 8)
-    costs = recut(UNIT, 4, len(shown.schedule.placement))
+    costs = rechunk(UNIT, 4, len(shown.schedule.placement))
     width = 80 + round(28 * shown.makespan)  # one unit of time is as wide in all of them
     return draw.svg([shown], [FORMULAS[name].title], width, [costs])
 
@@ -109,14 +109,14 @@ def plans() -> str:
 def kept(chunks: int, limit: float) -> Timeline:
     """The plan kept for that many chunks and that limit."""
     text = (PLANS / f"{PLACEMENTS[chunks]}-{limit:g}x.csv").read_text(encoding="utf-8")
-    return simulate(Schedule.from_csv(text), recut(PROFILE, 8, 8 * chunks))
+    return simulate(Schedule.from_csv(text), rechunk(PROFILE, 8, 8 * chunks))
 
 
 def search(seconds: float) -> None:
     """Replaces the plans for which it finds better ones."""
     for chunks, placement in PLACEMENTS.items():
         for limit in LIMITS:
-            found = plan(recut(PROFILE, 8, 8 * chunks), 8, 24, chunks, placement, 8 * limit, seconds)
+            found = plan(rechunk(PROFILE, 8, 8 * chunks), 8, 24, chunks, placement, 8 * limit, seconds)
             path = PLANS / f"{placement}-{limit:g}x.csv"
             if not path.exists() or found.bubble_rate < kept(chunks, limit).bubble_rate - 1e-9:
                 path.write_text(found.schedule.to_csv(), encoding="utf-8")

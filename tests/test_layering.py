@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,15 @@ def test_the_pure_half_of_the_pipeline_needs_no_torch(module: str) -> None:
     assert not heavy, f"zbkern.{module} imports {heavy}"
     wrong = {n for n in of_zbkern(names) if not n.startswith("pipeline.") or n.split(".")[1] in NEEDS_TORCH}
     assert not wrong, f"zbkern.{module} imports {wrong}, which is not in the pure half"
+
+
+def test_the_pure_half_of_the_pipeline_has_no_import_circles() -> None:
+    """Nor imports inside of functions that hide one, but for those that save a timeline by its suffix."""
+    pure = [m for m in modules() if m.startswith("pipeline.") and m.split(".")[1] not in NEEDS_TORCH]
+    graph = {m: {n for n in of_zbkern(imports(m, nested=False)) if n in pure} for m in pure}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+    hidden = {(m, n) for m in pure for n in of_zbkern(imports(m)) - of_zbkern(imports(m, nested=False))}
+    assert hidden == {("pipeline.timeline", "pipeline.draw"), ("pipeline.timeline", "pipeline.trace")}
 
 
 @pytest.mark.parametrize("module", [m for m in modules() if m.startswith("pipeline")])

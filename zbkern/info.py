@@ -80,11 +80,11 @@ def _ops() -> list[str]:
 
 
 def _planner() -> str:
-    """Whether its search was compiled."""
+    """Whether its search was compiled: `pip install` does where it finds a C++ compiler."""
     try:
         importlib.import_module("zbkern._planner")
     except ImportError:
-        return "in Python, a thousand times slower: install a C++ compiler, then install zbkern again"
+        return "constructs plans, and searches for none: install a C++ compiler, then install zbkern again"
     return "compiled"
 
 

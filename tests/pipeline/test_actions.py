@@ -19,7 +19,7 @@ TWO_CHUNKS = tuple(name for name in schedules.NAMES if name not in ONE_CHUNK)
 def test_importing_the_package_loads_no_torch() -> None:
     code = (
         "import sys, zbkern.pipeline as p; p.schedules.zb_v(4, 8).to_csv(); p.simulate(p.schedules.zb_h1(2, 4));"
-        "p.lower(p.schedules.v_min(4, 8)); assert callable(p.simulate); sys.exit('torch' in sys.modules)"
+        "assert callable(p.simulate); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -137,6 +137,12 @@ def test_compare_has_every_schedule_and_the_plan_sorted_by_bubble(run) -> None:
         ]
 
 
+def test_compare_says_what_it_did_not_cut(run, tmp_path: Path) -> None:
+    costs = Costs(forward=[4, 4, 7], activation=2).save(tmp_path / "costs.json")
+    text = run("--compare", "--costs", costs, *SECOND)
+    assert "the same model cut evenly; embedding and head stay whole: forward 3 of the last chunk" in text
+
+
 def test_compare_leaves_out_what_the_costs_say_nothing_about(run, tmp_path: Path) -> None:
     costs = Costs(communication=[0.1, 0.2]).save(tmp_path / "costs.json")
     text = run("--compare", "--schedule", "zb_h1", "--costs", costs)
@@ -173,6 +179,9 @@ def test_png_is_written_or_refused_before_the_search(run, fails, tmp_path: Path)
     ("arguments", "message"),
     [
         (["--microbatches", "0"], "argument --microbatches: expected a whole number, at least 1; got '0'"),
+        (["--stages", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks must be at most"),
+        (["--chunks", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks must be at most"),
+        (["--stages", "9" * 5000], "argument --stages: expected a whole number, at least 1; got"),
         (["--memory", "lots"], "argument --memory: expected a limit such as 1.5x"),
         (["--memory", "0.1x"], "argument --memory: plan: no schedule fits memory_limit=0.3 on rank 0"),
         (["--schedule", "gpipe", "--memory", "4"], "argument --memory: gpipe holds 5 on one rank, more than 4; raise"),
@@ -200,8 +209,10 @@ def test_errors_name_the_argument_and_the_remedy(fails, arguments: list[str], me
     [
         ("{", "Expecting property name"),
         ("[1]", "expected an object"),
+        ('{"forward":' + "[" * 100_000, "expected JSON of at most a few levels"),
+        ('{"forward": 1e307}', "forward must be from 0 to 1e+100"),
         ('{"foward": 1}', "unknown fields ['foward']"),
-        ('{"forward": -1}', "forward must be finite and at least 0"),
+        ('{"forward": -1}', "forward must be from 0 to 1e+100"),
         ('{"forward": "fast"}', "forward must be a number"),
         ('{"forward": [1, 2]}', "forward has 2 entries and the schedule 3 chunks"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zbkern.pipeline import Costs
+from zbkern.pipeline import Costs, plan, schedules, simulate
 
 
 def test_numbers_stand_for_every_chunk() -> None:
@@ -38,11 +38,14 @@ def test_json_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"forward": -1}, ValueError, "forward must be finite and at least 0; got -1"),
-        ({"weight": float("nan")}, ValueError, "weight must be finite"),
-        ({"weight": [1, float("inf")]}, ValueError, r"weight\[1\] must be finite"),
+        ({"forward": -1}, ValueError, r"forward must be from 0 to 1e\+100, .*; got -1"),
+        ({"weight": float("nan")}, ValueError, r"weight must be from 0 to 1e\+100, .*; got nan"),
+        ({"weight": [1, float("inf")]}, ValueError, r"weight\[1\] must be from 0 to"),
         ({"backward": "1"}, TypeError, "backward must be a number or one number per chunk; got str"),
         ({"backward": None}, TypeError, "backward must be a number or one number per chunk; got NoneType"),
+        ({"forward": 1e307}, ValueError, r"forward must be from 0 to 1e\+100, .*; got 1e\+307"),
+        ({"activation": [1, 10**400]}, ValueError, r"activation\[1\] must be from 0 to .*; got inf"),
+        ({"weight": -(10**400)}, ValueError, "weight must be from 0 to .*; got -inf"),
         ({"held": [True]}, TypeError, r"held\[0\] must be a number"),
     ],
 )
@@ -67,8 +70,29 @@ def test_costs_that_do_not_fit_the_schedule_are_refused(costs: Costs, message: s
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("[1]", "expected an object"), ('{"fwd": 1}', "unknown fields"), ("18.5, 3", "expected JSON; got '18.5, 3'")],
+    [
+        ("[" * 100_000, "expected JSON of at most a few levels"),
+        ('{"forward": 1' + 5000 * "0" + "}", "forward must be from 0|integer string conversion"),
+        ("[1]", "expected an object"),
+        ('{"fwd": 1}', "unknown fields"),
+        ("18.5, 3", "expected JSON; got '18.5, 3'"),
+    ],
 )
 def test_json_that_is_no_costs_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Costs.from_json(text)
+
+
+def test_the_largest_costs_can_be_simulated_and_planned() -> None:
+    costs = Costs(1e100, 1e100, 1e100, 1e100, 1e100, 1e100)
+    timeline = simulate(schedules.zb_v(2, 4), costs)
+    found = plan(costs, 2, 4, memory_limit=4e100, effort=1)
+    for rate in (timeline.bubble_rate, found.bubble_rate, found.lower_bound):
+        assert 0 <= rate < 1
+
+
+@pytest.mark.parametrize("smallest", [5e-324, 1e-300, 1e-100])
+def test_the_smallest_costs_can_be_simulated_and_planned(smallest: float) -> None:
+    costs = Costs(smallest, smallest, smallest, smallest, smallest, smallest)
+    found = plan(costs, 2, 4, effort=1)
+    assert 0 <= found.lower_bound <= max(found.bubble_rate, 0) < 1

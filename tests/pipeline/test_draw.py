@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zbkern.pipeline import Costs, draw, schedules, simulate
+from zbkern.pipeline import Costs, draw, schedules, simulate, style
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -23,7 +23,7 @@ def test_every_event_is_a_box_of_its_length_and_colour() -> None:
     for box, event in zip(found, events, strict=True):
         assert float(box.get("x", 0)) == pytest.approx(event.start * scale, abs=0.01)
         assert float(box.get("width", 0)) == pytest.approx((event.end - event.start) * scale, abs=0.01)
-        assert box.get("fill") == draw.COLOURS[event.action.kind]
+        assert box.get("fill") == style.COLOURS[event.action.kind]
         assert str(event.action) in box[0].text
 
 

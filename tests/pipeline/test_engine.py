@@ -15,10 +15,11 @@ from torch import nn
 import zbkern
 from tests.pipeline.chunks import WIDTH, make_data, make_model, on_threads, plain
 from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
-from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.actions import Action
 from zbkern.pipeline.clock import Clock
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.program import merge_neighbours, peak_microbatches
+from zbkern.pipeline.schedule import Schedule
 
 
 def build(name: str, stages: int, microbatches: int) -> Schedule:

@@ -43,7 +43,7 @@ def test_memory_is_kept() -> None:
 
 def test_a_step_as_planned_has_lost_nothing() -> None:
     timeline = simulate(schedules.zb_h1(4, 8), COSTS)
-    for loss in measured.compare(timeline, COSTS).losses:
+    for loss in measured.compare(timeline, COSTS).time_lost:
         assert (loss.cost, loss.compute, loss.host) == pytest.approx((0, 0, 0))
 
 
@@ -51,9 +51,9 @@ def test_a_slow_pass_is_found_and_the_ranks_behind_it_are_late() -> None:
     schedule = schedules.zb_h1(4, 8)
     slow = Costs(forward=COSTS.forward, backward=(2, 2.5, 3, 3), weight=COSTS.weight, communication=0.25)
     drift = measured.compare(simulate(schedule, slow), COSTS)
-    assert [loss.compute for loss in drift.losses] == pytest.approx([0, 0, 8, 0])
+    assert [loss.compute for loss in drift.time_lost] == pytest.approx([0, 0, 8, 0])
     assert {action.chunk for action, extra in drift.actions() if extra > 1e-9} == {2}
-    for loss in drift.losses:
+    for loss in drift.time_lost:
         assert loss.cost == pytest.approx(loss.compute + loss.late + loss.host, abs=0.6)
         assert loss.host == pytest.approx(0, abs=0.5)
     assert "furthest from the plan: 2B" in drift.to_text()
@@ -150,3 +150,10 @@ def test_a_pipeline_that_replans_gives_the_same_gradients() -> None:
     for ours, theirs in zip(model, expected, strict=True):
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_costs_that_are_none_are_refused() -> None:
+    timeline = simulate(schedules.zb_h1(2, 2))
+    for function in (lambda: measured.compare(timeline, 3), lambda: measured.in_seconds(3)):
+        with pytest.raises(TypeError, match=r"costs must be a zbkern\.pipeline\.Costs.*; got int 3"):
+            function()

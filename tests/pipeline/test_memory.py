@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from zbkern.pipeline import Action, Costs, Event, memory, schedules, simulate
+from zbkern.pipeline import Action, Costs, Event, schedules, simulate, style
 
 COSTS = Costs(activation=10, held=6).per_chunk(1)
 
 
 def steps(row: str) -> list[tuple[float, float]]:
     events = [Event(0, Action.parse(cell), float(at), at + 1.0) for at, cell in enumerate(row.split())]
-    return memory.steps(events, COSTS)
+    return style.steps(events, COSTS)
 
 
 def test_forward_takes_at_its_start_and_the_rest_gives_back_at_its_end() -> None:
@@ -24,7 +24,7 @@ def test_the_steps_of_a_timeline_end_empty_and_peak_where_simulate_says(name: st
     costs = Costs(activation=0.7, held=0.3)
     timeline = simulate(schedule, costs)
     for row, peak in zip(timeline.events, timeline.peak_memory, strict=True):
-        found = memory.steps(row, costs.per_chunk(len(schedule.placement)))
+        found = style.steps(row, costs.per_chunk(len(schedule.placement)))
         assert max(held for _, held in found) == peak
         assert found[-1][1] == pytest.approx(0, abs=1e-12)
         assert [time for time, _ in found] == sorted(time for time, _ in found)

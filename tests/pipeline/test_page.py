@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zbkern.pipeline import Costs, draw, page, schedules, simulate
+from zbkern.pipeline import Costs, page, schedules, simulate, style
 
 
 def data(text: str) -> Any:
@@ -33,8 +35,8 @@ def test_the_page_has_every_event_and_what_each_rank_holds() -> None:
             chunks = timeline.schedule.chunks_of(rank)
             for event, (_, action, _, _) in zip(row, timeline.events[rank], strict=True):
                 colour, number = each["fills"][event[2]]
-                assert colour == draw.shade(action.kind, chunks.index(action.chunk), len(chunks))
-                assert number == ("#24292f" if draw.is_light(colour) else "#fff")
+                assert colour == style.shade(action.kind, chunks.index(action.chunk), len(chunks))
+                assert number == ("#24292f" if style.is_light(colour) else "#fff")
 
 
 def test_the_page_fetches_nothing_and_its_titles_are_text() -> None:
@@ -43,6 +45,28 @@ def test_the_page_fetches_nothing_and_its_titles_are_text() -> None:
     assert text.count("</script>") == 1
     assert "<title>&lt;/script&gt;&lt;b&gt;</title>" in text
     assert data(text)["timelines"][0]["title"] == "</script><b>"
+
+
+@pytest.mark.parametrize("title", ["<!--<script", "</script", "<script>", "]]>"])
+def test_no_title_can_reach_into_the_script(title: str) -> None:
+    """`<!--<script` keeps a browser from seeing the end of a script."""
+    text = page.html([simulate(schedules.gpipe(1, 1))], [title])
+    script = text[text.index("<script>") + 8 : text.rindex("</script>")]
+    assert not re.search("<!--|<script|</script", script)
+    assert data(text)["timelines"][0]["title"] == title
+
+
+def test_the_page_is_made_from_a_zip_too(tmp_path: Path) -> None:
+    package = Path(page.__file__).parents[1]
+    with zipfile.ZipFile(tmp_path / "zbkern.zip", "w") as archive:
+        for path in package.rglob("*"):
+            if path.suffix in (".py", ".html"):
+                archive.write(path, path.relative_to(package.parent))
+    code = "from zbkern.pipeline import page, schedules, simulate; print(page.html([simulate(schedules.gpipe(1, 1))]))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "zbkern.zip")}, capture_output=True, text=True
+    )
+    assert found.stdout.startswith("<!doctype html>"), found.stderr
 
 
 def test_measured_times_start_at_zero_and_keep_their_digits() -> None:

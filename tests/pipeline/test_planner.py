@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, Schedule, ScheduleError, plan, schedules, simulate
-from zbkern.pipeline.planner import lists, portfolio
+from zbkern.pipeline.planner import native, portfolio
 from zbkern.pipeline.planner.problem import Problem
 
 PROFILES = json.loads((Path(__file__).parent.parent / "data" / "zb_profiles.json").read_text())
-needs_core = pytest.mark.skipif(lists.compiled is None, reason="the compiled search core is not built")
+needs_core = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
 
 def one_chunk(row: dict) -> Costs:
@@ -182,6 +182,7 @@ def test_same_seed_same_plan() -> None:
     assert other.schedule != first.schedule
 
 
+@needs_core
 def test_more_effort_is_never_worse() -> None:
     costs = Costs(2, 2.2, 1, communication=0.3)
     found = [plan(costs, 4, 8, 2, memory_limit=4, effort=effort).timeline.cost for effort in range(4)]
@@ -258,11 +259,49 @@ def test_b_may_leave_more_than_it_found(chunks: int) -> None:
         plan(costs, 3, 6, chunks, memory_limit=chunks + 0.2, effort=0)
 
 
+@pytest.mark.parametrize(("placement", "chunks"), [("linear", 1), ("v", 2), ("loop", 3)])
+@pytest.mark.parametrize("limit", [1.0, 3.0])
+def test_without_the_compiled_core_plans_are_constructed(
+    placement: str, chunks: int, limit: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No worse than what is published, within the memory, however little there is; a warning where it is not best."""
+    monkeypatch.setattr(native, "core", None)
+    costs = Costs(2, 2.2, 1, communication=0.3, activation=1 / chunks, held=0.4 / chunks)
+    found = plan(costs, 3, 6, chunks, placement, limit, time_limit=5)
+    assert max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
+    assert found.effort == 0
+    assert found.optimal != any("the compiled search is not here" in each.message for each in caplog.records)
+    names = {"linear": ("one_f_one_b", "zb_h1"), "v": ("zb_v", "v_half"), "loop": ()}[placement]
+    for known in (simulate(getattr(schedules, name)(3, 6), costs) for name in names):
+        if max(known.peak_memory) <= limit:
+            assert found.timeline.cost <= known.cost * (1 + 1e-9)
+
+
+def test_chunks_follow_from_a_placement_spelt_out() -> None:
+    found = plan(Costs(), 4, 4, placement=[0, 1, 2, 3, 3, 2, 1, 0], effort=0)
+    assert found.schedule.chunks == 2
+    with pytest.raises(ValueError, match=r"placement .* names 8 chunks, 2 of each of 4 ranks, and chunks=3"):
+        plan(Costs(), 4, 4, 3, [0, 1, 2, 3, 3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("sizes", [(10**20, 8), (8, 10**20), (3000, 3000)])
+def test_sizes_that_no_machine_holds_are_refused(sizes: tuple[int, int]) -> None:
+    for function in (schedules.zb_v, lambda *sizes: plan(Costs(), *sizes)):
+        with pytest.raises(ValueError, match=r"must be at most 10000000 passes; .*: lower stages, "):
+            function(*sizes)
+
+
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ScheduleError, match="smallest limit that any schedule fits is 2"):
         plan(Costs(), 2, 4, 2, "v", memory_limit=1.5)
     with pytest.raises(ValueError, match="placement"):
         plan(Costs(), 2, 4, 2, "spiral")
+    with pytest.raises(TypeError, match="memory_limit must be one number or one per rank; got str"):
+        plan(Costs(), 2, 4, memory_limit="12")
+    with pytest.raises(ValueError, match="memory_limit must be below"):
+        plan(Costs(), 2, 4, memory_limit=10**400)
+    with pytest.raises(ValueError, match="jitter"):
+        plan(Costs(), 2, 4, jitter=float("inf"))
     with pytest.raises(ValueError, match="placement must name every rank"):
         plan(Costs(), 2, 4, 2, (0, 0, 0, 1))
     with pytest.raises(ValueError, match="one per rank"):

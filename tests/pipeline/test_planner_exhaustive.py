@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from zbkern.pipeline import Costs, plan, simulate
-from zbkern.pipeline.planner import lists
+from zbkern.pipeline.planner import native
 
 Pass = tuple[str, int, int]  # kind, chunk, microbatch
 EPSILON = 1e-6
@@ -89,7 +89,7 @@ def best(homes: list[int], microbatches: int, costs: Costs, limit: float, makesp
 SHAPES = [(2, 2, 1, False, 16), (3, 2, 1, True, 12), (2, 3, 1, True, 12), (3, 3, 1, True, 3), (2, 1, 2, True, 6)]
 
 
-@pytest.mark.skipif(lists.compiled is None, reason="the compiled search core is not built")
+@pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 @pytest.mark.parametrize(
     ("stages", "microbatches", "chunks", "ordered", "case"),
     [(*shape[:4], case) for shape in SHAPES for case in range(shape[4])],

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
-from zbkern.pipeline import Costs, report, schedules, simulate
+from zbkern.pipeline import Costs, plan, report, schedules, simulate, style
 
 
 @pytest.mark.parametrize("width", [30, 31, 40, 60, 79])
@@ -34,3 +37,33 @@ def test_idle_is_of_the_objective() -> None:
 def test_a_limit_is_exceeded_by_more_than_rounding() -> None:
     assert not report.exceeds(0.1 + 0.2, 0.3)
     assert report.exceeds(0.31, 0.3)
+
+
+def test_memory_in_bytes_is_printed_for_people() -> None:
+    timeline = simulate(schedules.one_f_one_b(2, 4), Costs(activation=2.5e9))
+    text = report.describe(plan(Costs(activation=2.5e9), 2, 4, memory_limit=5e9, effort=0), "cost", 5e9, 5e9, 80)
+    assert re.search(r"^memory +5(\.\d+)? \d+(\.\d+)? GB by rank \(limit 5 GB, 1x\)$", text, re.MULTILINE), text
+    assert " 5 GB  1.00x" in report.table([timeline], "cost", None, 5e9)
+    assert [style.amount(value) for value in (3, 0.5, 999_999, 2.45e10, 512e6, 1e12)] == [
+        *("3", "0.5", "999999", "24.5 GB", "512 MB", "1 TB")
+    ]
+    with pytest.raises(ValueError, match=r"memory_limit=1 GB .* any schedule fits is 2\.5 GB"):
+        plan(Costs(activation=2.5e9), 2, 4, memory_limit=1e9)
+
+
+def test_times_have_their_unit_where_it_is_known() -> None:
+    timeline = replace(simulate(schedules.one_f_one_b(2, 4)), unit="ms")
+    assert "15 ms" in report.table([timeline], "cost", None, 1)
+    assert "makespan 15 ms" in style.note(timeline)
+
+
+def test_a_plan_says_when_the_model_is_cut_badly() -> None:
+    """The idle time that comes of one rank's load is in any order."""
+    costs = Costs(forward=[1, 1, 1, 2], backward=[1, 1, 1, 2], weight=[1, 1, 1, 2])
+    found = plan(costs, 4, 16, effort=1)
+    rank, share = report.imbalance(found.timeline, "cost")
+    assert rank == 3
+    assert share == pytest.approx(9 / 24 * 96 / found.timeline.cost)
+    text = report.describe(found, "cost", None, 4, 80)
+    assert f"{share:.2%} of the {found.bubble_rate:.2%} idle is because rank 3 has the most work" in text
+    assert "has the most work" not in report.describe(plan(Costs(), 4, 16, effort=1), "cost", None, 4, 80)

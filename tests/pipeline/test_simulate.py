@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -22,10 +21,8 @@ ANY = schedules.NAMES
 class Ticks:
     """Integer durations only. Written without a look at simulate: no arrival times are computed ahead."""
 
-    def __init__(
-        self, schedule: Schedule, costs: Costs, link_occupancy: bool, slices: int | None, limit: float
-    ) -> None:
-        self.schedule, self.costs, self.occupancy = schedule, costs.per_chunk(len(schedule.placement)), link_occupancy
+    def __init__(self, schedule: Schedule, costs: Costs, slices: int | None, limit: float) -> None:
+        self.schedule, self.costs = schedule, costs.per_chunk(len(schedule.placement))
         self.slices, self.limit = slices, limit
         eager = slices is not None
         self.todo = [[a for a in row if not (eager and a.kind == "W")] for row in schedule.actions]
@@ -35,8 +32,6 @@ class Ticks:
         self.there = {("F", 0, m) for m in range(schedule.microbatches)}
         self.there |= {("B", len(schedule.placement) - 1, m) for m in range(schedule.microbatches)}
         self.flying: list[tuple[int, tuple[str, int, int]]] = []
-        self.links: dict[tuple[int, int], list[tuple[int, tuple[str, int, int]]]] = {}
-        self.link_free: dict[tuple[int, int], int] = {}
         self.memory, self.peak = [0.0] * len(self.todo), [0.0] * len(self.todo)
         self.log: list[list[tuple[Action, int, int]]] = [[] for _ in self.todo]
 
@@ -72,17 +67,9 @@ class Ticks:
             message = ("F" if action.kind == "F" else "B", to, action.microbatch)
             peer = self.schedule.placement[to]
             time = self.costs.communication[min(to, action.chunk)] if peer != rank else 0
-            if peer != rank and self.occupancy:
-                self.links.setdefault((rank, peer), []).append((int(time), message))
-            else:
-                self.flying.append((clock + int(time), message))
+            self.flying.append((clock + int(time), message))
 
     def land(self, clock: int) -> None:
-        for link, line in self.links.items():
-            while line and self.link_free.get(link, 0) <= clock:
-                time, message = line.pop(0)
-                self.flying.append((clock + time, message))
-                self.link_free[link] = clock + time
         for arrival, message in self.flying:
             if arrival <= clock:
                 self.there.add(message)
@@ -180,37 +167,19 @@ def assert_equal(timeline: Timeline, ticks: Ticks) -> None:
 
 
 @settings(max_examples=120, deadline=None)
-@given(case=cases(), link_occupancy=st.booleans())
-def test_planned_equals_ticks(case: tuple[Schedule, Costs], link_occupancy: bool) -> None:
+@given(case=cases())
+def test_planned_equals_ticks(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
-    timeline = simulate(schedule, costs, link_occupancy=link_occupancy)
-    assert_equal(timeline, Ticks(schedule, costs, link_occupancy, None, float("inf")).run())
+    timeline = simulate(schedule, costs)
+    assert_equal(timeline, Ticks(schedule, costs, None, float("inf")).run())
 
 
 @settings(max_examples=120, deadline=None)
-@given(case=cases(), link_occupancy=st.booleans(), slices=st.sampled_from([1, 2, 4]), limit=st.integers(0, 30))
-def test_eager_equals_ticks(case: tuple[Schedule, Costs], link_occupancy: bool, slices: int, limit: int) -> None:
+@given(case=cases(), slices=st.sampled_from([1, 2, 4]), limit=st.integers(0, 30))
+def test_eager_equals_ticks(case: tuple[Schedule, Costs], slices: int, limit: int) -> None:
     schedule, costs = case
-    timeline = simulate(schedule, costs, link_occupancy=link_occupancy, fill="eager", slices=slices, memory_limit=limit)
-    assert_equal(timeline, Ticks(schedule, costs, link_occupancy, slices, limit).run())
-
-
-@settings(max_examples=60, deadline=None)
-@given(case=cases())
-def test_critical_path_is_a_chain_without_gaps(case: tuple[Schedule, Costs]) -> None:
-    schedule, costs = case
-    timeline = simulate(schedule, costs)
-    edges = costs.per_chunk(len(schedule.placement)).communication
-    path = timeline.critical_path
-    spans = [row[-1].end - row[0].start for row in timeline.events]
-    assert path[0].start == 0
-    assert path[-1] == timeline.events[spans.index(max(spans))][-1]
-    for before, after in pairwise(path):
-        if before.rank == after.rank:
-            assert after.start == before.end
-        else:
-            assert abs(before.action.chunk - after.action.chunk) == 1
-            assert after.start == before.end + edges[min(before.action.chunk, after.action.chunk)]
+    timeline = simulate(schedule, costs, fill="eager", slices=slices, memory_limit=limit)
+    assert_equal(timeline, Ticks(schedule, costs, slices, limit).run())
 
 
 # ---- the on-line mode and jitter

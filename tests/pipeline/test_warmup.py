@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from zbkern.pipeline import ScheduleError, schedules
-from zbkern.pipeline.actions import Schedule
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.warmup import chain, forwards_ahead
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.actions import Action, ScheduleError
 from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate  # not lazy: the function must win over the submodule of its name
 from zbkern.pipeline.timeline import Event, Timeline
 
@@ -17,15 +18,12 @@ _HOME = {
     "Optimizer": "optimizer",
     "Pipeline": "engine",
     "PipelineError": "mailbox",
-    "Relief": "planner",
     "clip_grad_norm_": "norms",
     "grad_norm": "norms",
-    "lower": "lowering",
     "plan": "planner",
-    "plan_relieved": "planner",
     "profile": "profiling",
 }
-_MODULES = ("checkpoint", "draw", "lowering", "schedules", "trace")
+_MODULES = ("checkpoint", "draw", "schedules", "trace")
 
 __all__ = [
     "Action",
@@ -34,7 +32,6 @@ __all__ = [
     "Optimizer",
     "Pipeline",
     "PipelineError",
-    "Relief",
     "Schedule",
     "ScheduleError",
     "Timeline",
@@ -42,10 +39,7 @@ __all__ = [
     "clip_grad_norm_",
     "draw",
     "grad_norm",
-    "lower",
-    "lowering",
     "plan",
-    "plan_relieved",
     "profile",
     "schedules",
     "simulate",
@@ -55,18 +49,14 @@ __all__ = [
 if TYPE_CHECKING:
     from zbkern.pipeline import checkpoint as checkpoint
     from zbkern.pipeline import draw as draw
-    from zbkern.pipeline import lowering as lowering
     from zbkern.pipeline import schedules as schedules
     from zbkern.pipeline import trace as trace
     from zbkern.pipeline.engine import Pipeline as Pipeline
-    from zbkern.pipeline.lowering import lower as lower
     from zbkern.pipeline.mailbox import PipelineError as PipelineError
     from zbkern.pipeline.norms import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.norms import grad_norm as grad_norm
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
     from zbkern.pipeline.planner.plan import plan as plan
-    from zbkern.pipeline.planner.relief import Relief as Relief
-    from zbkern.pipeline.planner.relief import plan_relieved as plan_relieved
     from zbkern.pipeline.profiling import profile as profile
 
 

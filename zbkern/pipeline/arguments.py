@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import FILLS
 
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zbkern.pipeline import comparison, draw, report, schedules, trace
+from zbkern.pipeline import comparison, draw, report, schedules, style, trace
 from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.planner import Plan, plan
+from zbkern.pipeline.planner.plan import chunks_per_rank
 from zbkern.pipeline.simulate import simulate
 from zbkern.pipeline.timeline import Timeline
 
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Does what the parsed arguments say, and returns the exit status."""
     try:
         _check_outputs(arguments.out)
+        _check_sizes(arguments)
         chunks = _chunks(arguments)
         costs = _costs(arguments.costs, arguments.stages * chunks)
         whole = sum(costs.per_chunk(arguments.stages * chunks).activation)
@@ -77,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.schedule:
                 published.append(found.timeline)
             print("\n" + report.table(published, arguments.objective, limit, whole))
+            print("\n" + comparison.how_rechunked(costs, arguments.stages * chunks))
             if unknown:
                 print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
         for path in arguments.out:
@@ -102,11 +105,18 @@ class _Memory(NamedTuple):
         return self.value * whole if self.relative else self.value
 
 
+def _check_sizes(arguments: argparse.Namespace) -> None:
+    try:
+        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1)
+    except ScheduleError as error:
+        raise _WrongArgument("--stages", str(error)) from error
+
+
 def _chunks(arguments: argparse.Namespace) -> int:
     """Chunks per rank."""
     name = arguments.schedule
     if name is None:
-        return arguments.chunks or 1
+        return arguments.chunks or chunks_per_rank(arguments.placement, arguments.stages)
     if arguments.placement is not None:
         raise _WrongArgument("--placement", f"{name} has its own; leave out --placement, or --schedule")
     chunks = comparison.build(name, arguments.stages, 1, arguments.chunks).chunks
@@ -159,7 +169,7 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     if limit is not None and report.exceeds(peak, limit):
         raise _WrongArgument(
             "--memory",
-            f"{schedule.name} holds {draw.number(peak)} on one rank, more than {draw.number(limit)}; raise the "
+            f"{schedule.name} holds {style.amount(peak)} on one rank, more than {style.amount(limit)}; raise the "
             "limit, or leave --schedule out for a plan within it",
         )
     stages, objective = arguments.stages, arguments.objective
@@ -202,8 +212,8 @@ def _write(timeline: Timeline, costs: Costs, path: Path) -> Path:
 
 
 def _count(text: str) -> int:
-    if not re.fullmatch(r"\d+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number, at least 1; got {text!r}")
+    if not re.fullmatch(r"\d{1,21}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 1; got {text[:60]!r}")
     return int(text)
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.groups import meet
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.warmup import chain
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PerChunk = float | Sequence[float]
+LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the ends of floating point
 
 
 class ChunkCosts(NamedTuple):
@@ -30,12 +31,12 @@ class Costs:
     """Times and memory of one microbatch in one chunk: a number, or one per chunk in model order.
 
     forward, backward, weight: time of F, B and W, in any one unit (B is the input gradient alone). communication:
-    latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks
-    i and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until
-    B; held: what it holds between B and W, inputs and output gradients. A fused BW takes backward + weight -
+    latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
+    and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
+    held: what it holds between B and W, inputs and output gradients. A fused BW takes backward + weight -
     split_overhead. merge_saving is what a W gains when it directly follows another W of the same chunk. The unit of
-    memory is free; `memory_limit` and `peak_memory` use the same one. Raises TypeError or ValueError for anything but
-    finite numbers >= 0.
+    memory is free; `memory_limit` and `peak_memory` use the same one (a million and more is printed as bytes: 24.5 GB).
+    Raises TypeError or ValueError for anything but numbers from 0 to 1e100.
     """
 
     forward: PerChunk = 1.0
@@ -88,6 +89,11 @@ class Costs:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"Costs.from_json: expected JSON; got {text[:60]!r}: {error}") from error
+        except RecursionError as error:
+            raise ValueError(
+                f"Costs.from_json: expected JSON of at most a few levels, one object of numbers and lists; "
+                f"got {text[:60]!r}..."
+            ) from error
         if not isinstance(data, Mapping):
             raise ValueError(f'Costs.from_json: expected an object such as {{"forward": 1.0}}; got {text[:60]!r}')
         known = [field.name for field in fields(cls)]
@@ -119,9 +125,12 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"Costs: {name} must be a number or one number per chunk; got {type(value).__name__} {value!r}")
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"Costs: {name} must be finite and at least 0; got {number}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond 1e308
+        number = math.inf if value > 0 else -math.inf
+    if not 0 <= number <= LARGEST:
+        raise ValueError(f"Costs: {name} must be from 0 to {LARGEST:g}, in whatever unit makes it so; got {number:g}")
     return number
 
 

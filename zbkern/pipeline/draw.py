@@ -13,13 +13,22 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from zbkern.pipeline import memory
+from zbkern.pipeline import page
 from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.style import (
+    HELD,
+    IDLE,
+    OUTSIDE,
+    Track,
+    checked,
+    duration,
+    is_light,
+    legend,
+    note,
+    number,
+    shade,
+)
 from zbkern.pipeline.timeline import Event, Timeline
-
-COLOURS = {"F": "#3f83c9", "B": "#2e9e86", "W": "#dfa23a", "BW": "#8d74c4"}
-MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "both gradients"}
-IDLE, OUTSIDE, HELD = "#f7c5c1", "#eef0f3", "#a9b3bf"
 
 _LEFT, _RIGHT, _TITLE, _ROW, _HELD_ROW, _GAP, _AXIS = 64, 16, 28, 24, 26, 20, 30
 _DARK = "#24292f"
@@ -47,8 +56,6 @@ def save(
     if path.suffix == ".svg":
         path.write_text(svg(timelines, titles, costs=costs), encoding="utf-8")
     elif path.suffix == ".html":
-        from zbkern.pipeline import page
-
         path.write_text(page.html(timelines, titles, costs), encoding="utf-8")
     elif path.suffix == ".png":
         try:
@@ -102,58 +109,6 @@ def svg(
     )
 
 
-Track = list[tuple[float, float]]  # of one rank: (time, memory held from then on)
-
-
-def checked(
-    timelines: Sequence[Timeline], titles: Sequence[str] | None, costs: Sequence[Costs] | None
-) -> tuple[Sequence[str], list[list[Track]]]:
-    """Titles, and the memory of every rank, empty without costs. Raises ValueError where the counts differ."""
-    if not timelines:
-        raise ValueError("draw: timelines is empty; give at least one")
-    for what, given in (("titles", titles), ("costs", costs)):
-        if given is not None and len(given) != len(timelines):
-            raise ValueError(f"draw: {what} must be one for each of {len(timelines)} timelines; got {len(given)}")
-    tracks = []
-    for index, timeline in enumerate(timelines):
-        flat = costs[index].per_chunk(len(timeline.schedule.placement)) if costs else None
-        tracks.append([memory.steps(row, flat) if flat else [] for row in timeline.events])
-    return titles or [timeline.schedule.name for timeline in timelines], tracks
-
-
-def note(timeline: Timeline) -> str:
-    """The figures beside a title."""
-    text = f"{timeline.bubble_rate:.1%} bubble, makespan {number(timeline.makespan)} {timeline.unit}".rstrip()
-    return text + (f", peak memory {number(max(timeline.peak_memory))}" if timeline.peak_memory else "")
-
-
-def legend(timelines: Sequence[Timeline], most: float) -> list[tuple[str, str]]:
-    """What there is to explain, and its colour. most: the memory held at most, 0 when none is drawn."""
-    present = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
-    entries = [(f"{kind} {MEANING[kind]}", COLOURS[kind]) for kind in COLOURS if kind in present]
-    if any(timeline.schedule.chunks > 1 for timeline in timelines):
-        entries.append(("later chunk of a rank", shade("F", 1, 2)))
-    entries += [("idle", IDLE), ("not yet started, or done", OUTSIDE)]
-    return [*entries, (f"memory held, at most {number(most)}", HELD)] if most else entries
-
-
-def shade(kind: str, place: int, count: int) -> str:
-    """The colour of a kind for chunk `place` of a rank's `count`: later ones are lighter."""
-    channels = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(c + (255 - c) * 0.75 * place / count):02x}" for c in channels)
-
-
-def is_light(colour: str) -> bool:
-    """Whether a number on it must be dark to be read: by the luminance that sRGB's weights give."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 150
-
-
-def number(value: float) -> str:
-    """Four significant digits, or the whole number where that has a few more."""
-    return f"{value:.0f}" if 1e4 <= abs(value) < 1e8 else f"{value:.4g}"
-
-
 def _row(timeline: Timeline, rank: int, row: Sequence[Event], first: float, scale: float, width: float) -> str:
     tall = f'height="{_ROW - 2}"'
     parts = [
@@ -171,7 +126,8 @@ def _row(timeline: Timeline, rank: int, row: Sequence[Event], first: float, scal
         border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
         parts.append(
             f'<rect class="action" x="{x:.5g}" width="{length:.5g}" {tall} fill="{fill}"{border}>'
-            f"<title>{event.action} on rank {rank}: {number(event.start)} to {number(event.end)}</title></rect>"
+            f"<title>{event.action} on rank {rank}: {number(event.start)} to "
+            f"{duration(event.end, timeline.unit)}</title></rect>"
         )
         if length >= 7 * len(label) + 2:
             dark = " dark" if is_light(fill) else ""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.actions import Action
 from zbkern.pipeline.arguments import check, check_place, device_of, module_list, split
 from zbkern.pipeline.connection import agree, connect, place
 from zbkern.pipeline.costs import Costs
@@ -25,6 +25,7 @@ from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatche
 from zbkern.pipeline.recorder import Recorder
 from zbkern.pipeline.replanning import Replanner
 from zbkern.pipeline.replicas import Replicas
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.stage import Stage, evaluation_mode
 from zbkern.pipeline.tied import TiedWeights
 from zbkern.pipeline.timeline import Event, Sample, Timeline, measured

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from zbkern.pipeline.actions import Action
 from zbkern.pipeline.costs import Costs
+from zbkern.pipeline.dependencies import producer
 from zbkern.pipeline.simulate import simulate
-from zbkern.pipeline.timeline import Timeline
+from zbkern.pipeline.timeline import Timeline, save_together
 
 
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
@@ -54,6 +55,11 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
 
 def in_seconds(milliseconds: Costs) -> Costs:
     """Costs as `profile` measures them, in the unit of a Pipeline's timelines."""
+    if not isinstance(milliseconds, Costs):
+        raise TypeError(
+            f"in_seconds: costs must be a zbkern.pipeline.Costs in milliseconds, as profile() gives them; got "
+            f"{type(milliseconds).__name__} {milliseconds!r}"
+        )
     times = ("forward", "backward", "weight", "communication", "split_overhead", "merge_saving")
     values = {name: getattr(milliseconds, name) for name in times}
     return replace(
@@ -64,6 +70,8 @@ def in_seconds(milliseconds: Costs) -> Costs:
 
 def compare(measured: Timeline, given: Costs | None = None) -> Drift:
     """A measured step next to the simulation of its schedule, with these costs or with its own medians."""
+    if given is not None and not isinstance(given, Costs):
+        raise TypeError(f"compare: costs must be a zbkern.pipeline.Costs or None; got {type(given).__name__} {given!r}")
     for rank, row in enumerate(measured.events):
         if not row:
             raise ValueError(
@@ -76,7 +84,7 @@ def compare(measured: Timeline, given: Costs | None = None) -> Drift:
 
 
 @dataclass(frozen=True)
-class Loss:
+class TimeLost:
     """Where one rank's time went beyond the plan: `cost` measured minus planned is about the sum of the others.
 
     compute: passes that took longer than planned (negative: shorter). late: waiting for messages, beyond the waiting
@@ -99,9 +107,9 @@ class Drift:
     costs: Costs
 
     @property
-    def losses(self) -> tuple[Loss, ...]:
+    def time_lost(self) -> tuple[TimeLost, ...]:
         """Per rank, where the time went."""
-        return tuple(self._loss(rank) for rank in range(self.measured.schedule.stages))
+        return tuple(self._time_lost(rank) for rank in range(self.measured.schedule.stages))
 
     def actions(self) -> list[tuple[Action, float]]:
         """Every pass with its measured minus its planned duration, largest first."""
@@ -118,7 +126,7 @@ class Drift:
             f"planned {self.planned.bubble_rate:.1%}",
             "rank    cost  compute     late     host",
         ]
-        for loss in self.losses:
+        for loss in self.time_lost:
             shares = (loss.cost, loss.compute, loss.late, loss.host)
             lines.append(f"{loss.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
         slow = ", ".join(f"{action} {extra / whole:+.1%}" for action, extra in self.actions()[:worst])
@@ -126,12 +134,9 @@ class Drift:
 
     def save(self, path: str | Path) -> Path:
         """Both timelines in one picture or trace, by the suffix: .svg, .html, .png, or .json (Perfetto)."""
-        from zbkern.pipeline import draw, trace
+        return save_together([self.planned, self.measured], path, ["planned", "measured"])
 
-        writer = trace if Path(path).suffix == ".json" else draw
-        return writer.save([self.planned, self.measured], path, ["planned", "measured"])
-
-    def _loss(self, rank: int) -> Loss:
+    def _time_lost(self, rank: int) -> TimeLost:
         mine, plan = self.measured.events[rank], self.planned.events[rank]
         busy = sum(e.end - e.start for e in mine) - sum(e.end - e.start for e in plan)
         late = host = 0.0
@@ -144,7 +149,7 @@ class Drift:
             late, host = late + waited, host + gap - waited
         idle = sum(max(0.0, after.start - before.end) for before, after in pairwise(plan))
         spans = [row[-1].end - row[0].start if row else 0.0 for row in (mine, plan)]
-        return Loss(rank, spans[0] - spans[1], busy, late - idle, host)
+        return TimeLost(rank, spans[0] - spans[1], busy, late - idle, host)
 
 
 _Passes = dict[tuple[str, int, int], tuple[float, float, float]]
@@ -166,16 +171,13 @@ def _backward(found: _Passes, chunk: int, microbatch: int) -> tuple[float, float
 
 
 def _arrival(action: Action, passes: _Passes, travel: Sequence[float], placement: Sequence[int]) -> float:
-    """When the message that an action needs is there; a W needs none."""
-    kind, chunk, microbatch, _ = action
-    if kind == "W":
+    """When the message that an action needs is there; some need none."""
+    needed = producer(action, len(placement))
+    if needed is None:
         return 0.0
-    other = chunk - 1 if kind == "F" else chunk + 1
-    needed = [(k, other, microbatch) for k in (("F",) if kind == "F" else ("B", "BW"))]
-    sent = max((passes[key][1] for key in needed if key in passes), default=None)
-    if sent is None:
-        return 0.0
-    return sent + (travel[min(chunk, other)] if placement[chunk] != placement[other] else 0.0)
+    kind, other, microbatch = needed
+    sent = passes[needed] if kind == "F" else _backward(passes, other, microbatch)
+    return sent[1] + (travel[min(action.chunk, other)] if placement[action.chunk] != placement[other] else 0.0)
 
 
 def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:

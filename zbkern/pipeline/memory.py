@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from zbkern.pipeline.actions import Action
 from zbkern.pipeline.costs import ChunkCosts
-from zbkern.pipeline.timeline import Event
 
 
 class Memory:
@@ -31,12 +28,3 @@ class Memory:
         else:
             self.now -= held if part is None else held / part[1]
         self.peak = max(self.peak, self.now)
-
-
-def steps(events: Sequence[Event], costs: ChunkCosts) -> list[tuple[float, float]]:
-    """(time, memory from then on) of one rank's events: F takes at its start, the others give back at their end."""
-    memory, found = Memory(costs), []
-    for event in events:
-        memory.account(event.action)
-        found.append((event.start if event.action.kind == "F" else event.end, memory.now))
-    return found

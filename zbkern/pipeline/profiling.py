@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline import measured
-from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.actions import Action
 from zbkern.pipeline.arguments import device_of, module_list
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.engine import Pipeline
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.timeline import Timeline
 from zbkern.pipeline.transport import Transport
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from zbkern.pipeline import measured
-from zbkern.pipeline.actions import Schedule
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.planner import plan
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate
 from zbkern.pipeline.timeline import Timeline
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.pipeline.actions import Schedule
-from zbkern.pipeline.draw import number
 from zbkern.pipeline.planner import Plan
+from zbkern.pipeline.schedule import Schedule
+from zbkern.pipeline.style import amount, duration, number
 from zbkern.pipeline.timeline import Timeline
 
+_SHOWN = 0.005  # of the objective: less imbalance than that is not worth a line
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
 
@@ -22,16 +23,20 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
         bound = f"optimal: no order of {which} has less"
     else:
         bound = f"any order of {which} has at least {plan.lower_bound:.2%}"
-    rate, span = f"{timeline.bubble_rate:.2%}", number(timeline.makespan)
+    rate, span = f"{timeline.bubble_rate:.2%}", duration(timeline.makespan, timeline.unit)
     if objective == "cost":
         rate += f" ({bound})"
     else:
         span += f", {idle(timeline, objective):.2%} of it idle ({bound})"
     capacity = "no limit"
     if limit is not None:
-        capacity = f"limit {number(limit)}" + (f", {number(limit / whole)}x" if whole else "")
-    memory = f"{' '.join(map(number, timeline.peak_memory))} by rank ({capacity})"
-    figures = {"bubble": rate, "cost": number(timeline.cost), "makespan": span, "memory": memory}
+        capacity = f"limit {amount(limit)}" + (f", {number(limit / whole)}x" if whole else "")
+    memory = f"{_joined(list(map(amount, timeline.peak_memory)))} by rank ({capacity})"
+    figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
+    rank, share = imbalance(timeline, objective)
+    if share >= _SHOWN:
+        of = f"{share:.2%} of the {idle(timeline, objective):.2%} idle"
+        figures["load"] = f"{of} is because rank {rank} has the most work: cut the model otherwise"
     return "\n\n".join([title, grid(schedule, width), "\n".join(f"{name:<9} {text}" for name, text in figures.items())])
 
 
@@ -69,8 +74,8 @@ def table(timelines: Sequence[Timeline], objective: str, limit: float | None, wh
                 schedule.name,
                 str(schedule.chunks),
                 f"{timeline.bubble_rate:.2%}",
-                number(timeline.makespan),
-                number(peak),
+                duration(timeline.makespan, timeline.unit),
+                amount(peak),
                 relative,
                 over,
             ]
@@ -92,6 +97,22 @@ def idle(timeline: Timeline, objective: str) -> float:
         return timeline.bubble_rate
     available = len(timeline.events) * timeline.makespan
     return 1.0 - sum(timeline.busy) / available if available else 0.0
+
+
+def imbalance(timeline: Timeline, objective: str) -> tuple[int, float]:
+    """The rank with the most work, and the part of `idle` that no order can avoid, the others having less."""
+    most, ranks = max(timeline.busy), len(timeline.events)
+    length = timeline.cost if objective == "cost" else timeline.makespan
+    share = (ranks * most - sum(timeline.busy)) / (ranks * length) if length else 0.0
+    return timeline.busy.index(most), share
+
+
+def _joined(amounts: Sequence[str]) -> str:
+    """'3 2.5 2', or '24.5, 20 and 18 GB'."""
+    units = {amount.partition(" ")[2] for amount in amounts}
+    if len(units) == 1 and (unit := units.pop()):
+        return " ".join(amount.partition(" ")[0] for amount in amounts) + f" {unit}"
+    return (", " if units else " ").join(amounts)
 
 
 def exceeds(peak: float, limit: float) -> bool:

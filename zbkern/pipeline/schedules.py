@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from zbkern.pipeline import building_blocks
-from zbkern.pipeline.actions import Action, Schedule, ScheduleError
+from zbkern.pipeline.actions import Action, ScheduleError
+from zbkern.pipeline.schedule import Schedule
 
 NAMES = (
     "gpipe",
@@ -29,22 +30,25 @@ NAMES = (
 )
 """Every generator of this module that takes (stages, microbatches)."""
 
+MOST_PASSES = 10_000_000
+"""F, B and W of a step, all ranks together: ten times those of 1024 ranks and 300 microbatches, some gigabytes."""
+
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards (arXiv 1811.06965). Memory m; bubble (p-1)(F+B+W)."""
-    _check("gpipe", stages, microbatches)
+    check_counts("gpipe", stages, microbatches)
     return _one_chunk("gpipe", microbatches, [microbatches] * stages)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """1F1B: a backward as soon as one can run (arXiv 2006.09503). Memory p; bubble (p-1)(F+B+W)."""
-    _check("one_f_one_b", stages, microbatches)
+    check_counts("one_f_one_b", stages, microbatches)
     return _one_chunk("one_f_one_b", microbatches, [stages - rank for rank in range(stages)])
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """ZB-H1 (arXiv 2401.10241, section 2): 1F1B, W `rank` microbatches after B. Memory p; bubble (p-1)(F+B-W)."""
-    _check("zb_h1", stages, microbatches)
+    check_counts("zb_h1", stages, microbatches)
     return _one_chunk("zb_h1", microbatches, [stages - rank for rank in range(stages)], lambda rank: rank)
 
 
@@ -53,7 +57,7 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
     With fewer than 2p-1 microbatches it is all warm-up, and has more bubbles than the formula says.
     """
-    _check("zb_h2", stages, microbatches)
+    check_counts("zb_h2", stages, microbatches)
     ahead = [2 * (stages - rank) - 1 for rank in range(stages)]
     return _one_chunk("zb_h2", microbatches, ahead, lambda rank: 2 * rank)
 
@@ -64,7 +68,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     Microbatches go through in groups of p, all of a group through one chunk before the next chunk; when m is not a
     multiple of p, in m // p groups of nearly equal size. Memory (1 + (p-1)/(p chunks)) p for groups of p.
     """
-    _check("interleaved", stages, microbatches, chunks)
+    check_counts("interleaved", stages, microbatches, chunks)
     rows = _interleaved(stages, microbatches, chunks, per_hop=2, weight_delay=None)
     return Schedule.build(rows, _loop_placement(stages, chunks), microbatches, "interleaved")
 
@@ -74,7 +78,7 @@ def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2) -> 
 
     Memory p; bubble (p-1)(F+B-W)/chunks when m is a multiple of p.
     """
-    _check("interleaved_zero_bubble", stages, microbatches, chunks)
+    check_counts("interleaved_zero_bubble", stages, microbatches, chunks)
     rows = _interleaved(stages, microbatches, chunks, per_hop=1, weight_delay=lambda rank: rank)
     return Schedule.build(rows, _loop_placement(stages, chunks), microbatches, "interleaved_zero_bubble")
 
@@ -84,7 +88,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 
     With fewer than 2p-1 microbatches it is the schedule for 2p-1 without the ones that are not there.
     """
-    _check("zb_v", stages, microbatches)
+    check_counts("zb_v", stages, microbatches)
     return _v("zb_v", stages, microbatches, max(microbatches, 2 * stages - 1), _fill_zb_v)
 
 
@@ -94,7 +98,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Each such pair stands as F then BW; an engine may overlap them. Memory p + 1/2; bubble (p-1)/2 if they are not
     overlapped. With fewer than 2p microbatches it is the schedule for 2p without the ones that are not there.
     """
-    _check("dualpipe_v", stages, microbatches)
+    check_counts("dualpipe_v", stages, microbatches)
     return _v("dualpipe_v", stages, microbatches, max(microbatches, 2 * stages), _fill_dualpipe_v)
 
 
@@ -103,7 +107,7 @@ def v_half(stages: int, microbatches: int) -> Schedule:
 
     Made for F = B = W; with other costs it loses some time in every microbatch.
     """
-    _check("v_half", stages, microbatches)
+    check_counts("v_half", stages, microbatches)
     shift = 3 if stages % 2 == 0 else 0
     block = [
         (2 * rank, 3 * stages - rank - 2, 3 * stages + shift + 2 * rank - 1, 6 * stages + shift - rank - 2)
@@ -117,7 +121,7 @@ def v_min(stages: int, microbatches: int) -> Schedule:
 
     Made for F = B = W; with other costs it loses some time in every microbatch.
     """
-    _check("v_min", stages, microbatches)
+    check_counts("v_min", stages, microbatches)
     shift = 2 if stages % 3 == 0 else 0
     block = [
         (rank, 2 * stages - rank - 1, 2 * stages + shift + rank, 4 * stages + shift - rank - 1)
@@ -128,7 +132,7 @@ def v_min(stages: int, microbatches: int) -> Schedule:
 
 def one_f_one_b_v(stages: int, microbatches: int) -> Schedule:
     """1F1B-V (arXiv 2405.15362): fused backward, two chunks per rank in a V. Memory about 2p/3, bubble about 2.5p."""
-    _check("one_f_one_b_v", stages, microbatches)
+    check_counts("one_f_one_b_v", stages, microbatches)
     block = [[rank, 2 * stages - rank - 1, 0, 0] for rank in range(stages)]
     slot = 2 * stages + (3 if stages % 3 == 0 else 0)
     steps = [(rank, 2) for rank in range(stages)] + [(rank, 3) for rank in reversed(range(stages))]
@@ -271,9 +275,16 @@ def _v_placement(stages: int) -> list[int]:
     return [*range(stages), *reversed(range(stages))]
 
 
-def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
+def check_counts(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
+    """Raises TypeError or ScheduleError, in the name of the function `name`, for sizes that no schedule can have."""
     for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"{name}: {what} must be an int; got {type(count).__name__} {count!r}")
         if count < 1:
             raise ScheduleError(f"{name}: {what} must be at least 1; got {count}")
+    passes = 3 * stages * microbatches * chunks
+    if passes > MOST_PASSES:
+        raise ScheduleError(
+            f"{name}: 3 x stages x microbatches x chunks must be at most {MOST_PASSES} passes; {stages} x "
+            f"{microbatches} x {chunks} come to {passes}: lower stages, microbatches or chunks"
+        )

@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.actions import Action
 from zbkern.pipeline.costs import ChunkCosts, Costs
+from zbkern.pipeline.dependencies import Result, order_of_running, producer, result
 from zbkern.pipeline.memory import Memory
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.timeline import Event, Timeline
 
 FILLS = ("planned", "eager")
@@ -23,17 +24,15 @@ def simulate(
     schedule: Schedule,
     costs: Costs | None = None,
     *,
-    link_occupancy: bool = False,
     fill: str = "planned",
     slices: int = 1,
     memory_limit: float | Sequence[float] | None = None,
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Timeline:
-    """The timeline of one step: all events, cost, bubble rate, memory per rank and the critical path.
+    """The timeline of one step: all events, cost, bubble rate and memory per rank.
 
-    costs: `Costs()`, all passes of unit length, when not given. link_occupancy: one message at a time per link and
-    direction, in the order of sending, instead of any number. fill: "planned" runs every W where the schedule has it;
+    costs: `Costs()`, all passes of unit length, when not given. fill: "planned" runs every W where the schedule has it;
     "eager" keeps only the order of F and B and runs the oldest pending W, in `slices` slices, whenever the next input
     has not arrived, and before an F that would exceed `memory_limit` (one number, or one per rank; by default the
     schedule's own peak): what the engine does with fill="eager". jitter: each pass takes its cost times a normal
@@ -64,80 +63,50 @@ def simulate(
         )
     schedule.validate()
     flat = (costs or Costs()).per_chunk(len(schedule.placement))
-    run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed), link_occupancy)
+    run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed))
     if fill == "eager":
         run.fill_eagerly(slices, _limits(schedule, flat, memory_limit))
     return run.timeline()
 
 
-class _Arrival(NamedTuple):
-    """When the input of an action is there, and the event that it comes from: (rank, index), None when it is data."""
-
-    time: float
-    source: tuple[int, int] | None
-
-
 class _Run:
-    """One simulation. Ranks advance independently, each as far as its inputs are known; only arrivals join them."""
+    """One simulation: what runs has its inputs, so that its start is known."""
 
-    def __init__(
-        self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float], link_occupancy: bool
-    ) -> None:
+    def __init__(self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float]) -> None:
         self._schedule, self._costs, self._durations = schedule, costs, durations
-        self._link_occupancy = link_occupancy
         self._rows: list[Sequence[Action]] = list(schedule.actions)
         self._events: list[list[Event]] = [[] for _ in self._rows]
-        self._sources: list[list[tuple[int, int] | None]] = [[] for _ in self._rows]  # of each event's start
-        self._arrivals: dict[tuple[str, int, int], _Arrival] = {}
-        self._links: dict[tuple[int, int], float] = {}  # when a link is free again
-        self._waiting: dict[tuple[str, int, int], int] = {}
-        self._runnable: deque[int] = deque(range(len(self._rows)))
+        self._ends: dict[Result | None, float] = {}
         self._memory = [Memory(costs) for _ in self._rows]
         self._eager: list[_Pending] | None = None
-        last = len(schedule.placement) - 1
-        for microbatch in range(schedule.microbatches):
-            self._arrivals["F", 0, microbatch] = self._arrivals["B", last, microbatch] = _Arrival(0.0, None)
 
     def fill_eagerly(self, slices: int, limits: Sequence[float]) -> None:
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
         self._eager = [_Pending(slices, limit) for limit in limits]
 
     def timeline(self) -> Timeline:
-        position = [0] * len(self._rows)
-        while self._runnable:
-            rank = self._runnable.popleft()
-            row = self._rows[rank]
-            while position[rank] < len(row):
-                action = row[position[rank]]
-                arrival = None if action.kind == "W" else self._arrivals.get(_need(action))
-                if action.kind != "W" and arrival is None:
-                    self._waiting[_need(action)] = rank
-                    break
-                if self._eager is not None and arrival is not None:
-                    self._fill(rank, self._eager[rank], action, arrival.time)
-                self._execute(rank, action, arrival)
-                position[rank] += 1
+        for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
+            arrival = self._arrival(rank, action)
+            if self._eager is not None and action.kind != "W":
+                self._fill(rank, self._eager[rank], action, arrival)
+            self._execute(rank, action, arrival)
         if self._eager is not None:
             for rank, pending in enumerate(self._eager):
                 while pending.queue:
-                    self._execute(rank, pending.queue.popleft(), None)
+                    self._execute(rank, pending.queue.popleft())
         events = tuple(tuple(row) for row in self._events)
         peak = tuple(memory.peak for memory in self._memory)
-        return Timeline(self._schedule, events, peak, critical_path=self._critical_path())
+        return Timeline(self._schedule, events, peak)
 
-    def _execute(self, rank: int, action: Action, arrival: _Arrival | None) -> None:
+    def _execute(self, rank: int, action: Action, arrival: float = 0.0) -> None:
         events = self._events[rank]
-        start, source = (events[-1].end, (rank, len(events) - 1)) if events else (0.0, None)
-        if arrival is not None and arrival.time > start:
-            start, source = arrival
+        start = max(events[-1].end if events else 0.0, arrival)
         end = start + self._length(events, action)
         events.append(Event(rank, action, start, end))
-        self._sources[rank].append(source)
         self._memory[rank].account(action)
-        if action.kind != "W":
-            self._deliver(rank, action, end)
-            if self._eager is not None and action.kind == "B":
-                self._eager[rank].add(action)
+        self._ends[result(action)] = end
+        if self._eager is not None and action.kind == "B":
+            self._eager[rank].add(action)
 
     def _length(self, events: Sequence[Event], action: Action) -> float:
         kind, chunk, microbatch, part = action
@@ -150,39 +119,20 @@ class _Run:
                 return max(0.0, length - self._costs.merge_saving[chunk])
         return length
 
-    def _deliver(self, rank: int, action: Action, time: float) -> None:
-        """Tells the consumer of the action's result when it arrives."""
-        forward = action.kind == "F"
-        consumer = action.chunk + (1 if forward else -1)
-        if not 0 <= consumer < len(self._schedule.placement):
-            return
-        peer = self._schedule.placement[consumer]
-        if peer != rank:
-            if self._link_occupancy:
-                time = max(time, self._links.get((rank, peer), 0.0))
-            time += self._costs.communication[min(action.chunk, consumer)]
-            self._links[rank, peer] = time
-        key = ("F" if forward else "B", consumer, action.microbatch)
-        self._arrivals[key] = _Arrival(time, (rank, len(self._events[rank]) - 1))
-        if key in self._waiting:
-            self._runnable.append(self._waiting.pop(key))
+    def _arrival(self, rank: int, action: Action) -> float:
+        """When the input of an action is on its rank."""
+        need = producer(action, len(self._schedule.placement))
+        if need is None:
+            return 0.0
+        distant = self._schedule.placement[need[1]] != rank
+        return self._ends[need] + (self._costs.communication[min(action.chunk, need[1])] if distant else 0.0)
 
     def _fill(self, rank: int, pending: _Pending, action: Action, arrival: float) -> None:
         """Runs pending W: as many as an F needs gone to have room, then until the input is there."""
         memory, events = self._memory[rank], self._events[rank]
         room = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
         while pending.queue and (memory.now > room or events[-1].end < arrival):
-            self._execute(rank, pending.queue.popleft(), None)
-
-    def _critical_path(self) -> tuple[Event, ...]:
-        spans = [row[-1].end - row[0].start if row else 0.0 for row in self._events]
-        rank = max(range(len(spans)), key=spans.__getitem__)
-        place = (rank, len(self._events[rank]) - 1) if self._events[rank] else None
-        path = []
-        while place is not None:
-            path.append(self._events[place[0]][place[1]])
-            place = self._sources[place[0]][place[1]]
-        return tuple(reversed(path))
+            self._execute(rank, pending.queue.popleft())
 
 
 class _Pending:
@@ -197,11 +147,6 @@ class _Pending:
         for index in range(self._slices):
             part = None if self._slices == 1 else (index, self._slices)
             self.queue.append(Action("W", action.chunk, action.microbatch, part))
-
-
-def _need(action: Action) -> tuple[str, int, int]:
-    """The name of the input that F, B or BW waits for."""
-    return ("F" if action.kind == "F" else "B", action.chunk, action.microbatch)
 
 
 def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) -> dict[tuple[str, int, int], float]:

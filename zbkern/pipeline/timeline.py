@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.actions import Action
+from zbkern.pipeline.schedule import Schedule
 
 
 class Event(NamedTuple):
@@ -35,16 +36,14 @@ class Timeline:
     `cost` is the longest span over ranks from a rank's own first F to its own last W (arXiv 2401.10241, section 5.3): a
     rank may start late for free, which assumes an optimizer step without a barrier. `makespan` is first start to last
     end over all ranks, the honest figure when the optimizer does synchronise. `bubble_rate` is the share of `cost` in
-    which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same. `critical_path`
-    is, of a simulated timeline, the chain of events that ends with the last event of the rank that sets `cost`: each
-    starts as soon as the one before it, or its message, allows. `samples[rank]` is what a pipeline has recorded.
+    which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same.
+    `samples[rank]` is what a pipeline has recorded.
     """
 
     schedule: Schedule
     events: tuple[tuple[Event, ...], ...]
     peak_memory: tuple[float, ...] = ()
     unit: str = ""
-    critical_path: tuple[Event, ...] = ()
     samples: tuple[tuple[Sample, ...], ...] = ()
 
     @property
@@ -74,9 +73,14 @@ class Timeline:
 
     def save(self, path: str | Path) -> Path:
         """Writes the picture or trace that the suffix names: .svg, .html, .png, or .json (Perfetto)."""
-        from zbkern.pipeline import draw, trace
+        return save_together([self], path)
 
-        return (trace if Path(path).suffix == ".json" else draw).save([self], path)
+
+def save_together(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None) -> Path:
+    """Writes all of them as one picture or trace, by the suffix; titles: one for each, or the schedules' names."""
+    from zbkern.pipeline import draw, trace  # which sit on top of this
+
+    return (trace if Path(path).suffix == ".json" else draw).save(timelines, path, titles)
 
 
 def measured(schedule: Schedule, rows: Sequence[Sequence[Event]], samples: Sequence[Sequence[Sample]] = ()) -> Timeline:

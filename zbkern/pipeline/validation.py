@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from zbkern.pipeline import text
-from zbkern.pipeline.actions import KINDS, Action, Schedule, ScheduleError
+from zbkern.pipeline import grid
+from zbkern.pipeline.actions import KINDS, Action, ScheduleError
+from zbkern.pipeline.dependencies import Result, order_of_running, producer
+
+if TYPE_CHECKING:
+    from zbkern.pipeline.schedule import Schedule
 
 
 def validate(schedule: Schedule) -> None:
@@ -104,27 +108,15 @@ def _check_part(schedule: Schedule, rank: int, index: int, slices: dict[tuple[in
 
 def _check_progress(schedule: Schedule) -> None:
     """Runs the ranks as far as they get. A rank that stops waits for a pass that its owner never comes to."""
-    done: set[tuple[str, int, int]] = set()
+    chunks = len(schedule.placement)
     position = [0] * schedule.stages
-    waiting: dict[tuple[str, int, int], int] = {}
-    runnable = list(range(schedule.stages))
-    last = len(schedule.placement) - 1
-    while runnable:
-        rank = runnable.pop()
-        row = schedule.actions[rank]
-        while position[rank] < len(row):
-            action = row[position[rank]]
-            need = text.needs(action, last)
-            if need is not None and need not in done:
-                waiting[need] = rank
-                break
-            position[rank] += 1
-            if action.kind != "W":
-                key = ("F" if action.kind == "F" else "B", action.chunk, action.microbatch)
-                done.add(key)
-                if key in waiting:
-                    runnable.append(waiting.pop(key))
-    stuck = {rank: need for need, rank in waiting.items()}
+    for rank, _ in order_of_running(schedule.actions, chunks):
+        position[rank] += 1
+    stuck: dict[int, Result] = {}
+    for rank, row in enumerate(schedule.actions):
+        need = producer(row[position[rank]], chunks) if position[rank] < len(row) else None
+        if need is not None:
+            stuck[rank] = need
     if not stuck:
         return
     owner = {rank: schedule.placement[need[1]] for rank, need in stuck.items()}
@@ -153,7 +145,7 @@ def _cycle(owner: dict[int, int]) -> list[int]:
 
 def _fail(schedule: Schedule, rank: int, index: int, why: str) -> NoReturn:
     action = schedule.actions[rank][index]
-    around = text.excerpt(schedule, rank, index)
+    around = grid.excerpt(schedule, rank, index)
     raise ScheduleError(f"Schedule {schedule.name}: rank {rank}, action {index}, {action}: {why}\n{around}")
 
 
@@ -161,5 +153,5 @@ def _fail_missing(schedule: Schedule, rank: int, action: Action, slices: tuple[i
     if action.kind == "W" and slices is not None:
         count, seen = slices
         action = action._replace(part=(min(set(range(count)) - seen), count))
-    around = text.excerpt(schedule, rank, len(schedule.actions[rank]) - 1)
+    around = grid.excerpt(schedule, rank, len(schedule.actions[rank]) - 1)
     raise ScheduleError(f"Schedule {schedule.name}: rank {rank}: {action} is missing; add it to this rank\n{around}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbkern.pipeline.actions import Schedule
+from zbkern.pipeline.schedule import Schedule
 
 
 def chain(schedule: Schedule) -> list[int]:

@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from zbkern.pipeline.planner.plan import Plan, plan
-from zbkern.pipeline.planner.relief import Relief, RelievedPlan, plan_relieved
 
-__all__ = ["Plan", "Relief", "RelievedPlan", "plan", "plan_relieved"]
+__all__ = ["Plan", "plan"]

@@ -12,17 +12,15 @@ tries come to the lower bound, where moving pass by pass stays above the publish
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Orders, Problem, Rows, fits
+from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Ordering, Problem, Rows, fits
 from zbkern.pipeline.planner.randomness import Random
-
-try:
-    from zbkern import _planner as compiled
-except ImportError:  # no compiler when this was installed
-    compiled = None
 
 _NEVER = 2**61
 _FREE = 2**30  # a cap that is none
@@ -69,11 +67,11 @@ def rules(problem: Problem, caps: Sequence[Each] | None = None) -> Iterator[Rule
         yield Rule(same(priority), same(patience), same(forward), same(backward), cap, foresight, fused)
 
 
-def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Orders | None:
+def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Ordering | None:
     """The orders that `rule` comes to; None when it comes to a dead end, out of memory, or to a cost above `cutoff`."""
     cutoff = _NEVER if cutoff is None else cutoff
-    if compiled is not None:
-        orders = Orders(*compiled.list_schedule(problem, *rule, cutoff))
+    if native.core is not None:
+        orders = Ordering(*native.core.list_schedule(problem, *rule, cutoff))
         found = orders if orders.rows else None
     else:
         found = _Lists(problem, rule).run(cutoff)
@@ -82,19 +80,22 @@ def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Or
     return None if found is not None and grows and not fits(problem, found) else found
 
 
-def refine(problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0) -> tuple[Orders, Rule] | None:
+def refine(
+    problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0, seconds: float = math.inf
+) -> tuple[Ordering, Rule] | None:
     """The best orders found with other rules near this one, and their rule; None when it comes to none itself.
 
     A try changes one choice, or the caps, of some neighbouring ranks at random, and stays when that is no worse.
-    target: a cost at which to stop.
+    target: a cost at which to stop. seconds: stop after this long.
     """
+    end = time.monotonic() + seconds
     random = Random(seed)
     best = list_schedule(problem, rule)
     if best is None:
         return None
     rule = rule._replace(caps=tuple(min(cap, problem.microbatches) for cap in rule.caps))
     for _ in range(tries):
-        if best.cost <= target:
+        if best.cost <= target or time.monotonic() > end:
             break
         changed = _changed(problem, rule, random)
         orders = list_schedule(problem, changed, best.cost) if changed != rule else None
@@ -144,7 +145,7 @@ class _Lists:
         self.rows: Rows = [[] for _ in range(ranks)]
         self.cost = 0
 
-    def run(self, cutoff: int) -> Orders | None:
+    def run(self, cutoff: int) -> Ordering | None:
         left = self.problem.passes
         while left:
             rank = min(
@@ -155,7 +156,7 @@ class _Lists:
             left -= self._step(rank)
             if self.cost > cutoff:
                 return None
-        return Orders(self.cost, self.rows, [int(self.rule.fuse)] * (self.problem.chunks * self.problem.microbatches))
+        return Ordering(self.cost, self.rows, [int(self.rule.fuse)] * (self.problem.chunks * self.problem.microbatches))
 
     def _ready(self, rank: int) -> tuple[int | None, int | None, int, int]:
         """The chunk whose forward may run now, the one whose backward may, and when the next input arrives.

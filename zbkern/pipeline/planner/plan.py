@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline import schedules
+from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.costs import ChunkCosts, Costs
 from zbkern.pipeline.planner import bounds, portfolio, steady
-from zbkern.pipeline.planner.pool import Clock, Pool
+from zbkern.pipeline.planner.pool import Budget, Pool
 from zbkern.pipeline.planner.problem import Problem, schedule_of
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate
+from zbkern.pipeline.style import amount
 from zbkern.pipeline.timeline import Timeline
 
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
@@ -23,10 +27,11 @@ _ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
 class Plan:
     """A schedule, its timeline without jitter, and a lower bound on the bubble rate of any schedule of its work.
 
-    lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of
-    ranks times makespan that is idle. optimal: it is proven that no schedule is better. mean_cost: with jitter, the
-    mean of the objective over the samples; otherwise the objective itself. effort: the rounds of search that came to
-    their end; `plan(..., effort=)` with the same seed repeats them.
+    lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks
+    times makespan that is idle. optimal: it is proven that no order of these chunks in this memory is better; other
+    cuts of the model may be. mean_cost: with jitter, the mean of the objective over the samples; otherwise the
+    objective itself. effort: the rounds of search that came to their end; `plan(..., effort=)` with the same seed
+    repeats them.
     """
 
     schedule: Schedule
@@ -45,7 +50,7 @@ def plan(
     costs: Costs,
     stages: int,
     microbatches: int,
-    chunks: int = 1,
+    chunks: int | None = None,
     placement: str | Sequence[int] | None = None,
     memory_limit: float | Sequence[float] | None = None,
     time_limit: float = 10.0,
@@ -56,28 +61,36 @@ def plan(
     seed: int = 0,
     effort: int | None = None,
 ) -> Plan:
-    """The best schedule found in about `time_limit` seconds on one core.
+    """The best schedule found in about `time_limit` seconds on one core; with 0, the constructive answer alone.
 
-    costs: of every chunk; see `Costs`. stages: ranks. chunks: per rank. placement: "linear" (neighbouring chunks on one
-    rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up), "zigzag" (the V repeated), or the rank of every chunk;
-    by default linear, v or zigzag for one, two and more chunks. memory_limit: of one rank's `peak_memory`, in the unit
-    of `costs.activation`, one number or one per rank; None for none. objective: what to minimise, "cost" or "makespan"
-    (see `Timeline`). jitter, samples: the plan has the least mean over `samples` simulations in which every pass takes
-    its cost times a normal variate of this deviation, of those found for these costs and for slower communication,
-    which leave a late message some slack.
+    costs: of every chunk; see `Costs`. stages: ranks. chunks: per rank, 1 by default, or as many as a placement that is
+    spelt out has. placement: "linear" (neighbouring chunks on one rank), "loop" (0..p-1, again 0..p-1), "v" (down, then
+    up), "zigzag" (the V repeated), or the rank of every chunk; by default linear, v or zigzag for one, two and more
+    chunks. memory_limit: of one rank's `peak_memory`, in the unit of `costs.activation`, one number or one per rank;
+    None for none. objective: what to minimise, "cost" or "makespan" (see `Timeline`). jitter, samples: the plan has the
+    least mean over `samples` simulations in which every pass takes its cost times a normal variate of this deviation,
+    of those found for these costs and for slower communication, which leave a late message some slack.
 
     The search is a sequence of rounds, each twice as long as the one before, that depends on `seed` alone; the clock
     only decides where it ends. So two runs may differ when the clock stops them at different moments, and a longer one
-    is never worse than a shorter. `effort`, a number of rounds (0: the constructive answer alone), ends it instead of
-    the clock: then the plan is the same on every machine. Every published schedule that fits takes part, so that none
-    of them is better (with more than 40,000 passes only when there is time). Sources: arXiv 2401.10241, 2405.15362.
+    is never worse than a shorter. `effort`, a number of rounds (0: the constructive answer alone, a second or so for a
+    large problem), ends it instead of the clock: then the plan is the same on every machine. Where zbkern was installed
+    without a C++ compiler there is the constructive answer alone, from fewer rules, and a warning says so. Every
+    published schedule that fits takes part, so that none of them is better (with more than 40,000 passes only when
+    there is time). Sources: arXiv 2401.10241, 2405.15362.
 
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
     """
     if not isinstance(costs, Costs):
         raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
+    if chunks is None:
+        chunks = chunks_per_rank(placement, stages)
     _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
+    if time_limit == 0 and effort is None:
+        effort = 0
+    share = time_limit / (2 + len(steady.SLACKS)) if jitter else time_limit  # one part is for the simulations
+    whole, budget = Budget(time_limit, effort), Budget(share, effort)
     name, homes = placement_of(placement, stages, chunks)
     flat = costs.per_chunk(len(homes))
     unlimited = microbatches * sum(map(max, flat.activation, flat.held))
@@ -86,12 +99,13 @@ def plan(
     limits = [min(limit, unlimited) for limit in limits]
     problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
-    share = time_limit / (1 + len(steady.SLACKS)) if jitter else time_limit
     pool = Pool(8 if jitter else 1, bound)
-    rounds = portfolio.search(problem, pool, Clock(share, effort), seed)
-    found = [*pool.orders, *(steady.slackened(problem, jitter, share, effort, seed) if jitter else ())]
+    rounds = portfolio.search(problem, pool, budget, seed)
+    found = [*pool.orders, *(steady.with_slack(problem, jitter, share, effort, seed) if jitter else ())]
     plans = [schedule_of(orders, problem, f"plan-{name}") for orders in found]
-    schedule, mean = steady.steadiest(plans, costs, objective, jitter, samples, seed) if jitter else (plans[0], None)
+    schedule, mean = plans[0], None
+    if jitter:
+        schedule, mean = steady.most_robust(plans, costs, objective, jitter, samples, seed, whole)
     timeline = simulate(schedule, costs)
     reached = timeline.cost if objective == "cost" else timeline.makespan
     least = min(bound / problem.time_scale, reached)
@@ -111,18 +125,25 @@ def _check(
     time_limit: float,
     effort: int | None,
 ) -> None:
-    counts = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "samples": samples}
-    if effort is not None:
-        counts["effort"] = effort
-    for what, count in counts.items():
+    schedules.check_counts("plan", stages, microbatches, chunks)
+    for what, count, least in (("samples", samples, 1), ("effort", 0 if effort is None else effort, 0)):
         if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"plan: {what} must be an int; got {type(count).__name__} {count!r}")
-        if count < (least := 0 if what == "effort" else 1):
+        if count < least:
             raise ValueError(f"plan: {what} must be at least {least}; got {count}")
     if objective not in OBJECTIVES:
         raise ValueError(f"plan: objective must be one of {OBJECTIVES}; got {objective!r}")
-    if not jitter >= 0 or not time_limit >= 0:
-        raise ValueError(f"plan: jitter and time_limit must be at least 0; got {jitter} and {time_limit}")
+    if not 0 <= jitter < math.inf or not time_limit >= 0:
+        raise ValueError(
+            f"plan: jitter and time_limit must be at least 0 and jitter finite; got {jitter}, {time_limit}"
+        )
+
+
+def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:
+    """How many chunks a rank has where that is not said: as a placement that is spelt out has it, else one."""
+    if placement is None or isinstance(placement, str) or not isinstance(stages, int) or stages < 1:
+        return 1
+    return max(1, len(placement) // stages)
 
 
 def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) -> tuple[str, tuple[int, ...]]:
@@ -133,8 +154,15 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
     if not isinstance(given, str):
         homes = tuple(given)
         if len(homes) != stages * chunks or any(homes.count(rank) != chunks for rank in down):
+            counts = {homes.count(rank) for rank in down}
+            if len(counts) == 1 and len(homes) == stages * (each := counts.pop()) > 0:
+                raise ValueError(
+                    f"plan: placement {homes} names {len(homes)} chunks, {each} of each of {stages} ranks, and "
+                    f"chunks={chunks}; leave chunks out, or give chunks={each}"
+                )
             raise ValueError(
-                f"plan: placement must name every rank below {stages} {chunks} times, once per chunk; got {homes}"
+                f"plan: placement must name every rank below {stages} {chunks} times, once per chunk of each "
+                f"(chunks={chunks}); got {homes}"
             )
         return "custom", homes
     if given not in PLACEMENTS:
@@ -151,7 +179,12 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
 def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float) -> list[float]:
     if given is None:
         return [unlimited] * stages
-    limits = [float(given)] * stages if not isinstance(given, Sequence) else [float(each) for each in given]
+    if isinstance(given, str):
+        raise TypeError(f"plan: memory_limit must be one number or one per rank; got str {given!r}")
+    try:
+        limits = [float(each) for each in given] if isinstance(given, Sequence) else [float(given)] * stages
+    except OverflowError:
+        raise ValueError("plan: memory_limit must be below 1e308, or None for no limit; got a larger int") from None
     if len(limits) != stages:
         raise ValueError(f"plan: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
     if any(not limit >= 0 for limit in limits):
@@ -175,6 +208,6 @@ def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float])
     for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
         if need > limit * (1 + _ROUNDING):
             raise ScheduleError(
-                f"plan: no schedule fits memory_limit={limit:g} on rank {rank}: one microbatch in all chunks of a rank "
-                f"holds {need:g}; the smallest limit that any schedule fits is {max(needs):g}"
+                f"plan: no schedule fits memory_limit={amount(limit)} on rank {rank}: one microbatch in all chunks of "
+                f"a rank holds {amount(need)}; the smallest limit that any schedule fits is {amount(max(needs))}"
             )

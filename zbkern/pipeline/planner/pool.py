@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from zbkern.pipeline.planner.problem import Orders
+from zbkern.pipeline.planner.problem import Ordering
 
 
-class Clock:
+class Budget:
     """When to stop: after some seconds, or after a number of rounds whatever the time."""
 
     def __init__(self, seconds: float, rounds: int | None) -> None:
@@ -26,11 +26,11 @@ class Pool:
     """The best orders found, of different cost, best first."""
 
     def __init__(self, keep: int, bound: int) -> None:
-        self.orders: list[Orders] = []
+        self.orders: list[Ordering] = []
         self.bound = bound
         self._keep = max(keep, 1)
 
-    def add(self, orders: Orders | None) -> None:
+    def add(self, orders: Ordering | None) -> None:
         if orders is not None and all(orders.cost != other.cost for other in self.orders):
             self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self._keep]
 

@@ -2,79 +2,72 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.actions import Schedule, ScheduleError
+from zbkern.pipeline.actions import ScheduleError
+from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.blocks import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up
-from zbkern.pipeline.planner.lists import Rule, compiled, list_schedule, refine, rules
+from zbkern.pipeline.planner.lists import Rule, list_schedule, refine, rules
 from zbkern.pipeline.planner.patterns import Pattern, is_v, search_patterns, zb_v_patterns
-from zbkern.pipeline.planner.pool import Clock, Pool
-from zbkern.pipeline.planner.problem import Orders, Problem, fits, orders_of
-from zbkern.pipeline.planner.search import anneal, grown
+from zbkern.pipeline.planner.pool import Budget, Pool
+from zbkern.pipeline.planner.problem import Ordering, Problem, fits, one_at_a_time, orders_of
+from zbkern.pipeline.planner.search import anneal, costed, grown
+from zbkern.pipeline.planner.settings import SearchSettings
+from zbkern.pipeline.schedule import Schedule
 
-# The search is a sequence of rounds, each twice as long as the one before, that depends on the seed alone.
-_FIRST = 8_000_000 if compiled is not None else 10_000  # passes that the first round runs: a tenth of a second
-_SHARE = 0.25  # of all passes, that a move has to run again in the compiled search
-# How hot annealing starts, in parts of the mean length of a pass, and the weight of the mean span, by turns. It ends at
-# `_COLD`. Where memory is plenty 10 is better than 3 (p=8, m=16, two chunks in a V, limit 1.5: 1.9% idle instead of
-# 2.8%), elsewhere mostly worse.
-_WAYS = ((0.15, 3), (0.2, 10), (0.5, 3), (0.1, 10), (0.3, 3), (0.25, 10), (1.0, 3), (0.15, 30))
-_COLD = 0.02
-# The same of the one search that takes half of every round where no warm-up is known to start from. It melts its start,
-# and comes to the same from any (p=8, m=16, two chunks in a V, limit 1.5: in 14 s to 1.35, 1.43 and 1.54% idle from
-# three starts, where short ones with several starts had come to 1.9 to 3.1% in 60 s).
-_LONG = (0.6, 10)
-_STEPS = 60  # temperatures, one after the other
-_RULE_PASSES = 10  # one pass in the list scheduler takes the time of ten in annealing
-_REFINED = 2  # rules per limit that are refined
-# How hot the search for a pattern starts, by turns, the weight of the mean span, and after how many moves per rank and
-# temperature a new attempt finds more than going on.
-_WARM = (0.15, 0.25, 0.1, 0.5)
-_PATTERN_SPREAD = 2
-_PATTERN_MOVES = 20
-_WOVEN_PASSES = 3_000_000 if compiled is not None else 10_000  # of the patterns to start from
-_FAR = 1.1  # times the best cost
-_TRIES = 1500  # of other rules; after that a new attempt finds more than going on
-_TRIAL_PASSES = 4_000_000  # about a second of list scheduling, all rules together
-_QUICK_PASSES = 40_000  # up to here the published schedules are made in no time
+logger = logging.getLogger("zbkern")
+
+SETTINGS = SearchSettings()
 
 
-def search(problem: Problem, pool: Pool, clock: Clock, seed: int) -> int:
+def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
     """Fills the pool; how many rounds came to their end. No published schedule that fits is better than the first."""
-    candidates = construct(problem, pool)
-    if problem.passes <= _QUICK_PASSES or clock.allows(0):
+    candidates = construct(problem, pool, budget)
+    if problem.passes <= SETTINGS.published_passes or budget.allows(0):
         for orders in published(problem):
             pool.add(orders)
     if not pool.orders:  # one microbatch after the other fits whenever anything does
         for fuse in (False, True)[: 1 + problem.may_fuse]:
-            pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse))
-    herd = Herd(problem, candidates, pool)
+            if native.core is not None:
+                pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
+            elif fits(problem, serial := one_at_a_time(problem, fuse)):
+                pool.add(costed(problem, serial))
+    if native.core is None:
+        if not pool.optimal:
+            logger.warning(
+                "plan: the compiled search is not here, so that this is only the best of the published and the "
+                "constructed schedules; install a C++ compiler, then install zbkern again"
+            )
+        return 0
+    population = Population(problem, candidates, pool, budget)
     fewer = _fewer(problem)
-    small: Herd | None = None
+    small: Population | None = None
     round_ = 0
-    while not pool.optimal and clock.allows(round_):
-        passes, turn = _FIRST * 2**round_, seed * 64 + round_
+    while not pool.optimal and budget.allows(round_):
+        passes, turn = SETTINGS.first_round * 2**round_, seed * 64 + round_
         if fewer is not None:
             if small is None:
                 best = Pool(1, cost_bound(fewer))
-                small = Herd(fewer, construct(fewer, best), best)
+                small = Population(fewer, construct(fewer, best, budget), best, budget)
                 for orders in published(fewer):
                     best.add(orders)
-            small.round(passes // 2, turn, clock, passes)
+            small.round(passes // 2, turn, budget, passes)
             if small.refined is not None:
                 pool.add(small.refined.schedule(problem.microbatches))
-            if small.weave.best is not None:
-                herd.weave.offer(small.weave.best[1])
+            if small.pattern_search.best is not None:
+                population.pattern_search.offer(small.pattern_search.best[1])
             for orders in small.pool.orders:
                 for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
-                    pool.add(_costed(problem, each))
-        herd.round(passes, turn, clock, passes if small is None else passes // 2)
-        if clock.left > 0:
+                    if budget.left > 0:
+                        pool.add(costed(problem, each))
+        population.round(passes, turn, budget, passes if small is None else passes // 2)
+        if budget.left > 0:
             round_ += 1
     return round_
 
@@ -95,51 +88,57 @@ class Candidate(NamedTuple):
     problem: Problem
     bound: int  # on what any rule can come to
 
-    def schedule(self, microbatches: int) -> Orders | None:
+    def schedule(self, microbatches: int) -> Ordering | None:
         return list_schedule(self.problem.with_microbatches(microbatches), self.rule)
 
 
-def construct(problem: Problem, pool: Pool) -> list[Candidate]:
+def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
     """Adds what the list scheduler finds, for this limit and for smaller ones: more memory never makes it worse.
 
     Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
-    fewer microbatches, and those that do best there on all.
+    fewer microbatches, and those that do best there on all. Ends early when the time is over and there is an answer.
     """
+    kept = SETTINGS.refined_rules
+    most = SETTINGS.trial_passes if native.core is not None else SETTINGS.trial_passes_in_python
     count = sum(1 for _ in rules(problem))
     levels = _levels(problem)
     passes = problem.passes * count
-    if passes * len(levels) > _TRIAL_PASSES:
-        levels = levels[: max(1, _TRIAL_PASSES // passes)]
+    if passes * len(levels) > most:
+        levels = levels[: max(1, most // passes)]
     trial, stride = problem, 1
-    if passes > _TRIAL_PASSES:
+    if passes > most:
         trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
-        stride = trial.passes * count // _TRIAL_PASSES | 1  # odd, so that both of every choice are among them
+        stride = trial.passes * count // most | 1  # odd, so that both of every choice are among them
     candidates: list[Candidate] = []
     for name, limit in levels:
+        if candidates and not budget.left:
+            break
         here = trial.with_limit(limit)
         bound = cost_bound(problem.with_limit(limit))
         if pool.beats(bound):
             continue
         some: list[Candidate] = []
         for place, rule in enumerate(islice(rules(here), 0, None, stride)):
-            cutoff = some[-1].cost - 1 if len(some) == _REFINED else None
+            if some and not budget.left:
+                break
+            cutoff = some[-1].cost - 1 if len(some) == kept else None
             orders = list_schedule(here, rule, cutoff)
             if orders is None or any(orders.cost == each.cost for each in some):
                 continue
-            some = sorted([*some, Candidate(orders.cost, name * count + place, rule, here, bound)])[:_REFINED]
+            some = sorted([*some, Candidate(orders.cost, name * count + place, rule, here, bound)])[:kept]
             if trial is problem:
                 pool.add(orders)
                 if pool.optimal:
                     return []
         candidates += some
-    candidates = sorted(candidates)[: 2 * _REFINED]
+    candidates = sorted(candidates)[: 2 * kept]
     if trial is not problem:
         for each in candidates[:3]:
             pool.add(each.schedule(problem.microbatches))
     return candidates
 
 
-def warm_start(problem: Problem) -> Orders | None:
+def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
     """With one chunk per rank: what the list scheduler makes of the warm-up that the lower bound is about.
 
     At 16 stages annealing gets from there to the bound where it does not from other starts.
@@ -148,143 +147,154 @@ def warm_start(problem: Problem) -> Orders | None:
     if problem.placement != down or problem.makespan or problem.may_fuse or problem.saves:
         return None
     caps = warm_up(problem, cost_bound(problem))
-    found = [list_schedule(problem, rule) for rule in rules(problem, [tuple(caps)] if caps is not None else [])]
+    tried = takewhile(lambda rule: budget.left > 0, rules(problem, [tuple(caps)] if caps is not None else []))
+    found = [list_schedule(problem, rule) for rule in tried]
     return min((orders for orders in found if orders is not None), key=lambda orders: orders.cost, default=None)
 
 
-class Herd:
+class Population:
     """Annealing from several starts: in every round new ones join, all go on for a while, and the best are kept.
 
     A start decides what short annealing can come to: with little memory most lead to a steady state that is not the
     best. With plenty one long search from hot comes further, so that it takes half of the time.
     """
 
-    def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool) -> None:
+    def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool, budget: Budget) -> None:
         self.problem, self.pool = problem, pool
         self._candidates = candidates
         self.refined: Candidate | None = None  # the best rule of the last round
-        self.weave = Weave(problem, pool)
-        self._members: list[Orders] = []
-        self._warm = warm_start(problem)
+        self.pattern_search = PatternSearch(problem, pool, budget)
+        self._members: list[Ordering] = []
+        self._warm = warm_start(problem, budget)
         pool.add(self._warm)
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
         self._long = self._warm is None and min(problem.limit) > _held_by_1f1b(problem)
 
-    def round(self, passes: int, turn: int, clock: Clock, woven: int) -> None:
-        """Runs about so many passes, and `woven` in search for a pattern."""
+    def round(self, passes: int, turn: int, budget: Budget, pattern_passes: int) -> None:
+        """Runs about so many passes, and `pattern_passes` in search for a pattern."""
         pool = self.pool
-        found = self.weave.round(woven, turn, clock)
-        members = [*self._members, *pool.orders[:1], found, self._refined(passes // 4, turn, clock)]
-        members += [self._warm or self._block(passes // 8, 2 * turn + which, clock) for which in range(2)]
+        found = self.pattern_search.round(pattern_passes, turn, budget)
+        members = [*self._members, *pool.orders[:1], found, self._refined(passes // 4, turn, budget)]
+        members += [self._warm or self._block(passes // 8, 2 * turn + which, budget) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
         for place, start in enumerate(distinct):
-            way = _WAYS[(turn + place) % len(_WAYS)]
-            distinct[place] = self._annealed(start, short, turn * 16 + place, way, clock)
+            way = SETTINGS.schedules[(turn + place) % len(SETTINGS.schedules)]
+            distinct[place] = self._annealed(start, short, turn * 16 + place, way, budget)
         if self._long and pool.orders:
-            distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, _LONG, clock))
+            distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, SETTINGS.long_schedule, budget))
         self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
 
-    def _annealed(self, start: Orders, passes: int, seed: int, way: tuple[float, int], clock: Clock) -> Orders:
-        if self.pool.optimal or not clock.left:
+    def _annealed(self, start: Ordering, passes: int, seed: int, way: tuple[float, int], budget: Budget) -> Ordering:
+        if self.pool.optimal or not budget.left:
             return start
         (heat, spread), problem = way, self.problem
         found, _ = anneal(
             problem,
             start,
             seed=seed,
-            temperatures=_cooling(problem, heat, _COLD),
-            moves=int(passes / (_STEPS * (_SHARE * problem.passes + 50))),
+            temperatures=_cooling(problem, heat, SETTINGS.cold),
+            moves=int(passes / (SETTINGS.temperatures * (SETTINGS.share_run_again * problem.passes + 50))),
             spread=spread,
             target=self.pool.bound,
-            seconds=clock.left,
+            seconds=budget.left,
         )
         self.pool.add(found)
         return found
 
-    def _refined(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+    def _refined(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
         """The best of the candidates with their rules changed at random, in some attempts."""
-        best: Orders | None = None
+        best: Ordering | None = None
         for each in self._candidates:
             whole = each.problem.with_microbatches(self.problem.microbatches)
-            tries = passes // (_RULE_PASSES * whole.passes * _REFINED)
-            if not tries or self.pool.optimal or not clock.left:
+            tries = passes // (SETTINGS.list_pass * whole.passes * SETTINGS.refined_rules)
+            if not tries or self.pool.optimal or not budget.left:
                 break
-            runs = max(1, tries // _TRIES)
+            runs = max(1, tries // SETTINGS.rule_tries)
             for run in range(0 if self.pool.beats(each.bound) else runs):
                 number = (turn << 8 | run) << 32 | each.name
-                found = refine(whole, each.rule, tries // runs, number, self.pool.bound)
+                found = refine(whole, each.rule, tries // runs, number, self.pool.bound, budget.left)
                 if found is not None and (best is None or found[0].cost < best.cost):
                     best, self.refined = found[0], each._replace(rule=found[1])
                     self.pool.add(best)
         return best
 
-    def _block(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+    def _block(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
         problem = self.problem
-        moves = passes // (_STEPS * problem.passes)
-        if moves < 1 or self.pool.optimal or not clock.left:
+        moves = passes // (SETTINGS.temperatures * problem.passes)
+        if moves < 1 or self.pool.optimal or not budget.left:
             return None
         cooling = _cooling(problem, 1.0, 0.1)
         fuse = problem.may_fuse and turn % 2 == 1
-        found = search_blocks(problem, seed=turn, temperatures=cooling, moves=moves, target=self.pool.bound, fuse=fuse)
-        found = found and _costed(problem, found)
+        found = search_blocks(
+            problem,
+            seed=turn,
+            temperatures=cooling,
+            moves=moves,
+            target=self.pool.bound,
+            fuse=fuse,
+            seconds=budget.left,
+        )
+        found = found and costed(problem, found)
         self.pool.add(found)
         return found
 
 
-class Weave:
+class PatternSearch:
     """Patterns, for two chunks per rank in a V: ZB-V's with other counts, and what annealing makes of the best.
 
     Nothing, where even the best to start from is far from the pool's best: with little memory.
     """
 
-    def __init__(self, problem: Problem, pool: Pool) -> None:
+    def __init__(self, problem: Problem, pool: Pool, budget: Budget) -> None:
         self.problem, self.pool = problem, pool
-        self.best: tuple[Orders, Pattern] | None = None
-        self._start: tuple[Orders, Pattern] | None = None
+        self.best: tuple[Ordering, Pattern] | None = None
+        self._start: tuple[Ordering, Pattern] | None = None
         if is_v(problem):
-            self._begin()
+            self._begin(budget)
 
-    def _begin(self) -> None:
+    def _begin(self, budget: Budget) -> None:
         """Tries ZB-V's pattern for this limit, and for smaller ones: more memory never makes it worse."""
         problem, levels = self.problem, _levels(self.problem)
         patterns = list(zb_v_patterns(problem))
         trial = problem
-        if problem.passes * len(patterns) > _WOVEN_PASSES:
+        if problem.passes * len(patterns) > SETTINGS.pattern_start_passes:
             trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
-        levels = levels[: max(1, _WOVEN_PASSES // (trial.passes * len(patterns)))]
-        stride = trial.passes * len(patterns) // _WOVEN_PASSES | 1
+        levels = levels[: max(1, SETTINGS.pattern_start_passes // (trial.passes * len(patterns)))]
+        stride = trial.passes * len(patterns) // SETTINGS.pattern_start_passes | 1
         for _, limit in levels:
-            found = [(each, search_patterns(trial.with_limit(limit), each)) for each in patterns[::stride]]
+            tried = takewhile(lambda pattern: budget.left > 0, patterns[::stride])
+            found = [(each, search_patterns(trial.with_limit(limit), each)) for each in tried]
             costs = [(result[0].cost, place) for place, (_, result) in enumerate(found) if result is not None]
             for _, place in sorted(costs)[:2]:
                 self._add(search_patterns(problem.with_limit(limit), found[place][0]), limit == problem.limit)
         self._start = self.best
-        if self.best is not None and self.best[0].cost > _FAR * self.pool.orders[0].cost:
+        if self.best is not None and self.best[0].cost > SETTINGS.pattern_far * self.pool.orders[0].cost:
             self.best = self._start = None
 
     def offer(self, pattern: Pattern) -> None:
         """One that was found for fewer microbatches."""
         self._add(search_patterns(self.problem, pattern))
 
-    def _add(self, found: tuple[Orders, Pattern] | None, own: bool = True) -> None:
+    def _add(self, found: tuple[Ordering, Pattern] | None, own: bool = True) -> None:
         if found is None:
             return
-        self.pool.add(_costed(self.problem, found[0]) if self.problem.saves else found[0])
+        self.pool.add(costed(self.problem, found[0]) if self.problem.saves else found[0])
         if own and (self.best is None or found[0].cost < self.best[0].cost):
             self.best = found
 
-    def round(self, passes: int, turn: int, clock: Clock) -> Orders | None:
+    def round(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
         """Runs about so many passes, half of them from the start, in some attempts, the others from the best so far."""
         problem = self.problem
-        moves = passes // (_STEPS * problem.passes)  # most are lost before half of their passes
-        attempts = max(1, moves // (_PATTERN_MOVES * problem.ranks))
+        moves = passes // (SETTINGS.temperatures * problem.passes)  # most are lost before half of their passes
+        attempts = max(1, moves // (SETTINGS.pattern_moves * problem.ranks))
         for attempt in range(attempts + 1):
             begin, some = (self._start, moves // attempts) if attempt < attempts else (self.best, moves)
-            if begin is None or some < 1 or self.pool.optimal or not clock.left:
+            if begin is None or some < 1 or self.pool.optimal or not budget.left:
                 break
             seed = turn << 16 | attempt
-            cooling = _cooling(problem, _WARM[(turn + attempt) % len(_WARM)], _COLD)
+            heats = SETTINGS.pattern_heats
+            cooling = _cooling(problem, heats[(turn + attempt) % len(heats)], SETTINGS.cold)
             target = self.pool.bound
             self._add(
                 search_patterns(
@@ -293,8 +303,9 @@ class Weave:
                     seed=seed,
                     temperatures=cooling,
                     moves=some,
-                    spread=_PATTERN_SPREAD,
+                    spread=SETTINGS.pattern_spread,
                     target=target,
+                    seconds=budget.left,
                 )
             )
         return self.best and self.best[0]
@@ -304,7 +315,7 @@ def _cooling(problem: Problem, hot: float, cold: float) -> list[int]:
     """Temperatures from hot to cold, in parts of the mean length of a pass."""
     mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
     ratio = min(cold / hot, 1.0)
-    return [int(mean * hot * ratio ** (step / (_STEPS - 1))) for step in range(_STEPS)]
+    return [int(mean * hot * ratio ** (step / (SETTINGS.temperatures - 1))) for step in range(SETTINGS.temperatures)]
 
 
 def _levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
@@ -333,7 +344,7 @@ def _held_by_1f1b(problem: Problem) -> int:
     return max(_whole_microbatch(problem)) * problem.ranks
 
 
-def published(problem: Problem) -> Iterator[Orders]:
+def published(problem: Problem) -> Iterator[Ordering]:
     """Every published schedule with this placement that fits the limit."""
     ranks, microbatches = problem.ranks, problem.microbatches
     makers: list[Callable[[], Schedule]] = []
@@ -358,13 +369,6 @@ def published(problem: Problem) -> Iterator[Orders]:
             continue
         orders = orders_of(schedule)
         if fits(problem, orders):
-            costed = _costed(problem, orders)
-            if costed is not None:
-                yield costed
-
-
-def _costed(problem: Problem, orders: Orders) -> Orders | None:
-    try:
-        return anneal(problem, orders)[0]
-    except ValueError:  # its microbatches do not pass in order
-        return None
+            found = costed(problem, orders)
+            if found is not None:
+                yield found

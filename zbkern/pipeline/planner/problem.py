@@ -1,8 +1,8 @@
 """What the search works on: a planning problem in integers, and orders as lists of numbers.
 
-Times and memory are scaled to integers, so that sums do not depend on their order and the compiled search and its
-Python twin agree to the last bit. A pass is one number, (kind * chunks + chunk) * microbatches + microbatch, and the
-microbatches of a chunk pass in order: they cost the same, so that no other order is better.
+Times and memory are scaled to integers, so that sums do not depend on their order, nor plans on the compiler. A pass
+is one number, (kind * chunks + chunk) * microbatches + microbatch, and the microbatches of a chunk pass in order: they
+cost the same, so that no other order is better.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.actions import Action
 from zbkern.pipeline.costs import ChunkCosts
+from zbkern.pipeline.schedule import Schedule
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 Rows = list[list[int]]
@@ -123,7 +124,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Orders:
+class Ordering:
     """An order of every rank, its cost, and which backwards are fused: fused[chunk * microbatches + microbatch].
 
     The W of a fused backward stays in its row, as a pass of no length and no memory.
@@ -134,7 +135,7 @@ class Orders:
     fused: list[int]
 
 
-def fits(problem: Problem, orders: Orders) -> bool:
+def fits(problem: Problem, orders: Ordering) -> bool:
     """Whether every rank stays within its limit."""
     size = problem.chunks * problem.microbatches
     for row, limit in zip(orders.rows, problem.limit, strict=True):
@@ -149,7 +150,20 @@ def fits(problem: Problem, orders: Orders) -> bool:
     return True
 
 
-def orders_of(schedule: Schedule) -> Orders:
+def one_at_a_time(problem: Problem, fuse: bool) -> Ordering:
+    """One microbatch after the other, each W right behind its B: fits whenever anything does. Its cost is not known."""
+    chunks, microbatches = problem.chunks, problem.microbatches
+    rows: Rows = [[] for _ in range(problem.ranks)]
+    for microbatch in range(microbatches):
+        for chunk in range(chunks):
+            rows[problem.placement[chunk]].append((FORWARD * chunks + chunk) * microbatches + microbatch)
+        for chunk in reversed(range(chunks)):
+            for kind in (BACKWARD, WEIGHT):
+                rows[problem.placement[chunk]].append((kind * chunks + chunk) * microbatches + microbatch)
+    return Ordering(0, rows, [int(fuse)] * (chunks * microbatches))
+
+
+def orders_of(schedule: Schedule) -> Ordering:
     """A schedule as orders; its cost is not worked out. Slices of W and other orders of microbatches are lost."""
     chunks, microbatches = len(schedule.placement), schedule.microbatches
     fused = [0] * (chunks * microbatches)
@@ -165,10 +179,10 @@ def orders_of(schedule: Schedule) -> Orders:
                 row.append((each * chunks + chunk) * microbatches + count[each, chunk])
                 count[each, chunk] += 1
         rows.append(row)
-    return Orders(0, rows, fused)
+    return Ordering(0, rows, fused)
 
 
-def schedule_of(orders: Orders, problem: Problem, name: str) -> Schedule:
+def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
     """Orders as a schedule, validated. W that follow each other are grouped by chunk, which is free."""
     chunks, microbatches = problem.chunks, problem.microbatches
     rows = []

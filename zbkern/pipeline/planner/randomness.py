@@ -1,4 +1,4 @@
-"""Random numbers that are the same in Python and in C++."""
+"""Random numbers, the same as in C++ (csrc/planner_random.h)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,3 @@ class Random:
 
     def percent(self, chance: int) -> bool:
         return self.below(100) < chance
-
-    def exponential(self) -> int:
-        """About exponential with mean 1/ln 2, in 65536ths: minus the logarithm of a uniform number."""
-        bits = self.next() | 1
-        zeros = 64 - bits.bit_length()
-        fraction = (bits >> (47 - zeros)) & 0xFFFF if zeros < 47 else 0
-        return (zeros << 16) + 65536 - fraction

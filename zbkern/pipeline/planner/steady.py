@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zbkern.pipeline.actions import Schedule
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.planner import bounds, portfolio
-from zbkern.pipeline.planner.pool import Clock, Pool
-from zbkern.pipeline.planner.problem import Orders, Problem
+from zbkern.pipeline.planner.pool import Budget, Pool
+from zbkern.pipeline.planner.problem import Ordering, Problem
+from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import simulate
 
 SLACKS = (2, 4, 8)  # of a message, in deviations of the mean pass
 
 
-def slackened(problem: Problem, jitter: float, seconds: float, effort: int | None, seed: int) -> Iterator[Orders]:
+def with_slack(problem: Problem, jitter: float, seconds: float, effort: int | None, seed: int) -> Iterator[Ordering]:
     """Orders found with slower messages; `seconds` or `effort` for each slack."""
     mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
     for slack in SLACKS:
@@ -29,17 +29,33 @@ def slackened(problem: Problem, jitter: float, seconds: float, effort: int | Non
         hops = zip(problem.communication, problem.placement, problem.placement[1:], strict=False)
         slower = replace(problem, communication=tuple(lag + added * (here != there) for lag, here, there in hops))
         pool = Pool(2, bounds.cost_bound(slower))
-        portfolio.search(slower, pool, Clock(seconds, effort), seed)
+        portfolio.search(slower, pool, Budget(seconds, effort), seed)
         yield from pool.orders
 
 
-def steadiest(
-    schedules: Sequence[Schedule], costs: Costs, objective: str, jitter: float, samples: int, seed: int
+def most_robust(
+    schedules: Sequence[Schedule],
+    costs: Costs,
+    objective: str,
+    jitter: float,
+    samples: int,
+    seed: int,
+    budget: Budget,
 ) -> tuple[Schedule, float]:
-    """The schedule with the least mean over sampled costs, and that mean."""
-    means = []
-    for schedule in schedules:
-        runs = [simulate(schedule, costs, jitter=jitter, seed=seed + sample) for sample in range(samples)]
-        means.append(sum(run.cost if objective == "cost" else run.makespan for run in runs) / samples)
-    best = min(range(len(means)), key=means.__getitem__)
-    return schedules[best], means[best]
+    """The schedule with the least mean over sampled costs, and that mean.
+
+    All are compared on the same samples: fewer than `samples`, but one at least, where the time is over before.
+    """
+
+    def reached(schedule: Schedule, sample: int) -> float:
+        run = simulate(schedule, costs, jitter=jitter, seed=seed + sample)
+        return run.cost if objective == "cost" else run.makespan
+
+    sums = [0.0] * len(schedules)
+    for sample in range(samples):
+        if sample and not budget.left:
+            break
+        for index, schedule in enumerate(schedules):
+            sums[index] += reached(schedule, sample)
+    best = schedules[min(range(len(sums)), key=sums.__getitem__)]
+    return best, sum(reached(best, sample) for sample in range(samples)) / samples
