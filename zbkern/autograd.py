@@ -179,15 +179,48 @@ def differentiable_backward(
 
     Recomputes the op with torch's operations, forward(*owners, *inputs); inputs: the arguments of `apply` after call.
     """
+    detached = call.route is _DETACHED
     with torch.enable_grad():
         # Views: what comes before x in the graph may depend on the same weights, and that is not this op's share.
-        arguments = [v.view_as(v) if isinstance(v, Tensor) else v for v in (*call.owners, *inputs)]
+        owners = [_second_order(call, p) if detached else _view(p) for p in call.owners]
+        arguments = [*owners, *map(_view, inputs)]
         needed = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
         found = iter(torch.autograd.grad(forward(*arguments), needed, dy, create_graph=True, allow_unused=True))
     gradients = [next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in arguments]
     weights, others = gradients[: len(call.owners)], gradients[len(call.owners) :]
-    if call.route is _DETACHED:
-        arrived = [(p, g) for p, g in zip(call.owners, weights, strict=True) if p is not None and g is not None]
-        landing.hand_over(arrived, create_graph=True)
+    if detached:
+        if will_run(_anchor_node):  # autograd.grad(y, x) accumulates nothing
+            arrived = [(p, g) for p, g in zip(call.owners, weights, strict=True) if p is not None and g is not None]
+            landing.hand_over(arrived, create_graph=True)
         weights = [None] * len(call.owners)
     return (None, *others, *weights)
+
+
+def _view(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, Tensor) else value
+
+
+def _second_order(call: Call, parameter: Tensor | None) -> Tensor | None:
+    """The parameter in a graph of a gradient, whose backward treats it as the op itself does: no edge, and W waits."""
+    if parameter is None or not parameter.requires_grad:
+        return parameter
+    own = Call((parameter,), call.launches, call.name)
+    own.route, own.listened = call.route, call.listened
+    return _WithoutEdge.apply(own, parameter.detach(), _anchor)
+
+
+class _WithoutEdge(torch.autograd.Function):
+    """A parameter's values; their gradient goes where the weight gradients of the op go."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, values: Tensor, anchor: Tensor) -> Tensor:
+        ctx.call = call
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        if not torch.is_grad_enabled():
+            weight_gradients(ctx.call, landing.add_gradients, (gradient,), ())
+        elif will_run(_anchor_node):
+            landing.hand_over([(ctx.call.owners[0], gradient)], create_graph=True)
+        return None, None, None
