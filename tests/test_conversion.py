@@ -67,6 +67,22 @@ def test_left_alone_gives_names_and_reasons() -> None:
     assert all(name.startswith("normed") for name in reasons)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(3, 4, dtype=torch.complex128),
+        lambda: nn.Embedding(5, 4, dtype=torch.complex64),
+        lambda: nn.RMSNorm(4, dtype=torch.complex64),
+        lambda: OwnNorm(4).to(torch.complex64),
+    ],
+)
+def test_complex_modules_stay_as_they_are(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    kind = type(module)
+    assert type(zbkern.convert(module)) is kind
+    assert zbkern.left_alone(module) == {"": "its parameters are complex; zbkern's layers are for real numbers"}
+
+
 def test_filter_chooses() -> None:
     model = zbkern.convert(make(), filter=lambda name, module: name == "plain.0")
     assert type(model["plain"][0]) is zbkern.nn.Linear

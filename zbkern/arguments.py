@@ -19,8 +19,15 @@ def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
         and x.dim() > 0
         and x.shape[-1] == weight.shape[not transposed]
         and x.device == weight.device
+        and not (x.is_complex() or weight.is_complex())
         and (
-            bias is None or (isinstance(bias, Tensor) and bias.numel() == weight.shape[transposed] and bias.dim() == 1)
+            bias is None
+            or (
+                isinstance(bias, Tensor)
+                and bias.numel() == weight.shape[transposed]
+                and bias.dim() == 1
+                and not bias.is_complex()
+            )
         )
     )
 
@@ -225,7 +232,7 @@ def check_linear_cross_entropy(
 
 
 def _check_tensors(op: str, **arguments: Tensor) -> None:
-    """All are tensors, on the device of the first."""
+    """All are tensors of real numbers, on the device of the first."""
     first, leader = next(iter(arguments.items()))
     for argument, value in arguments.items():
         if not isinstance(value, Tensor):
@@ -233,4 +240,8 @@ def _check_tensors(op: str, **arguments: Tensor) -> None:
         if value.device != leader.device:
             raise ValueError(
                 f"{op}: {argument} is on {value.device} and {first} on {leader.device}; move one with .to(device)"
+            )
+        if value.is_complex():
+            raise TypeError(
+                f"{op}: {argument} must be real numbers; got {value.dtype}; use torch's own operation for complex ones"
             )

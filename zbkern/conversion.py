@@ -69,6 +69,8 @@ def _twin(module: Module) -> type[Module] | str:
     kind = type(module)
     if _is_ours(kind):
         return "it is zbkern's"
+    if any(p is not None and p.is_complex() for p in module._parameters.values()):
+        return "its parameters are complex; zbkern's layers are for real numbers"
     if kind not in _TWINS:
         known = next((base for base in kind.__mro__ if base in _TWINS), None)
         if known is not None:
