@@ -336,7 +336,8 @@ def _autocast(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     dtype = x.dtype
     if torch._C._is_any_autocast_enabled():
         device = x.device.type
-        if torch.is_autocast_enabled(device) and x.is_floating_point() and dtype != torch.float64:
+        enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta, say
+        if enabled and x.is_floating_point() and dtype != torch.float64:
             return x.to(torch.get_autocast_dtype(device))
     for weight in weights:
         if weight is not None and weight.dtype != dtype:
