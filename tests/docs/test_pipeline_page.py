@@ -49,12 +49,15 @@ def test_the_example_runs(two_ranks: Any, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "step-00000002").is_dir()
 
 
-def test_the_llama_in_parts_is_the_whole_one() -> None:
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_llama_in_parts_is_the_whole_one(attention: str) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
     if int(transformers.__version__.split(".")[0]) < 5:
         pytest.skip("the page is about transformers 5: layers returned tuples before")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=8, num_key_value_heads=2)
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=8, num_key_value_heads=2, attn_implementation=attention
+    )
     whole = transformers.LlamaForCausalLM(config).double()
     code = next(block for block in blocks() if "class Part" in block)
     parts = []
@@ -63,8 +66,14 @@ def test_the_llama_in_parts_is_the_whole_one() -> None:
         exec(code, names)
         parts.append(names["chunk"])
     assert set().union(*(part.state_dict() for part in parts)) == set(whole.state_dict())
+    assert zbkern.left_alone(parts[0]) == {}  # as the page says
     tokens = torch.randint(61, (2, 7))
-    torch.testing.assert_close(parts[1](parts[0](tokens)), whole(tokens).logits)
+    logits = parts[1](parts[0](tokens))
+    torch.testing.assert_close(logits, whole(tokens).logits)
+    tokens[:, -1] = (tokens[:, -1] + 1) % 61
+    others = parts[1](parts[0](tokens))
+    torch.testing.assert_close(others[:, :-1], logits[:, :-1])  # no position sees a later one
+    assert not torch.allclose(others[:, -1], logits[:, -1])
 
 
 def logging_example(line: str) -> str:
