@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zbkern
 from zbkern import testing
+from zbkern.kernels.dispatch import UnavailableError
 
 
 class Special(nn.Linear):
@@ -230,3 +231,24 @@ def test_converted_norms_are_copied_and_pickled() -> None:
         x = torch.randn(2, 16)
         assert torch.equal(other(x), model(x))
         assert type(zbkern.restore(other)[0]) is OwnNorm
+
+
+def test_impl_goes_with_the_modules() -> None:
+    model = nn.Sequential(OwnNorm(), nn.Linear(16, 4), zbkern.nn.MLP(4, 4), nn.Conv1d(1, 1, 1))
+    assert zbkern.convert(model, impl="torch") is model
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [getattr(module, "zbkern_impl", None) for module in copied] == ["torch", "torch", "torch", None]
+    assert "impl='torch'" in repr(model[0])
+    assert "impl='torch'" in repr(model[1])
+    zbkern.convert(model)  # says nothing about it
+    assert model[1].zbkern_impl == "torch"
+    zbkern.convert(model, filter=lambda name, module: name == "0", impl="cuda")
+    assert [module.zbkern_impl for module in model[:2]] == ["cuda", "torch"]
+    with pytest.raises(UnavailableError, match="rms_norm: impl='cuda' cannot run on cpu"):
+        model(torch.ones(2, 16))
+    zbkern.restore(model)
+    assert "zbkern_impl" not in vars(model[0])
+    assert type(model[0]) is OwnNorm
+    with pytest.raises(ValueError, match=r"convert: impl must be .auto. or one of .* got 'magic'"):
+        zbkern.convert(model, impl="magic")
+    assert type(model[0]) is OwnNorm

@@ -318,6 +318,13 @@ def linear_cross_entropy(
     return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
 
 
+def check_impl(caller: str, impl: str) -> str:
+    """impl. Raises ValueError where no implementation has this name; whether it can run, its first call finds out."""
+    if impl != "auto" and impl not in spec.IMPLEMENTATIONS:
+        raise ValueError(f'{caller}: impl must be "auto" or one of {spec.IMPLEMENTATIONS}; got {impl!r}')
+    return impl
+
+
 def _plain(x: Tensor, weight: Tensor) -> bool:
     """False for tensor subclasses, under function transforms and inside torch.compile: these need operations that torch
     can see through. There the whole backward is one piece, and its W does not wait."""
