@@ -38,7 +38,11 @@ def c(*shape: int) -> Tensor:
         (lambda: Z.linear(t(2, 5), t(4, 5).double()), TypeError, "linear: x is torch.float32 and a weight or bias"),
         (lambda: Z.linear(t(2, 5), t(4, 5), t(4).double()), TypeError, "a weight or bias torch.float64; convert one"),
         (lambda: Z.linear(t(2, 5), t(4, 5, device="meta")), ValueError, "linear: weight is on meta and x on cpu"),
-        (lambda: Z.linear(c(2, 5), c(4, 5)), TypeError, "linear: x must be real numbers; got torch.complex64; use torch"),
+        (
+            lambda: Z.linear(c(2, 5), c(4, 5)),
+            TypeError,
+            "linear: x must be real numbers; got torch.complex64; use torch",
+        ),
         (lambda: Z.linear(t(2, 5), c(4, 5)), TypeError, "linear: weight must be real numbers; got torch.complex64"),
         (lambda: Z.linear(t(2, 5), t(4, 5), c(4)), TypeError, "linear: bias must be real numbers"),
         (lambda: Z.swiglu(t(2, 5), t(4, 5), c(4, 5), t(5, 4)), TypeError, "gated_mlp: up must be real numbers"),

@@ -167,6 +167,8 @@ def rms_norm(
     residual: of x's shape; then returns (norm of summed, summed), summed = x + residual, in one pass each way.
     """
     arguments.check_norm("rms_norm", x, weight, None, residual)
+    if eps is not None:
+        arguments.check_number("rms_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
@@ -218,6 +220,7 @@ def layer_norm(
     residual: as in `rms_norm`.
     """
     arguments.check_norm("layer_norm", x, weight, bias, residual)
+    arguments.check_number("layer_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
         return norm_functions.layer_norm_with_torch(weight, bias, x, eps, residual)
@@ -247,7 +250,9 @@ def attention(
     installed FlashAttention; `zbkern info` says which.
     """
     arguments.check_attention(q, k, v, causal, window, sequences, key_sequences)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    arguments.check_number("attention", "scale", scale)
     q, k, v = (_autocast("attention", t, t) for t in (q, k, v))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
@@ -303,7 +308,9 @@ def linear_cross_entropy(
     every row's loss (PaLM, arXiv 2204.02311). chunk: rows whose logits exist at one time. The loss is float32 (float64
     for float64 x). W computes the logits a second time.
     """
-    arguments.check_linear_cross_entropy(x, weight, target, bias, label_smoothing, reduction, chunk)
+    arguments.check_linear_cross_entropy(
+        x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, chunk
+    )
     options = spec.CrossEntropyOptions(ignore_index, float(label_smoothing), float(z_loss), chunk)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     if not _plain(x, weight):

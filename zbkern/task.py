@@ -45,8 +45,11 @@ class WGradTask:
         self.ready: Any = None  # an event after which `tensors` hold their values, where W has a stream of its own
         self.pins: list[list[int]] = []  # a queue's entries for the storages of the tensors
         version = 0  # grows whenever one of the tensors is modified in place
-        for tensor in tensors:
-            version += tensor._version
+        try:
+            for tensor in tensors:
+                version += tensor._version
+        except AttributeError:
+            raise TypeError(f"WGradTask: tensors must be a tuple of tensors; got {tensors!r}") from None
         self.version = version
         self.weight = (launch, *map(id, parameters))  # equal for tasks that can be one launch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,9 +63,11 @@ class SeparableFunction:
         """
         if not inputs or not isinstance(inputs[0], Tensor):
             raise TypeError(f"{cls.__name__}.apply: the first input must be a torch.Tensor; got {inputs[:1]}")
-        if isinstance(weights, Tensor) or not all(w is None or isinstance(w, Tensor) for w in weights):
+        listed = isinstance(weights, Iterable) and not isinstance(weights, Tensor)
+        weights = tuple(weights) if listed else weights
+        if not listed or not all(w is None or isinstance(w, Tensor) for w in weights):
             raise TypeError(f"{cls.__name__}.apply: weights must be a list of tensors or None; got {weights!r}")
-        call = Call(tuple(weights), cls, name or cls.__name__)  # type: ignore[arg-type]  # the class is its launches
+        call = Call(weights, cls, name or cls.__name__)  # type: ignore[arg-type]  # the class is its launches
         return apply(_Separable, call, inputs[0], len(inputs), *inputs[1:])
 
     @classmethod
