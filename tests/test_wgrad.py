@@ -258,7 +258,7 @@ def test_flops_are_counted() -> None:
 @pytest.mark.parametrize("key", [{"microbatch": 0}, {0}, (0, [1])])
 def test_keys_that_cannot_be_kept_are_refused(key: object) -> None:
     queue = zbkern.WGradQueue()
-    with pytest.raises(TypeError, match="WGradQueue.defer: key must be hashable, such as a number or a tuple; got"):
+    with pytest.raises(TypeError, match=r"WGradQueue.defer: key must be hashable, such as a number or a tuple; got"):
         queue.defer(key)
     for name in ("run", "run_one", "discard", "pending"):
         with pytest.raises(TypeError, match=f"WGradQueue.{name}: key must be hashable"):

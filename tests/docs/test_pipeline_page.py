@@ -156,3 +156,35 @@ def growing_batches() -> int:
 @pytest.mark.dist
 def test_another_number_of_microbatches(two_ranks: Any) -> None:
     assert two_ranks.run(growing_batches)[0] == 3
+
+
+def drift_example(code: str, folder: str) -> tuple[str, int]:
+    rank = torch.distributed.get_rank()
+    chunk, printed = zbkern.convert(make_chunk(rank)), []
+    with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, record=True) as pipe:
+        pipe.step(torch.ones(8, 8), torch.ones(8, 8))
+        exec(code.replace("step.html", f"{folder}/{rank}.html"), {"pipe": pipe, "print": printed.append})
+        return printed[0], len(pipe.samples)
+
+
+@pytest.mark.dist
+def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
+    code = next(block for block in blocks() if "drift" in block)
+    for rank, (text, samples) in enumerate(two_ranks.run(drift_example, code, str(tmp_path))):
+        assert "rank 1" in text
+        assert samples == 12  # F, B and W of four microbatches
+        assert (tmp_path / f"{rank}.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_queue_in_an_engine_of_ones_own() -> None:
+    layer, queue = zbkern.nn.Linear(3, 2), zbkern.WGradQueue()
+    x = torch.randn(4, 3)
+    names = {"torch": torch, "queue": queue, "chunk": 0, "microbatch": 1}
+    exec(blocks()[-1], names | {"outputs": layer(x), "gradients": torch.ones(4, 2)})
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 3))
+    assert queue.pending() == 0
+
+
+def test_no_program_of_the_page_is_left_out() -> None:
+    told = ["torchrun", "class Part", "broadcast_object_list", "bubble_rate", "drift", "queue.defer"]
+    assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)
