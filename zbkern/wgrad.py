@@ -147,7 +147,7 @@ class WGradQueue:
             first = next(iter(selected), None)
             if first is None:
                 return False
-            if first.delivers:
+            if first.has_hooks:
                 batch = next(grouping.batches(self._select("run_one", [first.key]), self.merge))
             elif self.merge:
                 weight = first.weight
@@ -259,7 +259,7 @@ class WGradQueue:
         if side is None:
             self._unpin(tasks)
         if gradients:  # the tasks are gone by now: if a hook raises, the gradient has landed all the same
-            landing.hand_over(gradients)
+            landing.accumulate_via_autograd(gradients)
         if self.listeners:
             with nullcontext() if side is None else streams.on(side.stream):  # after W, whichever stream it is on
                 for listener in self.listeners:
@@ -291,7 +291,7 @@ class WGradQueue:
                 self.join()
             if self._bytes <= self.max_bytes:
                 return
-            if not task.delivers:
+            if not task.has_hooks:
                 self._run([([[task]], False)], task)
             elif task.launch is not landing.add_gradients:
                 with torch.no_grad():
@@ -299,7 +299,9 @@ class WGradQueue:
                 self._remove([task])
                 if gradients:
                     parameters, sums = zip(*gradients, strict=True)
-                    self.add(WGradTask(landing.add_gradients, sums, parameters, 0, task.name, task.listened), task.key)
+                    self.add(
+                        WGradTask(landing.add_gradients, sums, parameters, 0, task.name, task.ddp_managed), task.key
+                    )
         if self._bytes > self.max_bytes:
             self.join()
 
@@ -366,7 +368,7 @@ def run_in_backward(task: WGradTask) -> None:
 
     Autograd, too, calls a parameter's hooks once per backward.
     """
-    if not task.delivers:
+    if not task.has_hooks:
         landing.accumulate([[task]])
         return
     backward = torch._C._current_graph_task_id()
