@@ -1,4 +1,4 @@
-"""convert keeps objects, parameters, hooks and keys; restore undoes it; left_alone says what stayed and why."""
+"""convert keeps objects, parameters, hooks and keys; restore undoes it; unconverted says what stayed and why."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def test_convert_keeps_everything_and_restore_undoes_it() -> None:
     assert [type(m) for m in model.modules()] == kinds
 
 
-def test_left_alone_gives_names_and_reasons() -> None:
-    reasons = zbkern.left_alone(zbkern.convert(make()))
+def test_unconverted_gives_names_and_reasons() -> None:
+    assert zbkern.left_alone is zbkern.unconverted  # its earlier name
+    reasons = zbkern.unconverted(zbkern.convert(make()))
     assert "subclass of Linear" in reasons.pop("special")
     assert "sparse" in reasons.pop("sparse")
     assert "2 dimensions" in reasons.pop("planes")
@@ -81,14 +82,14 @@ def test_complex_modules_stay_as_they_are(make: Callable[[], nn.Module]) -> None
     module = make()
     kind = type(module)
     assert type(zbkern.convert(module)) is kind
-    assert zbkern.left_alone(module) == {"": "its parameters are complex; zbkern's layers are for real numbers"}
+    assert zbkern.unconverted(module) == {"": "its parameters are complex; zbkern's layers are for real numbers"}
 
 
 def test_filter_chooses() -> None:
     model = zbkern.convert(make(), filter=lambda name, module: name == "plain.0")
     assert type(model["plain"][0]) is zbkern.nn.Linear
     assert type(model["embedding"]) is nn.Embedding
-    assert "filtered out" in zbkern.left_alone(model)["embedding"]
+    assert "filtered out" in zbkern.unconverted(model)["embedding"]
     zbkern.convert(model)
     zbkern.restore(model, filter=lambda name, module: name == "embedding")
     assert type(model["plain"][0]) is zbkern.nn.Linear
@@ -179,7 +180,7 @@ def test_a_norm_of_ones_own_is_converted() -> None:
         zbkern.convert(model)
     assert not calls
     assert isinstance(model[0], OwnNorm)
-    assert zbkern.left_alone(model) == {}
+    assert zbkern.unconverted(model) == {}
     queue = zbkern.WGradQueue()
     with queue.defer():
         testing.assert_close(model(x), untouched(x), "output")
@@ -196,12 +197,12 @@ def test_a_norm_of_ones_own_is_converted() -> None:
 
 @pytest.mark.parametrize("kind", [Shifted, Detached, EpsOutside, OverTokens, Clamped, Wide, Failing])
 def test_norms_that_only_look_like_it_are_left_alone(kind: Callable[[], nn.Module]) -> None:
-    assert "does not compute RMSNorm" in zbkern.left_alone(zbkern.convert(kind()))[""]
+    assert "does not compute RMSNorm" in zbkern.unconverted(zbkern.convert(kind()))[""]
 
 
 @pytest.mark.parametrize("kind", [Gated, Counting])
 def test_norms_with_more_to_them_are_not_even_tried(kind: Callable[[], nn.Module]) -> None:
-    assert "has no zbkern twin" in zbkern.left_alone(zbkern.convert(kind()))[""]
+    assert "has no zbkern twin" in zbkern.unconverted(zbkern.convert(kind()))[""]
 
 
 def test_a_forward_that_was_replaced_stays() -> None:

@@ -1,5 +1,7 @@
 """Wrong calls of the public API, one a line: which error they raise, and what its message must say."""
 
+# ruff: noqa: F401  (the calls are text, which ruff does not read)
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,12 +12,26 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
+from zbkern import WGradQueue, optim, testing
+from zbkern import functional as Z
+from zbkern import nn as N
+from zbkern.data_parallel import ShardedReduction
 from zbkern.kernels.dispatch import UnavailableError
 from zbkern.pipeline import (
+    Action,
     Costs,
+    Optimizer,
     Pipeline,
     PipelineError,
+    Schedule,
     ScheduleError,
+    checkpoint,
+    clip_grad_norm_,
+    draw,
+    grad_norm,
+    plan,
+    profile,
+    simulate,
 )
 from zbkern.pipeline import schedules as S
 from zbkern.pipeline.local_transport import LocalTransport
@@ -86,7 +102,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("zbkern.convert(nn.Linear)", TypeError, "convert: model must be a torch.nn.Module; got type"),
     ("zbkern.restore(None)", TypeError, "restore: model must be a torch.nn.Module; got NoneType"),
     ("zbkern.restore(layer(), filter=1)", TypeError, "restore: filter must be callable as filter(name, module); got"),
-    ("zbkern.left_alone('model')", TypeError, "left_alone: model must be a torch.nn.Module; got str"),
+    ("zbkern.unconverted('model')", TypeError, "unconverted: model must be a torch.nn.Module; got str"),
     ("zbkern.nothing", AttributeError, "module 'zbkern' has no attribute 'nothing'"),
     ("WGradQueue(max_bytes=-1)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
     ("WGradQueue(max_bytes='1GB')", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),

@@ -33,7 +33,7 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None)
     out.) A subclass of one of torch's may override what it inherits and stays. filter(name, module) says whether to
     convert that module; None converts all. impl: "auto", "cuda", "triton" or "torch", which the converted modules keep
     as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as it is, "auto" at first. A named one that
-    cannot run raises UnavailableError when a module is called. `left_alone` tells what stayed, `restore` undoes it.
+    cannot run raises UnavailableError when a module is called. `unconverted` tells what stayed, `restore` undoes it.
     Raises TypeError for a model that is no module, ValueError for an impl that does not exist.
     """
     _check("convert", model, filter)
@@ -65,15 +65,18 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
     return model
 
 
-def left_alone(model: Module) -> dict[str, str]:
+def unconverted(model: Module) -> dict[str, str]:
     """Every module with parameters of its own that is not zbkern's, by name, with the reason it was not converted."""
-    _check("left_alone", model, None)
+    _check("unconverted", model, None)
     reasons = {}
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)) and not _is_ours(type(module)):
             twin = _twin(module)
             reasons[name] = twin if isinstance(twin, str) else "not converted yet, or filtered out"
     return reasons
+
+
+left_alone = unconverted  # its earlier name
 
 
 def _twin(module: Module) -> type[Module] | str:

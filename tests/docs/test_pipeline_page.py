@@ -66,7 +66,7 @@ def test_the_llama_in_parts_is_the_whole_one(attention: str) -> None:
         exec(code, names)
         parts.append(names["chunk"])
     assert set().union(*(part.state_dict() for part in parts)) == set(whole.state_dict())
-    assert zbkern.left_alone(parts[0]) == {}  # as the page says
+    assert zbkern.unconverted(parts[0]) == {}  # as the page says
     tokens = torch.randint(61, (2, 7))
     logits = parts[1](parts[0](tokens))
     torch.testing.assert_close(logits, whole(tokens).logits)
@@ -171,7 +171,7 @@ def drift_example(code: str, folder: str) -> tuple[str, int]:
 def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
     code = next(block for block in blocks() if "drift" in block)
     for rank, (text, samples) in enumerate(two_ranks.run(drift_example, code, str(tmp_path))):
-        assert "rank 1" in text
+        assert text.startswith("measured ")
         assert samples == 12  # F, B and W of four microbatches
         assert (tmp_path / f"{rank}.html").read_text().startswith("<!doctype html>")
 

@@ -204,8 +204,8 @@ def _why_fused(module: torch.nn.Module) -> str:
     kinds = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
     if "zbkern.nn" not in kinds:
         return (
-            "none of its layers is zbkern's; call zbkern.convert on it before the Pipeline (zbkern.left_alone says why "
-            "a layer stays torch's)"
+            "none of its layers is zbkern's; call zbkern.convert on it before the Pipeline (zbkern.unconverted says "
+            "why a layer stays torch's)"
         )
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return (
