@@ -101,7 +101,7 @@ def warnings_of(caplog: Any, modules: list[list[nn.Module]], tied: Any = lambda 
 
 
 def test_a_forgotten_tie_is_told_with_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
-    table = nn.Embedding(7, WIDTH)
+    table = nn.Embedding(700, WIDTH)
     modules: list[list[nn.Module]] = [[Table(table)], [Top(nn.Parameter(table.weight.detach().clone()))]]
     (said,) = warnings_of(caplog, modules)
     assert "'embedding.weight' of chunk 0 on rank 0 and 'head.weight' of chunk 1 on rank 1 hold the same values" in said

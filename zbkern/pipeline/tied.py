@@ -184,7 +184,7 @@ def _digest(parameter: Tensor) -> bytes | None:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.is_meta or not local.numel():
         return None
-    values = local.detach().flatten()[:: max(1, local.numel() // SAMPLE)][:SAMPLE].cpu()
+    values = local.detach().flatten()[:: max(1, local.numel() // SAMPLE)][:SAMPLE].cpu().contiguous()
     raw = bytes(values.view(torch.uint8).tolist())
     if raw == raw[: values.element_size()] * len(values):
         return None
