@@ -275,3 +275,17 @@ def test_w_on_meta(autocast: bool) -> None:
         assert queue.run() == 1
     assert layer.weight.grad.is_meta
     assert layer.weight.grad.shape == (3, 4)
+
+
+def test_a_queue_that_was_refused_leaves_the_others_as_they_are() -> None:
+    """A layer with hooks asks whether some queue exists."""
+    queue, layer, seen = zbkern.WGradQueue(), zbkern.nn.Linear(4, 3), []
+    for options in ({"stream": "side"}, {"max_bytes": -1}, {"merge": "maybe"}):
+        with pytest.raises((TypeError, ValueError)):
+            zbkern.WGradQueue(**options)
+    layer.weight.register_post_accumulate_grad_hook(seen.append)
+    with queue.defer():
+        layer(torch.ones(2, 4)).sum().backward()
+    assert not seen
+    queue.run()
+    assert len(seen) == 1

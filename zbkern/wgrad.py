@@ -61,8 +61,8 @@ class WGradQueue:
         self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes, itself
         self._bytes = 0
         self._lock = threading.RLock()
+        _count(1)  # before what may raise: __del__ counts it out
         self.stream = stream
-        _count(1)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
