@@ -85,6 +85,16 @@ def test_complex_modules_stay_as_they_are(make: Callable[[], nn.Module]) -> None
     assert zbkern.unconverted(module) == {"": "its parameters are complex; zbkern's layers are for real numbers"}
 
 
+def test_lazy_modules_are_converted_once_they_have_a_shape() -> None:
+    model = zbkern.convert(nn.Sequential(nn.LazyLinear(4), nn.LazyConv1d(2, 1)))
+    assert [type(module) for module in model] == [nn.LazyLinear, nn.LazyConv1d]
+    assert set(zbkern.unconverted(model).values()) == {
+        "its parameters have no shape yet; call it once, then convert it"
+    }
+    model[0](torch.ones(2, 3))
+    assert type(zbkern.convert(model)[0]) is zbkern.nn.Linear
+
+
 def test_filter_chooses() -> None:
     model = zbkern.convert(make(), filter=lambda name, module: name == "plain.0")
     assert type(model["plain"][0]) is zbkern.nn.Linear

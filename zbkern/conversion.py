@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from zbkern import functional, nn
 from zbkern.recognition import is_rms_norm, looks_like_rms_norm
@@ -84,6 +85,8 @@ def _twin(module: Module) -> type[Module] | str:
     kind = type(module)
     if _is_ours(kind):
         return "it is zbkern's"
+    if any(is_lazy(p) for p in module._parameters.values()):
+        return "its parameters have no shape yet; call it once, then convert it"
     if any(p is not None and p.is_complex() for p in module._parameters.values()):
         return "its parameters are complex; zbkern's layers are for real numbers"
     if kind not in _TWINS:
