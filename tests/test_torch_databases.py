@@ -167,4 +167,4 @@ def test_ops(databases: Any, name: str) -> None:
         for how in WAYS:
             shapes = [list(t.shape) for t in arguments[0] if isinstance(t, Tensor)]
             assert_equal(results(ours, arguments, how), expected, f"{name} {shapes} {arguments[1]}, {how}")
-    assert taken >= 3
+    assert taken >= 2

@@ -172,7 +172,7 @@ def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
     code = next(block for block in blocks() if "drift" in block)
     for rank, (text, samples) in enumerate(two_ranks.run(drift_example, code, str(tmp_path))):
         assert text.startswith("measured ")
-        assert samples == 12  # F, B and W of four microbatches
+        assert 8 < samples <= 12  # F, B and W of four microbatches; neighbouring W are one
         assert (tmp_path / f"{rank}.html").read_text().startswith("<!doctype html>")
 
 
