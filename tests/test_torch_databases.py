@@ -67,9 +67,11 @@ def assert_equal(found: list[Tensor | None], expected: list[Tensor | None], name
             testing.assert_close(ours.nan_to_num(), theirs.nan_to_num(), name, scale=1e-3)
 
 
+MOST = 16  # samples of one module, spread over all that there are: a loss of torch's has 857
 WAYS = ("immediate", "backward", "forward, too")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of nested tensors, which some transformers do without
 def test_modules(databases: Any) -> None:
     """Every module of the database stays as it is or, where convert knows a part of it, computes the same."""
     converted: dict[str, int] = {}
@@ -79,7 +81,7 @@ def test_modules(databases: Any) -> None:
             samples = info.module_inputs_func(
                 info, device="cpu", dtype=torch.float64, requires_grad=True, training=training
             )
-            for sample in samples:
+            for sample in samples[:: 1 + len(samples) // MOST]:
                 arguments = sample.constructor_input
                 module = info.module_cls(*arguments.args, **arguments.kwargs)
                 kinds = [type(part) for part in module.modules()]

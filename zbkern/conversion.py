@@ -85,9 +85,10 @@ def _twin(module: Module) -> type[Module] | str:
     kind = type(module)
     if _is_ours(kind):
         return "it is zbkern's"
-    if any(is_lazy(p) for p in module._parameters.values()):
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if any(is_lazy(parameter) for parameter in own):
         return "its parameters have no shape yet; call it once, then convert it"
-    if any(p is not None and p.is_complex() for p in module._parameters.values()):
+    if any(parameter.is_complex() for parameter in own):
         return "its parameters are complex; zbkern's layers are for real numbers"
     if kind not in _TWINS:
         known = next((base for base in kind.__mro__ if base in _TWINS), None)
