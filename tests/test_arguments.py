@@ -19,6 +19,10 @@ def t(*shape: int, device: str = "cpu") -> Tensor:
     return torch.zeros(shape, device=device)
 
 
+def c(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.complex64)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -34,6 +38,22 @@ def t(*shape: int, device: str = "cpu") -> Tensor:
         (lambda: Z.linear(t(2, 5), t(4, 5).double()), TypeError, "linear: x is torch.float32 and a weight or bias"),
         (lambda: Z.linear(t(2, 5), t(4, 5), t(4).double()), TypeError, "a weight or bias torch.float64; convert one"),
         (lambda: Z.linear(t(2, 5), t(4, 5, device="meta")), ValueError, "linear: weight is on meta and x on cpu"),
+        (
+            lambda: Z.linear(c(2, 5), c(4, 5)),
+            TypeError,
+            "linear: x must be real numbers; got torch.complex64; use torch",
+        ),
+        (lambda: Z.linear(t(2, 5), c(4, 5)), TypeError, "linear: weight must be real numbers; got torch.complex64"),
+        (lambda: Z.linear(t(2, 5), t(4, 5), c(4)), TypeError, "linear: bias must be real numbers"),
+        (lambda: Z.swiglu(t(2, 5), t(4, 5), c(4, 5), t(5, 4)), TypeError, "gated_mlp: up must be real numbers"),
+        (lambda: Z.grouped_linear(c(5, 4), c(1, 2, 4), [5]), TypeError, "grouped_linear: x must be real numbers"),
+        (lambda: Z.embedding(INDICES, c(7, 4)), TypeError, "embedding: weight must be real numbers"),
+        (lambda: Z.rms_norm(c(2, 5)), TypeError, "rms_norm: x must be real numbers"),
+        (lambda: Z.layer_norm(t(2, 5), c(5)), TypeError, "layer_norm: weight must be real numbers"),
+        (lambda: Z.rms_norm(t(2, 5), residual=c(2, 5)), TypeError, "rms_norm: residual must be real numbers"),
+        (lambda: Z.attention(*[c(1, 2, 3, 4)] * 3), TypeError, "attention: q must be real numbers"),
+        (lambda: Z.rotary(c(5, 2, 4), t(5, 2), t(5, 2)), TypeError, "rotary: x must be real numbers"),
+        (lambda: Z.linear_cross_entropy(t(7, 5), c(9, 5), TARGET), TypeError, "entropy: weight must be real numbers"),
         (lambda: Z.linear(t(2, 5), t(4, 5), impl="magic"), UnavailableError, "there is no implementation 'magic'"),
         (lambda: Z.linear(t(2, 5), t(4, 5), impl="cuda"), UnavailableError, "linear: impl='cuda' cannot run on cpu"),
         (lambda: Z.gated_mlp(t(2, 5), t(4, 5), t(3, 5), t(5, 4)), ValueError, "up must have gate's shape"),

@@ -1,4 +1,4 @@
-"""convert keeps objects, parameters, hooks and keys; restore undoes it; left_alone says what stayed and why."""
+"""convert keeps objects, parameters, hooks and keys; restore undoes it; unconverted says what stayed and why."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zbkern
 from zbkern import testing
+from zbkern.kernels.dispatch import UnavailableError
 
 
 class Special(nn.Linear):
@@ -57,8 +58,9 @@ def test_convert_keeps_everything_and_restore_undoes_it() -> None:
     assert [type(m) for m in model.modules()] == kinds
 
 
-def test_left_alone_gives_names_and_reasons() -> None:
-    reasons = zbkern.left_alone(zbkern.convert(make()))
+def test_unconverted_gives_names_and_reasons() -> None:
+    assert zbkern.left_alone is zbkern.unconverted  # its earlier name
+    reasons = zbkern.unconverted(zbkern.convert(make()))
     assert "subclass of Linear" in reasons.pop("special")
     assert "sparse" in reasons.pop("sparse")
     assert "2 dimensions" in reasons.pop("planes")
@@ -67,11 +69,37 @@ def test_left_alone_gives_names_and_reasons() -> None:
     assert all(name.startswith("normed") for name in reasons)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(3, 4, dtype=torch.complex128),
+        lambda: nn.Embedding(5, 4, dtype=torch.complex64),
+        lambda: nn.RMSNorm(4, dtype=torch.complex64),
+        lambda: OwnNorm(4).to(torch.complex64),
+    ],
+)
+def test_complex_modules_stay_as_they_are(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    kind = type(module)
+    assert type(zbkern.convert(module)) is kind
+    assert zbkern.unconverted(module) == {"": "its parameters are complex; zbkern's layers are for real numbers"}
+
+
+def test_lazy_modules_are_converted_once_they_have_a_shape() -> None:
+    model = zbkern.convert(nn.Sequential(nn.LazyLinear(4), nn.LazyConv1d(2, 1)))
+    assert [type(module) for module in model] == [nn.LazyLinear, nn.LazyConv1d]
+    assert set(zbkern.unconverted(model).values()) == {
+        "its parameters have no shape yet; call it once, then convert it"
+    }
+    model[0](torch.ones(2, 3))
+    assert type(zbkern.convert(model)[0]) is zbkern.nn.Linear
+
+
 def test_filter_chooses() -> None:
     model = zbkern.convert(make(), filter=lambda name, module: name == "plain.0")
     assert type(model["plain"][0]) is zbkern.nn.Linear
     assert type(model["embedding"]) is nn.Embedding
-    assert "filtered out" in zbkern.left_alone(model)["embedding"]
+    assert "filtered out" in zbkern.unconverted(model)["embedding"]
     zbkern.convert(model)
     zbkern.restore(model, filter=lambda name, module: name == "embedding")
     assert type(model["plain"][0]) is zbkern.nn.Linear
@@ -162,7 +190,7 @@ def test_a_norm_of_ones_own_is_converted() -> None:
         zbkern.convert(model)
     assert not calls
     assert isinstance(model[0], OwnNorm)
-    assert zbkern.left_alone(model) == {}
+    assert zbkern.unconverted(model) == {}
     queue = zbkern.WGradQueue()
     with queue.defer():
         testing.assert_close(model(x), untouched(x), "output")
@@ -179,12 +207,12 @@ def test_a_norm_of_ones_own_is_converted() -> None:
 
 @pytest.mark.parametrize("kind", [Shifted, Detached, EpsOutside, OverTokens, Clamped, Wide, Failing])
 def test_norms_that_only_look_like_it_are_left_alone(kind: Callable[[], nn.Module]) -> None:
-    assert "does not compute RMSNorm" in zbkern.left_alone(zbkern.convert(kind()))[""]
+    assert "does not compute RMSNorm" in zbkern.unconverted(zbkern.convert(kind()))[""]
 
 
 @pytest.mark.parametrize("kind", [Gated, Counting])
 def test_norms_with_more_to_them_are_not_even_tried(kind: Callable[[], nn.Module]) -> None:
-    assert "has no zbkern twin" in zbkern.left_alone(zbkern.convert(kind()))[""]
+    assert "has no zbkern twin" in zbkern.unconverted(zbkern.convert(kind()))[""]
 
 
 def test_a_forward_that_was_replaced_stays() -> None:
@@ -214,3 +242,24 @@ def test_converted_norms_are_copied_and_pickled() -> None:
         x = torch.randn(2, 16)
         assert torch.equal(other(x), model(x))
         assert type(zbkern.restore(other)[0]) is OwnNorm
+
+
+def test_impl_goes_with_the_modules() -> None:
+    model = nn.Sequential(OwnNorm(), nn.Linear(16, 4), zbkern.nn.MLP(4, 4), nn.Conv1d(1, 1, 1))
+    assert zbkern.convert(model, impl="torch") is model
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [getattr(module, "zbkern_impl", None) for module in copied] == ["torch", "torch", "torch", None]
+    assert "impl='torch'" in repr(model[0])
+    assert "impl='torch'" in repr(model[1])
+    zbkern.convert(model)  # says nothing about it
+    assert model[1].zbkern_impl == "torch"
+    zbkern.convert(model, filter=lambda name, module: name == "0", impl="cuda")
+    assert [module.zbkern_impl for module in model[:2]] == ["cuda", "torch"]
+    with pytest.raises(UnavailableError, match="rms_norm: impl='cuda' cannot run on cpu"):
+        model(torch.ones(2, 16))
+    zbkern.restore(model)
+    assert "zbkern_impl" not in vars(model[0])
+    assert type(model[0]) is OwnNorm
+    with pytest.raises(ValueError, match=r"convert: impl must be .auto. or one of .* got 'magic'"):
+        zbkern.convert(model, impl="magic")
+    assert type(model[0]) is OwnNorm

@@ -13,6 +13,7 @@ from torch import nn
 
 import zbkern
 from zbkern import testing
+from zbkern.kernels.dispatch import UnavailableError
 
 TWINS = [
     (zbkern.nn.Linear, nn.Linear, (5, 3), {}),
@@ -168,3 +169,41 @@ def test_linear_cross_entropy() -> None:
         x,
         target,
     )
+
+
+LAYERS: dict[str, Any] = {
+    "Linear": lambda **o: zbkern.nn.Linear(4, 4, **o),
+    "Embedding": lambda **o: zbkern.nn.Embedding(7, 4, **o),
+    "LayerNorm": lambda **o: zbkern.nn.LayerNorm(4, **o),
+    "RMSNorm": lambda **o: zbkern.nn.RMSNorm(4, **o),
+    "MLP": lambda **o: zbkern.nn.MLP(4, 6, **o),
+    "Attention": lambda **o: zbkern.nn.Attention(4, 2, **o),
+    "GroupedLinear": lambda **o: zbkern.nn.GroupedLinear(2, 4, 3, **o),
+    "LinearCrossEntropy": lambda **o: zbkern.nn.LinearCrossEntropy(4, 9, **o),
+}
+
+
+def called(name: str, layer: nn.Module) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 3 * 2 * 4).view(2, 3, 4)
+    if name == "Embedding":
+        return layer(torch.tensor([[0, 3, 3], [2, 0, 6]]))
+    if name == "GroupedLinear":
+        return layer(x.flatten(0, 1), [2, 4])
+    return layer(x, torch.tensor([[0, 3, 3], [2, 0, 6]])) if name == "LinearCrossEntropy" else layer(x)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_named_implementation_is_the_one_that_runs(name: str) -> None:
+    torch.manual_seed(0)
+    ours = LAYERS[name](impl="torch")
+    assert "impl='torch'" in repr(ours)
+    for layer in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert layer.zbkern_impl == "torch"
+        torch.testing.assert_close(called(name, layer), called(name, ours))
+    plain = LAYERS[name]()
+    assert plain.zbkern_impl == "auto"
+    assert "impl" not in repr(plain)
+    with pytest.raises(UnavailableError, match="impl='cuda' cannot run on cpu"):
+        called(name, LAYERS[name](impl="cuda"))
+    with pytest.raises(ValueError, match=f"{name}: impl must be \"auto\" or one of .* got 'magic'"):
+        LAYERS[name](impl="magic")

@@ -253,3 +253,39 @@ def test_flops_are_counted() -> None:
         layer(torch.randn(2, 3, 8)).sum().backward()
     assert [task.flops for task in queue.tasks()] == [2 * 6 * 8 * 4]
     queue.discard()
+
+
+@pytest.mark.parametrize("key", [{"microbatch": 0}, {0}, (0, [1])])
+def test_keys_that_cannot_be_kept_are_refused(key: object) -> None:
+    queue = zbkern.WGradQueue()
+    with pytest.raises(TypeError, match=r"WGradQueue.defer: key must be hashable, such as a number or a tuple; got"):
+        queue.defer(key)
+    for name in ("run", "run_one", "discard", "pending"):
+        with pytest.raises(TypeError, match=f"WGradQueue.{name}: key must be hashable"):
+            getattr(queue, name)(key)
+    assert queue.keys() == []
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_w_on_meta(autocast: bool) -> None:
+    layer, queue = zbkern.nn.Linear(4, 3, device="meta"), zbkern.WGradQueue()
+    with torch.autocast("cpu", enabled=autocast):
+        with queue.defer():
+            layer(torch.ones(2, 4, device="meta")).sum().backward()
+        assert queue.run() == 1
+    assert layer.weight.grad.is_meta
+    assert layer.weight.grad.shape == (3, 4)
+
+
+def test_a_queue_that_was_refused_leaves_the_others_as_they_are() -> None:
+    """A layer with hooks asks whether some queue exists."""
+    queue, layer, seen = zbkern.WGradQueue(), zbkern.nn.Linear(4, 3), []
+    for options in ({"stream": "side"}, {"max_bytes": -1}, {"merge": "maybe"}):
+        with pytest.raises((TypeError, ValueError)):
+            zbkern.WGradQueue(**options)
+    layer.weight.register_post_accumulate_grad_hook(seen.append)
+    with queue.defer():
+        layer(torch.ones(2, 4)).sum().backward()
+    assert not seen
+    queue.run()
+    assert len(seen) == 1

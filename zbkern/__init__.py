@@ -14,6 +14,7 @@ _HOME = {
     "convert": "zbkern.conversion",
     "left_alone": "zbkern.conversion",
     "restore": "zbkern.conversion",
+    "unconverted": "zbkern.conversion",
     "SeparableFunction": "zbkern.functions.separable",
     "WGradQueue": "zbkern.wgrad",
     "WGradTask": "zbkern.wgrad",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from zbkern.conversion import convert as convert
     from zbkern.conversion import left_alone as left_alone
     from zbkern.conversion import restore as restore
+    from zbkern.conversion import unconverted as unconverted
     from zbkern.functions.separable import SeparableFunction as SeparableFunction
     from zbkern.wgrad import WGradQueue as WGradQueue
     from zbkern.wgrad import WGradTask as WGradTask

@@ -19,8 +19,15 @@ def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
         and x.dim() > 0
         and x.shape[-1] == weight.shape[not transposed]
         and x.device == weight.device
+        and not (x.is_complex() or weight.is_complex())
         and (
-            bias is None or (isinstance(bias, Tensor) and bias.numel() == weight.shape[transposed] and bias.dim() == 1)
+            bias is None
+            or (
+                isinstance(bias, Tensor)
+                and bias.numel() == weight.shape[transposed]
+                and bias.dim() == 1
+                and not bias.is_complex()
+            )
         )
     )
 
@@ -84,6 +91,8 @@ def check_grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int] | Tens
         raise ValueError(
             f"grouped_linear: x must be [M, K] and weight [E, N, K]; got {list(x.shape)} and {list(weight.shape)}"
         )
+    if isinstance(counts, str) or not hasattr(counts, "__len__"):
+        raise TypeError(f"grouped_linear: counts must be a list or a tensor of integers; got {counts!r}")
     counts = torch.as_tensor(counts, device="cpu")
     if counts.numel() and (counts.is_floating_point() or counts.dtype == torch.bool):
         raise TypeError(f"grouped_linear: counts must be integers; got {counts.tolist()}")
@@ -109,6 +118,7 @@ def check_embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) ->
         raise ValueError(f"embedding: weight must be [V, K]; got {list(weight.shape)}")
     if padding_idx is None:
         return None
+    check_integer("embedding", "padding_idx", padding_idx)
     if not -weight.shape[0] <= padding_idx < weight.shape[0]:
         raise ValueError(f"embedding: padding_idx must be within the {weight.shape[0]} rows; got {padding_idx}")
     return padding_idx % weight.shape[0]
@@ -158,6 +168,8 @@ def check_attention(
             "attention: k and v must have one shape, q's batch and D, and a number of heads that divides q's; "
             f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
+    if window is not None:
+        check_integer("attention", "window", window)
     if window is not None and (not causal or window < 1):
         raise ValueError(f"attention: window must be at least 1 and needs causal=True; got {window}, causal={causal}")
     if batched and key_sequences is not None:
@@ -176,6 +188,10 @@ def sequence_ends(
 
 
 def _check_ends(argument: str, ends: Sequence[int], tokens: int) -> tuple[int, ...]:
+    if isinstance(ends, str) or not hasattr(ends, "__len__"):
+        raise TypeError(f"attention: {argument} must be a list of the ends of the sequences; got {ends!r}")
+    for end in ends:
+        check_integer("attention", argument, end)
     found = tuple(int(end) for end in ends)
     if len(found) < 1 or found[0] != 0 or list(found) != sorted(found) or found[-1] != tokens:
         raise ValueError(f"attention: {argument} must rise from 0 to the {tokens} tokens; got {list(found)}")
@@ -204,7 +220,9 @@ def check_linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
+    ignore_index: int,
     label_smoothing: float,
+    z_loss: float,
     reduction: str,
     chunk: int,
 ) -> None:
@@ -217,6 +235,10 @@ def check_linear_cross_entropy(
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'linear_cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}')
+    check_number("linear_cross_entropy", "label_smoothing", label_smoothing)
+    check_number("linear_cross_entropy", "z_loss", z_loss)
+    check_integer("linear_cross_entropy", "ignore_index", ignore_index)
+    check_integer("linear_cross_entropy", "chunk", chunk)
     if not 0 <= label_smoothing <= 1 or chunk < 1:
         raise ValueError(
             "linear_cross_entropy: label_smoothing must be within 0..1 and chunk at least 1; "
@@ -224,8 +246,18 @@ def check_linear_cross_entropy(
         )
 
 
+def check_number(op: str, argument: str, value: float) -> None:
+    if not hasattr(value, "__float__"):  # what numpy and torch call a number has it, too
+        raise TypeError(f"{op}: {argument} must be a number; got {value!r}")
+
+
+def check_integer(op: str, argument: str, value: int) -> None:
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{op}: {argument} must be an integer; got {value!r}")
+
+
 def _check_tensors(op: str, **arguments: Tensor) -> None:
-    """All are tensors, on the device of the first."""
+    """All are tensors of real numbers, on the device of the first."""
     first, leader = next(iter(arguments.items()))
     for argument, value in arguments.items():
         if not isinstance(value, Tensor):
@@ -233,4 +265,8 @@ def _check_tensors(op: str, **arguments: Tensor) -> None:
         if value.device != leader.device:
             raise ValueError(
                 f"{op}: {argument} is on {value.device} and {first} on {leader.device}; move one with .to(device)"
+            )
+        if value.is_complex():
+            raise TypeError(
+                f"{op}: {argument} must be real numbers; got {value.dtype}; use torch's own operation for complex ones"
             )

@@ -1,7 +1,7 @@
 """What all autograd functions share: how weight gradients travel from a backward to their parameters.
 
-A function (functions/) is applied through `apply`, takes a `Call` first and the graph's edges to the weights last, and
-gives its weight gradients to `weight_gradients`: the one place that decides whether they wait, are returned, or go
+A function (functions/) is applied through `apply`, takes an `OpCall` first and the graph's edges to the weights last,
+and gives its weight gradients to `weight_gradients`: the one place that decides whether they wait, are returned, or go
 through hooks.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zbkern import landing, wgrad
 
-Owners = tuple["Tensor | None", ...]
+Params = tuple["Tensor | None", ...]
 
 
 class Route(enum.Enum):
@@ -32,21 +32,21 @@ class Route(enum.Enum):
 _DETACHED = Route.DETACHED  # looked up once: in its class a member takes 60 ns to find
 
 
-class Call:
-    """What a function needs besides tensors: whose gradients it computes, by which launches, for which layer."""
+class OpCall:
+    """What a function needs besides tensors: whose gradients it computes, by which backend, for which layer."""
 
-    __slots__ = ("launches", "listened", "name", "owners", "route", "wanted")
+    __slots__ = ("backend", "ddp_managed", "name", "params", "params_requiring_grad", "route")
 
-    def __init__(self, owners: Owners, launches: ModuleType, name: str) -> None:
-        self.owners: tuple[Any, ...] = owners  # which may be None, the function knows
-        self.wanted = owners  # None for those that take no gradient; meant for DETACHED, elsewhere the edges tell
-        self.launches = launches
+    def __init__(self, params: Params, backend: ModuleType, name: str) -> None:
+        self.params: tuple[Any, ...] = params  # which may be None, the function knows
+        self.params_requiring_grad = params  # None for the others; meant for DETACHED, elsewhere the edges tell
+        self.backend = backend
         self.name = name
         self.route = Route.ATTACHED
-        self.listened = False  # DistributedDataParallel waits for these gradients
+        self.ddp_managed = False  # DistributedDataParallel waits for these gradients
 
 
-def apply(function: type[torch.autograd.Function], call: Call, x: Tensor, *arguments: Any) -> Any:
+def apply(function: type[torch.autograd.Function], call: OpCall, x: Tensor, *arguments: Any) -> Any:
     """`function.apply(call, x, *arguments, *edges)`, where the edges tie the output to the weights in the graph.
 
     Autograd visits a parameter's accumulation in B even when the function returns no gradient for it. That is too
@@ -56,15 +56,15 @@ def apply(function: type[torch.autograd.Function], call: Call, x: Tensor, *argum
     backward() from autograd.grad(y, x).
     """
     if not torch.is_grad_enabled():
-        return function.forward(_Nothing(2 + len(arguments) + len(call.owners)), call, x.detach(), *arguments)
+        return function.forward(_NoGradContext(2 + len(arguments) + len(call.params)), call, x.detach(), *arguments)
     if wgrad.possible:
         _choose_route(call)
     if call.route is _DETACHED:
         return function.apply(call, x, *arguments, _anchor)
-    return function.apply(call, x, *arguments, *call.owners)
+    return function.apply(call, x, *arguments, *call.params)
 
 
-class _Nothing:
+class _NoGradContext:
     """In the place of a function's context where there is no backward: half the time of a small layer's forward."""
 
     def __init__(self, inputs: int) -> None:
@@ -79,10 +79,10 @@ _anchor = torch.empty(0, requires_grad=True)
 _anchor_node = torch.autograd.graph.get_gradient_edge(_anchor).node
 
 
-def _choose_route(call: Call) -> None:
+def _choose_route(call: OpCall) -> None:
     """Detaches in a forward that asks for it, and when something listens to the accumulation."""
     detach = wgrad.current() is not None
-    wanted = call.owners
+    wanted = call.params
     for index, parameter in enumerate(wanted):
         if parameter is None:
             continue
@@ -95,14 +95,14 @@ def _choose_route(call: Call) -> None:
     module = sys.modules.get("torch.nn.parallel.distributed")
     ddp = None if module is None else module.DistributedDataParallel._active_ddp_module
     if ddp is not None:
-        call.listened = True
+        call.ddp_managed = True
         if ddp.find_unused_parameters or ddp.static_graph:  # both read the graph from the outputs to the parameters
             call.route = Route.IMMEDIATE
             return
         detach = True
     if detach and any(p is not None for p in wanted):
         call.route = Route.DETACHED
-        call.wanted = wanted
+        call.params_requiring_grad = wanted
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -111,45 +111,45 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def weight_gradients(
-    call: Call,
+    call: OpCall,
     launch: wgrad.Launch,
     tensors: wgrad.Segment,
     needs: Sequence[bool],
     arithmetic: int | Callable[[wgrad.Segment], int] = 0,
     part: slice | None = None,
 ) -> Sequence[Tensor | None]:
-    """The gradients of `call.owners`, or None where a queue (or the route) has taken them over.
+    """The gradients of `call.params`, or None where a queue (or the route) has taken them over.
 
     tensors: what the launch reads, detached. needs: ctx.needs_input_grad, the edges' last. arithmetic: the flops of the
-    launch, or what counts them. part: which owners the launch is for; None for all.
+    launch, or what counts them. part: which params the launch is for; None for all.
     What comes back belongs at the edges' places; where the graph has no edges it is None, which autograd ignores.
     """
-    owners = call.wanted if part is None else call.wanted[part]
+    params = call.params_requiring_grad if part is None else call.params_requiring_grad[part]
     scope = wgrad.current()
     if call.route is _DETACHED:
-        if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in owners)):
-            task = wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name, call.listened)
+        if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in params)):
+            task = wgrad.WGradTask(launch, tensors, params, arithmetic, call.name, call.ddp_managed)
             if scope is None:
                 wgrad.run_in_backward(task)
             else:
                 scope[0].add(task, scope[1])
-        return (None,) * len(owners)
-    needed = needs[-len(call.owners) :]
+        return (None,) * len(params)
+    needed = needs[-len(call.params) :]
     if part is not None:
         needed = needed[part]
-    owners = tuple([p if need else None for p, need in zip(owners, needed, strict=True)])
-    wanted = [p for p in owners if p is not None]
+    params = tuple([p if need else None for p, need in zip(params, needed, strict=True)])
+    wanted = [p for p in params if p is not None]
     if not wanted:
-        return owners
+        return params
     # Hooks that came after the forward run in this backward, so their gradient must be there now; autograd.grad returns
     # what it was asked for and accumulates nothing.
     if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in wanted):
-        scope[0].add(wgrad.WGradTask(launch, tensors, owners, arithmetic, call.name), scope[1])
-        return (None,) * len(owners)
+        scope[0].add(wgrad.WGradTask(launch, tensors, params, arithmetic, call.name), scope[1])
+        return (None,) * len(params)
     returning = getattr(launch, "returning", None)
     if returning is not None and all(p.dtype == tensors[0].dtype for p in wanted):
-        return returning(tensors, owners)
-    gradients = [None if p is None else landing.blank(p) for p in owners]
+        return returning(tensors, params)
+    gradients = [None if p is None else landing.blank(p) for p in params]
     launch([tensors], gradients, False)
     return gradients
 
@@ -170,24 +170,57 @@ def will_run(node: Any) -> bool:
 
 
 def differentiable_backward(
-    call: Call,
+    call: OpCall,
     forward: Callable[..., Any],
     inputs: Sequence[Any],
     dy: Tensor | Sequence[Tensor],
 ) -> tuple[Any, ...]:
     """What backward returns under create_graph=True: gradients with a graph of their own.
 
-    Recomputes the op with torch's operations, forward(*owners, *inputs); inputs: the arguments of `apply` after call.
+    Recomputes the op with torch's operations, forward(*params, *inputs); inputs: the arguments of `apply` after call.
     """
+    detached = call.route is _DETACHED
     with torch.enable_grad():
         # Views: what comes before x in the graph may depend on the same weights, and that is not this op's share.
-        arguments = [v.view_as(v) if isinstance(v, Tensor) else v for v in (*call.owners, *inputs)]
+        params = [_second_order(call, p) if detached else _view(p) for p in call.params]
+        arguments = [*params, *map(_view, inputs)]
         needed = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
         found = iter(torch.autograd.grad(forward(*arguments), needed, dy, create_graph=True, allow_unused=True))
     gradients = [next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in arguments]
-    weights, others = gradients[: len(call.owners)], gradients[len(call.owners) :]
-    if call.route is _DETACHED:
-        arrived = [(p, g) for p, g in zip(call.owners, weights, strict=True) if p is not None and g is not None]
-        landing.hand_over(arrived, create_graph=True)
-        weights = [None] * len(call.owners)
+    weights, others = gradients[: len(call.params)], gradients[len(call.params) :]
+    if detached:
+        if will_run(_anchor_node):  # autograd.grad(y, x) accumulates nothing
+            arrived = [(p, g) for p, g in zip(call.params, weights, strict=True) if p is not None and g is not None]
+            landing.accumulate_via_autograd(arrived, create_graph=True)
+        weights = [None] * len(call.params)
     return (None, *others, *weights)
+
+
+def _view(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, Tensor) else value
+
+
+def _second_order(call: OpCall, parameter: Tensor | None) -> Tensor | None:
+    """The parameter in a graph of a gradient, whose backward treats it as the op itself does: no edge, and W waits."""
+    if parameter is None or not parameter.requires_grad:
+        return parameter
+    own = OpCall((parameter,), call.backend, call.name)
+    own.route, own.ddp_managed = call.route, call.ddp_managed
+    return _WithoutEdge.apply(own, parameter.detach(), _anchor)
+
+
+class _WithoutEdge(torch.autograd.Function):
+    """A parameter's values; their gradient goes where the weight gradients of the op go."""
+
+    @staticmethod
+    def forward(ctx: Any, call: OpCall, values: Tensor, anchor: Tensor) -> Tensor:
+        ctx.call = call
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        if not torch.is_grad_enabled():
+            weight_gradients(ctx.call, landing.add_gradients, (gradient,), ())
+        elif will_run(_anchor_node):
+            landing.accumulate_via_autograd([(ctx.call.params[0], gradient)], create_graph=True)
+        return None, None, None

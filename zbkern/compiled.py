@@ -23,6 +23,7 @@ from torch import Tensor
 from zbkern import autograd, wgrad
 from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
+from zbkern.functions._shapes import as_rows
 from zbkern.kernels import dispatch, reference
 
 
@@ -48,9 +49,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
     return y if activation is None else reference.activation_function(activation)(y)
 
 
-def gated_mlp(x: Tensor, owners: Sequence[Any], activation: str) -> Tensor:
-    """functional.gated_mlp; owners: gate, up and down, then their biases."""
-    gate, up, down, *biases = owners
+def gated_mlp(x: Tensor, params: Sequence[Any], activation: str) -> Tensor:
+    """functional.gated_mlp; params: gate, up and down, then their biases."""
+    gate, up, down, *biases = params
     h = linear(x, gate, biases[0], activation, False) * linear(x, up, biases[1], None, False)
     return linear(h, down, biases[2], None, False)
 
@@ -91,21 +92,21 @@ def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bia
     weight, bias: what W is for, None where it takes no gradient. copy: the caller may write into x and dy as soon as
     this returns, so that what waits must be a copy.
     """
-    owners = (_owner(weight), _owner(bias))
-    if owners == (None, None):
+    params = (_parameter(weight), _parameter(bias))
+    if params == (None, None):
         return
     scope = wgrad.current()
     if copy and scope is not None:
         x, dy = x.clone(), dy.clone()
-    dy = linear_functions.as_rows(dy)
+    dy = as_rows(dy)
     if kind == "embedding":
         launch = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
-        task = wgrad.WGradTask(launch, (x.reshape(-1), dy), owners[:1], dy.numel(), "compiled embedding")
+        task = wgrad.WGradTask(launch, (x.reshape(-1), dy), params[:1], dy.numel(), "compiled embedding")
     else:
-        launches = dispatch.resolve("linear", "auto", dy.device.type)
-        launch = launches.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad(launches)
-        segment = (linear_functions.as_rows(x), dy)
-        task = wgrad.WGradTask(launch, segment, owners, linear_functions.linear_flops, "compiled linear")
+        backend = dispatch.resolve("linear", "auto", dy.device.type)
+        launch = backend.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad(backend)
+        segment = (as_rows(x), dy)
+        task = wgrad.WGradTask(launch, segment, params, linear_functions.linear_flops, "compiled linear")
     if scope is None:
         wgrad.run_in_backward(task)
     else:
@@ -156,7 +157,7 @@ def _register_lowering() -> None:
         V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in launch.inputs)
 
 
-def _owner(weight: Tensor | None) -> Tensor | None:
+def _parameter(weight: Tensor | None) -> Tensor | None:
     """The parameter that a tensor of the compiled graph is, or None where this backward accumulates nothing into it."""
     if weight is None:
         return None

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from zbkern import nn
+from zbkern import functional, nn
 from zbkern.recognition import is_rms_norm, looks_like_rms_norm
 
 Module = torch.nn.Module
@@ -24,21 +25,32 @@ _TWINS: dict[type[Module], type[Module]] = {
 _SUBCLASSES: dict[tuple[type[Module], type[Module]], type[Module]] = {}  # twins of classes that others define
 
 
-def convert(model: Model, filter: Filter | None = None) -> Model:
+def convert(model: Model, filter: Filter | None = None, impl: str | None = None) -> Model:
     """Gives every module that has a zbkern twin the twin's behaviour; returns `model`, changed in place.
 
     Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms that a
     library or you have written: modules whose only tensor is a weight [K], and which give RMSNorm's values and
     gradients on random tensors. (Where they round half precisions before the weight as well, that rounding is left
     out.) A subclass of one of torch's may override what it inherits and stays. filter(name, module) says whether to
-    convert that module; None converts all. `left_alone` tells what stayed, `restore` undoes it.
+    convert that module; None converts all. impl: "auto", "cuda", "triton" or "torch", which the converted modules keep
+    as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as it is, "auto" at first. A named one that
+    cannot run raises UnavailableError when a module is called. `unconverted` tells what stayed, `restore` undoes it.
+    Raises TypeError for a model that is no module, ValueError for an impl that does not exist.
     """
     _check("convert", model, filter)
+    if impl is not None:
+        functional.check_impl("convert", impl)
     for name, module in model.named_modules():
-        twin = _twin(module)
-        if not isinstance(twin, str) and (filter is None or filter(name, module)):
+        if not isinstance(module, nn.Layer):
+            twin = _twin(module)
+            if isinstance(twin, str) or not (filter is None or filter(name, module)):
+                continue
             module.__class__ = twin
             module.zbkern_name = name
+        elif filter is not None and not filter(name, module):
+            continue
+        if impl is not None:
+            module.zbkern_impl = impl
     return model
 
 
@@ -49,13 +61,14 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
         original = _original(type(module))
         if original is not None and (filter is None or filter(name, module)):
             module.__class__ = original
-            module.__dict__.pop("zbkern_name", None)
+            for own in ("zbkern_name", "zbkern_impl"):
+                module.__dict__.pop(own, None)
     return model
 
 
-def left_alone(model: Module) -> dict[str, str]:
+def unconverted(model: Module) -> dict[str, str]:
     """Every module with parameters of its own that is not zbkern's, by name, with the reason it was not converted."""
-    _check("left_alone", model, None)
+    _check("unconverted", model, None)
     reasons = {}
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)) and not _is_ours(type(module)):
@@ -64,11 +77,19 @@ def left_alone(model: Module) -> dict[str, str]:
     return reasons
 
 
+left_alone = unconverted  # its earlier name
+
+
 def _twin(module: Module) -> type[Module] | str:
     """The class of this module's twin, or why it has none."""
     kind = type(module)
     if _is_ours(kind):
         return "it is zbkern's"
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if any(is_lazy(parameter) for parameter in own):
+        return "its parameters have no shape yet; call it once, then convert it"
+    if any(parameter.is_complex() for parameter in own):
+        return "its parameters are complex; zbkern's layers are for real numbers"
     if kind not in _TWINS:
         known = next((base for base in kind.__mro__ if base in _TWINS), None)
         if known is not None:
@@ -110,7 +131,7 @@ def _subclass(behaviour: type[Module], kind: type[Module]) -> type[Module]:
 
 def _reduce(module: Module, protocol: Any) -> tuple[Any, ...]:
     """For copies and pickles of a module whose class is nowhere to be imported from."""
-    return _unpickled, type(module).__mro__[1:3], vars(module)
+    return _unpickled, type(module).__bases__, vars(module)
 
 
 def _unpickled(behaviour: type[Module], kind: type[Module]) -> Module:
@@ -122,7 +143,7 @@ def _original(kind: type[Module]) -> type[Module] | None:
     for original, twin in _TWINS.items():
         if kind is twin:
             return original
-    return kind.__mro__[2] if kind.__mro__[1] in (nn.TransposedLinear, nn.ForeignRMSNorm) else None
+    return kind.__bases__[1] if kind.__bases__[0] in (nn.TransposedLinear, nn.ForeignRMSNorm) else None
 
 
 def _check(caller: str, model: Module, filter: Filter | None) -> None:

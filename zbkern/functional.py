@@ -50,7 +50,7 @@ def linear(
     if not _plain(x, weight):
         return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)
     x = _autocast("linear", x, weight, bias)
-    call = autograd.Call((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
+    call = autograd.OpCall((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.Linear, call, x, activation, transposed)
 
 
@@ -73,13 +73,13 @@ def gated_mlp(
     Variants Improve Transformer (arXiv 2002.05202). Raises as `linear` does.
     """
     arguments.check_gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
-    owners = (gate, up, down, gate_bias, up_bias, down_bias)
-    if torch.compiler.is_compiling() and compiled.can_defer(x, *owners):
-        return compiled.gated_mlp(_autocast("gated_mlp", x, *owners), owners, activation)
+    params = (gate, up, down, gate_bias, up_bias, down_bias)
+    if torch.compiler.is_compiling() and compiled.can_defer(x, *params):
+        return compiled.gated_mlp(_autocast("gated_mlp", x, *params), params, activation)
     if not _plain(x, gate):
-        return linear_functions.gated_mlp_with_torch(*owners, x, activation)
-    x = _autocast("gated_mlp", x, *owners)
-    call = autograd.Call(owners, dispatch.resolve("gated_mlp", impl, x.device, x.dtype), name)
+        return linear_functions.gated_mlp_with_torch(*params, x, activation)
+    x = _autocast("gated_mlp", x, *params)
+    call = autograd.OpCall(params, dispatch.resolve("gated_mlp", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.GatedMLP, call, x, activation)
 
 
@@ -106,7 +106,7 @@ def grouped_linear(
     if not _plain(x, weight):
         return linear_functions.grouped_linear_with_torch(weight, bias, x, counts)
     x = _autocast("grouped_linear", x, weight, bias)
-    call = autograd.Call((weight, bias), dispatch.resolve("grouped_linear", impl, x.device, x.dtype), name)
+    call = autograd.OpCall((weight, bias), dispatch.resolve("grouped_linear", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.GroupedLinear, call, x, counts)
 
 
@@ -123,7 +123,7 @@ def embedding(
         return compiled.embedding(indices, weight, padding_idx)
     if not _plain(indices, weight):
         return embedding_functions.embedding_with_torch(weight, indices, padding_idx)
-    call = autograd.Call((weight,), dispatch.resolve("embedding", impl, weight.device, weight.dtype), name)
+    call = autograd.OpCall((weight,), dispatch.resolve("embedding", impl, weight.device, weight.dtype), name)
     return autograd.apply(embedding_functions.Embedding, call, indices, padding_idx)
 
 
@@ -167,12 +167,14 @@ def rms_norm(
     residual: of x's shape; then returns (norm of summed, summed), summed = x + residual, in one pass each way.
     """
     arguments.check_norm("rms_norm", x, weight, None, residual)
+    if eps is not None:
+        arguments.check_number("rms_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
         return norm_functions.rms_norm_with_torch(weight, x, eps, residual)
     x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
-    call = autograd.Call((weight,), dispatch.resolve("rms_norm", impl, x.device, x.dtype), name)
+    call = autograd.OpCall((weight,), dispatch.resolve("rms_norm", impl, x.device, x.dtype), name)
     return autograd.apply(norm_functions.RMSNorm, call, x, eps, residual)
 
 
@@ -218,11 +220,12 @@ def layer_norm(
     residual: as in `rms_norm`.
     """
     arguments.check_norm("layer_norm", x, weight, bias, residual)
+    arguments.check_number("layer_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
         return norm_functions.layer_norm_with_torch(weight, bias, x, eps, residual)
     x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
-    call = autograd.Call((weight, bias), dispatch.resolve("layer_norm", impl, x.device, x.dtype), name)
+    call = autograd.OpCall((weight, bias), dispatch.resolve("layer_norm", impl, x.device, x.dtype), name)
     return autograd.apply(norm_functions.LayerNorm, call, x, eps, residual)
 
 
@@ -247,7 +250,9 @@ def attention(
     installed FlashAttention; `zbkern info` says which.
     """
     arguments.check_attention(q, k, v, causal, window, sequences, key_sequences)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    arguments.check_number("attention", "scale", scale)
     q, k, v = (_autocast("attention", t, t) for t in (q, k, v))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
@@ -262,8 +267,8 @@ def attention(
         reason = dispatch.why_not("attention", "triton", q.device, q.dtype)
         ours = None if reason else dispatch.resolve("attention", "triton", q.device, q.dtype)
         return attention_paths.fastest(q, k, v, options, ours, reason)
-    launches = dispatch.resolve("attention", impl, q.device, q.dtype)
-    return attention_functions.attention(launches, q, k, v, options)
+    backend = dispatch.resolve("attention", impl, q.device, q.dtype)
+    return attention_functions.attention(backend, q, k, v, options)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl: str = "auto") -> Tensor:
@@ -278,8 +283,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl:
     arguments.check_rotary(x, cos, sin)
     if not _plain(x, cos):
         return rotary_functions.rotary_with_torch(x, cos, sin, interleaved)
-    launches = dispatch.resolve("rotary", impl, x.device, x.dtype)
-    return rotary_functions.Rotary.apply(launches, x, cos, sin, interleaved, False)
+    backend = dispatch.resolve("rotary", impl, x.device, x.dtype)
+    return rotary_functions.Rotary.apply(backend, x, cos, sin, interleaved, False)
 
 
 def linear_cross_entropy(
@@ -303,19 +308,28 @@ def linear_cross_entropy(
     every row's loss (PaLM, arXiv 2204.02311). chunk: rows whose logits exist at one time. The loss is float32 (float64
     for float64 x). W computes the logits a second time.
     """
-    arguments.check_linear_cross_entropy(x, weight, target, bias, label_smoothing, reduction, chunk)
+    arguments.check_linear_cross_entropy(
+        x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, chunk
+    )
     options = spec.CrossEntropyOptions(ignore_index, float(label_smoothing), float(z_loss), chunk)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     if not _plain(x, weight):
         loss = loss_functions.linear_cross_entropy_with_torch(weight, bias, rows, targets, options)
     else:
         rows = _autocast("linear_cross_entropy", rows, weight, bias)
-        launches = dispatch.resolve("linear_cross_entropy", impl, x.device, rows.dtype)
-        call = autograd.Call((weight, bias), launches, name)
+        backend = dispatch.resolve("linear_cross_entropy", impl, x.device, rows.dtype)
+        call = autograd.OpCall((weight, bias), backend, name)
         loss = autograd.apply(loss_functions.LinearCrossEntropy, call, rows, targets, options)
     if reduction == "none":
         return loss.view(target.shape)
     return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
+
+
+def check_impl(caller: str, impl: str) -> str:
+    """impl. Raises ValueError where no implementation has this name; whether it can run, its first call finds out."""
+    if impl != "auto" and impl not in spec.IMPLEMENTATIONS:
+        raise ValueError(f'{caller}: impl must be "auto" or one of {spec.IMPLEMENTATIONS}; got {impl!r}')
+    return impl
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
@@ -336,7 +350,8 @@ def _autocast(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     dtype = x.dtype
     if torch._C._is_any_autocast_enabled():
         device = x.device.type
-        if torch.is_autocast_enabled(device) and x.is_floating_point() and dtype != torch.float64:
+        enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta, say
+        if enabled and x.is_floating_point() and dtype != torch.float64:
             return x.to(torch.get_autocast_dtype(device))
     for weight in weights:
         if weight is not None and weight.dtype != dtype:

@@ -31,7 +31,7 @@ def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list
     joined: dict[tuple[Hashable, int], Hashable] = {}  # (key, parameter) -> its group, where hooks listen
     for task in selected:
         label: Hashable = task.weight if merge else task
-        if not task.delivers:
+        if not task.has_hooks:
             if label in groups:
                 groups[label].append(task)
             else:

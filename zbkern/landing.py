@@ -154,7 +154,7 @@ def add_gradients(segments: Sequence[Segment], outputs: Sequence[Tensor | None],
         accumulate = True
 
 
-def hand_over(gradients: list[tuple[Tensor, Tensor]], create_graph: bool = False) -> None:
+def accumulate_via_autograd(gradients: list[tuple[Tensor, Tensor]], create_graph: bool = False) -> None:
     """Gives gradients to leaf parameters through autograd's accumulation: every kind of hook runs as in a backward.
 
     A gradient whose parameter has a `main_grad` lands there first, and its hooks see zeros: they are told that the

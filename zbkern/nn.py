@@ -1,4 +1,8 @@
-"""Drop-in modules: arguments, parameters and state_dict keys of their torch twins, with separable B and W."""
+"""Drop-in modules: arguments, parameters and state_dict keys of their torch twins, with separable B and W.
+
+Each takes `impl`, "auto", "cuda", "triton" or "torch", as the functions of `zbkern.functional` do; a named one that
+cannot run raises UnavailableError when the module is called.
+"""
 
 from __future__ import annotations
 
@@ -10,59 +14,124 @@ from torch import Tensor
 from zbkern import functional
 
 
-class Linear(torch.nn.Linear):
-    """torch.nn.Linear whose weight gradient can be deferred: input [..., in_features], output [..., out_features]."""
+class Layer(torch.nn.Module):
+    """What all have: the name that errors and the queue call them, and which implementation computes them."""
 
     zbkern_name = ""
+    zbkern_impl = "auto"
+
+    def extra_repr(self) -> str:
+        own = [] if self.zbkern_impl == "auto" else [f"impl={self.zbkern_impl!r}"]
+        return ", ".join([*filter(None, [super().extra_repr()]), *own])
+
+
+class Linear(Layer, torch.nn.Linear):
+    """torch.nn.Linear whose weight gradient can be deferred: input [..., in_features], output [..., out_features]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.zbkern_impl = functional.check_impl("Linear", impl)
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, self.weight, self.bias, name=self.zbkern_name)
+        return functional.linear(input, self.weight, self.bias, impl=self.zbkern_impl, name=self.zbkern_name)
 
 
-class Embedding(torch.nn.Embedding):
+class Embedding(Layer, torch.nn.Embedding):
     """torch.nn.Embedding whose whole backward can be deferred: input [...] integers, output [..., embedding_dim].
 
     max_norm, scale_grad_by_freq and sparse are torch's alone: with one of them set this is torch's module.
     """
 
-    zbkern_name = ""
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        impl: str = "auto",
+    ) -> None:
+        sizes = num_embeddings, embedding_dim, padding_idx, max_norm, norm_type
+        super().__init__(*sizes, scale_grad_by_freq, sparse, _weight, _freeze, device, dtype)
+        self.zbkern_impl = functional.check_impl("Embedding", impl)
 
     def forward(self, input: Tensor) -> Tensor:
         if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
             return super().forward(input)
-        return functional.embedding(input, self.weight, self.padding_idx, name=self.zbkern_name)
+        return functional.embedding(input, self.weight, self.padding_idx, impl=self.zbkern_impl, name=self.zbkern_name)
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(Layer, torch.nn.LayerNorm):
     """torch.nn.LayerNorm over the last dimension; the end of its weights' gradients can be deferred.
 
     With a residual, forward returns (norm of the sum, sum), as functional.layer_norm does.
     """
 
-    zbkern_name = ""
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.zbkern_impl = functional.check_impl("LayerNorm", impl)
 
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         if len(self.normalized_shape) != 1:
             return _added(super().forward, input, residual)
-        return functional.layer_norm(input, self.weight, self.bias, self.eps, residual=residual, name=self.zbkern_name)
+        return functional.layer_norm(
+            input, self.weight, self.bias, self.eps, self.zbkern_impl, residual=residual, name=self.zbkern_name
+        )
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(Layer, torch.nn.RMSNorm):
     """torch.nn.RMSNorm over the last dimension; the end of its weight's gradient can be deferred.
 
     With a residual, forward returns (norm of the sum, sum), as functional.rms_norm does.
     """
 
-    zbkern_name = ""
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.zbkern_impl = functional.check_impl("RMSNorm", impl)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         if len(self.normalized_shape) != 1:
             return _added(super().forward, x, residual)
-        return functional.rms_norm(x, self.weight, self.eps, residual=residual, name=self.zbkern_name)
+        return functional.rms_norm(x, self.weight, self.eps, self.zbkern_impl, residual=residual, name=self.zbkern_name)
 
 
 def _added(norm: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
@@ -73,28 +142,29 @@ def _added(norm: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None)
     return norm(summed), summed
 
 
-class TransposedLinear(torch.nn.Module):
+class TransposedLinear(Layer):
     """Behaviour of the Conv1D of the transformers library: a linear whose weight is stored [in, out]. See `convert`."""
 
-    zbkern_name = ""
     weight: Tensor
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias, transposed=True, name=self.zbkern_name)
+        return functional.linear(
+            x, self.weight, self.bias, impl=self.zbkern_impl, transposed=True, name=self.zbkern_name
+        )
 
 
-class ForeignRMSNorm(torch.nn.Module):
+class ForeignRMSNorm(Layer):
     """Behaviour of an RMSNorm that another library, or its user, has written. See `convert`."""
 
-    zbkern_name = ""
     weight: Tensor
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         (x,) = (*inputs, *named.values())  # its name is the library's matter
         if x.dtype != self.weight.dtype:
             return super().forward(x)  # so is the dtype that then comes out
-        return functional.rms_norm(x, self.weight, eps_of(self), name=self.zbkern_name).to(x.dtype)
+        y = functional.rms_norm(x, self.weight, eps_of(self), self.zbkern_impl, name=self.zbkern_name)
+        return y.to(x.dtype)
 
 
 def eps_of(norm: torch.nn.Module) -> float | None:
@@ -105,7 +175,7 @@ def eps_of(norm: torch.nn.Module) -> float | None:
     return None
 
 
-class MLP(torch.nn.Module):
+class MLP(Layer):
     """The gated MLP as one op: down(activation(gate(x)) * up(x)); input and output [..., features].
 
     activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU), "relu". bias: whether the three products have one.
@@ -119,8 +189,11 @@ class MLP(torch.nn.Module):
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
+        self.zbkern_impl = functional.check_impl("MLP", impl)
         self.activation = activation
         self.gate = torch.nn.Linear(features, hidden, bias, device, dtype)
         self.up = torch.nn.Linear(features, hidden, bias, device, dtype)
@@ -128,12 +201,11 @@ class MLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self.gate, self.up, self.down
-        return functional.gated_mlp(
-            x, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias, self.activation
-        )
+        weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
+        return functional.gated_mlp(x, *weights, *biases, self.activation, self.zbkern_impl, name=self.zbkern_name)
 
 
-class Attention(torch.nn.Module):
+class Attention(Layer):
     """Self-attention with its projections: one product for q, k and v, the core, the output projection.
 
     features: of input and output [batch, tokens, features]; heads; key_heads: fewer for grouped-query attention, heads
@@ -153,8 +225,14 @@ class Attention(torch.nn.Module):
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
+        self.zbkern_impl = functional.check_impl("Attention", impl)
+        for argument, value in (("heads", heads), ("key_heads", key_heads), ("head_size", head_size)):
+            if value is not None and not isinstance(value, int):
+                raise TypeError(f"Attention: {argument} must be an int; got {value!r}")
         self.heads = heads
         self.key_heads = heads if key_heads is None else key_heads
         if self.heads < 1 or self.key_heads < 1 or self.heads % self.key_heads:
@@ -164,8 +242,8 @@ class Attention(torch.nn.Module):
         self.head_size = features // heads if head_size is None else head_size
         self.causal = causal
         self.window = window
-        self.qkv = Linear(features, (heads + 2 * self.key_heads) * self.head_size, bias, device, dtype)
-        self.output = Linear(heads * self.head_size, features, bias, device, dtype)
+        self.qkv = Linear(features, (heads + 2 * self.key_heads) * self.head_size, bias, device, dtype, impl=impl)
+        self.output = Linear(heads * self.head_size, features, bias, device, dtype, impl=impl)
 
     def forward(
         self, x: Tensor, sequences: Sequence[int] | None = None, rotary: tuple[Tensor, Tensor] | None = None
@@ -173,16 +251,14 @@ class Attention(torch.nn.Module):
         together = self.qkv(x).unflatten(-1, (-1, self.head_size))
         turning, v = together.split([self.heads + self.key_heads, self.key_heads], dim=-2)
         if rotary is not None:
-            turning = functional.rotary(turning, *rotary)
+            turning = functional.rotary(turning, *rotary, impl=self.zbkern_impl)
         q, k = turning.split([self.heads, self.key_heads], dim=-2)
-        y = functional.attention(q, k, v, self.causal, self.window, sequences=sequences)
+        y = functional.attention(q, k, v, self.causal, self.window, sequences=sequences, impl=self.zbkern_impl)
         return self.output(y.flatten(-2))
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(Layer):
     """A linear per group of rows: input [M, in_features] sorted by group, counts of each, output [M, out_features]."""
-
-    zbkern_name = ""
 
     def __init__(
         self,
@@ -192,8 +268,11 @@ class GroupedLinear(torch.nn.Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
+        self.zbkern_impl = functional.check_impl("GroupedLinear", impl)
         self.weight = torch.nn.Parameter(torch.empty(groups, out_features, in_features, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(groups, out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -206,13 +285,11 @@ class GroupedLinear(torch.nn.Module):
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
-        return functional.grouped_linear(x, self.weight, counts, self.bias, name=self.zbkern_name)
+        return functional.grouped_linear(x, self.weight, counts, self.bias, self.zbkern_impl, name=self.zbkern_name)
 
 
-class LinearCrossEntropy(torch.nn.Linear):
+class LinearCrossEntropy(Layer, torch.nn.Linear):
     """A head and its loss: input [..., in_features], target [...]; the loss of functional.linear_cross_entropy."""
-
-    zbkern_name = ""
 
     def __init__(
         self,
@@ -226,8 +303,10 @@ class LinearCrossEntropy(torch.nn.Linear):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         reduction: str = "mean",
+        impl: str = "auto",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
+        self.zbkern_impl = functional.check_impl("LinearCrossEntropy", impl)
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
@@ -243,5 +322,6 @@ class LinearCrossEntropy(torch.nn.Linear):
             self.label_smoothing,
             self.z_loss,
             self.reduction,
+            impl=self.zbkern_impl,
             name=self.zbkern_name,
         )

@@ -61,8 +61,8 @@ class WGradQueue:
         self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes, itself
         self._bytes = 0
         self._lock = threading.RLock()
+        _count(1)  # before what may raise: __del__ counts it out
         self.stream = stream
-        _count(1)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -90,14 +90,14 @@ class WGradQueue:
         layers a fifth faster; backward() gives what it always gives, but torch.autograd.grad towards those weights
         raises, and backward(inputs=[weight]) does not reach them (docs/gradients.md).
         """
-        if isinstance(key, list):
-            raise TypeError(f"WGradQueue.defer: key must not be a list, which `run` takes as several keys; got {key!r}")
+        _check_key("defer", key)
         return _Scope(self, key)
 
     def add(self, task: WGradTask, key: Hashable = None) -> None:
         """Takes a task over. Layers call this; so can a layer of your own (see `current`)."""
         if not isinstance(task, WGradTask):
             raise TypeError(f"WGradQueue.add: task must be a WGradTask; got {type(task).__name__}")
+        _check_key("add", key)
         task.key = key
         with self._lock:
             if self._side is not None and task.tensors[0].device == self._side.stream.device:
@@ -124,7 +124,7 @@ class WGradQueue:
     def run(self, key: Hashable | list[Hashable] = None) -> int:
         """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many tasks."""
         with self._lock:
-            selected = self._select(key)
+            selected = self._select("run", key)
             if selected:
                 self._run(grouping.batches(selected, self.merge), selected[0])
             if key is None:
@@ -143,12 +143,12 @@ class WGradQueue:
         Returns False when there is none.
         """
         with self._lock:
-            selected = self._select(key) if key is not None else self._tasks
+            selected = self._select("run_one", key) if key is not None else self._tasks
             first = next(iter(selected), None)
             if first is None:
                 return False
-            if first.delivers:
-                batch = next(grouping.batches(self._select([first.key]), self.merge))
+            if first.has_hooks:
+                batch = next(grouping.batches(self._select("run_one", [first.key]), self.merge))
             elif self.merge:
                 weight = first.weight
                 batch = [[task for task in selected if task.weight == weight]], False
@@ -160,14 +160,14 @@ class WGradQueue:
     def discard(self, key: Hashable | list[Hashable] = None) -> int:
         """Drops the W of one key, of a list, or all: their gradients are lost. Returns how many."""
         with self._lock:
-            dropped = self._select(key)
+            dropped = self._select("discard", key)
             self._remove(dropped)
         return len(dropped)
 
     def pending(self, key: Hashable | list[Hashable] = None) -> int:
         """Number of tasks that wait, of one key, of a list, or of all."""
         with self._lock:
-            return len(self._tasks) if key is None else len(self._select(key))
+            return len(self._tasks) if key is None else len(self._select("pending", key))
 
     def keys(self) -> list[Any]:
         """The keys that have tasks waiting, oldest first."""
@@ -206,19 +206,21 @@ class WGradQueue:
                 stacklevel=2,
             )
 
-    def _select(self, key: Hashable | list[Hashable]) -> list[WGradTask]:
+    def _select(self, caller: str, key: Hashable | list[Hashable]) -> list[WGradTask]:
         """The tasks of these keys; for those who hold the lock."""
         if key is None:
             return [*self._tasks]
         keys = key if isinstance(key, list) else [key]
+        for each in keys:
+            _check_key(caller, each)
         return [task for task in self._tasks if task.key in keys]
 
     def _run(self, batches: Iterable[tuple[grouping.Batch, bool]], first: WGradTask) -> None:
-        tensor = first.tensors[0]
-        device = "cpu" if tensor.is_cpu else tensor.device.type
-        if torch.is_autocast_enabled(device):  # W computes in the dtypes that B left
-            with torch.autocast(device, enabled=False):
-                return self._run(batches, first)
+        if torch._C._is_any_autocast_enabled():  # W computes in the dtypes that B left
+            device = first.tensors[0].device.type
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return self._run(batches, first)
         with torch.set_grad_enabled(False):  # half the time of no_grad()
             for batch, hooked in batches:
                 self._run_batch(batch, hooked)
@@ -257,7 +259,7 @@ class WGradQueue:
         if side is None:
             self._unpin(tasks)
         if gradients:  # the tasks are gone by now: if a hook raises, the gradient has landed all the same
-            landing.hand_over(gradients)
+            landing.accumulate_via_autograd(gradients)
         if self.listeners:
             with nullcontext() if side is None else streams.on(side.stream):  # after W, whichever stream it is on
                 for listener in self.listeners:
@@ -289,7 +291,7 @@ class WGradQueue:
                 self.join()
             if self._bytes <= self.max_bytes:
                 return
-            if not task.delivers:
+            if not task.has_hooks:
                 self._run([([[task]], False)], task)
             elif task.launch is not landing.add_gradients:
                 with torch.no_grad():
@@ -297,7 +299,9 @@ class WGradQueue:
                 self._remove([task])
                 if gradients:
                     parameters, sums = zip(*gradients, strict=True)
-                    self.add(WGradTask(landing.add_gradients, sums, parameters, 0, task.name, task.listened), task.key)
+                    self.add(
+                        WGradTask(landing.add_gradients, sums, parameters, 0, task.name, task.ddp_managed), task.key
+                    )
         if self._bytes > self.max_bytes:
             self.join()
 
@@ -364,7 +368,7 @@ def run_in_backward(task: WGradTask) -> None:
 
     Autograd, too, calls a parameter's hooks once per backward.
     """
-    if not task.delivers:
+    if not task.has_hooks:
         landing.accumulate([[task]])
         return
     backward = torch._C._current_graph_task_id()
@@ -374,6 +378,17 @@ def run_in_backward(task: WGradTask) -> None:
         # Only the callback owns the queue: if the backward fails, both go, and its gradients with them, as in torch.
         torch.autograd.Variable._execution_engine.queue_callback(queue.run)  # type: ignore[arg-type]
     queue.add(task)
+
+
+def _check_key(method: str, key: Hashable) -> None:
+    if isinstance(key, list):
+        raise TypeError(f"WGradQueue.{method}: key must not be a list, which `run` takes as several keys; got {key!r}")
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(
+            f"WGradQueue.{method}: key must be hashable, such as a number or a tuple; got {key!r}"
+        ) from None
 
 
 def _failed(task: WGradTask, error: Exception) -> RuntimeError:

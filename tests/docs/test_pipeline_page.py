@@ -49,12 +49,15 @@ def test_the_example_runs(two_ranks: Any, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "step-00000002").is_dir()
 
 
-def test_the_llama_in_parts_is_the_whole_one() -> None:
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_llama_in_parts_is_the_whole_one(attention: str) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
     if int(transformers.__version__.split(".")[0]) < 5:
         pytest.skip("the page is about transformers 5: layers returned tuples before")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=8, num_key_value_heads=2)
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=8, num_key_value_heads=2, attn_implementation=attention
+    )
     whole = transformers.LlamaForCausalLM(config).double()
     code = next(block for block in blocks() if "class Part" in block)
     parts = []
@@ -63,8 +66,14 @@ def test_the_llama_in_parts_is_the_whole_one() -> None:
         exec(code, names)
         parts.append(names["chunk"])
     assert set().union(*(part.state_dict() for part in parts)) == set(whole.state_dict())
+    assert zbkern.unconverted(parts[0]) == {}  # as the page says
     tokens = torch.randint(61, (2, 7))
-    torch.testing.assert_close(parts[1](parts[0](tokens)), whole(tokens).logits)
+    logits = parts[1](parts[0](tokens))
+    torch.testing.assert_close(logits, whole(tokens).logits)
+    tokens[:, -1] = (tokens[:, -1] + 1) % 61
+    others = parts[1](parts[0](tokens))
+    torch.testing.assert_close(others[:, :-1], logits[:, :-1])  # no position sees a later one
+    assert not torch.allclose(others[:, -1], logits[:, -1])
 
 
 def logging_example(line: str) -> str:
@@ -147,3 +156,35 @@ def growing_batches() -> int:
 @pytest.mark.dist
 def test_another_number_of_microbatches(two_ranks: Any) -> None:
     assert two_ranks.run(growing_batches)[0] == 3
+
+
+def drift_example(code: str, folder: str) -> tuple[str, int]:
+    rank = torch.distributed.get_rank()
+    chunk, printed = zbkern.convert(make_chunk(rank)), []
+    with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, record=True) as pipe:
+        pipe.step(torch.ones(8, 8), torch.ones(8, 8))
+        exec(code.replace("step.html", f"{folder}/{rank}.html"), {"pipe": pipe, "print": printed.append})
+        return printed[0], len(pipe.samples)
+
+
+@pytest.mark.dist
+def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
+    code = next(block for block in blocks() if "drift" in block)
+    for rank, (text, samples) in enumerate(two_ranks.run(drift_example, code, str(tmp_path))):
+        assert text.startswith("measured ")
+        assert 8 < samples <= 12  # F, B and W of four microbatches; neighbouring W are one
+        assert (tmp_path / f"{rank}.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_queue_in_an_engine_of_ones_own() -> None:
+    layer, queue = zbkern.nn.Linear(3, 2), zbkern.WGradQueue()
+    x = torch.randn(4, 3)
+    names = {"torch": torch, "queue": queue, "chunk": 0, "microbatch": 1}
+    exec(blocks()[-1], names | {"outputs": layer(x), "gradients": torch.ones(4, 2)})
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 3))
+    assert queue.pending() == 0
+
+
+def test_no_program_of_the_page_is_left_out() -> None:
+    told = ["torchrun", "class Part", "broadcast_object_list", "bubble_rate", "drift", "queue.defer"]
+    assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zbkern
 from tests.pipeline.chunks import on_threads
@@ -147,3 +149,38 @@ def conjugates_step() -> None:
 @pytest.mark.dist
 def test_conjugates_over_gloo(two_ranks: Any) -> None:
     two_ranks.run(conjugates_step)
+
+
+def tensor_parallel_step() -> list[str]:
+    """What the log says of a converted chunk whose parameters are DTensors, and whether the norm beside them counts."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    chunk = zbkern.convert(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)))
+    parallelize_module(chunk, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return said_of(chunk)
+
+
+def said_of(chunk: nn.Module) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zbkern").addHandler(handler)
+    try:
+        with Pipeline(chunk, schedules.zb_h1(1, 2), nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+            pipe.step(ONES, ONES)
+    finally:
+        logging.getLogger("zbkern").removeHandler(handler)
+    return said
+
+
+@pytest.mark.dist
+def test_a_converted_chunk_of_dtensors_is_not_told_to_convert(two_ranks: Any) -> None:
+    for (warning,) in two_ranks.run(tensor_parallel_step):
+        assert "chunk 0: no W waits" in warning
+        assert "DTensors" in warning
+        assert "convert" not in warning
+
+
+def test_a_converted_chunk_whose_layers_cannot_wait_is_sent_to_the_list() -> None:
+    (warning,) = said_of(nn.utils.parametrizations.weight_norm(zbkern.nn.Linear(2, 2)))
+    assert "docs/gradients.md" in warning
+    assert "convert" not in warning

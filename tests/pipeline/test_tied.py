@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import time
 from typing import Any
 
@@ -69,6 +70,83 @@ def test_tied_copies_that_differ_are_told(two_ranks: Any) -> None:
     (warning,), nothing = two_ranks.run(tied_and_different)
     assert warning.startswith("Pipeline: the copies of tied 'table' differ between ranks [0, 1]")
     assert nothing == []
+
+
+class Table(nn.Module):
+    """An embedding and a layer, in one module."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.layer = embedding, nn.Linear(WIDTH, WIDTH)
+
+
+class Top(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.head = nn.Linear(*weight.shape[::-1], bias=False)
+        self.head.weight = weight
+
+
+def warnings_of(caplog: Any, modules: list[list[nn.Module]], tied: Any = lambda rank, modules: None) -> list[str]:
+    """What a Pipeline's constructor logs; modules: by rank."""
+    caplog.clear()
+    schedule = schedules.zb_v(2, 4) if len(modules[0]) == 2 else schedules.zb_h1(len(modules), 4)
+
+    def construct(transport: Any) -> None:
+        mine = modules[transport.rank]
+        Pipeline(mine, schedule, nn.functional.mse_loss, transport, tied=tied(transport.rank, mine)).close()
+
+    results_on_threads(len(modules), construct)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_forgotten_tie_is_told_with_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
+    table = nn.Embedding(700, WIDTH)
+    modules: list[list[nn.Module]] = [[Table(table)], [Top(nn.Parameter(table.weight.detach().clone()))]]
+    (said,) = warnings_of(caplog, modules)
+    assert "'embedding.weight' of chunk 0 on rank 0 and 'head.weight' of chunk 1 on rank 1 hold the same values" in said
+    ours, theirs = re.findall(r"tied=(\{.*?\}) on rank \d", said)
+    written = [eval(text, {"chunk": chunk}) for text, (chunk,) in zip((ours, theirs), modules, strict=True)]
+    assert warnings_of(caplog, modules, lambda rank, modules: written[rank]) == []
+    (said,) = warnings_of(caplog, modules, lambda rank, modules: written[0] if rank == 0 else None)
+    assert "tied={'embedding.weight': chunk.get_parameter('head.weight')} on rank 1" in said
+    (weights,) = zip(*(names.values() for names in written), strict=True)
+    misspelt, said = warnings_of(caplog, modules, lambda rank, modules: {"ab"[rank]: weights[rank]})
+    assert "one rank alone gives" in misspelt
+    assert "hold the same values" in said
+
+
+def test_two_parameters_of_one_storage_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    table = nn.Embedding(7, WIDTH)
+    middle = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    (said,) = warnings_of(caplog, [[Table(table), Top(nn.Parameter(table.weight.data))], middle])
+    assert said.endswith("say so with one Parameter for both modules; if not, start them from different seeds")
+    assert warnings_of(caplog, [[Table(table), Top(table.weight)], middle]) == []
+
+
+def test_names_that_do_not_meet_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    modules: list[list[nn.Module]] = [[nn.Linear(WIDTH, WIDTH)], [nn.Linear(WIDTH, WIDTH)]]
+    (said,) = warnings_of(caplog, modules, lambda rank, modules: {f"table{rank}": modules[0].weight})
+    assert "one rank alone gives, whose gradients are not summed: {0: ['table0'], 1: ['table1']} (by rank)" in said
+    assert warnings_of(caplog, modules, lambda rank, modules: {"table": modules[0].weight} if rank else None) == []
+
+
+@pytest.mark.parametrize("kind", ["different values", "zeros", "no embedding", "frozen", "meta", "scalar type"])
+def test_what_is_not_tied_is_not_told(caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    table, weight = nn.Embedding(7, WIDTH), nn.Parameter(torch.randn(7, WIDTH))
+    if kind != "different values":
+        weight.data = table.weight.data.clone()
+    if kind == "zeros":
+        table.weight.data.zero_(), weight.data.zero_()
+    first: nn.Module = Top(table.weight) if kind == "no embedding" else Table(table)
+    last: nn.Module = Top(weight)
+    if kind == "frozen":
+        first.requires_grad_(False)
+    if kind == "meta":
+        first = first.to("meta")
+    if kind == "scalar type":
+        last = last.bfloat16()
+    assert warnings_of(caplog, [[first], [last]]) == []
 
 
 def frozen_step() -> tuple[bool, float]:

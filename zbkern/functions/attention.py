@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.functions.norm import statistics_dtype
+from zbkern.functions._shapes import statistics_dtype
 from zbkern.kernels import reference
 from zbkern.kernels.reference_attention import attention_mask
 from zbkern.kernels.spec import AttentionOptions
@@ -19,12 +19,12 @@ class Attention(torch.autograd.Function):
     """Packed sequences: q [T, Hq, D], k and v [T', Hk, D]."""
 
     @staticmethod
-    def forward(ctx: Any, launches: ModuleType, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    def forward(ctx: Any, backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         y = torch.empty_like(q, requires_grad=False)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
-        launches.attention_fwd(q, k, v, options, y, lse)
+        backend.attention_fwd(q, k, v, options, y, lse)
         ctx.save_for_backward(q, k, v, y, lse)
-        ctx.launches, ctx.options = launches, options
+        ctx.backend, ctx.options = backend, options
         return y
 
     @staticmethod
@@ -32,18 +32,18 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         q, k, v, y, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(t, requires_grad=False) for t in (q, k, v))
-        ctx.launches.attention_dgrad(dy, q, k, v, y, lse, ctx.options, dq, dk, dv)
+        ctx.backend.attention_dgrad(dy, q, k, v, y, lse, ctx.options, dq, dk, dv)
         return None, dq, dk, dv, None
 
 
-def attention(launches: ModuleType, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+def attention(backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """Batched q [batch, tokens, heads, D] or packed q [T, heads, D]; options describe the packed form of either."""
-    if launches is reference:  # torch's own attention does not hold all scores, and can be differentiated twice
+    if backend is reference:  # torch's own attention does not hold all scores, and can be differentiated twice
         return attention_with_torch(q, k, v, options)
     if q.dim() == 4:
-        packed = Attention.apply(launches, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
+        packed = Attention.apply(backend, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
         return packed.view(q.shape)
-    return Attention.apply(launches, q, k, v, options)
+    return Attention.apply(backend, q, k, v, options)
 
 
 def attention_with_torch(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:

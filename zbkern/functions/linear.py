@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.autograd import Call, differentiable_backward, weight_gradients
+from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.functions._shapes import as_rows
 from zbkern.kernels import product, reference
 
 
@@ -22,9 +23,9 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, x: Tensor, activation: str | None, transposed: bool, *edges: Tensor | None
+        ctx: Any, call: OpCall, x: Tensor, activation: str | None, transposed: bool, *edges: Tensor | None
     ) -> Tensor:
-        weight, bias = call.owners
+        weight, bias = call.params
         if weight.dtype != x.dtype:  # autocast
             weight = weight.to(x.dtype)
         if bias is not None and bias.dtype != x.dtype:
@@ -32,15 +33,13 @@ class Linear(torch.autograd.Function):
         if transposed:
             weight = weight.t()
         z = None
-        if activation is None and call.launches is reference:
+        if activation is None and call.backend is reference:
             y = product.linear(x, weight, bias)  # allocates what it returns: 2 us less of 11
         else:
             y = x.new_empty((*x.shape[:-1], weight.shape[0]))
             if activation is not None and any(ctx.needs_input_grad):
                 z = torch.empty_like(y)
-            call.launches.linear_fwd(
-                as_rows(x), weight, bias, as_rows(y), activation, None if z is None else as_rows(z)
-            )
+            call.backend.linear_fwd(as_rows(x), weight, bias, as_rows(y), activation, None if z is None else as_rows(z))
         ctx.save_for_backward(x, weight, z)
         ctx.call, ctx.activation, ctx.transposed = call, activation, transposed
         return y
@@ -54,15 +53,15 @@ class Linear(torch.autograd.Function):
             return differentiable_backward(call, linear_with_torch, (x, ctx.activation, ctx.transposed), dy)
         if z is not None:
             dz = torch.empty_like(z)
-            call.launches.activation_bwd(as_rows(dy), as_rows(z), ctx.activation, as_rows(dz))
+            call.backend.activation_bwd(as_rows(dy), as_rows(z), ctx.activation, as_rows(dz))
             dy = dz
         dx = None
         if needs[1]:
-            dx = input_gradient(call.launches, dy, weight)
+            dx = input_gradient(call.backend, dy, weight)
             x = x.detach()
         if x.dim() != 2:
             x, dy = as_rows(x), as_rows(dy)
-        launch = transposed_wgrad(call.launches) if ctx.transposed else call.launches.linear_wgrad
+        launch = transposed_wgrad(call.backend) if ctx.transposed else call.backend.linear_wgrad
         weights = weight_gradients(call, launch, (x, dy), needs, linear_flops)
         return None, dx, None, None, *weights
 
@@ -74,33 +73,33 @@ class GatedMLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, activation: str, *edges: Tensor | None) -> Tensor:
-        launches = call.launches
-        gate, up, down, *biases = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.owners)
+    def forward(ctx: Any, call: OpCall, x: Tensor, activation: str, *edges: Tensor | None) -> Tensor:
+        backend = call.backend
+        gate, up, down, *biases = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
         rows = as_rows(x)
         a, b, h = (rows.new_empty(rows.shape[0], gate.shape[0]) for _ in range(3))
-        launches.gated_linear_fwd(rows, gate, up, biases[0], biases[1], activation, a, b, h)
+        backend.gated_linear_fwd(rows, gate, up, biases[0], biases[1], activation, a, b, h)
         y = x.new_empty((*x.shape[:-1], down.shape[0]))
-        launches.linear_fwd(h, down, biases[2], as_rows(y))
+        backend.linear_fwd(h, down, biases[2], as_rows(y))
         ctx.save_for_backward(x, gate, up, down, a, b)
         ctx.call, ctx.activation = call, activation
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        call, launches, needs = ctx.call, ctx.call.launches, ctx.needs_input_grad
+        call, backend, needs = ctx.call, ctx.call.backend, ctx.needs_input_grad
         x, gate, up, down, a, b = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return differentiable_backward(call, gated_mlp_with_torch, (x, ctx.activation), dy)
         dy = as_rows(dy)
         da, db, h = (torch.empty_like(a) for _ in range(3))
-        launches.gated_linear_dgrad(dy, down, a, b, ctx.activation, da, db, h)
+        backend.gated_linear_dgrad(dy, down, a, b, ctx.activation, da, db, h)
         dx = None
         if needs[1]:
             dx = x.new_empty(x.shape)
-            launches.linear_dgrad_sum([(da, gate), (db, up)], as_rows(dx))
-        rows, launch = as_rows(x.detach()), launches.linear_wgrad
-        # owners: gate, up, down, then their biases; each task takes a weight with its bias
+            backend.linear_dgrad_sum([(da, gate), (db, up)], as_rows(dx))
+        rows, launch = as_rows(x.detach()), backend.linear_wgrad
+        # params: gate, up, down, then their biases; each task takes a weight with its bias
         dgate, dgate_bias = weight_gradients(call, launch, (rows, da), needs, linear_flops, slice(0, None, 3))
         dup, dup_bias = weight_gradients(call, launch, (rows, db), needs, linear_flops, slice(1, None, 3))
         ddown, ddown_bias = weight_gradients(call, launch, (h, dy), needs, linear_flops, slice(2, None, 3))
@@ -111,49 +110,49 @@ class GroupedLinear(torch.autograd.Function):
     """y[i] = x[i] weight[group of i]^T + bias[group of i], rows sorted by group. B: dx. W: dweight, dbias."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, counts: Tensor, *edges: Tensor | None) -> Tensor:
-        weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.owners)
+    def forward(ctx: Any, call: OpCall, x: Tensor, counts: Tensor, *edges: Tensor | None) -> Tensor:
+        weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
         y = x.new_empty(x.shape[0], weight.shape[1])
-        call.launches.grouped_linear_fwd(x, weight, bias, counts, y)
+        call.backend.grouped_linear_fwd(x, weight, bias, counts, y)
         ctx.save_for_backward(x, weight, counts)
         ctx.call = call
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        call, launches, needs = ctx.call, ctx.call.launches, ctx.needs_input_grad
+        call, backend, needs = ctx.call, ctx.call.backend, ctx.needs_input_grad
         x, weight, counts = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return differentiable_backward(call, grouped_linear_with_torch, (x, counts), dy)
         dx = None
         if needs[1]:
             dx = torch.empty_like(x, requires_grad=False)
-            launches.grouped_linear_dgrad(dy, weight, counts, dx)
-        weights = weight_gradients(call, launches.grouped_linear_wgrad, (x.detach(), dy, counts), needs, linear_flops)
+            backend.grouped_linear_dgrad(dy, weight, counts, dx)
+        weights = weight_gradients(call, backend.grouped_linear_wgrad, (x.detach(), dy, counts), needs, linear_flops)
         return None, dx, None, *weights
 
 
-def input_gradient(launches: ModuleType, dy: Tensor, weight: Tensor) -> Tensor:
+def input_gradient(backend: ModuleType, dy: Tensor, weight: Tensor) -> Tensor:
     """dx = dy weight, dy [..., N]."""
-    if launches is reference:  # a product that allocates takes 1.2 us less than one into a given tensor
+    if backend is reference:  # a product that allocates takes 1.2 us less than one into a given tensor
         if dy.numel() < product.SMALL:
             return dy.mm(weight) if dy.dim() == 2 else torch.matmul(dy, weight)
         return product.linear(dy, weight.t(), None)
     dx = dy.new_empty((*dy.shape[:-1], weight.shape[1]))
-    launches.linear_dgrad(as_rows(dy), weight, as_rows(dx))
+    backend.linear_dgrad(as_rows(dy), weight, as_rows(dx))
     return dx
 
 
 @functools.cache
-def transposed_wgrad(launches: ModuleType) -> wgrad.Launch:
+def transposed_wgrad(backend: ModuleType) -> wgrad.Launch:
     """linear_wgrad for a weight stored [K, N]: dweight = sum x^T dy, the same product with its factors exchanged."""
 
     def launch(segments: Any, outputs: Any, accumulate: bool) -> None:
         dweight, dbias = outputs
         if dweight is not None:
-            launches.linear_wgrad([(dy, x) for x, dy in segments], (dweight, None), accumulate)
+            backend.linear_wgrad([(dy, x) for x, dy in segments], (dweight, None), accumulate)
         if dbias is not None:
-            launches.linear_wgrad(segments, (None, dbias), accumulate)
+            backend.linear_wgrad(segments, (None, dbias), accumulate)
 
     return launch
 
@@ -162,11 +161,6 @@ def linear_flops(tensors: wgrad.Segment) -> int:
     """Arithmetic of dy^T x."""
     x, dy = tensors[0], tensors[1]
     return 2 * x.numel() * dy.shape[1]
-
-
-def as_rows(tensor: Tensor) -> Tensor:
-    """[..., N] as [M, N]."""
-    return tensor if tensor.dim() == 2 else tensor.unsqueeze(0).flatten(0, -2)
 
 
 def linear_with_torch(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.autograd import Call, differentiable_backward, weight_gradients
+from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions.linear import linear_with_torch
 from zbkern.kernels.spec import CrossEntropyOptions
 
@@ -21,13 +21,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, x: Tensor, target: Tensor, options: CrossEntropyOptions, *edges: Tensor | None
+        ctx: Any, call: OpCall, x: Tensor, target: Tensor, options: CrossEntropyOptions, *edges: Tensor | None
     ) -> Tensor:
-        weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.owners)
+        weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
         wide = torch.promote_types(x.dtype, torch.float32)
         loss, lse = (x.new_empty(x.shape[0], dtype=wide) for _ in range(2))
         dx = x.new_empty(x.shape) if x.requires_grad else None
-        call.launches.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx)
+        call.backend.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx)
         ctx.save_for_backward(x, weight, bias, target, lse, dx)
         ctx.call, ctx.options = call, options
         return loss
@@ -53,23 +53,23 @@ class HeadW:
     anyway.
     """
 
-    def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, options: CrossEntropyOptions) -> None:
-        self.launches, self.owner, self.weight, self.bias, self.options = (
-            call.launches,
-            call.owners[0],
+    def __init__(self, call: OpCall, weight: Tensor, bias: Tensor | None, options: CrossEntropyOptions) -> None:
+        self.backend, self.param, self.weight, self.bias, self.options = (
+            call.backend,
+            call.params[0],
             weight,
             bias,
             options,
         )
-        self.version = call.owners[0]._version
+        self.version = call.params[0]._version
 
     def __call__(self, segments: Any, outputs: Any, accumulate: bool) -> None:
-        if self.owner._version != self.version:
+        if self.param._version != self.version:
             raise RuntimeError(
                 "linear_cross_entropy: its weight changed between B and W, and W computes the logits again; run the "
                 "queue before the optimizer step"
             )
-        self.launches.cross_entropy_wgrad(segments, outputs, accumulate, self.weight, self.bias, self.options)
+        self.backend.cross_entropy_wgrad(segments, outputs, accumulate, self.weight, self.bias, self.options)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeadW) and self._identity() == other._identity()
@@ -78,7 +78,7 @@ class HeadW:
         return hash(self._identity())
 
     def _identity(self) -> tuple[Any, ...]:
-        return id(self.owner), self.version, self.weight.dtype, self.launches.__name__, self.options
+        return id(self.param), self.version, self.weight.dtype, self.backend.__name__, self.options
 
 
 def linear_cross_entropy_with_torch(

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.autograd import Call, differentiable_backward, weight_gradients
-from zbkern.functions.linear import as_rows
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precisions keep their statistics and partial sums in float32."""
-    return torch.promote_types(dtype, torch.float32)
+from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.functions._shapes import as_rows, statistics_dtype
 
 
 class RMSNorm(torch.autograd.Function):
@@ -28,20 +23,20 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
+        ctx: Any, call: OpCall, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        (weight,) = call.owners
+        (weight,) = call.params
         rows = as_rows(x)
         y = x.new_empty(x.shape)
         rstd = rows.new_empty(rows.shape[0], dtype=statistics_dtype(x.dtype))
         ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
         if residual is None:
-            call.launches.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd)
+            call.backend.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd)
             ctx.save_for_backward(x, weight, rstd)
             return y
         ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in B
         summed = x.new_empty(x.shape)
-        call.launches.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd, as_rows(residual), as_rows(summed))
+        call.backend.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd, as_rows(residual), as_rows(summed))
         ctx.save_for_backward(summed, weight, rstd)
         return y, summed
 
@@ -50,7 +45,7 @@ class RMSNorm(torch.autograd.Function):
         call, needs = ctx.call, ctx.needs_input_grad
         x, weight, rstd = ctx.saved_tensors
         if dy is None:
-            return _gradients(ctx, dsummed, (None,) * len(call.owners))
+            return _gradients(ctx, dsummed, (None,) * len(call.params))
         if torch.is_grad_enabled():  # create_graph=True
             _, dx, _, *second = differentiable_backward(call, rms_norm_with_torch, (x, ctx.eps), dy)
             return _gradients(ctx, _sum(dx, dsummed), second)
@@ -58,13 +53,13 @@ class RMSNorm(torch.autograd.Function):
         dx = rows.new_empty(rows.shape)
         partials = None
         if weight is not None:
-            count = call.launches.norm_partials(*rows.shape, rows.device)
+            count = call.backend.norm_partials(*rows.shape, rows.device)
             partials = rstd.new_empty(1, count, rows.shape[1])
         also = () if dsummed is None else (as_rows(dsummed),)
-        call.launches.rms_norm_dgrad(as_rows(dy), rows, weight, rstd, dx, partials, *also)
-        weights: Sequence[Tensor | None] = (None,) * len(call.owners)
+        call.backend.rms_norm_dgrad(as_rows(dy), rows, weight, rstd, dx, partials, *also)
+        weights: Sequence[Tensor | None] = (None,) * len(call.params)
         if partials is not None:
-            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs, partials.numel())
+            weights = weight_gradients(call, call.backend.norm_wgrad, (partials,), needs, partials.numel())
         return _gradients(ctx, dx.view(x.shape), weights)
 
 
@@ -73,11 +68,11 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
+        ctx: Any, call: OpCall, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        weight, bias = call.owners
+        weight, bias = call.params
         ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
-        returning = _returning(call.launches.layer_norm_fwd, x)
+        returning = _returning(call.backend.layer_norm_fwd, x)
         if returning is not None and residual is None:
             y, mean, rstd = returning(x, weight, bias, eps)
             ctx.save_for_backward(x, weight, mean, rstd)
@@ -86,13 +81,13 @@ class LayerNorm(torch.autograd.Function):
         y = x.new_empty(x.shape)
         mean, rstd = (rows.new_empty(rows.shape[0], dtype=statistics_dtype(x.dtype)) for _ in range(2))
         if residual is None:
-            call.launches.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd)
+            call.backend.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd)
             ctx.save_for_backward(x, weight, mean, rstd)
             return y
         ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in B
         summed = x.new_empty(x.shape)
         also = as_rows(residual), as_rows(summed)
-        call.launches.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd, *also)
+        call.backend.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd, *also)
         ctx.save_for_backward(summed, weight, mean, rstd)
         return y, summed
 
@@ -101,24 +96,24 @@ class LayerNorm(torch.autograd.Function):
         call, needs = ctx.call, ctx.needs_input_grad
         x, weight, mean, rstd = ctx.saved_tensors
         if dy is None:
-            return _gradients(ctx, dsummed, (None,) * len(call.owners))
+            return _gradients(ctx, dsummed, (None,) * len(call.params))
         if torch.is_grad_enabled():  # create_graph=True
             _, dx, _, *second = differentiable_backward(call, layer_norm_with_torch, (x, ctx.eps), dy)
             return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
         also = () if dsummed is None else (as_rows(dsummed),)
-        returning = _returning(call.launches.layer_norm_dgrad, x)
+        returning = _returning(call.backend.layer_norm_dgrad, x)
         if returning is not None:
             dx, partials = returning(as_rows(dy), rows, weight, mean, rstd, *also)
         else:
             dx, partials = rows.new_empty(rows.shape), None
             if weight is not None:
-                count = call.launches.norm_partials(*rows.shape, rows.device)
+                count = call.backend.norm_partials(*rows.shape, rows.device)
                 partials = rstd.new_empty(2, count, rows.shape[1])
-            call.launches.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
-        weights: Sequence[Tensor | None] = (None,) * len(call.owners)
+            call.backend.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
+        weights: Sequence[Tensor | None] = (None,) * len(call.params)
         if partials is not None:
-            weights = weight_gradients(call, call.launches.norm_wgrad, (partials,), needs, partials.numel())
+            weights = weight_gradients(call, call.backend.norm_wgrad, (partials,), needs, partials.numel())
         return _gradients(ctx, dx.view(x.shape), weights)
 
 

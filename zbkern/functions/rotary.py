@@ -16,19 +16,19 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, launches: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+        ctx: Any, backend: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.launches, ctx.interleaved, ctx.back = launches, interleaved, back
+        ctx.backend, ctx.interleaved, ctx.back = backend, interleaved, back
         y = x.new_empty(x.shape)
-        launch = launches.rotary_dgrad if back else launches.rotary_fwd
+        launch = backend.rotary_dgrad if back else backend.rotary_fwd
         launch(_batched(x), cos, sin, interleaved, _batched(y))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        dx = Rotary.apply(ctx.launches, dy, cos, sin, ctx.interleaved, not ctx.back)
+        dx = Rotary.apply(ctx.backend, dy, cos, sin, ctx.interleaved, not ctx.back)
         return None, dx, None, None, None, None
 
 

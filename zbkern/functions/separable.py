@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.autograd import Call, apply, weight_gradients
+from zbkern.autograd import OpCall, apply, weight_gradients
 
 
 class SeparableFunction:
@@ -63,9 +63,11 @@ class SeparableFunction:
         """
         if not inputs or not isinstance(inputs[0], Tensor):
             raise TypeError(f"{cls.__name__}.apply: the first input must be a torch.Tensor; got {inputs[:1]}")
-        if isinstance(weights, Tensor) or not all(w is None or isinstance(w, Tensor) for w in weights):
+        listed = isinstance(weights, Iterable) and not isinstance(weights, Tensor)
+        weights = tuple(weights) if listed else weights
+        if not listed or not all(w is None or isinstance(w, Tensor) for w in weights):
             raise TypeError(f"{cls.__name__}.apply: weights must be a list of tensors or None; got {weights!r}")
-        call = Call(tuple(weights), cls, name or cls.__name__)  # type: ignore[arg-type]  # the class is its launches
+        call = OpCall(weights, cls, name or cls.__name__)  # type: ignore[arg-type]  # the class is its backend
         return apply(_Separable, call, inputs[0], len(inputs), *inputs[1:])
 
     @classmethod
@@ -90,18 +92,18 @@ class SeparableFunction:
 
 
 class _Separable(torch.autograd.Function):
-    """Any SeparableFunction: its class travels as the `launches` of the call."""
+    """Any SeparableFunction: its class travels as the `backend` of the call."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, count: int, *rest: Any) -> Any:
+    def forward(ctx: Any, call: OpCall, x: Tensor, count: int, *rest: Any) -> Any:
         others = rest[: count - 1]  # what follows are edges
         ctx.call, ctx.count = call, count
         ctx.needs = (ctx.needs_input_grad[1], *ctx.needs_input_grad[3 : 2 + count])
-        return call.launches.forward(ctx, x, *others, *call.owners)
+        return call.backend.forward(ctx, x, *others, *call.params)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor | None) -> tuple[Any, ...]:
-        call, own = ctx.call, ctx.call.launches
+        call, own = ctx.call, ctx.call.backend
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{own.__name__}: its backward has no derivative (create_graph=True); use torch's own operations there"

@@ -33,7 +33,10 @@ def check(
         raise TypeError(f"Pipeline: loss_fn must be callable as loss_fn(output, target); got {loss_fn!r}")
     if fill not in FILLS:
         raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
-    if tied is not None and not (isinstance(tied, Mapping) and all(isinstance(p, Tensor) for p in tied.values())):
+    if tied is not None and not (
+        isinstance(tied, Mapping)
+        and all(isinstance(name, str) and isinstance(weight, Tensor) for name, weight in tied.items())
+    ):
         raise TypeError(f'Pipeline: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"Pipeline: timeout must be a number of seconds above 0; got {timeout!r}")

@@ -101,7 +101,7 @@ class Pipeline:
         self._transport = connect(group, schedule, self.device, self.tied)
         agree(schedule, self._transport)
         self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
-        self._tied = TiedWeights(self.tied, self._transport)
+        self._tied = TiedWeights(self.tied, self._transport, self.modules)
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
         self._take(schedule)
         self._step = 0  # in the tags of its messages

@@ -225,7 +225,7 @@ def _announce(parameters: Sequence[Tensor]) -> None:
             arrivals.append((parameter, parameter.grad))
             parameter.grad = None  # so that autograd takes the tensor instead of adding to it
     if arrivals:
-        landing.hand_over(arrivals)
+        landing.accumulate_via_autograd(arrivals)
 
 
 class _Sharded:

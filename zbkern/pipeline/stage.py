@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zbkern.wgrad import WGradQueue
@@ -96,9 +97,7 @@ class Stage:
         """Says once that this chunk's B does everything, so that the schedule's W are empty."""
         self.splits = True
         logger.warning(
-            "chunk %d: no W waits, its B computes every gradient, because none of its layers is zbkern's; call "
-            "zbkern.convert on it before the Pipeline (zbkern.left_alone says why a layer stays torch's)",
-            self.chunk,
+            "chunk %d: no W waits, its B computes every gradient, because %s", self.chunk, _why_fused(self.module)
         )
 
     def _warn_of_lost_graph(self, roots: Sequence[Any]) -> None:
@@ -198,6 +197,25 @@ def evaluation_mode(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         for part, mode in modes:
             if part.training is not mode:  # by train(), which some layers override
                 part.train(mode)
+
+
+def _why_fused(module: torch.nn.Module) -> str:
+    """Why no layer of this module has left a W, and what can be done."""
+    kinds = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
+    if "zbkern.nn" not in kinds:
+        return (
+            "none of its layers is zbkern's; call zbkern.convert on it before the Pipeline (zbkern.unconverted says "
+            "why a layer stays torch's)"
+        )
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return (
+            "its parameters are DTensors, for which zbkern's layers are torch's own operations, with a backward in one "
+            "piece; a schedule without W, one_f_one_b or interleaved, suits it"
+        )
+    return (
+        "the layers of zbkern's that it ran took no gradient in a way that can wait; docs/gradients.md lists what "
+        'cannot, under "What does not wait"'
+    )
 
 
 _FORGOTTEN = ": is there a return at the end of its forward?"

@@ -61,7 +61,7 @@ class PipelineStage(pipelining.PipelineStage):
         if reduces:
             for task in self.queue.tasks():  # the reducer hears of every parameter once, after the last W
                 if task.key == key:
-                    task.listened = False
+                    task.ddp_managed = False
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """W of one microbatch; after the last, DistributedDataParallel's reduction of all gradients."""
@@ -70,7 +70,7 @@ class PipelineStage(pipelining.PipelineStage):
             self.queue.run(self._waiting())
             parameters = [p for p in self.submod.parameters() if p.requires_grad]
             self.submod.reducer.prepare_for_backward([])
-            landing.hand_over([(p, torch.zeros_like(p, requires_grad=False)) for p in parameters])
+            landing.accumulate_via_autograd([(p, torch.zeros_like(p, requires_grad=False)) for p in parameters])
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """What the chunk before, on the same rank, takes as its gradients; nothing in `eval`, where stock fails."""

@@ -1,0 +1,414 @@
+"""Wrong calls of the public API, one a line: which error they raise, and what its message must say."""
+
+# ruff: noqa: F401  (the calls are text, which ruff does not read)
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from zbkern import WGradQueue, optim, testing
+from zbkern import functional as Z
+from zbkern import nn as N
+from zbkern.data_parallel import ShardedReduction
+from zbkern.kernels.dispatch import UnavailableError
+from zbkern.pipeline import (
+    Action,
+    Costs,
+    Optimizer,
+    Pipeline,
+    PipelineError,
+    Schedule,
+    ScheduleError,
+    checkpoint,
+    clip_grad_norm_,
+    draw,
+    grad_norm,
+    plan,
+    profile,
+    simulate,
+)
+from zbkern.pipeline import schedules as S
+from zbkern.pipeline.local_transport import LocalTransport
+
+INDICES = torch.tensor([[0, 3, 3], [2, 0, 6]])
+TARGET = torch.tensor([1, 4, -100, 0, 4, 8, 2])
+Q, X, V = torch.zeros(1, 2, 3, 4), torch.zeros(7, 5), torch.zeros(9, 5)
+FOLDER = "never"  # nothing may be written to it
+C = Costs()
+mse = nn.functional.mse_loss
+
+
+def t(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(shape, **options)
+
+
+def layer() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def parameter() -> nn.Parameter:
+    found = nn.Parameter(torch.ones(2))
+    found.grad = torch.ones(2)
+    return found
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(layer().parameters(), 0.1)
+
+
+def one() -> LocalTransport:
+    return LocalTransport.ring(1)[0]
+
+
+def pipe(modules: Any = None, schedule: Any = None, loss_fn: Any = mse, **options: Any) -> Pipeline:
+    modules = [layer()] if modules is None else modules
+    return Pipeline(modules, S.zb_h1(1, 2) if schedule is None else schedule, loss_fn, one(), **options)
+
+
+def open_pipe(method: str, *arguments: Any) -> Any:
+    with pipe() as opened:
+        return getattr(opened, method)(*arguments)
+
+
+class Twice(zbkern.SeparableFunction):
+    """Has nothing of what it needs."""
+
+
+class Bad(zbkern.SeparableFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def dgrad(ctx: Any, dy: Tensor) -> Any:
+        return (dy, dy), (dy,)
+
+
+# fmt: off
+CALLS: list[tuple[str, type[BaseException], str]] = [
+    # queue and conversion
+    ("zbkern.convert('model')", TypeError, "convert: model must be a torch.nn.Module; got str"),
+    ("zbkern.convert(layer(), filter='plain')", TypeError, "convert: filter must be callable as filter(name, module)"),
+    ("zbkern.convert(layer(), impl='magic')", ValueError, 'convert: impl must be "auto" or one of ('),
+    ("zbkern.convert(layer(), impl=3)", ValueError, 'convert: impl must be "auto" or one of ('),
+    ("zbkern.convert([layer()])", TypeError, "convert: model must be a torch.nn.Module; got list"),
+    ("zbkern.convert(layer().parameters())", TypeError, "convert: model must be a torch.nn.Module; got generator"),
+    ("zbkern.convert(nn.Linear)", TypeError, "convert: model must be a torch.nn.Module; got type"),
+    ("zbkern.restore(None)", TypeError, "restore: model must be a torch.nn.Module; got NoneType"),
+    ("zbkern.restore(layer(), filter=1)", TypeError, "restore: filter must be callable as filter(name, module); got"),
+    ("zbkern.unconverted('model')", TypeError, "unconverted: model must be a torch.nn.Module; got str"),
+    ("zbkern.nothing", AttributeError, "module 'zbkern' has no attribute 'nothing'"),
+    ("WGradQueue(max_bytes=-1)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
+    ("WGradQueue(max_bytes='1GB')", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
+    ("WGradQueue(max_bytes=1e9)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
+    ("WGradQueue(merge='maybe')", ValueError, 'WGradQueue: merge must be True, False or "exact"; got '),
+    ("WGradQueue(merge=None)", ValueError, 'WGradQueue: merge must be True, False or "exact"; got None'),
+    ("WGradQueue(stream='side')", TypeError, "WGradQueue: stream must be a torch.cuda.Stream or None; got 'side'"),
+    ("WGradQueue(stream=1)", TypeError, "WGradQueue: stream must be a torch.cuda.Stream or None; got 1"),
+    ("WGradQueue().defer([1])", TypeError, "WGradQueue.defer: key must not be a list, which `run` takes as several"),
+    ("WGradQueue().defer({'a': 1})", TypeError, "WGradQueue.defer: key must be hashable, such as a number or a tuple"),
+    ("WGradQueue().run({'a': 1})", TypeError, "WGradQueue.run: key must be hashable, such as a number or a tuple; got"),
+    ("WGradQueue().run_one({1})", TypeError, "WGradQueue.run_one: key must be hashable, such as a number or a tuple"),
+    ("WGradQueue().discard({1})", TypeError, "WGradQueue.discard: key must be hashable, such as a number or a tuple"),
+    ("WGradQueue().pending([[1]])", TypeError, "WGradQueue.pending: key must not be a list, which `run` takes as"),
+    ("WGradQueue().add('task')", TypeError, "WGradQueue.add: task must be a WGradTask; got str"),
+    ("WGradQueue().add(None)", TypeError, "WGradQueue.add: task must be a WGradTask; got NoneType"),
+    ("Twice.apply(t(2), weights=[t(2)])", NotImplementedError, "SeparableFunction: a subclass needs forward(ctx"),
+    ("Twice.apply(1, weights=[t(2)])", TypeError, "Twice.apply: the first input must be a torch.Tensor; got (1,)"),
+    ("Twice.apply(weights=[])", TypeError, "Twice.apply: the first input must be a torch.Tensor; got ()"),
+    ("Twice.apply(t(2), weights=t(2))", TypeError, "Twice.apply: weights must be a list of tensors or None; got"),
+    ("Twice.apply(t(2), weights=[1])", TypeError, "Twice.apply: weights must be a list of tensors or None; got (1,)"),
+    ("Twice.apply(t(2), weights=None)", TypeError, "Twice.apply: weights must be a list of tensors or None; got None"),
+    ("Bad.apply(t(2), weights=[nn.Parameter(t(2))]).sum().backward()", ValueError, "Bad.dgrad must return (gradients"),
+    ("zbkern.WGradQueue(-5)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
+    ("WGradQueue().defer(bytearray(b'a'))", TypeError, "WGradQueue.defer: key must be hashable, such as a number or a"),
+    ("zbkern.WGradTask(print, (1,), (t(2),))", TypeError, "WGradTask: tensors must be a tuple of tensors; got (1,)"),
+    # functions
+    ("Z.linear([1.0], t(4, 5))", TypeError, "linear: x must be a torch.Tensor; got list"),
+    ("Z.linear(t(2, 3), t(4, 5))", ValueError, "linear: weight must be [N, K] with K=3 like x; got [4, 5], x [2, 3]"),
+    ("Z.linear(t(2, 5), t(5))", ValueError, "linear: weight must be [N, K] with K=5 like x; got [5], x [2, 5]"),
+    ("Z.linear(t(), t(4, 5))", ValueError, "linear: weight must be [N, K] and x [..., K]; got [4, 5], x []"),
+    ("Z.linear(t(2, 5), t(4, 5), t(3))", ValueError, "linear: bias must be [N] with N=4 like weight; got [3]"),
+    ("Z.linear(t(2, 5), t(4, 5), 1.0)", TypeError, "linear: bias must be a torch.Tensor; got float"),
+    ("Z.linear(t(2, 5), t(4, 5), activation='tanh')", ValueError, "linear: activation must be None or one of ('gelu'"),
+    ("Z.linear(t(2, 5), t(4, 5), activation=3)", ValueError, "linear: activation must be None or one of ('gelu'"),
+    ("Z.linear(t(2, 5), t(4, 5).double())", TypeError, "linear: x is torch.float32 and a weight or bias"),
+    ("Z.linear(t(2, 5), t(4, 5, device='meta'))", ValueError, "linear: weight is on meta and x on cpu; move one with"),
+    ("Z.linear(t(2, 5), t(4, 5), impl='magic')", UnavailableError, "linear: impl='magic' cannot run on cpu: there is"),
+    ("Z.linear(t(2, 5), t(4, 5), impl='cuda')", UnavailableError, "linear: impl='cuda' cannot run on cpu: its kernels"),
+    ("Z.linear(t(2, 5), t(4, 5), impl=None)", UnavailableError, "linear: impl=None cannot run on cpu: there is no"),
+    ("Z.linear(t(2, 5), t(4, 5), transposed=True)", ValueError, "linear: weight must be [K, N] with K=5 like x; got"),
+    ("Z.linear(t(2, 5, dtype=torch.cfloat), t(4, 5, dtype=torch.cfloat))", TypeError, "linear: x must be real"),
+    ("Z.linear(t(2, 5), None)", TypeError, "linear: weight must be a torch.Tensor; got NoneType"),
+    ("Z.gated_mlp(t(2, 5), t(4, 5), t(3, 5), t(5, 4))", ValueError, "gated_mlp: up must have gate's shape [4, 5]; got"),
+    ("Z.gated_mlp(t(2, 5), t(4, 5), t(4, 5), t(5, 3))", ValueError, "gated_mlp: down must be [N, H] with H=4 like"),
+    ("Z.gated_mlp(t(2, 5), t(4, 5), t(4, 5), None)", TypeError, "gated_mlp: down must be a torch.Tensor; got NoneType"),
+    ("Z.gated_mlp(t(2, 5), t(4, 5), t(4, 5), t(5, 4), activation='tanh')", ValueError, "gated_mlp: activation must be"),
+    ("Z.gated_mlp(t(2, 5), t(4, 5), t(4, 5), t(5, 4), t(3))", ValueError, "gated_mlp: gate_bias must be [N] with N=4"),
+    ("Z.gated_mlp(t(2, 5), t(4, 5), t(4, 5), t(5, 4), down_bias=t(3))", ValueError, "gated_mlp: down_bias must be [N]"),
+    ("Z.swiglu(t(2, 5), t(4, 6), t(4, 6), t(5, 4))", ValueError, "gated_mlp: gate must be [N, K] with K=5 like x; got"),
+    ("Z.grouped_linear(t(5, 4), None, [5])", TypeError, "grouped_linear: weight must be a torch.Tensor; got NoneType"),
+    ("Z.grouped_linear(t(5, 4), t(1, 2, 4), [5.5])", TypeError, "grouped_linear: counts must be integers; got [5.5]"),
+    ("Z.grouped_linear(t(5, 4), t(3, 2, 4), [2, 2, 2])", ValueError, "grouped_linear: counts must be 3 numbers >= 0"),
+    ("Z.grouped_linear(t(5, 4), t(3, 2, 4), [-1, 3, 3])", ValueError, "grouped_linear: counts must be 3 numbers >= 0"),
+    ("Z.grouped_linear(t(5, 4), t(2, 4), [5])", ValueError, "grouped_linear: x must be [M, K] and weight [E, N, K]"),
+    ("Z.grouped_linear(t(5, 4), t(1, 2, 4), 'five')", TypeError, "grouped_linear: counts must be a list or a tensor"),
+    ("Z.grouped_linear(t(5, 4), t(1, 2, 4), None)", TypeError, "grouped_linear: counts must be a list or a tensor of"),
+    ("Z.grouped_linear(t(5, 4), t(1, 2, 4), [5], t(2))", ValueError, "grouped_linear: bias must be [E, N] = [1, 2]"),
+    ("Z.embedding(t(3), t(7, 4))", TypeError, "embedding: indices must be integers, int64 or int32; got torch.float32"),
+    ("Z.embedding([0, 1], t(7, 4))", TypeError, "embedding: indices must be a torch.Tensor; got list"),
+    ("Z.embedding(INDICES, t(7))", ValueError, "embedding: weight must be [V, K]; got [7]"),
+    ("Z.embedding(INDICES, t(7, 4), 7)", ValueError, "embedding: padding_idx must be within the 7 rows; got 7"),
+    ("Z.embedding(INDICES, t(7, 4), 'a')", TypeError, "embedding: padding_idx must be an integer; got 'a'"),
+    ("Z.embedding(INDICES, t(7, 4), 1.5)", TypeError, "embedding: padding_idx must be an integer; got 1.5"),
+    ("Z.rms_norm(t(2, 5), t(4))", ValueError, "rms_norm: weight must be [K] with K=5 like x; got [4]"),
+    ("Z.rms_norm(t(2, 5), eps='small')", TypeError, "rms_norm: eps must be a number; got 'small'"),
+    ("Z.rms_norm(t(2, 5).int())", ValueError, "rms_norm: x must be [..., K] of a floating dtype; got torch.int32 [2"),
+    ("Z.rms_norm(t())", ValueError, "rms_norm: x must be [..., K] of a floating dtype; got torch.float32 []"),
+    ("Z.rms_norm(None)", TypeError, "rms_norm: x must be a torch.Tensor; got NoneType"),
+    ("Z.layer_norm(t(2, 5), t(5), 1.0)", TypeError, "layer_norm: bias must be a torch.Tensor; got float"),
+    ("Z.layer_norm(t(2, 5), None, t(5))", ValueError, "layer_norm: bias without weight is not supported; pass weight"),
+    ("Z.layer_norm(t(2, 5), t(5), t(4))", ValueError, "layer_norm: bias must be [K] with K=5 like x; got [4]"),
+    ("Z.layer_norm(t(2, 5), eps=None)", TypeError, "layer_norm: eps must be a number; got None"),
+    ("Z.layer_norm(t(2, 5), residual=t(5))", ValueError, "layer_norm: residual must be [2, 5] like x, of a floating"),
+    ("Z.layer_norm(t(2, 5), residual=1.0)", TypeError, "layer_norm: residual must be a torch.Tensor; got float"),
+    ("Z.attention(t(2, 5), t(2, 5), t(2, 5))", ValueError, "attention: q must be [batch, tokens, heads, D]; got"),
+    ("Z.attention(t(1, 2, 3, 4), t(1, 2, 2, 4), t(1, 2, 2, 4))", ValueError, "attention: k and v must have one shape"),
+    ("Z.attention(t(1, 2, 3, 4), t(1, 2, 3, 4), t(1, 2, 3, 4), window=2)", ValueError, "attention: window must be at"),
+    ("Z.attention(t(1, 2, 3, 4), t(1, 2, 3, 4), t(1, 2, 3, 4), scale='a')", TypeError, "attention: scale must be a"),
+    ("Z.attention(t(5, 3, 4), t(5, 3, 4), t(5, 3, 4), sequences=[0, 3])", ValueError, "attention: sequences must rise"),
+    ("Z.attention(t(5, 3, 4), t(5, 3, 4), t(5, 3, 4), sequences=5)", TypeError, "attention: sequences must be a list"),
+    ("Z.attention(t(5, 3, 4), t(5, 3, 4), t(5, 3, 4), sequences=['a'])", TypeError, "attention: sequences must be an"),
+    ("Z.rotary(t(5, 4), t(5, 2), t(5, 2))", ValueError, "rotary: x must be [..., T, H, D] of a floating dtype; got"),
+    ("Z.rotary(t(5, 2, 4), t(4, 2), t(5, 2))", ValueError, "rotary: cos must be [T, R/2] with T=5 and R <= 4 like x"),
+    ("Z.rotary(t(5, 2, 4), t(5, 2), t(5, 1))", ValueError, "rotary: sin must have cos's shape [5, 2]; got [5, 1]"),
+    ("Z.rotary(t(5, 2, 4), None, t(5, 2))", TypeError, "rotary: cos must be a torch.Tensor; got NoneType"),
+    ("Z.rotary(t(5, 2, 4), t(5, 2), t(5, 2).requires_grad_())", TypeError, "rotary: sin must be floating numbers"),
+    ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET[:3])", ValueError, "linear_cross_entropy: target must be"),
+    ("Z.linear_cross_entropy(t(7, 5), t(9, 5), None)", TypeError, "linear_cross_entropy: target must be a"),
+    ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, z_loss='a')", TypeError, "linear_cross_entropy: z_loss must be"),
+    ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, chunk=0)", ValueError, "linear_cross_entropy: label_smoothing"),
+    ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, chunk=1.5)", TypeError, "linear_cross_entropy: chunk must be"),
+    ("Z.linear(t(2, 5), t(4, 5), t(4, dtype=torch.cfloat))", TypeError, "linear: bias must be real numbers; got"),
+    ("Z.linear(t(2, 5), t(4, 5), t(4), 'swish')", ValueError, "linear: activation must be None or one of ('gelu'"),
+    ("Z.gated_mlp(t(2, 5), t(4, 5), t(4, 5), t(5, 4), impl='cuda')", UnavailableError, "gated_mlp: impl='cuda' cannot"),
+    ("Z.gated_mlp('x', t(4, 5), t(4, 5), t(5, 4))", TypeError, "gated_mlp: x must be a torch.Tensor; got str"),
+    ("Z.grouped_linear('x', t(1, 2, 4), [5])", TypeError, "grouped_linear: x must be a torch.Tensor; got str"),
+    ("Z.grouped_linear(t(5, 4), t(1, 2, 4), [True])", TypeError, "grouped_linear: counts must be integers; got [True]"),
+    ("Z.embedding(INDICES, t(7, 4, dtype=torch.cfloat))", TypeError, "embedding: weight must be real numbers; got"),
+    ("Z.embedding(INDICES, t(7, 4), -8)", ValueError, "embedding: padding_idx must be within the 7 rows; got -8"),
+    ("Z.embedding(INDICES, t(7, 4), impl='cuda')", UnavailableError, "embedding: impl='cuda' cannot run on cpu: it"),
+    ("Z.rms_norm(t(2, 5), t(5, device='meta'))", ValueError, "rms_norm: weight is on meta and x on cpu; move one with"),
+    ("Z.rms_norm(t(2, 5), residual=t(2, 5).int())", ValueError, "rms_norm: residual must be [2, 5] like x, of a"),
+    ("Z.layer_norm(t(2, 5), t(5), t(5), impl='magic')", UnavailableError, "layer_norm: impl='magic' cannot run on"),
+    ("Z.attention(t(1, 2, 3, 4), t(2, 2, 3, 4), t(2, 2, 3, 4))", ValueError, "attention: k and v must have one shape"),
+    ("Z.attention(t(1, 2, 3, 4), t(1, 2, 3, 4), None)", TypeError, "attention: v must be a torch.Tensor; got NoneType"),
+    ("Z.attention(t(1, 2, 3, 4), t(1, 2, 3, 4), t(1, 2, 3, 4).double())", TypeError, "attention: q, k and v must have"),
+    ("Z.rotary(t(5, 2, 4), t(5, 2).int(), t(5, 2))", TypeError, "rotary: cos must be floating numbers without a"),
+    ("Z.rotary(t(5, 2, 4), t(5, 2), t(5, 2), impl='cuda')", UnavailableError, "rotary: impl='cuda' cannot run on cpu:"),
+    ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET > 0)", ValueError, "linear_cross_entropy: target must be"),
+    ("Z.linear_cross_entropy(t(7, 5), t(9, 4), TARGET)", ValueError, "linear_cross_entropy: weight must be [N, K]"),
+    ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, t(3))", ValueError, "linear_cross_entropy: bias must be [N]"),
+    ("Z.attention(Q, Q, Q, causal=True, window=0)", ValueError, "attention: window must be at least 1 and needs"),
+    ("Z.attention(Q, Q, Q, causal=True, window='a')", TypeError, "attention: window must be an integer; got 'a'"),
+    ("Z.attention(Q.int(), Q.int(), Q.int())", TypeError, "attention: q, k and v must have one floating dtype; got"),
+    ("Z.attention(Q, Q, Q, key_sequences=[0, 2])", ValueError, "attention: key_sequences needs sequences, the ends"),
+    ("Z.linear_cross_entropy(X, V, TARGET, reduction='max')", ValueError, 'reduction must be "mean", "sum" or "none"'),
+    ("Z.linear_cross_entropy(X, V, TARGET, label_smoothing=2)", ValueError, "label_smoothing must be within 0..1 and"),
+    ("Z.linear_cross_entropy(X, V, TARGET, label_smoothing='a')", TypeError, "label_smoothing must be a number; got"),
+    ("Z.linear_cross_entropy(X, V, TARGET, ignore_index='a')", TypeError, "ignore_index must be an integer; got 'a'"),
+    # modules
+    ("N.Linear(4, 3, impl='magic')", ValueError, 'Linear: impl must be "auto" or one of ('),
+    ("N.Linear(4, 3)(t(2, 3))", ValueError, "linear: weight must be [N, K] with K=3 like x; got [3, 4], x [2, 3]"),
+    ("N.Linear(4, 3)('x')", TypeError, "linear: x must be a torch.Tensor; got str"),
+    ("N.Embedding(7, 4)(t(3))", TypeError, "embedding: indices must be integers, int64 or int32; got torch.float32"),
+    ("N.LayerNorm(4)(t(2, 5))", ValueError, "layer_norm: weight must be [K] with K=5 like x; got [4]"),
+    ("N.RMSNorm(4)(t(2, 5))", ValueError, "rms_norm: weight must be [K] with K=5 like x; got [4]"),
+    ("N.RMSNorm(4)('x')", TypeError, "rms_norm: x must be a torch.Tensor; got str"),
+    ("N.MLP(4, 6, activation='tanh')(t(2, 4))", ValueError, "gated_mlp: activation must be None or one of ('gelu'"),
+    ("N.MLP(4, 6)(t(2, 5))", ValueError, "gated_mlp: gate must be [N, K] with K=5 like x; got [6, 4], x [2, 5]"),
+    ("N.Attention(4, 3)", ValueError, "Attention: heads must divide features when head_size is None; got 3, 4"),
+    ("N.Attention(4, 4, key_heads=3)", ValueError, "Attention: heads must be a multiple of key_heads; got 4 and 3"),
+    ("N.Attention(4, 0)", ValueError, "Attention: heads must be a multiple of key_heads; got 0 and 0"),
+    ("N.Attention(4, 2.0)", TypeError, "Attention: heads must be an int; got 2.0"),
+    ("N.Attention(4, '2')", TypeError, "Attention: heads must be an int; got '2'"),
+    ("N.Attention(4, 2)(t(2, 4))", ValueError, "attention: q must be [batch, tokens, heads, D]; got [2, 2, 2]"),
+    ("N.GroupedLinear(2, 4, 3)(t(5, 4), [1, 1])", ValueError, "grouped_linear: counts must be 2 numbers >= 0 that add"),
+    ("N.GroupedLinear(2, 4, 3)(t(5, 4), None)", TypeError, "grouped_linear: counts must be a list or a tensor of"),
+    ("N.LinearCrossEntropy(4, 9)(t(2, 4), None)", TypeError, "linear_cross_entropy: target must be a torch.Tensor"),
+    ("N.LinearCrossEntropy(4, 9, reduction='max')(t(2, 4), TARGET[:2])", ValueError, "linear_cross_entropy: reduction"),
+    ("N.Attention(4, 2, key_heads=1.0)", TypeError, "Attention: key_heads must be an int; got 1.0"),
+    ("N.Attention(4, 2, head_size='2')", TypeError, "Attention: head_size must be an int; got '2'"),
+    ("N.Embedding(7, 4, impl='triton2')", ValueError, 'Embedding: impl must be "auto" or one of ('),
+    ("N.Embedding(7, 4)('x')", TypeError, "embedding: indices must be a torch.Tensor; got str"),
+    ("N.LayerNorm(4, impl=1)", ValueError, 'LayerNorm: impl must be "auto" or one of ('),
+    ("N.MLP(4, 6, impl='magic')", ValueError, 'MLP: impl must be "auto" or one of ('),
+    ("N.GroupedLinear(2, 4, 3, impl='magic')", ValueError, 'GroupedLinear: impl must be "auto" or one of ('),
+    # AdamW
+    ("optim.AdamW([])", ValueError, "optimizer got an empty parameter list"),
+    ("optim.AdamW([3])", TypeError, "optimizer can only optimize Tensors, but one of the params is int"),
+    ("optim.AdamW(layer().parameters(), lr=-1)", ValueError, "AdamW: lr must be at least 0; got -1"),
+    ("optim.AdamW(layer().parameters(), betas=(1.0, 0.9))", ValueError, "AdamW: betas must be at least 0 and below 1"),
+    ("optim.AdamW(layer().parameters(), eps=-1)", ValueError, "AdamW: eps must be at least 0; got -1"),
+    ("optim.AdamW(layer().parameters(), weight_decay=-1)", ValueError, "AdamW: weight_decay must be at least 0; got"),
+    ("optim.AdamW(layer().parameters(), amsgrad=True)", ValueError, "AdamW: amsgrad is not supported; use"),
+    ("optim.AdamW(layer().parameters(), differentiable=True)", ValueError, "AdamW: differentiable is not supported"),
+    ("optim.AdamW(layer().parameters(), max_norm=0)", ValueError, "AdamW: max_norm must be above 0, or None to clip"),
+    ("optim.AdamW(layer().parameters(), impl='magic')", UnavailableError, "adamw: impl='magic' cannot run on cpu:"),
+    ("optim.AdamW(layer().parameters(), impl='cuda')", UnavailableError, "adamw: impl='cuda' cannot run on cpu: its"),
+    # testing
+    ("testing.assert_close(t(2), t(3))", AssertionError, "value: shape [2], expected [3]"),
+    ("testing.assert_close(t(2), torch.ones(2))", AssertionError, "value: differs by 1.000e+00 where the largest"),
+    # schedules
+    ("S.gpipe(0, 2)", ScheduleError, "gpipe: stages must be at least 1; got 0"),
+    ("S.gpipe('a', 2)", TypeError, "gpipe: stages must be an int; got str 'a'"),
+    ("S.one_f_one_b(2, 0)", ScheduleError, "one_f_one_b: microbatches must be at least 1; got 0"),
+    ("S.zb_h1(2, 1.5)", TypeError, "zb_h1: microbatches must be an int; got float 1.5"),
+    ("S.zb_h1(True, 2)", TypeError, "zb_h1: stages must be an int; got bool True"),
+    ("S.zb_h2(-1, 2)", ScheduleError, "zb_h2: stages must be at least 1; got -1"),
+    ("S.interleaved(2, 4, chunks=0)", ScheduleError, "interleaved: chunks must be at least 1; got 0"),
+    ("S.interleaved(2, 4, chunks='2')", TypeError, "interleaved: chunks must be an int; got str '2'"),
+    ("S.interleaved_zero_bubble(2, None)", TypeError, "interleaved_zero_bubble: microbatches must be an int; got"),
+    ("S.zb_v(2, '4')", TypeError, "zb_v: microbatches must be an int; got str '4'"),
+    ("S.dualpipe_v(0, 4)", ScheduleError, "dualpipe_v: stages must be at least 1; got 0"),
+    ("S.v_half(None, 4)", TypeError, "v_half: stages must be an int; got NoneType None"),
+    ("S.v_min(2, -4)", ScheduleError, "v_min: microbatches must be at least 1; got -4"),
+    ("S.one_f_one_b_v(2.0, 4)", TypeError, "one_f_one_b_v: stages must be an int; got float 2.0"),
+    ("Schedule.from_csv('nonsense')", ScheduleError, "Action.parse: expected chunk, kind and microbatch such as"),
+    ("Schedule.from_csv(3)", TypeError, "from_csv: expected the text itself, as Path(file).read_text() gives it; got"),
+    ("S.zb_h1(2, 2).to_text('wide')", TypeError, "to_text: width must be a number of characters or None; got str"),
+    ("Schedule.build([[Action('F', 0, 0)]], [0], 1).validate()", ScheduleError, "Schedule custom: rank 0: 0B0 is"),
+    ("Schedule.build('a', [0], 1)", TypeError, "Schedule custom: rank 0, action 0 must be an Action, such as"),
+    ("Action.parse('nonsense')", ScheduleError, "Action.parse: expected chunk, kind and microbatch such as '0F3'"),
+    ("Action.parse(3)", ScheduleError, "Action.parse: expected chunk, kind and microbatch such as '0F3', '2BW7' or"),
+    # costs, simulation, drawing
+    ("Costs(forward=-1)", ValueError, "Costs: forward must be finite and at least 0; got -1.0"),
+    ("Costs(forward='1')", TypeError, "Costs: forward must be a number or one number per chunk; got str '1'"),
+    ("Costs(forward=True)", TypeError, "Costs: forward must be a number or one number per chunk; got bool True"),
+    ("Costs(forward=float('nan'))", ValueError, "Costs: forward must be finite and at least 0; got nan"),
+    ("Costs(forward=float('inf'))", ValueError, "Costs: forward must be finite and at least 0; got inf"),
+    ("Costs(forward=[1, 'a'])", TypeError, "Costs: forward[1] must be a number or one number per chunk; got str 'a'"),
+    ("Costs(forward=None)", TypeError, "Costs: forward must be a number or one number per chunk; got NoneType None"),
+    ("Costs(nothing=1)", TypeError, "Costs.__init__() got an unexpected keyword argument 'nothing'"),
+    ("Costs(forward=[1, 2, 3]).per_chunk(2)", ValueError, "Costs: forward has 3 entries and the schedule 2 chunks"),
+    ("Costs(split_overhead=9).per_chunk(2)", ValueError, "Costs: split_overhead of chunk 0 exceeds its backward +"),
+    ("Costs(merge_saving=9).per_chunk(2)", ValueError, "Costs: merge_saving of chunk 0 must be at most its weight, 1"),
+    ("Costs().per_chunk('a')", TypeError, "unsupported operand type(s) for -: 'str' and 'bool'"),
+    ("Costs.from_json('nonsense')", ValueError, "Costs.from_json: expected JSON; got 'nonsense': Expecting value:"),
+    ("Costs.from_json('3')", ValueError, 'Costs.from_json: expected an object such as {"forward": 1.0}; got '),
+    ("Costs.from_json(3)", TypeError, "the JSON object must be str, bytes or bytearray, not int"),
+    ("simulate('zb_h1')", TypeError, "simulate: schedule must be a zbkern.pipeline.Schedule; got str"),
+    ("simulate(S.zb_h1(2, 2), costs=3)", TypeError, "simulate: costs must be a zbkern.pipeline.Costs; got int"),
+    ("simulate(S.zb_h1(2, 2), slices=0)", ValueError, "simulate: slices must be at least 1 and jitter at least 0; got"),
+    ("simulate(S.zb_h1(2, 2), slices=1.5)", TypeError, "simulate: slices must be an int; got float 1.5"),
+    ("simulate(S.zb_h1(2, 2), jitter=-1)", ValueError, "simulate: slices must be at least 1 and jitter at least 0"),
+    ("simulate(S.zb_h1(2, 2), jitter='a')", TypeError, "simulate: jitter must be a number; got str 'a'"),
+    ("simulate(S.zb_h1(2, 2), memory_limit='a')", ValueError, "simulate: slices and memory_limit belong to"),
+    ("simulate(S.zb_h1(2, 2), memory_limit=[1])", ValueError, "simulate: slices and memory_limit belong to"),
+    ("simulate(S.zb_h1(2, 2), fill='eager', memory_limit=-1)", ValueError, "simulate: memory_limit must be at least"),
+    ("simulate(S.zb_h1(2, 2), Costs(forward=[1, 2, 3]))", ValueError, "Costs: forward has 3 entries and the schedule"),
+    ("simulate(S.zb_h1(2, 2)).save('x.doc')", ValueError, "draw.save: path must end in .svg, .html or .png; got"),
+    ("simulate(S.zb_h1(2, 2)).save(3)", TypeError, "expected str, bytes or os.PathLike object, not int"),
+    ("draw.save([], 'x.svg')", ValueError, "draw: timelines is empty; give at least one"),
+    ("draw.save([simulate(S.zb_h1(2, 2))], 'x')", ValueError, "draw.save: path must end in .svg, .html or .png; got"),
+    # planner
+    ("plan(3, 2, 2)", TypeError, "plan: costs must be a zbkern.pipeline.Costs; got int"),
+    ("plan(C, 0, 2)", ValueError, "plan: stages must be at least 1; got 0"),
+    ("plan(C, '2', 2)", TypeError, "plan: stages must be an int; got str '2'"),
+    ("plan(C, 2, 0)", ValueError, "plan: microbatches must be at least 1; got 0"),
+    ("plan(C, 2, 2, chunks=0)", ValueError, "plan: chunks must be at least 1; got 0"),
+    ("plan(C, 2, 2, placement=[0, 0])", ValueError, "plan: placement must name every rank below 2 1 times, once per"),
+    ("plan(C, 2, 2, placement=[0, 5])", ValueError, "plan: placement must name every rank below 2 1 times, once per"),
+    ("plan(C, 2, 2, memory_limit=0.1)", ScheduleError, "plan: no schedule fits memory_limit=0.1 on rank 0: one"),
+    ("plan(C, 2, 2, memory_limit='a')", ValueError, "could not convert string to float: 'a'"),
+    ("plan(C, 2, 2, time_limit=-1)", ValueError, "plan: jitter and time_limit must be at least 0; got 0.0 and -1"),
+    ("plan(C, 2, 2, jitter=-1)", ValueError, "plan: jitter and time_limit must be at least 0; got -1 and 10.0"),
+    ("plan(C, 2, 2, samples=0, jitter=0.1)", ValueError, "plan: samples must be at least 1; got 0"),
+    ("plan(C, 2, 2, effort=-1)", ValueError, "plan: effort must be at least 0; got -1"),
+    ("plan(C, 2, 2, effort='a')", TypeError, "plan: effort must be an int; got str 'a'"),
+    # Pipeline
+    ("pipe(modules='a')", TypeError, "Pipeline: modules must be this rank's chunks, each a torch.nn.Module; got str"),
+    ("pipe(modules=[3])", TypeError, "Pipeline: modules must be this rank's chunks, each a torch.nn.Module; got int"),
+    ("pipe(modules=3)", TypeError, "Pipeline: modules must be this rank's chunks, each a torch.nn.Module; got int"),
+    ("pipe(modules=[layer(), layer()])", ValueError, "Pipeline: rank 0 holds chunks [0] of this schedule and needs 1"),
+    ("pipe(modules=[])", ValueError, "Pipeline: rank 0 holds chunks [0] of this schedule and needs 1 modules, in"),
+    ("pipe(schedule='zb_h1')", TypeError, "Pipeline: schedule must be a zbkern.pipeline.Schedule; got str"),
+    ("pipe(schedule=S.zb_h1(2, 2))", ScheduleError, "Pipeline: the schedule has 2 stages and the group 1 ranks; build"),
+    ("pipe(loss_fn=3)", TypeError, "Pipeline: loss_fn must be callable as loss_fn(output, target); got 3"),
+    ("pipe(loss_fn=None)", TypeError, "Pipeline: loss_fn must be callable on rank 0, which holds the last chunk; got"),
+    ("pipe(max_wgrad_bytes=-1)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
+    ("pipe(max_wgrad_bytes='a')", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
+    ("pipe(tied=[layer().weight])", TypeError, 'Pipeline: tied must be {name: parameter}, as in {"embedding":'),
+    ("pipe(tied={'w': 3})", TypeError, 'Pipeline: tied must be {name: parameter}, as in {"embedding": weight}; got'),
+    ("pipe(tied={1: layer().weight})", TypeError, 'Pipeline: tied must be {name: parameter}, as in {"embedding":'),
+    ("pipe(tied={'a': layer().weight, 1: layer().weight})", TypeError, "Pipeline: tied must be {name: parameter}, as"),
+    ("pipe(timeout=0)", ValueError, "Pipeline: timeout must be a number of seconds above 0; got 0"),
+    ("pipe(timeout='a')", ValueError, "Pipeline: timeout must be a number of seconds above 0; got 'a'"),
+    ("pipe(timeout=None)", ValueError, "Pipeline: timeout must be a number of seconds above 0; got None"),
+    ("pipe(timeout=float('nan'))", ValueError, "Pipeline: timeout must be a number of seconds above 0; got nan"),
+    ("pipe(fill_with=3)", TypeError, "Pipeline: fill_with must be callable without arguments, or None; got 3"),
+    ("pipe(nonfinite='panic')", ValueError, 'Pipeline: nonfinite must be "ignore" or "raise"; got '),
+    ("pipe(replan_every=-1)", ValueError, "Pipeline: replan_every must be a whole number of steps, or 0 for never"),
+    ("pipe(replan_every=1.5)", ValueError, "Pipeline: replan_every must be a whole number of steps, or 0 for never"),
+    ("pipe(costs=3)", TypeError, "Pipeline: costs must be a zbkern.pipeline.Costs or None; got int"),
+    ("open_pipe('step')", ValueError, "Pipeline.step: inputs must be given on this rank; got None"),
+    ("open_pipe('step', t(4, 2))", ValueError, "Pipeline.step: targets must be given on this rank; got None"),
+    ("open_pipe('step', t(3, 2), t(3, 2))", ValueError, "Pipeline.step: dimension 0 of inputs must be a multiple of"),
+    ("open_pipe('step', t(4, 2), t(3, 2))", ValueError, "Pipeline.step: dimension 0 of targets must be a multiple of"),
+    ("open_pipe('step', [t(2, 2)], t(4, 2))", ValueError, "Pipeline.step: inputs is a list of 1 microbatches and the"),
+    ("open_pipe('step', 'a', t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
+    ("open_pipe('step', t(), t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
+    ("open_pipe('step', {}, t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
+    ("open_pipe('step', t(4, 3), t(4, 2))", PipelineError, "rank 0, action 0F0: RuntimeError: mat1 and mat2 shapes"),
+    ("open_pipe('evaluate')", ValueError, "Pipeline.step: inputs must be given on this rank; got None"),
+    ("open_pipe('evaluate', t(3, 2), t(3, 2))", ValueError, "Pipeline.step: dimension 0 of inputs must be a multiple"),
+    # Optimizer and norms
+    ("Optimizer(3)", TypeError, "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer"),
+    ("Optimizer(Optimizer(sgd(), pipe()), pipe())", TypeError, "Optimizer: optimizer must be a torch.optim.Optimizer"),
+    ("Optimizer(sgd(), 3)", ValueError, "Pipeline: torch.distributed is not initialised; call"),
+    ("Optimizer(sgd(), pipe(), scaler=3)", TypeError, "Optimizer: scaler must be a torch.amp.GradScaler or None; got"),
+    ("Optimizer(sgd(), pipe(), max_norm=0)", ValueError, "Optimizer: max_norm must be above 0, or None to clip"),
+    ("Optimizer(optim.AdamW(layer().parameters(), max_norm=1), pipe())", ValueError, "Optimizer: AdamW(max_norm=1)"),
+    ("clip_grad_norm_(3, 1.0, one())", TypeError, "clip_grad_norm_: parameters must be this rank's, as"),
+    ("clip_grad_norm_([3], 1.0, one())", TypeError, "clip_grad_norm_: parameters must be this rank's, as"),
+    ("clip_grad_norm_([parameter()], 0, one())", ValueError, "clip_grad_norm_: max_norm must be above 0; got 0"),
+    ("grad_norm('a', one())", TypeError, "grad_norm: parameters must be this rank's, as module.parameters() gives"),
+    # checkpoints
+    ("checkpoint.save(FOLDER, -1, layer())", ValueError, "checkpoint.save: step must be a number of steps, at least"),
+    ("checkpoint.save(FOLDER, '1', layer())", ValueError, "checkpoint.save: step must be a number of steps, at least"),
+    ("checkpoint.save(FOLDER, 1, 3)", TypeError, "checkpoint: modules must be a Pipeline, {chunk number: module}, or"),
+    ("checkpoint.save(FOLDER, 1, [3])", TypeError, "checkpoint: modules must be a Pipeline, {chunk number: module}"),
+    ("checkpoint.save(FOLDER, 1, layer(), extra=lambda: 1)", TypeError, "checkpoint.save: extra must be a number, a"),
+    ("checkpoint.save(FOLDER, 1, layer(), keep=0)", ValueError, "checkpoint.save: keep must be at least 1; got 0"),
+    ("checkpoint.save(3, 1, layer())", TypeError, "expected str, bytes or os.PathLike object, not int"),
+    ("checkpoint.save(FOLDER, 1, [layer(), layer()])", TypeError, "checkpoint: modules must be a Pipeline, {chunk"),
+    ("checkpoint.load(FOLDER, layer(), step=3)", ValueError, "checkpoint.load: never has no checkpoint of step 3"),
+    ("checkpoint.load(3, layer())", TypeError, "expected str, bytes or os.PathLike object, not int"),
+    ("checkpoint.load(FOLDER, 3)", TypeError, "checkpoint: modules must be a Pipeline, {chunk number: module}, or one"),
+    ("checkpoint.load(FOLDER, layer(), step='a')", ValueError, "checkpoint.load: never has no checkpoint of step a"),
+    ("checkpoint.latest(3)", TypeError, "expected str, bytes or os.PathLike object, not int"),
+    # profile, FSDP2
+    ("profile('a', [0], None)", TypeError, "profile: modules must be this rank's chunks, each a torch.nn.Module; got"),
+    ("profile([layer()], 'a', mse, t(8,2), t(8,2), group=one())", TypeError, 'can only concatenate str (not "int") to'),
+    ("profile([layer()], [0, 0], mse, t(8,2), t(8,2), group=one())", ValueError, "Pipeline: rank 0 holds chunks [0"),
+    ("profile([layer()], [0], None, t(8,2), t(8,2), group=one())", TypeError, "Pipeline: loss_fn must be callable on"),
+    ("profile([layer()], [0], 3, t(8,2), t(8,2), group=one())", PipelineError, "rank 0, action 0F0: TypeError: 'int'"),
+    ("profile([layer()], [0], mse, group=one())", ValueError, "Pipeline.step: inputs must be given on this rank; got"),
+    ("ShardedReduction(layer(), WGradQueue())", TypeError, "ShardedReduction: model must have been through"),
+    ("ShardedReduction(3, WGradQueue())", TypeError, "ShardedReduction: model must have been through fully_shard; got"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("call", "error", "words"), CALLS, ids=[call for call, _, _ in CALLS])
+def test_a_wrong_call_says_what_is_wrong(call: str, error: type[BaseException], words: str) -> None:
+    with pytest.raises(error) as raised:
+        eval(call)
+    assert words in str(raised.value)
+    assert not Path(FOLDER).exists()
