@@ -68,7 +68,7 @@ def test_gradients_in_any_placement(two_ranks: Any) -> None:
 
 
 def sequence_parallel() -> dict[str, float]:
-    """A norm under SequenceParallel leaves a Partial gradient on a replicated weight; how far it is from one process."""
+    """A norm under SequenceParallel leaves a Partial gradient on its weight; how far all are from one process."""
     import copy
 
     from torch.distributed.device_mesh import init_device_mesh

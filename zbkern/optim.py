@@ -46,6 +46,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     reads_main_grad = True
+    transient_attributes = frozenset(("_memory", "_buffer", "_control"))  # whose values no step depends on
     _buffer: Tensor | None
     _control: Tensor | None
     _step_supports_amp_scaling = True  # what GradScaler asks for before it hands over `grad_scale` and `found_inf`
@@ -200,10 +201,8 @@ class AdamW(torch.optim.Optimizer):
 
         SequenceParallel leaves Partial gradients on replicated weights, whose local parts are only summands.
         """
-        mesh, expected = (
-            getattr(parameter, "device_mesh", None),
-            "DTensor" if hasattr(parameter, "to_local") else "Tensor",
-        )
+        mesh = getattr(parameter, "device_mesh", None)
+        expected = "Tensor" if mesh is None else "DTensor"
         if hasattr(parameter, "to_local") != hasattr(gradient, "to_local"):
             raise ValueError(
                 f"AdamW: a gradient must be a {expected} like its parameter of shape {list(parameter.shape)}; got "
@@ -322,7 +321,8 @@ def _check_state(state_dict: dict[str, Any]) -> None:
         if missing := [name for name in names if name not in found]:
             raise ValueError(
                 f"AdamW.load_state_dict: state_dict must be that of an AdamW; got one without {', '.join(missing)} "
-                f"(with {', '.join(map(str, found)) or 'no param_groups'}); load it into the kind of optimizer that saved it"
+                f"(with {', '.join(map(str, found)) or 'no param_groups'}); load it into the kind of optimizer that "
+                "saved it"
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.undo import copy_, gradient_of
+from zbkern.pipeline.undo import copy_, gradient_of, local_part
 
 Pairs = list[tuple[Tensor, Tensor]]  # a parameter below fp32, its fp32 master
 
@@ -56,9 +56,10 @@ class Gradients:
     """What a GradScaler takes for an optimizer: gradients of any dtype above fp16, wherever a parameter keeps them."""
 
     def __init__(self, gradients: list[Tensor]) -> None:
-        holders = [gradient.detach() for gradient in gradients]
-        for holder, gradient in zip(holders, gradients, strict=True):
-            holder.grad = gradient
+        parts = [local_part(gradient) for gradient in gradients]  # a scaler takes no mix of DTensor and plain tensors
+        holders = [part.detach() for part in parts]
+        for holder, part in zip(holders, parts, strict=True):
+            holder.grad = part
         self.param_groups = [{"params": holders}]
 
 

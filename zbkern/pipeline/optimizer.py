@@ -25,7 +25,7 @@ from zbkern.pipeline.connection import connect_row
 from zbkern.pipeline.delegating import Delegating
 from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.mixed_precision import Gradients, install_masters, load_gradients, publish, unscale, update_scale
-from zbkern.pipeline.norms import coefficient, scale_, squares
+from zbkern.pipeline.norms import check_max_norm, coefficient, scale_, squares
 from zbkern.pipeline.undo import UNDO, Call, gradient_of, hyperparameters, parameters
 from zbkern.pipeline.warmup import chain
 
@@ -91,8 +91,8 @@ class Optimizer(Delegating):
             )
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"Optimizer: scaler must be a torch.amp.GradScaler or None; got {type(scaler).__name__}")
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"Optimizer: max_norm must be above 0, or None to clip nothing; got {max_norm}")
+        if max_norm is not None:
+            check_max_norm("Optimizer", max_norm)
         if (own := getattr(optimizer, "max_norm", None)) is not None:
             raise ValueError(
                 f"Optimizer: {type(optimizer).__name__}(max_norm={own}) clips by the norm of its own "

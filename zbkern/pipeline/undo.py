@@ -220,13 +220,14 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     kinds: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         lists = kinds.setdefault((target.device, target.dtype), ([], []))
-        lists[0].append(_here(target))
-        lists[1].append(_here(source))
+        lists[0].append(local_part(target))
+        lists[1].append(local_part(source))
     for target_list, source_list in kinds.values():
         torch._foreach_copy_(target_list, source_list)
 
 
-def _here(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; of other tensors all."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
