@@ -87,8 +87,8 @@ class Pipeline:
         self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
         if replan_every and self._replicas.gathers:
             raise ValueError(
-                "Pipeline: replan_every must be 0 with FSDP2 stages: replicas that measure different times would take "
-                f"different schedules, and gather in different orders; got {replan_every}"
+                "Pipeline: replan_every must be 0 with FSDP2 or tensor-parallel stages: pipelines that measure other "
+                f"times would take other schedules, and communicate in another order; got {replan_every}"
             )
         self._last = last = len(schedule.placement) - 1
         self._stages = {
