@@ -17,7 +17,7 @@ class Delegating(torch.optim.Optimizer):
     """Has the groups, defaults, state and hooks of `optimizer`; a subclass says what a step is.
 
     torch.optim.Optimizer.__init__ is left out: it would make groups and state of its own, and `load_state_dict` of the
-    inner one replaces its lists, so they are looked up every time. Hooks run whenever the inner one steps.
+    inner one replaces its lists, so they are looked up every time.
     """
 
     _step_supports_amp_scaling = True  # has GradScaler.step call `step` on every rank, also where it found infinity

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.undo import copy_, gradient_of, local_part
+from zbkern.pipeline.undo import copy_, local_part
 
 Pairs = list[tuple[Tensor, Tensor]]  # a parameter below fp32, its fp32 master
 
@@ -38,13 +38,6 @@ def install_masters(optimizer: torch.optim.Optimizer) -> Pairs:
 
 def _widened(value: Any, parameter: Tensor) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
-
-
-def load_gradients(pairs: Pairs) -> None:
-    """Gives every master the gradient of its parameter, in fp32."""
-    for parameter, master in pairs:
-        gradient = gradient_of(parameter)
-        master.grad = None if gradient is None else gradient.to(master.dtype)
 
 
 def publish(pairs: Pairs) -> None:

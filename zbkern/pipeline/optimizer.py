@@ -14,6 +14,7 @@ along the chain, so a rank that sees reason to clip is right; only one that sees
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zbkern.pipeline.arguments import check_timeout
 from zbkern.pipeline.connection import connect_row
 from zbkern.pipeline.delegating import Delegating
 from zbkern.pipeline.mailbox import PipelineError
-from zbkern.pipeline.mixed_precision import Gradients, install_masters, load_gradients, publish, unscale, update_scale
+from zbkern.pipeline.mixed_precision import Gradients, install_masters, publish, unscale, update_scale
 from zbkern.pipeline.norms import check_max_norm, coefficient, scale_, squares
 from zbkern.pipeline.undo import UNDO, Call, gradient_of, hyperparameters, parameters
 from zbkern.pipeline.warmup import chain
@@ -105,6 +107,8 @@ class Optimizer(Delegating):
             )
         if undo is not None and undo not in UNDO:
             raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
+        if timeout is not None:
+            check_timeout("Optimizer", timeout)
         super().__init__(optimizer)
         self.max_norm = max_norm
         self.adaptive = adaptive
@@ -113,7 +117,6 @@ class Optimizer(Delegating):
         self.undone = self.clipped = self.skipped = 0
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._unscaled = Gradients([])
-        self._reads_main_grad = getattr(optimizer, "reads_main_grad", False)
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         tied = getattr(pipe, "tied", {}) if tied is None else tied
         self._has_masters = master_weights
@@ -139,16 +142,22 @@ class Optimizer(Delegating):
     # ---- what a training loop calls
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of this rank's parameters; those of a step without a verdict are kept aside for it."""
+        """Clears the gradients of this rank's parameters, a `main_grad` always in place.
+
+        A step that is not validated yet keeps what it needs of them.
+        """
+        gradients = [p.grad for p in self._model_parameters() if p.grad is not None]
+        if not set_to_none:
+            if self._pending is not None:
+                with self._failing_together():
+                    self._pending.copy_gradients(gradients)
+            for gradient in gradients:
+                gradient.zero_()
         for parameter in self._model_parameters():
-            if parameter.grad is not None:
-                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
-            main_grad = getattr(parameter, "main_grad", None)
-            if main_grad is not None:
-                if self._pending is None:
-                    main_grad.zero_()
-                else:
-                    parameter.main_grad = torch.zeros_like(main_grad)
+            if set_to_none:
+                parameter.grad = None
+            if (main_grad := getattr(parameter, "main_grad", None)) is not None:
+                main_grad.zero_()
 
     def step(self) -> None:  # type: ignore[override]  # no closure
         """Steps at once when nothing speaks against it yet; `validate` puts right what turns out to be wrong."""
@@ -163,18 +172,23 @@ class Optimizer(Delegating):
         with self._failing_together():
             gradients = self._collect()
             total = self._pass_on(squares([g for p, g in gradients if id(p) not in self._uncounted]))
-            before = hyperparameters(self.optimizer)
+            step = Call(gradients, hyperparameters(self.optimizer))
             if self._next is None:
-                self._pending = Call(gradients, before, before, stepped=False)
+                self._pending = step
                 self._pass_back(total)
                 self._conclude(total)
                 return
-            stepped = self._undo is not None and not (self.adaptive and self._wary) and self._harmless(total)
-            if stepped:
-                self._undo.save(self.optimizer)
-                self._update()
-            after = hyperparameters(self.optimizer) if stepped else before
-            self._pending = Call(gradients, before, after, stepped)
+            if self._may_step(total):
+                with step.in_place(self.optimizer, step.before):
+                    self._undo.save(self.optimizer)
+                    self._update()
+                step.stepped, step.after = True, hyperparameters(self.optimizer)
+            if step.stepped and self.max_norm is None and not self._undo.needs_gradients and not self._post_hooks:
+                step.drop_gradients()  # it will stay, or be taken back for good
+            else:
+                main_grads = (getattr(parameter, "main_grad", None) for parameter in self._model_parameters())
+                step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
+            self._pending = step
 
     def validate(self) -> None:
         """Waits for the verdict on the last step and sees that it is done as it says. Free when that has happened.
@@ -235,14 +249,42 @@ class Optimizer(Delegating):
         return {"optimizer": self.optimizer.state_dict(), "masters": masters, "common": self.common_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave, with the same parameters on this rank; on all ranks."""
+        """Takes what `state_dict` gave, with the same parameters on this rank; on all ranks.
+
+        Raises ValueError, with nothing changed, for other states and for those of other kinds of optimizers.
+        """
+        needed = {"optimizer", "masters", "common"}
+        if not isinstance(state, Mapping) or needed - state.keys():
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(
+                f"Optimizer.load_state_dict: state must be what Optimizer.state_dict() gave, with {sorted(needed)}; "
+                f"got {got}; a torch optimizer's own state goes into Optimizer.optimizer.load_state_dict()"
+            )
+        ours, saved = ([list(master.shape) for master in m] for m in ((m for _, m in self.masters), state["masters"]))
+        if ours != saved:
+            raise ValueError(
+                f"Optimizer.load_state_dict: state must have master weights of shapes {ours}; got {saved}; load it "
+                "with the master_weights= and the parameters that it was saved with"
+            )
+        self._load_inner(state["optimizer"])
         self.abandon()
-        self.optimizer.load_state_dict(state["optimizer"])
         with torch.no_grad():
-            for (_, master), saved in zip(self.masters, state["masters"], strict=True):
-                master.copy_(saved)
+            for (_, master), value in zip(self.masters, state["masters"], strict=True):
+                master.copy_(value)
         publish(self.masters)
         self.load_common_state(state["common"])
+
+    def _load_inner(self, state: dict[str, Any]) -> None:
+        inner = self.optimizer
+        before = inner.state, inner.param_groups
+        inner.load_state_dict(state)
+        missing = {name for group in inner.param_groups for name in inner.defaults.keys() - group.keys()}
+        if missing:
+            inner.state, inner.param_groups = before
+            raise ValueError(
+                f"Optimizer.load_state_dict: the state is not of a {type(inner).__name__}: its param_groups have no "
+                f"{', '.join(sorted(missing))}; load it into the kind of optimizer that saved it"
+            )
 
     def common_state(self) -> dict[str, Any]:
         """The part of the state that is the same on all ranks."""
@@ -299,6 +341,15 @@ class Optimizer(Delegating):
         if self._previous is not None:
             self._transport.send(self._previous, Message(self._number, "all"), total)
 
+    def _may_step(self, total: Tensor) -> bool:
+        """Whether to step before the verdict, given the squares of this rank and those before it.
+
+        A hook that runs before steps may change gradients or weights, which nobody could take back.
+        """
+        if self._undo is None or getattr(self.optimizer, "_optimizer_step_pre_hooks", None):
+            return False
+        return not (self.adaptive and self._wary) and self._harmless(total)
+
     def _harmless(self, total: Tensor) -> bool:
         """True when gradients with this sum of squares are finite and need no clipping."""
         norm = math.sqrt(total.item())
@@ -310,9 +361,10 @@ class Optimizer(Delegating):
         assert step is not None
         self.last_norm = norm = math.sqrt(total.item())
         finite, factor = math.isfinite(norm), coefficient(norm, self.max_norm)
-        self._wary = not (finite and factor == 1)
-        if not (finite and factor == 1 and step.stepped):
-            with step.in_place(self.optimizer):
+        good = finite and factor == 1
+        self._wary = not good
+        if not (good and step.stepped):
+            with step.in_place(self.optimizer, step.before):
                 if step.stepped:
                     self._undo.restore(self.optimizer)
                     publish(self.masters)
@@ -320,30 +372,62 @@ class Optimizer(Delegating):
                 if finite:
                     scale_([gradient for _, gradient in step.gradients], factor)
                     self._update()
+                    self._run_post_hooks()
+        elif self._post_hooks:
+            with step.in_place(self.optimizer, step.after):
+                self._run_post_hooks(read_only=True)
         self.skipped += not finite
         self.clipped += factor < 1
         if self._scaler is not None:
             update_scale(self._scaler, self._unscaled, not finite, self._device)
-        for _, master in self.masters:
-            master.grad = None
         self._settled = self._number
 
     def _update(self) -> None:
-        self.optimizer.step()
+        """The torch optimizer's step, but for hooks that run after it."""
+        hooks = self._post_hooks
+        if hooks:
+            self.optimizer._optimizer_step_post_hooks = OrderedDict()
+        try:
+            self.optimizer.step()
+        finally:
+            if hooks:
+                self.optimizer._optimizer_step_post_hooks = hooks
+        publish(self.masters)
+
+    @property
+    def _post_hooks(self) -> Any:
+        return getattr(self.optimizer, "_optimizer_step_post_hooks", None)
+
+    def _run_post_hooks(self, read_only: bool = False) -> None:
+        """Once per step that counts, with its final weights.
+
+        read_only: forwards may have begun with these weights, and would not see what a hook writes into them.
+        """
+        if not self._post_hooks:
+            return
+        weights = [*parameters(self.optimizer), *self._model_parameters()]
+        before = [weight._version for weight in weights]
+        for hook in list(self._post_hooks.values()):
+            hook(self.optimizer, (self.optimizer,), {})
+        if [weight._version for weight in weights] == before:
+            return
+        if read_only:
+            raise RuntimeError(
+                "Optimizer: a hook that was registered by register_step_post_hook has changed weights with which "
+                "forwards may have begun; construct the Optimizer with undo=None, which steps after it has heard of "
+                "all ranks"
+            )
         publish(self.masters)
 
     # ---- gradients
 
     def _collect(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
-        load_gradients(self.masters)
         found = []
-        for parameter in parameters(self.optimizer):
-            gradient = gradient_of(parameter)
+        for parameter, model_parameter in zip(parameters(self.optimizer), self._model_parameters(), strict=True):
+            gradient = gradient_of(model_parameter)
             if gradient is not None:
-                found.append((parameter, gradient))
-                if not self._reads_main_grad:
-                    parameter.grad = gradient
+                found.append((parameter, gradient if parameter is model_parameter else gradient.to(parameter.dtype)))
         if self._scaler is not None:
             self._unscaled = unscale(self._scaler, [gradient for _, gradient in found], self._device)
         return found
