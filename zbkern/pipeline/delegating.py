@@ -13,7 +13,7 @@ _REGISTER = tuple(
 )
 
 
-class Delegating(torch.optim.Optimizer):
+class OptimizerWrapper(torch.optim.Optimizer):
     """Has the groups, defaults, state and hooks of `optimizer`; a subclass says what a step is.
 
     torch.optim.Optimizer.__init__ is left out: it would make groups and state of its own, and `load_state_dict` of the

@@ -40,7 +40,7 @@ def _widened(value: Any, parameter: Tensor) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
 
 
-def publish(pairs: Pairs) -> None:
+def copy_masters_to_params(pairs: Pairs) -> None:
     """Rounds the masters into the model's parameters."""
     copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 

@@ -38,9 +38,9 @@ def _grad_norm(caller: str, parameters: list[Tensor], group: Any, tied: Mapping[
     shared = {id(parameter): name for name, parameter in (tied or {}).items()}
     found = [(id(parameter), gradient) for parameter, gradient in _gradients(parameters)]
     own = [gradient for key, gradient in found if key not in shared]
-    names = {shared[key]: float(squares([gradient])) for key, gradient in found if key in shared}
+    names = {shared[key]: float(sum_of_squares([gradient])) for key, gradient in found if key in shared}
     total, seen = 0.0, {}
-    for value, named in _gather((float(squares(own)), names), group):
+    for value, named in _gather((float(sum_of_squares(own)), names), group):
         total += value
         seen.update(named)
     return math.sqrt(total + sum(seen.values()))
@@ -61,7 +61,7 @@ def clip_grad_norm_(
     check_max_norm("clip_grad_norm_", max_norm)
     parameters = _listed("clip_grad_norm_", parameters)
     norm = _grad_norm("clip_grad_norm_", parameters, group, tied)
-    scale_([gradient for _, gradient in _gradients(parameters)], coefficient(norm, max_norm))
+    scale_gradients_([gradient for _, gradient in _gradients(parameters)], clip_coefficient(norm, max_norm))
     return norm
 
 
@@ -99,7 +99,7 @@ def _gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
             yield parameter, gradient
 
 
-def squares(gradients: list[Tensor]) -> Tensor:
+def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """The sum of the squares of all elements, fp64 [], on the device of the gradients; not finite when one is not.
 
     Also infinite when a single gradient's norm is beyond the range of fp32.
@@ -130,7 +130,7 @@ def _over_shards(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
     return DTensor.from_local(part, mesh, sums, run_check=False).full_tensor()
 
 
-def coefficient(norm: float, max_norm: float | None) -> float:
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """What gradients of this norm are multiplied by: at most 1; as torch.nn.utils.clip_grad_norm_ has it, in fp32.
 
     Never grows with the norm: what says "clip" for a part of the gradients says so for all of them.
@@ -140,7 +140,7 @@ def coefficient(norm: float, max_norm: float | None) -> float:
     return min(1.0, (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).item())
 
 
-def scale_(gradients: list[Tensor], factor: float) -> None:
+def scale_gradients_(gradients: list[Tensor], factor: float) -> None:
     """Multiplies the gradients in place; of a DTensor, in any placement, its local part."""
     if factor == 1 or not gradients:
         return

@@ -24,15 +24,15 @@ from torch import Tensor
 
 from zbkern.pipeline.arguments import check_timeout
 from zbkern.pipeline.connection import connect_row
-from zbkern.pipeline.delegating import Delegating
+from zbkern.pipeline.delegating import OptimizerWrapper
 from zbkern.pipeline.mailbox import PipelineError
-from zbkern.pipeline.mixed_precision import Gradients, install_masters, publish, unscale, update_scale
-from zbkern.pipeline.norms import check_max_norm, coefficient, scale_, squares
-from zbkern.pipeline.undo import UNDO, Call, gradient_of, hyperparameters, parameters
-from zbkern.pipeline.warmup import chain
+from zbkern.pipeline.mixed_precision import Gradients, copy_masters_to_params, install_masters, unscale, update_scale
+from zbkern.pipeline.norms import check_max_norm, clip_coefficient, scale_gradients_, sum_of_squares
+from zbkern.pipeline.undo import UNDO, PendingStep, gradient_of, hyperparameters, parameters
+from zbkern.pipeline.warmup import rank_order
 
 
-class Message(NamedTuple):
+class NormTag(NamedTuple):
     """A tag: the squares of the ranks `before` on their way down the chain, or of `all` of them on their way back."""
 
     number: int
@@ -42,7 +42,7 @@ class Message(NamedTuple):
         return f"the squared gradient norm of {self.what} stages, optimizer step {self.number}"
 
 
-class Optimizer(Delegating):
+class Optimizer(OptimizerWrapper):
     """Drives a torch optimizer of this rank's parameters as one with those of all other ranks of a pipeline.
 
     >>> optimizer = Optimizer(torch.optim.AdamW(chunk.parameters()), pipe, max_norm=1.0)    # doctest: +SKIP
@@ -86,7 +86,7 @@ class Optimizer(Delegating):
         tied: Mapping[str, Tensor] | None = None,
         timeout: float | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, Delegating):
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, OptimizerWrapper):
             raise TypeError(
                 "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
                 f"{type(optimizer).__name__}"
@@ -125,7 +125,7 @@ class Optimizer(Delegating):
         planned = hasattr(pipe, "schedule")
         self._transport = pipe.transport if planned else connect_row(pipe, self._device)
         # the order in which the sum travels is that in which the model meets the ranks
-        ranks = chain(pipe.schedule) if planned else list(range(self._transport.size))
+        ranks = rank_order(pipe.schedule) if planned else list(range(self._transport.size))
         self._owned = self._transport if not planned and self._transport is not pipe else None
         place = ranks.index(self._transport.rank)
         self._previous = ranks[place - 1] if place > 0 else None
@@ -133,8 +133,8 @@ class Optimizer(Delegating):
         self._uncounted = self._held_by(ranks[:place], dict(tied))
         self._number = self._settled = self._taken = 0
         self._total: Tensor | None = None
-        self._pending: Call | None = None
-        self._wary = False
+        self._pending: PendingStep | None = None
+        self._cautious = False
         self._pipe = pipe if planned else None
         if self._pipe is not None:
             self._pipe.optimizer = self
@@ -171,8 +171,8 @@ class Optimizer(Delegating):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
         with self._failing_together():
             gradients = self._collect()
-            total = self._pass_on(squares([g for p, g in gradients if id(p) not in self._uncounted]))
-            step = Call(gradients, hyperparameters(self.optimizer))
+            total = self._pass_on(sum_of_squares([g for p, g in gradients if id(p) not in self._uncounted]))
+            step = PendingStep(gradients, hyperparameters(self.optimizer))
             if self._next is None:
                 self._pending = step
                 self._pass_back(total)
@@ -182,8 +182,8 @@ class Optimizer(Delegating):
                 with step.in_place(self.optimizer, step.before):
                     self._undo.save(self.optimizer)
                     self._update()
-                step.stepped, step.after = True, hyperparameters(self.optimizer)
-            if step.stepped and self.max_norm is None and not self._undo.needs_gradients and not self._post_hooks:
+                step.has_stepped, step.after = True, hyperparameters(self.optimizer)
+            if step.has_stepped and self.max_norm is None and not self._undo.needs_gradients and not self._post_hooks:
                 step.drop_gradients()  # it will stay, or be taken back for good
             else:
                 main_grads = (getattr(parameter, "main_grad", None) for parameter in self._model_parameters())
@@ -200,22 +200,22 @@ class Optimizer(Delegating):
             return
         with self._failing_together():
             assert self._next is not None  # the last rank of the chain has its verdict at once
-            total = self._transport.receive(self._next, Message(self._number, "all"), self.timeout)
+            total = self._transport.receive(self._next, NormTag(self._number, "all"), self.timeout)
             self._pass_back(total)
             self._conclude(total)
 
-    def poll(self) -> bool:
+    def try_validate(self) -> bool:
         """Validates if that is possible without waiting; True when no step is without its verdict."""
-        if self._pending is not None and self._transport.ready(Message(self._number, "all")):
+        if self._pending is not None and self._transport.ready(NormTag(self._number, "all")):
             self.validate()
         return self._pending is None
 
     @property
-    def waits(self) -> bool:
+    def pending(self) -> bool:
         """True while the last step is without its verdict."""
         return self._pending is not None
 
-    def take_setbacks(self) -> int:
+    def take_rollbacks(self) -> int:
         """How many verdicts since the last call were other than "step as you are", the same on all ranks.
 
         Forwards that any rank began before such a verdict are void.
@@ -224,9 +224,9 @@ class Optimizer(Delegating):
         return new
 
     @property
-    def stepped(self) -> bool:
+    def has_stepped(self) -> bool:
         """True when the weights are those of the last step, as far as this rank can tell."""
-        return self._pending is None or self._pending.stepped
+        return self._pending is None or self._pending.has_stepped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the torch optimizer's; waits for the verdict on the last step. Other ranks call this or `validate`."""
@@ -271,7 +271,7 @@ class Optimizer(Delegating):
         with torch.no_grad():
             for (_, master), value in zip(self.masters, state["masters"], strict=True):
                 master.copy_(value)
-        publish(self.masters)
+        copy_masters_to_params(self.masters)
         self.load_common_state(state["common"])
 
     def _load_inner(self, state: dict[str, Any]) -> None:
@@ -288,13 +288,13 @@ class Optimizer(Delegating):
 
     def common_state(self) -> dict[str, Any]:
         """The part of the state that is the same on all ranks."""
-        return {"scaler": self._scaler.state_dict() if self._scaler is not None else {}, "wary": self._wary}
+        return {"scaler": self._scaler.state_dict() if self._scaler is not None else {}, "cautious": self._cautious}
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         """Takes what `common_state` gave; what is missing (it was another kind of optimizer) stays as it is."""
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
-        self._wary = state.get("wary", self._wary)
+        self._cautious = state.get("cautious", self._cautious)
 
     def abandon(self) -> None:
         """Gives up a step without verdict, because everything is about to be loaded; on all ranks."""
@@ -306,7 +306,7 @@ class Optimizer(Delegating):
 
         Raises PipelineError on all ranks where that cannot be: some have stepped, and others did not get that far.
         """
-        mine = None if self._settled == self._number else "waits" if self._pending is not None else "broken"
+        mine = None if self._settled == self._number else "pending" if self._pending is not None else "broken"
         total = None if self._total is None else self._total.tolist()
         ranks = self._transport.gather((self._number, mine, total), self.timeout)
         newest = max(number for number, _, _ in ranks)
@@ -331,15 +331,15 @@ class Optimizer(Delegating):
         """The squares of this rank and of all before it, fp64 []; the next rank is told."""
         own = own.to(self._device)
         if self._previous is not None:
-            message = Message(self._number, "previous")
+            message = NormTag(self._number, "previous")
             own = self._transport.receive(self._previous, message, self.timeout) + own
         if self._next is not None:
-            self._transport.send(self._next, Message(self._number, "previous"), own)
+            self._transport.send(self._next, NormTag(self._number, "previous"), own)
         return own
 
     def _pass_back(self, total: Tensor) -> None:
         if self._previous is not None:
-            self._transport.send(self._previous, Message(self._number, "all"), total)
+            self._transport.send(self._previous, NormTag(self._number, "all"), total)
 
     def _may_step(self, total: Tensor) -> bool:
         """Whether to step before the verdict, given the squares of this rank and those before it.
@@ -348,29 +348,29 @@ class Optimizer(Delegating):
         """
         if self._undo is None or getattr(self.optimizer, "_optimizer_step_pre_hooks", None):
             return False
-        return not (self.adaptive and self._wary) and self._harmless(total)
+        return not (self.adaptive and self._cautious) and self._no_clipping_needed(total)
 
-    def _harmless(self, total: Tensor) -> bool:
+    def _no_clipping_needed(self, total: Tensor) -> bool:
         """True when gradients with this sum of squares are finite and need no clipping."""
         norm = math.sqrt(total.item())
-        return math.isfinite(norm) and coefficient(norm, self.max_norm) == 1
+        return math.isfinite(norm) and clip_coefficient(norm, self.max_norm) == 1
 
     def _conclude(self, total: Tensor) -> None:
         """All squares are known: makes the step what it should have been."""
         step, self._pending, self._total = self._pending, None, total
         assert step is not None
         self.last_norm = norm = math.sqrt(total.item())
-        finite, factor = math.isfinite(norm), coefficient(norm, self.max_norm)
+        finite, factor = math.isfinite(norm), clip_coefficient(norm, self.max_norm)
         good = finite and factor == 1
-        self._wary = not good
-        if not (good and step.stepped):
+        self._cautious = not good
+        if not (good and step.has_stepped):
             with step.in_place(self.optimizer, step.before):
-                if step.stepped:
+                if step.has_stepped:
                     self._undo.restore(self.optimizer)
-                    publish(self.masters)
+                    copy_masters_to_params(self.masters)
                     self.undone += 1
                 if finite:
-                    scale_([gradient for _, gradient in step.gradients], factor)
+                    scale_gradients_([gradient for _, gradient in step.gradients], factor)
                     self._update()
                     self._run_post_hooks()
         elif self._post_hooks:
@@ -392,7 +392,7 @@ class Optimizer(Delegating):
         finally:
             if hooks:
                 self.optimizer._optimizer_step_post_hooks = hooks
-        publish(self.masters)
+        copy_masters_to_params(self.masters)
 
     @property
     def _post_hooks(self) -> Any:
@@ -417,7 +417,7 @@ class Optimizer(Delegating):
                 "forwards may have begun; construct the Optimizer with undo=None, which steps after it has heard of "
                 "all ranks"
             )
-        publish(self.masters)
+        copy_masters_to_params(self.masters)
 
     # ---- gradients
 

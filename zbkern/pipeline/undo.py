@@ -156,16 +156,16 @@ class Inverse:
                         optimizer.state.pop(parameter, None)
 
 
-class Call:
+class PendingStep:
     """What a step was called with, so that it can be done later, or again.
 
     gradients: (parameter, its gradient) of all that have one, as the torch optimizer is to see them. before, after:
-    hyperparameters of every group when the step was called, and when it returned. stepped: whether the optimizer has.
+    hyperparameters of every group when the step was called, and when it returned. has_stepped: whether the optimizer has stepped.
     """
 
     def __init__(self, gradients: list[tuple[Tensor, Tensor]], before: list[dict[str, Any]]) -> None:
         self.before = self.after = before
-        self.stepped = False
+        self.has_stepped = False
         self._set_gradients(gradients)
 
     def _set_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
