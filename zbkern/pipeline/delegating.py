@@ -1,4 +1,4 @@
-"""A torch.optim.Optimizer around another, for whoever asks for one: learning-rate schedules, above all."""
+"""A torch.optim.Optimizer around another, for code that requires one: learning-rate schedules, above all."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 
 def _over_shards(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """The sum over what the ranks of a mesh hold; what they hold alike counts once."""
+    """The sum over the shards of a mesh; replicas count once."""
     sums = [placement if placement.is_replicate() else Partial() for placement in placements]
     return DTensor.from_local(part, mesh, sums, run_check=False).full_tensor()
 

@@ -1,14 +1,15 @@
-"""Optimizer: steps without waiting for the other stages, and takes the step back when it should have waited.
+"""Optimizer: steps before the norm over all stages is known, and validates the step afterwards.
 
 The norm of all gradients and the check for non-finite values need every stage, and an all-reduce before the step would
-have every stage wait for the slowest. Instead each rank receives the sum of squares of the ranks before it, adds its
-own and sends it on; when that does not speak against a plain step, it steps at once. The last rank of the chain knows
-the whole sum; its verdict travels back while the forwards of the next step begin. Where it says that gradients should
-have been clipped, or hold a value that is not finite, the ranks that have stepped undo it and step again with scaled
-gradients, or not at all. The result is that of a synchronous step.
+make every stage wait for the slowest. Instead each rank receives the sum of squares of the ranks before it, adds its
+own and sends it on; if the sum so far requires neither clipping nor skipping, the rank steps at once. The last rank
+knows the total and sends it back while the forwards of the next step begin. If the total requires clipping or skipping,
+the ranks that have stepped roll the step back, and step again with scaled gradients, or not at all. The result is that
+of a synchronous step.
 
 Post-validation: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4. A sum of squares only grows
-along the chain, so a rank that sees reason to clip is right; only one that sees none can be wrong.
+from rank to rank, so a rank whose partial sum requires clipping is right; only one whose partial sum does not may have
+to roll back.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from zbkern.pipeline.warmup import rank_order
 
 
 class NormTag(NamedTuple):
-    """A tag: the squares of the ranks `before` on their way down the chain, or of `all` of them on their way back."""
+    """Tag of a message: the sum of squares of the `previous` ranks, sent forward, or of `all`, sent back."""
 
     number: int
     what: str
@@ -51,7 +52,8 @@ class Optimizer(OptimizerWrapper):
     >>> optimizer.step()
 
     It is a torch.optim.Optimizer itself, with the groups, state and hooks of the one it drives: learning-rate schedules
-    take it, and a step that is done late or again has the settings it was called with.
+    take it, and a step that is done late or again uses the hyperparameters and gradients it was called with. Hooks on
+    the step run once per step that counts (docs/pipeline.md).
 
     optimizer: any torch optimizer whose `step()` needs no closure. pipe: the Pipeline; or its ranks in the order of the
     model, as a process group, a Transport, or None for all ranks: then call `validate()` before weights are read.
@@ -59,14 +61,15 @@ class Optimizer(OptimizerWrapper):
     not finite (or of a norm beyond fp32) is skipped. scaler: the torch.amp.GradScaler that has scaled the loss: step()
     does what its `unscale_`, `step` and `update` would do. master_weights: parameters below fp32 get fp32 copies, which
     the torch optimizer updates in their place; gradients are read from `main_grad` where a parameter has one. Not for a
-    torch optimizer that keeps such copies itself, as zbkern.optim.AdamW(master_weights=True) does. undo: how a wrong
-    step is taken back: "snapshot" (exact, any optimizer, memory of parameters and state once more), "inverse" (torch's
-    AdamW and SGD, zbkern.optim.AdamW; no memory, equal up to rounding), or None: never step before the verdict.
-    adaptive: after a step that was clipped or skipped, wait for the next one's verdict instead of undoing every time;
-    norms of consecutive steps are alike. tied: {name: parameter} of weights that several ranks hold with equal
-    gradients, which count once; taken from a Pipeline. timeout: seconds to wait for a message; a Pipeline's by default.
-    Raises ValueError for an undo that does not fit the optimizer, and for an optimizer with a max_norm of its own. All
-    ranks construct theirs together.
+    torch optimizer that keeps such copies itself, as zbkern.optim.AdamW(master_weights=True) does. undo: how a step
+    is rolled back: "snapshot" (exact, any optimizer, memory of parameters and state once more), "inverse" (torch's
+    AdamW and SGD, zbkern.optim.AdamW; no memory, equal up to rounding), or None: never step before validation. A
+    `main_grad` is copied until the step is validated where the step may be done again with it. adaptive: after a step
+    that was clipped or skipped, validate the next one before stepping, as norms of consecutive steps are alike. tied:
+    {name: parameter} of weights that several ranks hold with equal gradients, which count once; taken from a Pipeline.
+    timeout: seconds to wait for a message; a Pipeline's by default. Raises TypeError or ValueError for arguments out of
+    range, for an undo that does not fit the optimizer, and for an optimizer with a max_norm of its own. All ranks
+    construct theirs together.
 
     Attributes: `last_norm`, the norm of the last validated step, before clipping (None at first); `undone`, how often
     this rank took a step back; `clipped`, `skipped`: how many validated steps were; `optimizer`: the torch optimizer;
@@ -98,7 +101,7 @@ class Optimizer(OptimizerWrapper):
         if (own := getattr(optimizer, "max_norm", None)) is not None:
             raise ValueError(
                 f"Optimizer: {type(optimizer).__name__}(max_norm={own}) clips by the norm of its own "
-                "parameters, not of all ranks'; give max_norm to Optimizer"
+                "parameters, not of those of all ranks; give max_norm to Optimizer instead"
             )
         if getattr(pipe, "optimizer", None) is not None:
             raise ValueError(
@@ -160,7 +163,7 @@ class Optimizer(OptimizerWrapper):
                 main_grad.zero_()
 
     def step(self) -> None:  # type: ignore[override]  # no closure
-        """Steps at once when nothing speaks against it yet; `validate` puts right what turns out to be wrong."""
+        """Steps at once if the norm of this rank and those before it allows that; `validate` corrects it if needed."""
         if self.__dict__.pop("found_inf", None) is not None:
             raise TypeError(
                 "Optimizer.step: was called by a GradScaler, which sees the gradients of this rank only; give it to "
@@ -184,41 +187,41 @@ class Optimizer(OptimizerWrapper):
                     self._update()
                 step.has_stepped, step.after = True, hyperparameters(self.optimizer)
             if step.has_stepped and self.max_norm is None and not self._undo.needs_gradients and not self._post_hooks:
-                step.drop_gradients()  # it will stay, or be taken back for good
+                step.drop_gradients()  # it will be kept or skipped, never done again
             else:
                 main_grads = (getattr(parameter, "main_grad", None) for parameter in self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
             self._pending = step
 
     def validate(self) -> None:
-        """Waits for the verdict on the last step and sees that it is done as it says. Free when that has happened.
+        """Waits for the norm over all ranks and clips or skips the last step accordingly. No-op if that is done.
 
         A Pipeline calls this in time; so does the next `step`. Call it before you read weights in any other way: to
-        evaluate, to save. Every rank must get there: a rank's verdict comes through the ranks behind it.
+        evaluate, to save. Every rank must call it: the norm reaches a rank through the ranks after it.
         """
         if self._pending is None:
             return
         with self._failing_together():
-            assert self._next is not None  # the last rank of the chain has its verdict at once
+            assert self._next is not None  # the last rank validates within step()
             total = self._transport.receive(self._next, NormTag(self._number, "all"), self.timeout)
             self._pass_back(total)
             self._conclude(total)
 
     def try_validate(self) -> bool:
-        """Validates if that is possible without waiting; True when no step is without its verdict."""
+        """Validates if that is possible without waiting; True when no step is pending."""
         if self._pending is not None and self._transport.ready(NormTag(self._number, "all")):
             self.validate()
         return self._pending is None
 
     @property
     def pending(self) -> bool:
-        """True while the last step is without its verdict."""
+        """True until the last step is validated."""
         return self._pending is not None
 
     def take_rollbacks(self) -> int:
-        """How many verdicts since the last call were other than "step as you are", the same on all ranks.
+        """How many steps since the last call were clipped or skipped, the same number on all ranks.
 
-        Forwards that any rank began before such a verdict are void.
+        Forwards that any rank began before such a step was validated have to be run again.
         """
         new, self._taken = self.clipped + self.skipped - self._taken, self.clipped + self.skipped
         return new
@@ -229,7 +232,7 @@ class Optimizer(OptimizerWrapper):
         return self._pending is None or self._pending.has_stepped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the torch optimizer's; waits for the verdict on the last step. Other ranks call this or `validate`."""
+        """As the torch optimizer's; validates the last step first. Other ranks call this or `validate`."""
         self.validate()
         self.optimizer.add_param_group(param_group)
         if self._has_masters:
@@ -240,7 +243,7 @@ class Optimizer(OptimizerWrapper):
             self._undo = type(self._undo)(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state, master weights and the scaler's; waits for the verdict on the last step.
+        """The torch optimizer's state, master weights and the scaler's; validates the last step first.
 
         As with torch, tensors are those that later steps change: copy what is to stay.
         """
@@ -297,14 +300,14 @@ class Optimizer(OptimizerWrapper):
         self._cautious = state.get("cautious", self._cautious)
 
     def abandon(self) -> None:
-        """Gives up a step without verdict, because everything is about to be loaded; on all ranks."""
+        """Forgets a pending step, because everything is about to be loaded; on all ranks."""
         self._pending, self._settled = None, self._number
         self._taken = self.clipped + self.skipped
 
     def recover(self) -> None:
-        """Settles the last step after a failure, over a transport that works again; collective.
+        """Validates the last step after a failure, over a transport that works again; collective.
 
-        Raises PipelineError on all ranks where that cannot be: some have stepped, and others did not get that far.
+        Raises PipelineError on all ranks if that is impossible: some have stepped, and others did not get that far.
         """
         mine = None if self._settled == self._number else "pending" if self._pending is not None else "broken"
         total = None if self._total is None else self._total.tolist()
@@ -328,7 +331,7 @@ class Optimizer(OptimizerWrapper):
     # ---- the protocol
 
     def _pass_on(self, own: Tensor) -> Tensor:
-        """The squares of this rank and of all before it, fp64 []; the next rank is told."""
+        """The sum of squares of this rank and of all before it, fp64 []; sent to the next rank."""
         own = own.to(self._device)
         if self._previous is not None:
             message = NormTag(self._number, "previous")
@@ -342,9 +345,9 @@ class Optimizer(OptimizerWrapper):
             self._transport.send(self._previous, NormTag(self._number, "all"), total)
 
     def _may_step(self, total: Tensor) -> bool:
-        """Whether to step before the verdict, given the squares of this rank and those before it.
+        """Whether to step before validation, given the sum of squares of this rank and those before it.
 
-        A hook that runs before steps may change gradients or weights, which nobody could take back.
+        A hook that runs before steps may change gradients or weights, which could not be rolled back.
         """
         if self._undo is None or getattr(self.optimizer, "_optimizer_step_pre_hooks", None):
             return False
@@ -356,7 +359,7 @@ class Optimizer(OptimizerWrapper):
         return math.isfinite(norm) and clip_coefficient(norm, self.max_norm) == 1
 
     def _conclude(self, total: Tensor) -> None:
-        """All squares are known: makes the step what it should have been."""
+        """Validates the pending step with the sum of squares of all ranks: keeps it, clips it or skips it."""
         step, self._pending, self._total = self._pending, None, total
         assert step is not None
         self.last_norm = norm = math.sqrt(total.item())
@@ -414,8 +417,7 @@ class Optimizer(OptimizerWrapper):
         if read_only:
             raise RuntimeError(
                 "Optimizer: a hook that was registered by register_step_post_hook has changed weights with which "
-                "forwards may have begun; construct the Optimizer with undo=None, which steps after it has heard of "
-                "all ranks"
+                "forwards may have begun; construct the Optimizer with undo=None, which steps after validation"
             )
         copy_masters_to_params(self.masters)
 

@@ -1,6 +1,6 @@
-"""Takes back a step of a torch optimizer: exactly, from copies, or in arithmetic, without memory; does it again.
+"""Rolls back a step of a torch optimizer: exactly, from copies, or by inverting its arithmetic, without memory.
 
-Both ways back are used alike: `save(optimizer)` before its step, `restore(optimizer)` afterwards, with the same
+Both are used alike: `save(optimizer)` before its step, `restore(optimizer)` afterwards, with the same
 gradients and settings in place.
 The arithmetic is that of Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4 and appendix.
 """
@@ -57,7 +57,7 @@ class Snapshot:
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         copy_(self._originals, self._copies)
         for key in [key for key in optimizer.state if key not in self._entries]:
-            del optimizer.state[key]  # came into being with the step
+            del optimizer.state[key]  # created by the step
         for key, entries in self._entries.items():
             state = optimizer.state[key]
             state.clear()
@@ -157,10 +157,11 @@ class Inverse:
 
 
 class PendingStep:
-    """What a step was called with, so that it can be done later, or again.
+    """What a step was called with, kept until it is validated, so that it can be done later, or again.
 
     gradients: (parameter, its gradient) of all that have one, as the torch optimizer is to see them. before, after:
-    hyperparameters of every group when the step was called, and when it returned. has_stepped: whether the optimizer has stepped.
+    hyperparameters of every group when the step was called, and when it returned. has_stepped: whether it has
+    been done already.
     """
 
     def __init__(self, gradients: list[tuple[Tensor, Tensor]], before: list[dict[str, Any]]) -> None:
@@ -181,7 +182,7 @@ class PendingStep:
         )
 
     def drop_gradients(self) -> None:
-        """For a step that will not be done with them again."""
+        """For a step that will not be done again."""
         self._set_gradients([])
 
     def _check_unchanged(self) -> None:
@@ -262,7 +263,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Where frameworks and zbkern's W leave it: `main_grad` if the parameter has one, else `.grad`."""
+    """Where frameworks and zbkern's weight gradients accumulate: `main_grad` if the parameter has one, else `.grad`."""
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
