@@ -313,10 +313,10 @@ def _adopted(saved: dict[str, Any], parameter: Tensor, master: bool) -> dict[str
 
 
 def _check_state(state_dict: dict[str, Any]) -> None:
-    needed = [(group, ("lr", "betas", "eps", "weight_decay")) for group in state_dict.get("param_groups", [{}])]
-    needed += [
-        (entries, ("exp_avg", "exp_avg_sq", "step")) for entries in state_dict.get("state", {}).values() if entries
-    ]
+    groups, states = state_dict.get("param_groups", [{}]), state_dict.get("state", {}).values()
+    settings, moments = ("lr", "betas", "eps", "weight_decay"), ("exp_avg", "exp_avg_sq", "step")
+    needed: list[tuple[dict[str, Any], tuple[str, ...]]] = [(group, settings) for group in groups]
+    needed += [(entries, moments) for entries in states if entries]
     for found, names in needed:
         if missing := [name for name in names if name not in found]:
             raise ValueError(

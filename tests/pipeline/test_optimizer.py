@@ -406,7 +406,7 @@ def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
         (lambda state: {**state, "masters": []}, r"must have master weights of shapes \[\[2\]\]; got \[\]"),
         (
             lambda state: {**state, "optimizer": torch.optim.SGD([torch.ones(2)], momentum=0.9).state_dict()},
-            "the state is not of a AdamW: its param_groups have no betas, eps; load it into",
+            "the state is not that of AdamW: its param_groups have no betas, eps; load it into",
         ),
         (
             lambda state: {**state, "optimizer": torch.optim.RMSprop([torch.ones(2)]).state_dict()},

@@ -69,7 +69,7 @@ def check_max_norm(caller: str, max_norm: Any) -> None:
     """Raises TypeError for what is not a number, and ValueError for one that is not above 0."""
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
         raise TypeError(f"{caller}: max_norm must be a number above 0; got {max_norm!r}; pass the largest norm allowed")
-    if not max_norm > 0:
+    if not float(max_norm) > 0:
         raise ValueError(f"{caller}: max_norm must be above 0; got {max_norm}; pass math.inf to clip nothing")
 
 

@@ -280,12 +280,13 @@ class Optimizer(OptimizerWrapper):
     def _load_inner(self, state: dict[str, Any]) -> None:
         inner = self.optimizer
         before = inner.state, inner.param_groups
+        needed = [inner.defaults.keys() & group.keys() for group in inner.param_groups]
         inner.load_state_dict(state)
-        missing = {name for group in inner.param_groups for name in inner.defaults.keys() - group.keys()}
+        missing = {n for names, group in zip(needed, inner.param_groups, strict=True) for n in names - group.keys()}
         if missing:
             inner.state, inner.param_groups = before
             raise ValueError(
-                f"Optimizer.load_state_dict: the state is not of a {type(inner).__name__}: its param_groups have no "
+                f"Optimizer.load_state_dict: the state is not that of {type(inner).__name__}: its param_groups have no "
                 f"{', '.join(sorted(missing))}; load it into the kind of optimizer that saved it"
             )
 
