@@ -10,7 +10,9 @@ import torch
 from optimizer_cases import MAX_NORM, OPTIMIZERS, Case, clip_in_float64, plain_loop
 from torch import Tensor, nn
 
+import zbkern
 from tests.pipeline.chunks import results_on_threads
+from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.optimizer import Optimizer
 
@@ -86,6 +88,59 @@ def test_a_flat_buffer_is_zeroed_every_step(
                 torch.testing.assert_close(a, b, msg=lambda m, s=step: f"step {s}: {m}", rtol=1e-4, atol=1e-4)
             else:
                 assert torch.equal(a, b), f"step {step}"
+
+
+def make_stages() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step)).unbind()
+
+
+def force(gradients: list[Tensor], rank: int, step: int) -> None:
+    if (rank, step) in FORCED:
+        gradients[0][0, 0] = FORCED[rank, step]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_pipeline_trains_into_a_flat_buffer(by_hand: bool) -> None:
+    """Forwards run before a step is validated, and backwards fill the views while a framework zeroes the buffer."""
+    stages = make_stages()
+
+    def rank_loop(transport: LocalTransport) -> int:
+        chunk = zbkern.convert(stages[transport.rank])
+        weights = list(chunk.parameters())
+        buffer = FlatBuffer(weights, detached=False)
+        with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            sgd = torch.optim.SGD(weights, lr=0.05, momentum=0.9)
+            optimizer = Optimizer(sgd, pipe, max_norm=2.0, adaptive=False)
+            for step in range(STEPS):
+                buffer.flat.zero_() if by_hand else optimizer.zero_grad()
+                pipe.step(*batch(step))
+                buffer.check()
+                assert buffer.flat.any(), "weight gradients went elsewhere"
+                force([weight.main_grad for weight in weights], transport.rank, step)
+                optimizer.step()
+                buffer.check()
+        return optimizer.undone
+
+    undone = results_on_threads(2, rank_loop)
+    assert undone[0] >= 10
+    model = nn.Sequential(*make_stages())
+    weights = list(model.parameters())
+    sgd = torch.optim.SGD(weights, lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        sgd.zero_grad()
+        inputs, targets = batch(step)
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        for rank in range(2):
+            force([weight.grad for weight in weights[4 * rank :]], rank, step)
+        if math.isfinite(clip_in_float64(weights, 2.0)):
+            sgd.step()
+    ours = [weight for stage in stages for weight in stage.parameters()]
+    torch.testing.assert_close(ours, weights, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_is_copied_that_no_step_needs() -> None:
