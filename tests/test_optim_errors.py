@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -40,11 +41,14 @@ def test_a_step_that_cannot_be_undone_says_so(dtype: torch.dtype, settings: dict
         ({"amsgrad": True}, "amsgrad is not supported; use torch.optim.AdamW"),
         ({"differentiable": True}, "differentiable is not supported"),
         ({"max_norm": 0.0}, "max_norm must be above 0"),
+        ({"max_norm": math.nan}, "max_norm must be above 0"),
+        ({"max_norm": "1"}, "max_norm must be a number above 0, or None to clip nothing; got '1'"),
+        ({"max_norm": True}, "max_norm must be a number above 0, or None to clip nothing; got True"),
         ({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]}, "real floating dtype; got torch.complex64"),
     ],
 )
 def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         AdamW(**{"params": weights(), **changes})
 
 
@@ -56,6 +60,30 @@ def test_a_state_dict_with_amsgrad_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="amsgrad is not supported"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.state[ours[0]]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "missing"),
+    [
+        (lambda p: torch.optim.SGD(p, momentum=0.9), "betas, eps"),
+        (torch.optim.Adagrad, "betas"),
+        (torch.optim.Adamax, "exp_avg_sq"),
+        (None, "lr, betas, eps, weight_decay .with no param_groups."),
+    ],
+)
+def test_the_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing(other: Any, missing: str) -> None:
+    ours = weights()
+    optimizer = AdamW(ours)
+    trained(optimizer, ours, range(1))
+    state: dict[str, Any] = {}
+    if other is not None:
+        source = other(twins_of(ours))
+        trained(source, list(source.param_groups[0]["params"]), range(2))
+        state = source.state_dict()
+    with pytest.raises(ValueError, match=f"AdamW.load_state_dict: state_dict must be that of an AdamW; .* {missing}"):
+        optimizer.load_state_dict(state)
+    assert optimizer.state[ours[0]]["step"] == 1
+    trained(optimizer, ours, range(1, 2))
 
 
 def test_gradients_that_are_sparse_or_of_another_shape_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Real
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from zbkern.kernels import dispatch
 from zbkern.kernels.spec import AdamWOptions
 
-_PLAIN = frozenset((Tensor, nn.Parameter))  # of other tensors (DTensor) the part that is here is stepped
+_PLAIN = frozenset((Tensor, nn.Parameter))  # of other tensors (DTensor) each rank steps its local part
 _SMALL = frozenset((torch.bfloat16, torch.float16))  # dtypes of parameters that may have a master
 
 
@@ -45,6 +46,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     reads_main_grad = True
+    transient_attributes = frozenset(("_memory", "_buffer", "_control"))  # whose values no step depends on
     _buffer: Tensor | None
     _control: Tensor | None
     _step_supports_amp_scaling = True  # what GradScaler asks for before it hands over `grad_scale` and `found_inf`
@@ -69,6 +71,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if differentiable:
             raise ValueError("AdamW: differentiable is not supported; use torch.optim.AdamW")
+        if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real)):
+            raise TypeError(f"AdamW: max_norm must be a number above 0, or None to clip nothing; got {max_norm!r}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"AdamW: max_norm must be above 0, or None to clip nothing; got {max_norm}")
         self.max_norm, self.impl = max_norm, impl
@@ -111,7 +115,7 @@ class AdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         own = (getattr(parameter, "main_grad", None) for group in self.param_groups for parameter in group["params"])
         if kept := [gradient for gradient in own if gradient is not None]:
-            torch._foreach_zero_(kept)
+            torch._foreach_zero_([_local(gradient) for gradient in kept])
 
     @torch.no_grad()
     def undo_step(self) -> None:
@@ -143,13 +147,16 @@ class AdamW(torch.optim.Optimizer):
                 gradient = getattr(parameter, "main_grad", None)
                 if gradient is None and (gradient := parameter.grad) is None:
                     continue
+                plain = type(parameter) in _PLAIN and type(gradient) in _PLAIN
+                if not plain:
+                    gradient = self._placed_like(parameter, gradient)
                 state, dtype = self.state[parameter], parameter.dtype
                 if "step" not in state or (masters and dtype in _SMALL and "master" not in state):
                     self._begin(parameter, gradient, masters)
                 row: tuple[Any, ...] = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"])
                 row += (state.get("master"),)
-                if type(parameter) not in _PLAIN:
-                    row = self._here(row)
+                if not plain:
+                    row = tuple(map(_local, row))
                 fit = row[0].is_contiguous() and row[1].is_contiguous()
                 rows.setdefault((parameter.device, dtype, gradient.dtype, row[-1] is None, fit), []).append(row)
             options = self._options(group)
@@ -189,16 +196,31 @@ class AdamW(torch.optim.Optimizer):
         if master and parameter.dtype in _SMALL and "master" not in state:
             state["master"] = parameter.detach().to(wide)
 
-    def _here(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of shards (DTensor) the part that is on this rank; all steps are element by element."""
-        if not hasattr(tensors[0], "to_local"):
-            return tensors
+    def _placed_like(self, parameter: Tensor, gradient: Any) -> Any:
+        """The gradient where its parameter is: every rank then steps its local part, element by element.
+
+        SequenceParallel leaves Partial gradients on replicated weights, whose local parts are only summands.
+        """
+        mesh = getattr(parameter, "device_mesh", None)
+        expected = "Tensor" if mesh is None else "DTensor"
+        if hasattr(parameter, "to_local") != hasattr(gradient, "to_local"):
+            raise ValueError(
+                f"AdamW: a gradient must be a {expected} like its parameter of shape {list(parameter.shape)}; got "
+                f"{type(gradient).__name__}; distribute both over one device mesh, or neither"
+            )
+        if mesh is None:
+            return gradient
         if self.max_norm is not None:
             raise ValueError(
                 "AdamW: max_norm needs whole parameters, not shards (DTensor); give it to zbkern.pipeline.Optimizer, "
                 "or call torch.nn.utils.clip_grad_norm_ before the step"
             )
-        return tuple(tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+        if gradient.device_mesh != mesh:
+            raise ValueError(
+                f"AdamW: a gradient must be on the device mesh of its parameter of shape {list(parameter.shape)}, "
+                f"{mesh}; got {gradient.device_mesh}; redistribute the gradient before the step"
+            )
+        return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
     def _measure(self, batches: list[_Batch]) -> Tensor | None:
         """What the launches read on the device of all gradients together (spec.py); None where they need nothing."""
@@ -234,7 +256,11 @@ class AdamW(torch.optim.Optimizer):
                 dispatch.resolve("adamw", self.impl, parameter.device, parameter.dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but what is wider than its parameter stays so, and `master_weights` as it was constructed."""
+        """As torch's, but what is wider than its parameter stays so, and `master_weights` as it was constructed.
+
+        Raises ValueError, with nothing changed, for a state that is not of an AdamW.
+        """
+        _check_state(state_dict)
         masters = [group["master_weights"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         saved = (index for group in state_dict["param_groups"] for index in group["params"])
@@ -268,6 +294,10 @@ class _Batch:
     memory: dict[str, Any]
 
 
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def _adopted(saved: dict[str, Any], parameter: Tensor, master: bool) -> dict[str, Any]:
     """State from a state dict where it belongs: fp32 at least, on the parameter's device."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -280,6 +310,20 @@ def _adopted(saved: dict[str, Any], parameter: Tensor, master: bool) -> dict[str
     if not (master and parameter.dtype in _SMALL):
         state.pop("master", None)
     return state
+
+
+def _check_state(state_dict: dict[str, Any]) -> None:
+    groups, states = state_dict.get("param_groups", [{}]), state_dict.get("state", {}).values()
+    settings, moments = ("lr", "betas", "eps", "weight_decay"), ("exp_avg", "exp_avg_sq", "step")
+    needed: list[tuple[dict[str, Any], tuple[str, ...]]] = [(group, settings) for group in groups]
+    needed += [(entries, moments) for entries in states if entries]
+    for found, names in needed:
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(
+                f"AdamW.load_state_dict: state_dict must be that of an AdamW; got one without {', '.join(missing)} "
+                f"(with {', '.join(map(str, found)) or 'no param_groups'}); load it into the kind of optimizer that "
+                "saved it"
+            )
 
 
 def _check(group: dict[str, Any]) -> None:

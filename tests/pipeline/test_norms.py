@@ -21,6 +21,9 @@ def test_main_grad_counts_and_is_clipped() -> None:
     for nothing in (0.0, -1.0, math.nan):  # a negative one would turn the gradients around
         with pytest.raises(ValueError, match="clip_grad_norm_: max_norm must be above 0"):
             norms.clip_grad_norm_([weight, bias], nothing, transport)
+    for wrong in ("1", True, None, [1.0]):
+        with pytest.raises(TypeError, match="clip_grad_norm_: max_norm must be a number above 0; got"):
+            norms.clip_grad_norm_([weight, bias], wrong, transport)
     assert norms.clip_grad_norm_([weight, bias], 1.0, transport) == pytest.approx(5.0)
     assert weight.main_grad.tolist() == pytest.approx([0.6, 0.0])
     assert norms.grad_norm([weight, bias], transport) == pytest.approx(1.0, rel=1e-2)
@@ -42,6 +45,16 @@ def test_norms_of_small_gradients_are_taken_in_fp32() -> None:
 def test_a_pipeline_is_no_parameters() -> None:
     with pytest.raises(TypeError, match=r"clip_grad_norm_: parameters must be .* got LocalTransport \(a Pipeline goes"):
         norms.clip_grad_norm_(LocalTransport.ring(1)[0], 1.0)
+
+
+def test_wrong_groups_and_ties_are_named() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=r"clip_grad_norm_: group must be a Pipeline, a Transport, .*; got int"):
+        norms.clip_grad_norm_(weight, 1.0, group=3)
+    with pytest.raises(TypeError, match=r"grad_norm: group must be .*; got list"):
+        norms.grad_norm(weight, group=[0, 1])
+    with pytest.raises(TypeError, match=r"grad_norm: tied must be \{name: parameter\}, .*; got 3"):
+        norms.grad_norm(weight, LocalTransport.ring(1)[0], tied=3)
 
 
 def sharded_loop() -> tuple[float, float | None, float]:
@@ -74,6 +87,90 @@ def placed_norms() -> list[float]:
     parameters[2].grad = DTensor.from_local(gradient * share, mesh, [Partial()])
     stage = LocalTransport.ring(1)[0]
     return [norms.grad_norm(part, stage) for part in (*parameters, parameters)]
+
+
+def gradient_of_stage(stage: int, index: int) -> torch.Tensor:
+    return torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * stage + index))
+
+
+def mixed_gradients(inf: bool) -> dict[str, Any]:
+    """Two stages of two tensor-parallel ranks: plain gradients and DTensors in every placement, on two meshes.
+
+    Returns norms, and how far gradients and weights are from what one process makes of the whole.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", "replica", "tensor"))
+    stage, _, place = world.get_coordinate()
+    tensor, both = world["tensor"], world["replica", "tensor"]
+
+    def placed(whole: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:
+        if mesh is None:
+            return whole.clone()
+        if Partial() not in placements:
+            return distribute_tensor(whole.clone(), mesh, placements)
+        return DTensor.from_local(whole * (0.25 if place == 0 else 0.75), mesh, placements)
+
+    cases = [
+        (None, None),
+        (tensor, [Shard(0)]),
+        (tensor, [Partial()]),
+        (both, [Replicate(), Shard(1)]),
+        (tensor, [Replicate()]),
+        (both, [Shard(0), Partial()]),
+        (None, None),
+    ]
+    wholes = [[gradient_of_stage(s, index) for index in range(len(cases))] for s in (0, 1)]
+    if inf:
+        wholes[1][3][0, 0] = math.inf
+    expected = [gradient for row in wholes for gradient in row]
+    norm = float(torch.nn.utils.get_total_norm(expected))
+    group, found = world.get_group("stage"), {"expected": norm}
+
+    def make() -> list[nn.Parameter]:
+        parameters = []
+        for whole, (mesh, placements) in zip(wholes[stage], cases, strict=True):
+            at = placements and [Replicate() if p.is_partial() else p for p in placements]
+            parameters.append(nn.Parameter(placed(torch.zeros(4, 2), mesh, at)))
+            parameters[-1].grad = placed(whole, mesh, placements)
+        return parameters
+
+    def apart(tensors: list[torch.Tensor], factor: float) -> float:
+        full = [getattr(t, "full_tensor", lambda t=t: t)() for t in tensors]
+        return max((a - b * factor).abs().max().item() for a, b in zip(full, wholes[stage], strict=True))
+
+    parameters = make()
+    found["norm"] = norms.grad_norm(parameters, group)
+    found["clip"] = norms.clip_grad_norm_(parameters, 1.0, group)
+    if not inf:
+        found["gradients apart"] = apart([p.grad for p in parameters], 1 / (norm + 1e-6))
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        parameters, name = make(), "optimizer" if scaler is None else "scaled"
+        optimizer = Optimizer(torch.optim.SGD(parameters, lr=1.0), group, max_norm=1.0, scaler=scaler)
+        if scaler is not None:
+            for parameter in parameters:
+                parameter.grad.mul_(4.0)
+        optimizer.step()
+        optimizer.validate()
+        optimizer.close()
+        found[name] = optimizer.last_norm
+        with torch.no_grad():
+            weights = [parameter.detach() for parameter in parameters]
+        if inf:
+            assert all(not getattr(w, "full_tensor", lambda w=w: w)().any() for w in weights), "a step that was skipped"
+        else:
+            found[f"{name} apart"] = apart(weights, -1 / (norm + 1e-6))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("inf", [False, True])
+def test_stages_of_tensor_parallel_ranks(four_ranks: Any, inf: bool) -> None:
+    for found in four_ranks.run(mixed_gradients, inf):
+        for name in ("norm", "clip", "optimizer", "scaled"):
+            assert found[name] == pytest.approx(found["expected"], rel=1e-6), name
+        assert all(value < 1e-6 for name, value in found.items() if name.endswith("apart"))
 
 
 @pytest.mark.dist

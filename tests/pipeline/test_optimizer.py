@@ -375,7 +375,13 @@ def test_a_state_says_whether_to_wait_for_the_next_verdict(
             {"optimizer": Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0])},
             "already; got Optimizer",
         ),
-        ({"max_norm": 0}, "max_norm must be above 0, or None to clip nothing; got 0"),
+        ({"max_norm": 0}, "max_norm must be above 0; got 0"),
+        ({"max_norm": math.nan}, "max_norm must be above 0; got nan"),
+        ({"max_norm": "1"}, "Optimizer: max_norm must be a number above 0; got '1'"),
+        ({"max_norm": True}, "max_norm must be a number above 0; got True"),
+        ({"timeout": -1}, "Optimizer: timeout must be a number of seconds above 0"),
+        ({"timeout": "a"}, "Optimizer: timeout must be a number of seconds above 0; got 'a'"),
+        ({"timeout": math.inf}, "Optimizer: timeout must be a number of seconds above 0"),
         ({"scaler": 3}, "scaler must be a torch.amp.GradScaler or None; got int"),
         ({"undo": "copy"}, r"undo must be one of \('snapshot', 'inverse', None\); got 'copy'"),
         ({"undo": "inverse", "optimizer": torch.optim.Adagrad([torch.ones(1)])}, "knows AdamW and SGD; got Adagrad"),
@@ -389,6 +395,38 @@ def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"optimizer": torch.optim.SGD([torch.ones(1)]), "pipe": LocalTransport.ring(1)[0]}
     with pytest.raises((TypeError, ValueError), match=message):
         Optimizer(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: {}, r"state must be what Optimizer.state_dict\(\) gave, .* got \[\]"),
+        (lambda state: state["optimizer"], r"got \['param_groups', 'state'\]; a torch optimizer's own state goes into"),
+        (lambda state: 3, "got int"),
+        (lambda state: {**state, "masters": []}, r"must have master weights of shapes \[\[2\]\]; got \[\]"),
+        (
+            lambda state: {**state, "optimizer": torch.optim.SGD([torch.ones(2)], momentum=0.9).state_dict()},
+            "the state is not that of AdamW: its param_groups have no betas, eps; load it into",
+        ),
+        (
+            lambda state: {**state, "optimizer": torch.optim.RMSprop([torch.ones(2)]).state_dict()},
+            "its param_groups have no betas",
+        ),
+    ],
+)
+def test_a_state_of_something_else_is_refused_and_changes_nothing(change: Any, message: str) -> None:
+    weight = nn.Parameter(torch.ones(2).bfloat16())
+    weight.grad = torch.ones(2).bfloat16()
+    inner = torch.optim.AdamW([weight], lr=0.1)
+    optimizer = Optimizer(inner, LocalTransport.ring(1)[0], master_weights=True)
+    optimizer.step()
+    state = optimizer.state_dict()
+    before = copy.deepcopy(state)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(change(state))
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    optimizer.load_state_dict(state)
+    optimizer.step()
 
 
 def test_a_scaler_and_fp16_gradients_that_no_master_widens() -> None:

@@ -21,7 +21,7 @@ from zbkern.pipeline import Optimizer, Pipeline, schedules
 from zbkern.pipeline.local_transport import LocalTransport
 from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.norms import grad_norm
-from zbkern.pipeline.warmup import forwards_ahead
+from zbkern.pipeline.warmup import speculative_forwards
 
 WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
 
@@ -166,7 +166,7 @@ def test_bit_for_bit_with_a_step_that_waits(name: str, autocast: bool) -> None:
 def test_forwards_run_before_the_verdict(name: str, good: bool) -> None:
     """The last rank does not step before the first has begun all forwards that may run ahead; nobody waits for it."""
     schedule = getattr(schedules, name)(4, MICROBATCHES)
-    ahead = forwards_ahead(schedule)[0]
+    ahead = speculative_forwards(schedule)[0]
     begun = threading.Event()
     forward = Block.forward
 
@@ -423,7 +423,7 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
             failed.append("within")
             assert stepped.wait(20)
             deadline = time.monotonic() + 20
-            while optimizers[2].waits and time.monotonic() < deadline:  # until a rank knows the verdict
+            while optimizers[2].pending and time.monotonic() < deadline:  # until a rank knows the verdict
                 time.sleep(0.001)
             raise ArithmeticError("a broken update")
 

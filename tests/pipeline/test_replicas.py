@@ -179,7 +179,7 @@ def refuse() -> list[str]:
         with pytest.raises(ValueError, match="Pipeline: the module of chunk") as caught:
             Pipeline(attempt, setup.schedule, mean_square, mesh().get_group("stage"))
         messages.append(str(caught.value))
-    with pytest.raises(ValueError, match="replan_every must be 0 with FSDP2 stages") as caught:
+    with pytest.raises(ValueError, match="replan_every must be 0 with FSDP2 or tensor-parallel stages") as caught:
         Setup("fsdp", "zb_h1").pipe(replan_every=5)
     return [*messages, str(caught.value)]
 

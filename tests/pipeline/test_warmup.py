@@ -4,7 +4,7 @@ import pytest
 
 from zbkern.pipeline import ScheduleError, schedules
 from zbkern.pipeline.schedule import Schedule
-from zbkern.pipeline.warmup import chain, forwards_ahead
+from zbkern.pipeline.warmup import rank_order, speculative_forwards
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from zbkern.pipeline.warmup import chain, forwards_ahead
     ],
 )
 def test_counts(name: str, expected: list[int]) -> None:
-    assert forwards_ahead(getattr(schedules, name)(4, 8)) == expected
+    assert speculative_forwards(getattr(schedules, name)(4, 8)) == expected
 
 
 @pytest.mark.parametrize("name", schedules.NAMES)
@@ -31,8 +31,8 @@ def test_inputs_come_from_forwards_that_run_ahead_before_on_the_chain(
         schedule = getattr(schedules, name)(stages, microbatches)
     except ScheduleError as error:
         pytest.skip(f"{name} does not exist for these sizes: {error}")
-    counts, done = forwards_ahead(schedule), set()
-    for rank in chain(schedule):
+    counts, done = speculative_forwards(schedule), set()
+    for rank in rank_order(schedule):
         for kind, chunk, microbatch, _ in schedule.actions[rank][: counts[rank]]:
             assert kind == "F"
             assert chunk < len(schedule.placement) - 1
@@ -45,5 +45,5 @@ def test_the_chain_follows_the_model_and_ends_where_it_turns_back() -> None:
     order = (2, 0, 1)
     rows = [next(whole.actions[chunk] for chunk, rank in enumerate(order) if rank == r) for r in range(3)]
     moved = Schedule(tuple(rows), order, 2)
-    assert chain(moved) == [2, 0, 1]
-    assert forwards_ahead(moved) == [2, 0, 2]
+    assert rank_order(moved) == [2, 0, 1]
+    assert speculative_forwards(moved) == [2, 0, 2]

@@ -16,7 +16,7 @@ from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.groups import meet
 from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.transport import DistributedTransport, Transport
-from zbkern.pipeline.warmup import chain
+from zbkern.pipeline.warmup import rank_order
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -44,7 +44,7 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
         return group
     rank = dist.get_rank(group)
     names = meet(dist.get_process_group_ranks(group or dist.group.WORLD), sorted(tied))
-    edges = {*pairwise(schedule.placement), *pairwise(chain(schedule))}
+    edges = {*pairwise(schedule.placement), *pairwise(rank_order(schedule))}
     for name in {name for row in names for name in row}:
         first, *others = (holder for holder, row in enumerate(names) if name in row)
         edges |= {(first, other) for other in others}

@@ -1,4 +1,4 @@
-"""A torch.optim.Optimizer around another, for whoever asks for one: learning-rate schedules, above all."""
+"""A torch.optim.Optimizer around another, for code that requires one: learning-rate schedules, above all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _REGISTER = tuple(
 )
 
 
-class Delegating(torch.optim.Optimizer):
+class OptimizerWrapper(torch.optim.Optimizer):
     """Has the groups, defaults, state and hooks of `optimizer`; a subclass says what a step is.
 
     torch.optim.Optimizer.__init__ is left out: it would make groups and state of its own, and `load_state_dict` of the
-    inner one replaces its lists, so they are looked up every time. Hooks run whenever the inner one steps.
+    inner one replaces its lists, so they are looked up every time.
     """
 
     _step_supports_amp_scaling = True  # has GradScaler.step call `step` on every rank, also where it found infinity

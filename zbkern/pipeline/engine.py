@@ -31,7 +31,7 @@ from zbkern.pipeline.tied import TiedWeights
 from zbkern.pipeline.timeline import Event, Sample, Timeline, measured
 from zbkern.pipeline.transport import Transport
 from zbkern.pipeline.undo import ForwardState
-from zbkern.pipeline.warmup import forwards_ahead
+from zbkern.pipeline.warmup import speculative_forwards
 from zbkern.wgrad import WGradQueue
 
 
@@ -88,8 +88,8 @@ class Pipeline:
         self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
         if replan_every and self._replicas.gathers:
             raise ValueError(
-                "Pipeline: replan_every must be 0 with FSDP2 stages: replicas that measure different times would take "
-                f"different schedules, and gather in different orders; got {replan_every}"
+                "Pipeline: replan_every must be 0 with FSDP2 or tensor-parallel stages: pipelines that measure other "
+                f"times would take other schedules, and communicate in another order; got {replan_every}"
             )
         self._last = last = len(schedule.placement) - 1
         self._stages = {
@@ -220,7 +220,7 @@ class Pipeline:
         actions = schedule.actions[self.rank]
         self._program = list(merge_neighbours(actions))
         self._room = peak_microbatches(actions)
-        self._ahead = forwards_ahead(schedule)[self.rank]
+        self._ahead = speculative_forwards(schedule)[self.rank]
 
     def _begin(self, call: str, inputs: Any, targets: Any) -> None:
         if self._closed:
@@ -261,8 +261,8 @@ class Pipeline:
         All ranks hear the same verdict. Where it changes the weights, all start over, with other tags.
         """
         begun, optimizer, before = 0, self.optimizer, None
-        while optimizer.waits if self._replicas.gathers else not optimizer.poll():
-            if begun == self._ahead or not optimizer.stepped:
+        while optimizer.pending if self._replicas.gathers else not optimizer.try_validate():
+            if begun == self._ahead or not optimizer.has_stepped:
                 optimizer.validate()
                 continue
             before = before or ForwardState([stage.module for stage in self._stages.values()], self.device)
@@ -278,7 +278,7 @@ class Pipeline:
 
     def _count_setbacks(self) -> bool:
         """True when forwards begun before are void; their messages, sent or still to come, have old tags from now."""
-        new = 0 if self.optimizer is None else self.optimizer.take_setbacks()
+        new = 0 if self.optimizer is None else self.optimizer.take_rollbacks()
         self._step += new
         if new:
             self._transport.forget(self._step)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.undo import copy_, gradient_of
+from zbkern.pipeline.undo import copy_, local_part
 
 Pairs = list[tuple[Tensor, Tensor]]  # a parameter below fp32, its fp32 master
 
@@ -40,14 +40,7 @@ def _widened(value: Any, parameter: Tensor) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
 
 
-def load_gradients(pairs: Pairs) -> None:
-    """Gives every master the gradient of its parameter, in fp32."""
-    for parameter, master in pairs:
-        gradient = gradient_of(parameter)
-        master.grad = None if gradient is None else gradient.to(master.dtype)
-
-
-def publish(pairs: Pairs) -> None:
+def copy_masters_to_params(pairs: Pairs) -> None:
     """Rounds the masters into the model's parameters."""
     copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
@@ -56,9 +49,10 @@ class Gradients:
     """What a GradScaler takes for an optimizer: gradients of any dtype above fp16, wherever a parameter keeps them."""
 
     def __init__(self, gradients: list[Tensor]) -> None:
-        holders = [gradient.detach() for gradient in gradients]
-        for holder, gradient in zip(holders, gradients, strict=True):
-            holder.grad = gradient
+        parts = [local_part(gradient) for gradient in gradients]  # a scaler takes no mix of DTensor and plain tensors
+        holders = [part.detach() for part in parts]
+        for holder, part in zip(holders, parts, strict=True):
+            holder.grad = part
         self.param_groups = [{"params": holders}]
 
 

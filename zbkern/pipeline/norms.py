@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from zbkern.pipeline.undo import gradient_of
+from zbkern.pipeline.undo import gradient_of, local_part
 
 
 def grad_norm(
@@ -26,14 +27,20 @@ def grad_norm(
     fp32 at least and added up in fp64. Shards (DTensor) count as the whole they belong to. NaN or infinite when a
     gradient is.
     """
+    return _grad_norm("grad_norm", _listed("grad_norm", parameters), group, tied)
+
+
+def _grad_norm(caller: str, parameters: list[Tensor], group: Any, tied: Mapping[str, Tensor] | None) -> float:
+    _check_group(caller, group)
     tied = getattr(group, "tied", None) if tied is None else tied
-    parameters = _listed("grad_norm", parameters)
+    if tied is not None and not isinstance(tied, Mapping):
+        raise TypeError(f'{caller}: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
     shared = {id(parameter): name for name, parameter in (tied or {}).items()}
     found = [(id(parameter), gradient) for parameter, gradient in _gradients(parameters)]
     own = [gradient for key, gradient in found if key not in shared]
-    names = {shared[key]: float(squares([gradient])) for key, gradient in found if key in shared}
+    names = {shared[key]: float(sum_of_squares([gradient])) for key, gradient in found if key in shared}
     total, seen = 0.0, {}
-    for value, named in _gather((float(squares(own)), names), group):
+    for value, named in _gather((float(sum_of_squares(own)), names), group):
         total += value
         seen.update(named)
     return math.sqrt(total + sum(seen.values()))
@@ -51,12 +58,27 @@ def clip_grad_norm_(
     for `grad_norm`; collective. Gradients whose norm is not finite stay as they are. Raises ValueError for a max_norm
     that is not above 0.
     """
-    if not max_norm > 0:
-        raise ValueError(f"clip_grad_norm_: max_norm must be above 0; got {max_norm}")
+    check_max_norm("clip_grad_norm_", max_norm)
     parameters = _listed("clip_grad_norm_", parameters)
-    norm = grad_norm(parameters, group, tied)
-    scale_([gradient for _, gradient in _gradients(parameters)], coefficient(norm, max_norm))
+    norm = _grad_norm("clip_grad_norm_", parameters, group, tied)
+    scale_gradients_([gradient for _, gradient in _gradients(parameters)], clip_coefficient(norm, max_norm))
     return norm
+
+
+def check_max_norm(caller: str, max_norm: Any) -> None:
+    """Raises TypeError for what is not a number, and ValueError for one that is not above 0."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+        raise TypeError(f"{caller}: max_norm must be a number above 0; got {max_norm!r}; pass the largest norm allowed")
+    if not float(max_norm) > 0:
+        raise ValueError(f"{caller}: max_norm must be above 0; got {max_norm}; pass math.inf to clip nothing")
+
+
+def _check_group(caller: str, group: Any) -> None:
+    if group is not None and not hasattr(group, "gather"):
+        raise TypeError(
+            f"{caller}: group must be a Pipeline, a Transport, a process group of the pipeline's ranks, or None for "
+            f"all ranks; got {type(group).__name__}"
+        )
 
 
 def _listed(caller: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -77,7 +99,7 @@ def _gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
             yield parameter, gradient
 
 
-def squares(gradients: list[Tensor]) -> Tensor:
+def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """The sum of the squares of all elements, fp64 [], on the device of the gradients; not finite when one is not.
 
     Also infinite when a single gradient's norm is beyond the range of fp32.
@@ -103,12 +125,12 @@ def squares(gradients: list[Tensor]) -> Tensor:
 
 
 def _over_shards(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """The sum over what the ranks of a mesh hold; what they hold alike counts once."""
+    """The sum over the shards of a mesh; replicas count once."""
     sums = [placement if placement.is_replicate() else Partial() for placement in placements]
     return DTensor.from_local(part, mesh, sums, run_check=False).full_tensor()
 
 
-def coefficient(norm: float, max_norm: float | None) -> float:
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """What gradients of this norm are multiplied by: at most 1; as torch.nn.utils.clip_grad_norm_ has it, in fp32.
 
     Never grows with the norm: what says "clip" for a part of the gradients says so for all of them.
@@ -118,16 +140,16 @@ def coefficient(norm: float, max_norm: float | None) -> float:
     return min(1.0, (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).item())
 
 
-def scale_(gradients: list[Tensor], factor: float) -> None:
-    """Multiplies the gradients in place."""
+def scale_gradients_(gradients: list[Tensor], factor: float) -> None:
+    """Multiplies the gradients in place; of a DTensor, in any placement, its local part."""
     if factor == 1 or not gradients:
         return
     with torch.no_grad():
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
 
 
 def _gather(value: Any, group: Any) -> list[Any]:
-    if hasattr(group, "gather"):
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # which has another `gather`, of tensors
         return group.gather(value)
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

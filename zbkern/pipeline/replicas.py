@@ -35,6 +35,8 @@ class Replicas:
         for share in reversed(self._shares.values()):
             share.leave(taken)
         self._queue = queue
+        parameters = (parameter for module in modules.values() for parameter in module.parameters())
+        self._has_shards = any(hasattr(parameter, "device_mesh") for parameter in parameters)
         self.clear()
         if self._shares:
             queue.listeners.append(self._landed)
@@ -44,8 +46,11 @@ class Replicas:
 
     @property
     def gathers(self) -> bool:
-        """True when forwards talk to other replicas, which must then run the same ones."""
-        return any(share.gathers for share in self._shares.values())
+        """True when forwards are collective over other pipelines, whose ranks must then run the same ones.
+
+        That is so under FSDP2, and with tensor-parallel layers (DTensor).
+        """
+        return self._has_shards or any(share.gathers for share in self._shares.values())
 
     def begin(self, microbatches: int) -> None:
         """Before the first forward of a step: from here on gradients stay on this replica."""

@@ -1,6 +1,6 @@
-"""Takes back a step of a torch optimizer: exactly, from copies, or in arithmetic, without memory; does it again.
+"""Rolls back a step of a torch optimizer: exactly, from copies, or by inverting its arithmetic, without memory.
 
-Both ways back are used alike: `save(optimizer)` before its step, `restore(optimizer)` afterwards, with the same
+Both are used alike: `save(optimizer)` before its step, `restore(optimizer)` afterwards, with the same
 gradients and settings in place.
 The arithmetic is that of Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4 and appendix.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,38 +20,97 @@ from torch.distributed.tensor import DTensor
 
 
 class Snapshot:
-    """Exact, for any optimizer: copies of its parameters and state, in buffers that are kept from step to step.
+    """Exact, for any optimizer: copies of its parameters, state and other attributes, in buffers that are reused.
 
     Costs the memory of the parameters and of their state once more (AdamW in fp32: 12 bytes a parameter), and the
-    time to copy it.
+    time to copy it. Raises ValueError for an attribute that cannot be copied.
     """
+
+    needs_gradients = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._copies: list[Tensor] = []
+        _copied_attributes(optimizer, _attributes(optimizer), [])
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        self._originals = [p for p in parameters(optimizer) if gradient_of(p) is not None]
+        originals = [p for p in parameters(optimizer) if gradient_of(p) is not None]
         self._entries: dict[Any, dict[Any, Any]] = {}  # of each parameter's state: the tensor itself, or a copy
         for key, state in optimizer.state.items():
             entries = self._entries[key] = {}
             for name, value in state.items():
                 entries[name] = value if isinstance(value, Tensor) else copy.deepcopy(value)
-            self._originals += [value for value in entries.values() if isinstance(value, Tensor)]
-        same = len(self._copies) == len(self._originals) and all(
-            _like(kept, original) for kept, original in zip(self._copies, self._originals, strict=True)
+            originals += [value for value in entries.values() if isinstance(value, Tensor)]
+        attributes = _attributes(optimizer)
+        if attributes:
+            known = {id(tensor) for tensor in (*originals, *parameters(optimizer))}
+            tensors = list({id(t): t for t in _tensors_in(attributes)}.values())
+            originals += [tensor for tensor in tensors if id(tensor) not in known]
+            attributes = _copied_attributes(optimizer, attributes, tensors)
+        self._attributes, self._originals = attributes, originals
+        same = len(self._copies) == len(originals) and all(
+            _like(kept, original) for kept, original in zip(self._copies, originals, strict=True)
         )
         if not same:
-            self._copies = [torch.empty_like(original, requires_grad=False) for original in self._originals]
-        copy_(self._copies, self._originals)
+            self._copies = [torch.empty_like(original, requires_grad=False) for original in originals]
+        copy_(self._copies, originals)
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         copy_(self._originals, self._copies)
         for key in [key for key in optimizer.state if key not in self._entries]:
-            del optimizer.state[key]  # came into being with the step
+            del optimizer.state[key]  # created by the step
         for key, entries in self._entries.items():
             state = optimizer.state[key]
             state.clear()
             state.update(entries)
+        for name in _attributes(optimizer).keys() - self._attributes.keys():
+            delattr(optimizer, name)
+        vars(optimizer).update(self._attributes)
+
+
+# What every torch optimizer has and no step changes, or what others keep.
+_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)]))) | {"step", "_opt_called", "grad_scale", "found_inf"}
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps besides `state` and `param_groups`, by name.
+
+    Attributes that it lists in `transient_attributes` are left out: no step depends on what they hold.
+    """
+    left_out = getattr(optimizer, "transient_attributes", ())
+    found = vars(optimizer).items()
+    return {name: value for name, value in found if name not in _OF_TORCH and name not in left_out}
+
+
+def _copied_attributes(
+    optimizer: torch.optim.Optimizer, attributes: dict[str, Any], tensors: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Deep copies in which `tensors`, parameters and the optimizer's state are themselves, not copies."""
+    groups = [*optimizer.param_groups, *(group["params"] for group in optimizer.param_groups)]
+    states = [*optimizer.state.values(), *_tensors_in(list(optimizer.state.values()))]
+    kept = [optimizer, optimizer.state, optimizer.param_groups, optimizer.defaults, *groups, *states]
+    memo = {id(value): value for value in (*kept, *parameters(optimizer), *tensors)}
+    copies = {}
+    for name, value in attributes.items():
+        try:
+            if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+                raise TypeError("it may have state of its own")
+            copies[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise ValueError(
+                f"Optimizer: undo='snapshot' cannot copy {type(optimizer).__name__}.{name}, which is a "
+                f"{type(value).__name__} ({error}); use undo=None, or name it in a class attribute "
+                "transient_attributes if no step depends on what it holds"
+            ) from error
+    return copies
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dicts, lists, tuples and sets."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part)
 
 
 class Inverse:
@@ -60,6 +120,8 @@ class Inverse:
     for parameters below fp32 without masters in the optimizer (rounding would not be small), and for settings that lose
     information (a beta or 1 - lr x weight_decay of zero, amsgrad).
     """
+
+    needs_gradients = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._itself = hasattr(optimizer, "undo_step")
@@ -94,26 +156,36 @@ class Inverse:
                         optimizer.state.pop(parameter, None)
 
 
-class Call:
-    """What a step was called with, so that it can be done later, or again.
+class PendingStep:
+    """What a step was called with, kept until it is validated, so that it can be done later, or again.
 
-    gradients: (parameter, its gradient). before, after: hyperparameters of every group when the step was called, and
-    when it returned. stepped: whether the optimizer has.
+    gradients: (parameter, its gradient) of all that have one, as the torch optimizer is to see them. before, after:
+    hyperparameters of every group when the step was called, and when it returned. has_stepped: whether it has
+    been done already.
     """
 
-    def __init__(
-        self,
-        gradients: list[tuple[Tensor, Tensor]],
-        before: list[dict[str, Any]],
-        after: list[dict[str, Any]],
-        stepped: bool,
-    ) -> None:
-        self.gradients, self.before, self.after, self.stepped = gradients, before, after, stepped
+    def __init__(self, gradients: list[tuple[Tensor, Tensor]], before: list[dict[str, Any]]) -> None:
+        self.before = self.after = before
+        self.has_stepped = False
+        self._set_gradients(gradients)
+
+    def _set_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+        self.gradients = gradients
         self._versions = [gradient._version for _, gradient in gradients]
 
-    @contextmanager
-    def in_place(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Gradients and hyperparameters as they were when the step was called; afterwards as they are now."""
+    def copy_gradients(self, which: Iterable[Tensor]) -> None:
+        """Keeps copies in the place of those gradients that are among these tensors, which others will write into."""
+        shared = {id(tensor) for tensor in which}
+        self._check_unchanged()
+        self._set_gradients(
+            [(p, gradient.clone() if id(gradient) in shared else gradient) for p, gradient in self.gradients]
+        )
+
+    def drop_gradients(self) -> None:
+        """For a step that will not be done again."""
+        self._set_gradients([])
+
+    def _check_unchanged(self) -> None:
         for (_, gradient), version in zip(self.gradients, self._versions, strict=True):
             if gradient._version != version:
                 raise RuntimeError(
@@ -121,23 +193,65 @@ class Call:
                     "place after step(), which now has to be redone with it; clear gradients by Optimizer.zero_grad(), "
                     "or call Optimizer.validate() first"
                 )
+
+    @contextmanager
+    def in_place(self, optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> Iterator[None]:
+        """With the gradients of the step and these hyperparameters; afterwards everything is as it was.
+
+        But for hyperparameters that the step itself has changed inside, and that nobody has set since it was called.
+        """
+        self._check_unchanged()
+        wanted = {id(parameter): gradient for parameter, gradient in self.gradients}
         main = getattr(optimizer, "reads_main_grad", False)
-        places = [
-            (parameter, "main_grad" if main and getattr(parameter, "main_grad", None) is not None else "grad")
-            for parameter, _ in self.gradients
-        ]
-        gradients = [getattr(parameter, place) for parameter, place in places]
-        now = [dict(group) for group in optimizer.param_groups]
-        for (parameter, place), (_, gradient) in zip(places, self.gradients, strict=True):
-            setattr(parameter, place, gradient)
-        for group, before in zip(optimizer.param_groups, self.before, strict=True):
-            group.update(before)
-        yield
-        for (parameter, place), gradient in zip(places, gradients, strict=True):
-            setattr(parameter, place, gradient)
-        for group, current, after in zip(optimizer.param_groups, now, self.after, strict=True):
-            changed = {k: v for k, v in current.items() if isinstance(v, Tensor) or v != after.get(k)}
-            group.update(changed)
+        replaced = []
+        for parameter in parameters(optimizer):
+            place = "main_grad" if main and getattr(parameter, "main_grad", None) is not None else "grad"
+            present, gradient = getattr(parameter, place), wanted.get(id(parameter))
+            if present is not gradient:
+                replaced.append((parameter, place, present))
+                setattr(parameter, place, gradient)
+        objects, values = [dict(group) for group in optimizer.param_groups], hyperparameters(optimizer)
+        for group, setting in zip(optimizer.param_groups, settings, strict=True):
+            _assign(group, setting)
+        try:
+            yield
+        finally:
+            for parameter, place, present in replaced:
+                setattr(parameter, place, present)
+            for group, now, value, after in zip(optimizer.param_groups, objects, values, self.after, strict=True):
+                changed = {name: v for name, v in value.items() if name not in after or not _equal(v, after[name])}
+                group.update({name: now[name] for name in changed})
+                _assign(group, changed)
+
+
+def _assign(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Sets hyperparameters; those that are tensors in place, where a schedule or a CUDA graph may have them."""
+    for name, value in settings.items():
+        present = group.get(name)
+        if isinstance(value, Tensor) and isinstance(present, Tensor):
+            with torch.no_grad():
+                present.copy_(value)
+        else:
+            group[name] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of nested lists, tuples and dicts, with copies of tensors in them."""
+    if type(value) is dict:
+        return {key: _copied(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    if type(a) is dict and type(b) is dict:
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if type(a) in (list, tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
 
 
 UNDO: dict[str, Callable[[torch.optim.Optimizer], Any]] = {"snapshot": Snapshot, "inverse": Inverse}
@@ -149,7 +263,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Where frameworks and zbkern's W leave it: `main_grad` if the parameter has one, else `.grad`."""
+    """Where frameworks and zbkern's weight gradients accumulate: `main_grad` if the parameter has one, else `.grad`."""
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
@@ -157,12 +271,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What each parameter group says besides its parameters, as it is now."""
     return [
-        {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
+        {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
 
 
@@ -220,13 +329,14 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     kinds: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         lists = kinds.setdefault((target.device, target.dtype), ([], []))
-        lists[0].append(_here(target))
-        lists[1].append(_here(source))
+        lists[0].append(local_part(target))
+        lists[1].append(local_part(source))
     for target_list, source_list in kinds.values():
         torch._foreach_copy_(target_list, source_list)
 
 
-def _here(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; of other tensors all."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

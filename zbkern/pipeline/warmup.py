@@ -5,19 +5,19 @@ from __future__ import annotations
 from zbkern.pipeline.schedule import Schedule
 
 
-def chain(schedule: Schedule) -> list[int]:
-    """The ranks in the order in which the model meets them; sums over stages travel along it, verdicts back."""
+def rank_order(schedule: Schedule) -> list[int]:
+    """The ranks in the order in which the model first uses them; partial norms travel along it, the total back."""
     return list(dict.fromkeys(schedule.placement))
 
 
-def forwards_ahead(schedule: Schedule) -> list[int]:
-    """By rank: how many of its first actions can run while the verdict on the last optimizer step is under way.
+def speculative_forwards(schedule: Schedule) -> list[int]:
+    """By rank: how many of its first actions can run before the last optimizer step is validated.
 
-    They are forwards of the chunks by which the model first comes along the chain. Their inputs come only from ranks
-    that hear the verdict later, so that nobody waits for an input that its sender, knowing better, no longer computes;
-    and none of them needs an action that is not among them, so that every rank gets to hear the verdict.
+    They are forwards of the first chunk of each rank, in rank order. Their inputs come only from ranks that validate
+    later, so that no rank waits for an input that its sender, having rolled back, no longer computes; and none of them
+    needs an action that is not among them, so that every rank gets to validate.
     """
-    order = chain(schedule)
+    order = rank_order(schedule)
     position = [0] * schedule.stages
     done: set[tuple[int, int]] = set()
     for chunk, rank in enumerate(order):

@@ -1,0 +1,147 @@
+"""zbkern.optim.AdamW on DTensor: every placement of a gradient gives the step of the whole tensor, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zbkern.optim import AdamW
+
+SETTINGS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+STEPS = 3
+
+
+def whole(seed: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def stepped_where_placed() -> dict[str, tuple[float, float]]:
+    """How far from torch's AdamW on the whole tensor, for each placement of parameter and gradient, after the steps
+    and after the last of them is undone.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_local_rank()
+
+    def placed(gradient: Tensor, placement: Any) -> Tensor:
+        if placement != Partial():
+            return distribute_tensor(gradient, mesh, [placement])
+        share = torch.linspace(0.1, 0.8, gradient.numel()).view_as(gradient)
+        return DTensor.from_local(gradient * (share if rank == 0 else 1 - share), mesh, [placement])
+
+    found = {}
+    for parameter_at in (Replicate(), Shard(0), Shard(1)):
+        for gradient_at in (Partial(), Replicate(), Shard(0), Shard(1)):
+            ours, theirs = nn.Parameter(distribute_tensor(whole(0), mesh, [parameter_at])), nn.Parameter(whole(0))
+            optimizer, expected = AdamW([ours], **SETTINGS), torch.optim.AdamW([theirs], **SETTINGS)
+            history = []
+            for step in range(STEPS):
+                gradient = whole(step + 1)
+                ours.grad, theirs.grad = placed(gradient, Replicate()).redistribute(mesh, [parameter_at]), gradient
+                ours.main_grad = placed(gradient, gradient_at)
+                optimizer.step()
+                expected.step()
+                history.append(theirs.detach().clone())
+            after = (ours.full_tensor() - history[-1]).abs().max().item()
+            local = ours.to_local().detach()
+            if parameter_at == Replicate():
+                others = [torch.empty_like(local) for _ in range(2)]
+                torch.distributed.all_gather(others, local)
+                assert torch.equal(*others), f"replicas of a weight differ: {gradient_at}"
+            optimizer.undo_step()
+            found[f"{parameter_at} {gradient_at}"] = after, (ours.full_tensor() - history[-2]).abs().max().item()
+    return found
+
+
+@pytest.mark.dist
+def test_gradients_in_any_placement(two_ranks: Any) -> None:
+    for found in two_ranks.run(stepped_where_placed):
+        assert len(found) == 12
+        for placements, (after, undone) in found.items():
+            assert after < 1e-6, placements
+            assert undone < 1e-6, placements
+
+
+def sequence_parallel() -> dict[str, float]:
+    """A norm under SequenceParallel leaves a Partial gradient on its weight; how far all are from one process."""
+    import copy
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    plain = copy.deepcopy(model)
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh, plan)
+    ours, theirs = AdamW(model.parameters(), **SETTINGS), torch.optim.AdamW(plain.parameters(), **SETTINGS)
+    for step in range(STEPS):
+        x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(step))
+        ours.zero_grad()
+        theirs.zero_grad()
+        model(x.chunk(2, 1)[rank].contiguous()).square().sum().backward()
+        plain(x).square().sum().backward()
+        assert model[0].weight.grad.placements[0].is_partial()
+        ours.step()
+        theirs.step()
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    return {name: (a.full_tensor() - b).abs().max().item() for (name, a), b in pairs}
+
+
+@pytest.mark.dist
+def test_sequence_parallel_equals_one_process(two_ranks: Any) -> None:
+    for found in two_ranks.run(sequence_parallel):
+        assert len(found) == 5
+        assert max(found.values()) < 1e-5, found
+
+
+def refusals() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+
+    def refused(parameter: Tensor, gradient: Tensor, **options: Any) -> str:
+        weight = nn.Parameter(parameter)
+        weight.main_grad = gradient
+        before = weight.detach().clone()
+        try:
+            AdamW([weight], **options).step()
+        except ValueError as error:
+            assert (weight == before).all(), "a refused step changes nothing"
+            return str(error)
+        return "nothing is refused"
+
+    sharded, replicated = (distribute_tensor(whole(0), mesh, [at]) for at in (Shard(0), Replicate()))
+    elsewhere = distribute_tensor(whole(0), other, [Replicate(), Replicate()])
+    return [
+        refused(whole(0), replicated),
+        refused(sharded, whole(0)),
+        refused(replicated, elsewhere),
+        refused(sharded, sharded.detach().clone(), max_norm=1.0),
+    ]
+
+
+@pytest.mark.dist
+def test_what_cannot_be_stepped_is_refused(two_ranks: Any) -> None:
+    for plain, whole_gradient, elsewhere, clipped in two_ranks.run(refusals):
+        assert "a gradient must be a Tensor like its parameter of shape [4, 6]; got DTensor" in plain
+        assert "a gradient must be a DTensor like its parameter of shape [4, 6]; got Tensor" in whole_gradient
+        assert "a gradient must be on the device mesh of its parameter" in elsewhere
+        assert "max_norm needs whole parameters" in clipped
