@@ -14,6 +14,8 @@ PACKAGE = ROOT / "zbkern"
 NEEDS_TORCH = (
     "arguments",
     "checkpoint",
+    "checkpoint_folder",
+    "checkpoint_format",
     "clock",
     "connection",
     "delegating",
@@ -25,6 +27,7 @@ NEEDS_TORCH = (
     "norms",
     "optimizer",
     "profiling",
+    "rank_exchange",
     "recorder",
     "replicas",
     "stage",
