@@ -15,6 +15,8 @@ PACKAGE = ROOT / "zbkern"
 NEEDS_TORCH = (
     "arguments",
     "checkpoint",
+    "checkpoint_folder",
+    "checkpoint_format",
     "clock",
     "connection",
     "delegating",
@@ -26,6 +28,7 @@ NEEDS_TORCH = (
     "norms",
     "optimizer",
     "profiling",
+    "rank_exchange",
     "recorder",
     "replicas",
     "stage",

@@ -26,7 +26,7 @@ from checkpointed import (
 from torch import nn
 
 from zbkern.optim import AdamW
-from zbkern.pipeline import checkpoint
+from zbkern.pipeline import checkpoint, checkpoint_format
 
 # ---- one process
 
@@ -89,7 +89,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nothing") is None
 
 
-POINTS = {"write": (dcp, "save"), "rename": (os, "rename"), "delete": (shutil, "rmtree")}
+POINTS = {"write": (checkpoint_format, "write_tensors"), "rename": (os, "rename"), "delete": (shutil, "rmtree")}
 
 
 def save_interrupted(folder: Path, step: int, module: nn.Module, point: str, call: int, after: bool) -> None:
@@ -130,7 +130,7 @@ def test_an_interrupted_save_leaves_a_good_checkpoint(
     checkpoint.save(tmp_path, 1, module)
     good = copy.deepcopy(module.state_dict())
     nn.init.ones_(module[0][0].weight)
-    with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)):
+    with pytest.raises(KeyboardInterrupt):
         save_interrupted(tmp_path, 2, module, point, call, after)
     found = layers(0, 1)
     step, _ = checkpoint.load(tmp_path, found)
@@ -171,7 +171,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         TypeError, match=r"modules must be a Pipeline, \{chunk number: module\}, or one module; got list"
     ):
         checkpoint.save(tmp_path, 1, [module])
-    with pytest.raises(ValueError, match="step must be a number of steps, at least 0; got -1"):
+    with pytest.raises(ValueError, match="step must be at least 0; got -1"):
         checkpoint.save(tmp_path, -1, module)
     with pytest.raises(ValueError, match="keep must be at least 1; got 0"):
         checkpoint.save(tmp_path, 1, module, keep=0)

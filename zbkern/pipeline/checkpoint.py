@@ -1,9 +1,9 @@
-"""Checkpoints through torch.distributed.checkpoint, by the names of the whole model.
+"""Checkpoints by the names of the whole model, which torch.distributed.checkpoint's tools read, too.
 
 No key says which stage wrote it, so a checkpoint loads with any number of stages, under any schedule, in one process.
 `save` writes into a folder of its own and renames it when everything in it is on the disk: whatever interrupts it, the
-checkpoints before are whole, and what is called a checkpoint is complete. A checkpoint is read with pickle (that is
-torch.distributed.checkpoint's format): load only what you trust.
+checkpoints before are whole, and what is called a checkpoint is complete. `load` verifies a checksum of all that it
+reads, and nothing in a checkpoint can run code. What fails on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ from __future__ import annotations
 import logging
 import os
 import random
-import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan
 
-from zbkern.pipeline.named_state import NamedState, Rename, pack, some, unpack
+from zbkern.pipeline import checkpoint_folder, checkpoint_format
+from zbkern.pipeline.checkpoint_format import Piece
+from zbkern.pipeline.named_state import NamedState, Rename, check_unique, pack, some, unpack, unused
+from zbkern.pipeline.rank_exchange import TIMEOUT, RankExchange, check_timeout
 
 logger = logging.getLogger("zbkern")
-
-_PREFIX, _UNFINISHED, _RETIRED = "step-", ".part", ".old"
-_REPLACED = ".replaced"  # whole, and read while the new one of its step has not its name yet
 
 
 class Loaded(NamedTuple):
@@ -47,6 +44,7 @@ def save(
     rename: Rename | None = None,
     keep: int = 1,
     group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> Path:
     """Writes `folder`/step-00000042 and returns its path on every rank once it is complete and on the disk; collective.
 
@@ -55,50 +53,47 @@ def save(
     else a run needs to go on, the same on all ranks, such as the data position: numbers, strings, tensors, and lists
     and dicts of them. rename: rename(chunk, key) is the name in the whole model of what the chunk's module calls `key`;
     needed where every chunk numbers its layers from zero. keep: how many checkpoints stay, the newest. group: the ranks
-    that take part, None for all; without torch.distributed this process alone. States of random number generators
+    that take part, None for all; without torch.distributed this process alone. timeout: seconds that ranks wait for
+    each other before and after they write; None for the Pipeline's, or 1800. States of random number generators
     (torch's, Python's) are saved by rank.
-    Raises ValueError when two chunks use one name, or when a parameter of the optimizer is in no module, and TypeError
-    for an `extra` that could not be read again.
+    Raises ValueError when two tensors get one name, when a parameter of the optimizer is in no module, or when ranks
+    have different steps or folders, TypeError for an `extra` that could not be read again, and OSError: on the rank
+    that finds it, PipelineError with the rank and the error on the others, and on all when a rank does not come. The
+    older checkpoints are then as they were, and ranks can save again. What cannot be deleted is a warning.
     """
-    if not isinstance(step, int) or step < 0:
-        raise ValueError(f"checkpoint.save: step must be a number of steps, at least 0; got {step!r}")
-    if keep < 1:
-        raise ValueError(f"checkpoint.save: keep must be at least 1; got {keep}")
-    if hasattr(optimizer, "validate"):
-        optimizer.validate()  # before a weight is read
-    state = NamedState(modules, optimizer, rename, group)
-    tensors = state.tensors()
-    tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
-    pack(extra, "extra")  # raises on every rank: on one alone the others would wait for it
-    if state.rank == 0:
-        own = optimizer.common_state() if hasattr(optimizer, "common_state") else {}
-        tensors["common"] = pack({"step": step, "extra": extra, "optimizer": own}, "the state")
-    folder = Path(folder)
-    final = folder / f"{_PREFIX}{step:08d}"
-    scratch = Path(f"{final}{_UNFINISHED}")
-    if state.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        whole = _complete(folder)
-        for leftover in folder.glob(f"{_PREFIX}*"):
-            if leftover.suffix in (_UNFINISHED, _RETIRED, _REPLACED) and leftover not in whole:
-                shutil.rmtree(leftover)
-    _barrier(group)
-    with _alone_is_fine():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(scratch), process_group=group)
-    if state.rank == 0:
-        _flush(scratch)
-        replaced = Path(f"{final}{_REPLACED}")
-        if final.exists():  # this run began before that step once more
-            os.rename(final, replaced)
-        os.rename(scratch, final)
-        _flush(folder)
-        if replaced.exists():
-            _retire(replaced)
-        others = [path for path in _complete(folder) if path != final]
-        for path in others[: len(others) - (keep - 1)]:
-            _retire(path)
-    _barrier(group)
-    return final
+    with RankExchange("checkpoint.save", group, _timeout(timeout, modules)) as ranks:
+        check_timeout(ranks.call, _timeout(timeout, modules))
+        folder = Path(folder)
+        _check_count("step", step, 0)
+        _check_count("keep", keep, 1)
+        state = NamedState(modules, optimizer, rename, ranks.rank)
+        ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
+        if hasattr(optimizer, "validate"):
+            optimizer.validate()  # before a weight is read
+        tensors = state.tensors()
+        tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
+        pack(extra, "extra")  # checked on every rank, although rank 0's is saved
+        if state.rank == 0:
+            own = optimizer.common_state() if hasattr(optimizer, "common_state") else {}
+            tensors["common"] = pack({"step": step, "extra": extra, "optimizer": own}, "the state")
+        planner = dcp.DefaultSavePlanner()
+        planner.set_up_planner(tensors, is_coordinator=state.rank == 0)
+
+        def begin(plans: list[SavePlan]) -> list[tuple[str, SavePlan]]:
+            name = checkpoint_folder.begin(folder, step).name
+            return [(name, plan) for plan in planner.create_global_plan(plans)[0]]
+
+        name, plan = ranks.exchange("tensors listed", planner.create_local_plan(), begin)
+        scratch = folder / name
+        _check_shared(scratch)
+        pieces = checkpoint_format.write_tensors(scratch, state.rank, planner.finish_plan(plan), planner)
+
+        def commit(pieces: list[list[Piece]]) -> None:
+            checkpoint_format.finish(scratch, planner.metadata, pieces)
+            checkpoint_folder.commit(scratch, step, keep)
+
+        ranks.exchange("tensors written", pieces, commit)
+        return folder / checkpoint_folder.name_of(step)
 
 
 def load(
@@ -109,113 +104,120 @@ def load(
     step: int | None = None,
     rename: Rename | None = None,
     group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> Loaded | None:
     """Loads the newest checkpoint, or that of `step`, into modules and optimizer; None where there is none; collective.
 
     Arguments as for `save`; stages, schedule and placement may differ from those that saved. Random number generators
     go on where those of the same rank stopped; a rank that did not exist keeps its own.
-    Raises ValueError when there is no checkpoint of `step`, or when it does not hold this model; warns where it holds
-    more than that.
+    Raises ValueError when there is no checkpoint of `step`, when it does not hold this model, when a checksum does not
+    fit, or when it was written without checksums; on other ranks as `save`. Nothing has been changed then, but by a
+    tensor whose checksum does not fit: load another step. Warns where it holds more than the model.
     """
-    state = NamedState(modules, optimizer, rename, group)
-    path = _agree(_find(Path(folder), step), group)
-    if path is None and step is not None:
-        raise ValueError(
-            f"checkpoint.load: {folder} has no checkpoint of step {step}; there are {_steps(Path(folder))}"
+    with RankExchange("checkpoint.load", group, _timeout(timeout, modules)) as ranks:
+        check_timeout(ranks.call, _timeout(timeout, modules))
+        folder = Path(folder)
+        if step is not None:
+            _check_count("step", step, 0)
+        state = NamedState(modules, optimizer, rename, ranks.rank)
+        everywhere: set[str] = set()  # on rank 0
+
+        def choose(values: list[Any]) -> list[tuple[str, int]] | None:
+            _check_agreement([value for value, _ in values])
+            everywhere.update(name for (_, names), _ in values for name, _, _ in names)
+            path = checkpoint_folder.find(folder, step)
+            if path is None:
+                _check_absent(folder, step, [seen for _, seen in values])
+                return None
+            return [(path.name, checkpoint_format.read_index(path).checksum)] * ranks.size
+
+        seen = checkpoint_folder.find(folder, step)
+        chosen = ranks.exchange(
+            "arguments checked", ((step, state.names()), None if seen is None else seen.name), choose
         )
-    if path is None:
-        return None
-    if hasattr(optimizer, "abandon"):
-        optimizer.abandon()
-    if hasattr(modules, "completed"):  # a Pipeline: from here its ranks are at one step again
-        modules.completed = 0
-    reader = dcp.FileSystemReader(path)
-    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    wanted = state.targets(stored)
-    if state.rank == 0 and (unused := state.unused(stored)):
-        logger.warning("%s holds %d tensors that no rank's model has: %s", path, len(unused), some(unused))
-    mine = f"random.{state.rank}"
-    wanted.update({key: torch.empty(stored[key].size, dtype=torch.uint8) for key in ("common", mine) if key in stored})
-    with _alone_is_fine():
-        dcp.load(wanted, storage_reader=reader, process_group=group)
-    common = unpack(wanted.pop("common"))
-    kept = wanted.pop(mine, None)
-    state.take(wanted)
-    if hasattr(optimizer, "load_common_state"):
-        optimizer.load_common_state(common["optimizer"])
-    if kept is not None:
-        _set_random_state(unpack(kept), state.device)
-    else:
-        logger.info("rank %d: %s has no random state for this rank, which keeps its own", state.rank, path)
-    return Loaded(common["step"], common["extra"])
+        if chosen is None:
+            return None
+        path, checksum = folder / chosen[0], chosen[1]
+        _check_shared(path)
+        index = checkpoint_format.read_index(path)
+        if index.checksum != checksum:
+            raise ValueError(f"checkpoint.load: {path} is another one on rank 0; {_ONE_PLACE}")
+        stored = index.tensors
+        wanted = state.targets(stored)
+        if state.rank == 0 and (without := unused(stored, everywhere)):
+            logger.warning("%s holds %d tensors that no rank's model has: %s", path, len(without), some(without))
+        mine = f"random.{state.rank}"
+        for key in ("common", mine):
+            if key in stored:
+                wanted[key] = torch.empty(stored[key].size, dtype=torch.uint8)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(wanted, index.metadata, is_coordinator=state.rank == 0)
+        plan = planner.create_local_plan()
+        ranks.exchange("model compared")
+        if hasattr(optimizer, "abandon"):
+            optimizer.abandon()
+        if hasattr(modules, "completed"):  # a Pipeline: from here its ranks are at one step again
+            modules.completed = 0
+        checkpoint_format.read_tensors(path, index, planner.finish_plan(plan), planner)
+        common = unpack(wanted.pop("common"))
+        kept = wanted.pop(mine, None)
+        state.take(wanted)
+        if hasattr(optimizer, "load_common_state"):
+            optimizer.load_common_state(common["optimizer"])
+        if kept is not None:
+            _set_random_state(unpack(kept), state.device)
+        else:
+            logger.info("rank %d: %s has no random state for this rank, which keeps its own", state.rank, path)
+        ranks.exchange("tensors read")
+        return Loaded(common["step"], common["extra"])
 
 
 def latest(folder: str | os.PathLike) -> Path | None:
-    """The newest checkpoint of a folder, None where there is none."""
-    return _find(Path(folder), None)
+    """The newest checkpoint of a folder, None where there is none. Raises ValueError for what is no folder."""
+    return checkpoint_folder.find(Path(folder), None)
 
 
-# ---- files
+# ---- arguments, and what ranks must agree on
+
+_ONE_PLACE = "folder must be one place shared by all ranks"
 
 
-def _complete(folder: Path) -> list[Path]:
-    """The folder's checkpoints, oldest first."""
-    named = [path for path in folder.glob(f"{_PREFIX}*") if path.stem[len(_PREFIX) :].isdigit()]
-    found = {path.stem: path for suffix in (_REPLACED, "") for path in named if path.suffix == suffix}
-    return sorted(found.values(), key=_step_of)
+def _timeout(timeout: float | None, modules: Any) -> float:
+    if timeout is not None:
+        return timeout
+    return modules.timeout if hasattr(modules, "completed") else TIMEOUT  # a Pipeline's
 
 
-def _step_of(path: Path) -> int:
-    return int(path.stem[len(_PREFIX) :])
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"checkpoint: {name} must be a whole number, at least {least}; got {value!r}")
+    if value < least:
+        raise ValueError(f"checkpoint: {name} must be at least {least}; got {value}")
 
 
-def _steps(folder: Path) -> str:
-    return ", ".join(str(_step_of(path)) for path in _complete(folder)) or "none"
+def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, bool]]]]) -> None:
+    """Raises ValueError where ranks have different steps, or chunks one name; by rank (step, `NamedState.names`)."""
+    for rank, (step, _) in enumerate(values):
+        if step != values[0][0]:
+            raise ValueError(
+                f"checkpoint: step must be the same on all ranks; rank 0 has {values[0][0]}, rank {rank} {step}"
+            )
+    check_unique(names for _, names in values)
 
 
-def _find(folder: Path, step: int | None) -> Path | None:
-    found = [path for path in _complete(folder) if step is None or _step_of(path) == step]
-    return found[-1] if found else None
+def _check_absent(folder: Path, step: int | None, seen: list[str | None]) -> None:
+    """Raises ValueError where another rank has what rank 0 has not, or that has to be there. seen: names, by rank."""
+    for rank, name in enumerate(seen):
+        if name is not None:
+            raise ValueError(f"checkpoint.load: rank {rank} sees {folder / name}, and rank 0 does not; {_ONE_PLACE}")
+    if step is not None:
+        steps = ", ".join(map(str, checkpoint_folder.complete(folder))) or "none"
+        raise ValueError(f"checkpoint.load: {folder} has no checkpoint of step {step}; there are {steps}")
 
 
-def _retire(path: Path) -> None:
-    """Deletes a checkpoint; half deleted, it is not called one."""
-    old = Path(f"{path}{_RETIRED}")
-    os.rename(path, old)
-    shutil.rmtree(old)
-
-
-def _flush(folder: Path) -> None:
-    """Entries of a folder on the disk; the files themselves were flushed by their writers."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-# ---- ranks
-
-
-def _barrier(group: dist.ProcessGroup | None) -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier(group)
-
-
-def _agree(path: Path | None, group: dist.ProcessGroup | None) -> Path | None:
-    """What rank 0 has found: others may see an older state of the file system."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return path
-    found = [path]
-    dist.broadcast_object_list(found, group=group, group_src=0)
-    return found[0]
-
-
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+def _check_shared(path: Path) -> None:
+    if not path.is_dir():
+        raise ValueError(f"checkpoint: rank 0 sees {path}, and this rank does not; {_ONE_PLACE}")
 
 
 # ---- random numbers

@@ -27,7 +27,7 @@ def open_group(ranks: Sequence[int], backend: str) -> Any:
     kind: Any = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(backend)
     if kind is None:
         return dist.new_group(ranks, timeout=_FOREVER, backend=backend, use_local_synchronization=True)
-    return getattr(dist, kind)(_place(ranks, "group"), ranks.index(dist.get_rank()), len(ranks), _FOREVER)
+    return getattr(dist, kind)(place_in_store(ranks, "group"), ranks.index(dist.get_rank()), len(ranks), _FOREVER)
 
 
 def meet(ranks: Sequence[int], value: Any = None) -> list[Any]:
@@ -36,7 +36,7 @@ def meet(ranks: Sequence[int], value: Any = None) -> list[Any]:
     Raises PipelineError, on all ranks sooner or later, where one has not come within `meeting_time`: connections are
     opened after this, because gloo would wait for that rank for as long as it may wait for a message.
     """
-    store = _place(ranks, "values")
+    store = place_in_store(ranks, "values")
     store.set(str(dist.get_rank()), json.dumps(value))
     try:
         store.wait([str(rank) for rank in ranks])
@@ -55,7 +55,7 @@ def meeting_time() -> float:
     return dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
 
 
-def _place(ranks: Sequence[int], what: str) -> dist.PrefixStore:
+def place_in_store(ranks: Sequence[int], what: str) -> dist.PrefixStore:
     """Where in the job's store these ranks meet: at their n-th call for the same, which they make in the same order."""
     name, store = f"zbkern/{'_'.join(map(str, ranks))}/{what}", dist.distributed_c10d._get_default_store()
     turn = store.add(f"{name}/taken by {dist.get_rank()}", 1)

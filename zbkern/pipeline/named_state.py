@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbkern.pipeline.undo import hyperparameters, parameters
@@ -25,12 +24,12 @@ class NamedState:
         group.RANK.INDEX          hyperparameters, and the names of the parameters that have them
 
     modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
-    rename: (chunk number, key in its module) -> name in the whole model. Raises ValueError when two chunks use one
-    name, or when a parameter of the optimizer is in no module. Collective.
+    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's. Raises ValueError when two
+    tensors of a chunk get one name, or when a parameter of the optimizer is in no module.
     """
 
-    def __init__(self, modules: Any, optimizer: Any, rename: Rename | None, group: dist.ProcessGroup | None) -> None:
-        self.rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    def __init__(self, modules: Any, optimizer: Any, rename: Rename | None, rank: int) -> None:
+        self.rank = rank
         self._chunks = _chunks(modules)
         self._rename = rename if rename is not None else _as_it_is
         self._inner = getattr(optimizer, "optimizer", optimizer)  # torch's, inside of ours
@@ -41,8 +40,8 @@ class NamedState:
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(value), []).append(self._rename(chunk, key))
-        tied = {name for p in getattr(modules, "tied", {}).values() for name in names.get(id(p), [])}
-        self._everywhere = self._check_unique(tied, group)
+        self._tied = {name for p in getattr(modules, "tied", {}).values() for name in names.get(id(p), [])}
+        self._check_unique()
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
         self._names = names
         self._own: dict[str, Tensor] = {}  # the optimizer's parameters, in its order
@@ -110,9 +109,13 @@ class NamedState:
                 found[key] = torch.empty_like(master)
         return found
 
-    def unused(self, stored: Iterable[str]) -> list[str]:
-        """The names of the model's tensors that are stored and that no rank has."""
-        return [name for name in _of_model(stored) if name not in self._everywhere]
+    def names(self) -> list[tuple[str, int, bool]]:
+        """(name, chunk, whether tied) of this rank's part of the model, for `check_unique`."""
+        return [
+            (name, chunk, name in self._tied)
+            for chunk, module in self._chunks.items()
+            for name in (self._rename(chunk, key) for key in module.state_dict())
+        ]
 
     def take(self, loaded: Mapping[str, Tensor]) -> None:
         """Puts what `targets` made, and somebody has filled, into modules and torch optimizer."""
@@ -155,29 +158,38 @@ class NamedState:
             for key, value in module.state_dict().items()
         }
 
-    def _check_unique(self, tied: set[str], group: dist.ProcessGroup | None) -> dict[str, int]:
-        """Every name of all ranks with a chunk that has it.
+    def _check_unique(self) -> None:
+        for chunk, module in self._chunks.items():
+            keys: dict[str, str] = {}
+            for key in module.state_dict():
+                name = self._rename(chunk, key)
+                if (other := keys.setdefault(name, key)) != key:
+                    raise ValueError(
+                        f"checkpoint: rename gives {other!r} and {key!r} of chunk {chunk} one name, {name!r}, and the "
+                        "whole model needs a name for each"
+                    )
 
-        Tensors of one name would become one in the checkpoint; for a tied parameter that is right.
-        """
-        mine = [
-            (name, chunk, name in tied)
-            for chunk, module in self._chunks.items()
-            for name in (self._rename(chunk, key) for key in module.state_dict())
-        ]
-        every = [mine]
-        if dist.is_available() and dist.is_initialized():
-            every = [mine] * dist.get_world_size(group)
-            dist.all_gather_object(every, mine, group=group)
-        seen: dict[str, int] = {}
-        for name, chunk, shared in (found for rank in every for found in rank):
-            if seen.setdefault(name, chunk) != chunk and not shared:
-                raise ValueError(
-                    f"checkpoint: chunks {seen[name]} and {chunk} both have a tensor {name!r}, and the whole model "
-                    "needs a name for each; pass rename=function(chunk, key), such as "
-                    'rename=lambda chunk, key: f"chunks.{chunk}.{key}"'
-                )
-        return seen
+
+def check_unique(ranks: Iterable[Iterable[tuple[str, int, bool]]]) -> set[str]:
+    """The names of the whole model, from `NamedState.names` of every rank.
+
+    Raises ValueError where chunks share one: tensors of one name would become one in the checkpoint; for a tied
+    parameter that is right.
+    """
+    seen: dict[str, int] = {}
+    for name, chunk, shared in (found for rank in ranks for found in rank):
+        if seen.setdefault(name, chunk) != chunk and not shared:
+            raise ValueError(
+                f"checkpoint: chunks {seen[name]} and {chunk} both have a tensor {name!r}, and the whole model "
+                "needs a name for each; pass rename=function(chunk, key), such as "
+                'rename=lambda chunk, key: f"chunks.{chunk}.{key}"'
+            )
+    return set(seen)
+
+
+def unused(stored: Iterable[str], names: Container[str]) -> list[str]:
+    """The names of the model's tensors that are stored and that no rank has."""
+    return [name for name in _of_model(stored) if name not in names]
 
 
 def pack(value: Any, what: str) -> Tensor:

@@ -1,0 +1,167 @@
+"""A file system that fails at its n-th operation, for every n of a save and of a load: no checkpoint is lost by it."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zbkern.pipeline import checkpoint
+
+NAMES = ("open", "fsync", "rename", "mkdir", "unlink", "rmdir", "scandir", "listdir", "stat", "lstat")
+
+
+class Disk:
+    """Counts operations; number `fails_at` raises, and with `full` so do all later ones that need space."""
+
+    def __init__(self, fails_at: int, code: int, full: bool) -> None:
+        self.fails_at, self.code, self.full = fails_at, code, full
+        self.count = 0
+
+    def operate(self, needs_space: bool) -> None:
+        self.count += 1
+        if self.count == self.fails_at or (self.full and needs_space and self.count > self.fails_at):
+            raise OSError(self.code, f"operation {self.count}: {os.strerror(self.code)}")
+
+    @property
+    def failed(self) -> bool:
+        return self.count >= self.fails_at
+
+    def function(self, real: Callable[..., Any], needs_space: bool) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.operate(needs_space)
+            return real(*arguments, **options)
+
+        return call
+
+    def open(self, path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        self.operate("w" in mode)
+        return File(self, OPEN(path, mode, *arguments, **options))
+
+    @contextmanager
+    def mounted(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in NAMES:
+                patch.setattr(os, name, self.function(getattr(os, name), name in ("fsync", "mkdir")))
+            patch.setattr(builtins, "open", self.open)
+            patch.setattr(io, "open", self.open)
+            yield
+
+
+OPEN = builtins.open
+
+
+class File:
+    def __init__(self, disk: Disk, file: Any) -> None:
+        self._disk, self._file = disk, file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+
+    def write(self, data: Any) -> int:
+        try:
+            self._disk.operate(needs_space=True)
+        except OSError:  # part of it is there
+            self._file.write(bytes(data)[: len(data) // 2])
+            raise
+        return self._file.write(data)
+
+    def read(self, *arguments: Any) -> bytes:
+        self._disk.operate(needs_space=False)
+        return self._file.read(*arguments)
+
+
+def make(value: float) -> nn.Module:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, value)
+    return module
+
+
+def loaded(folder: Path, step: int | None = None) -> float:
+    module = make(-1.0)
+    assert checkpoint.load(folder, module, step=step) is not None
+    return module.weight.item()
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "full"),
+    [
+        (3, errno.EIO, False),
+        (2, errno.EIO, False),
+        pytest.param(3, errno.ENOSPC, True, marks=pytest.mark.slow),
+        pytest.param(2, errno.ENOSPC, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_that_fails_at_any_operation_loses_nothing(tmp_path: Path, step: int, code: int, full: bool) -> None:
+    """Steps 1 and 2 are there with their numbers as weights; 3 is saved, or 2 once more, with weights 10."""
+    failures, at = 0, 0
+    while True:
+        at += 1
+        folder, message = tmp_path / str(at), ""
+        for before in (1, 2):
+            checkpoint.save(folder, before, make(before), keep=2)
+        disk = Disk(at, code, full)
+        try:
+            with disk.mounted():
+                checkpoint.save(folder, step, make(10.0), keep=2)
+        except OSError as error:
+            message, failures = str(error), failures + 1
+        newest = checkpoint.load(folder, make(0.0))
+        assert newest is not None
+        if message:
+            assert full or f"operation {at}:" in message
+            assert loaded(folder) in (2.0, 10.0), message
+        else:
+            assert loaded(folder) == 10.0, f"operation {at}: the save has returned"
+        if loaded(folder) == 2.0:  # it has not got its name
+            assert (newest.step, loaded(folder, 1)) == (2, 1.0), message
+        elif step == 3:
+            assert (newest.step, loaded(folder, 2)) == (3, 2.0), message
+        else:
+            assert (newest.step, loaded(folder, 1)) == (2, 1.0), message
+        checkpoint.save(folder, 4, make(4.0), keep=1)
+        assert [path.name for path in folder.iterdir()] == ["step-00000004"], f"operation {at}"
+        assert loaded(folder) == 4.0
+        if not disk.failed:
+            break
+    assert failures > 15
+    assert at > failures + 5, "what only deletes is no failure of a save"
+
+
+def test_a_load_that_fails_at_any_operation_can_be_done_again(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, make(1.0))
+    random_state = torch.get_rng_state()
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    failures, at = 0, 0
+    while True:
+        at += 1
+        disk, module, message = Disk(at, errno.EIO, False), make(-1.0), f"operation {at}:"
+        torch.manual_seed(at)
+        try:
+            with disk.mounted():
+                checkpoint.load(tmp_path, module)
+        except OSError as error:
+            message, failures = str(error), failures + 1
+            checkpoint.load(tmp_path, module)
+        assert f"operation {at}:" in message
+        assert module.weight.item() == 1.0
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        if not disk.failed:
+            break
+    assert failures == at - 1 > 8  # no error is taken for a file that is not there
