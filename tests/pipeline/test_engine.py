@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import threading
 import time
 from dataclasses import replace
@@ -16,8 +17,10 @@ import zbkern
 from tests.pipeline.chunks import WIDTH, make_data, make_model, on_threads, plain
 from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
 from zbkern.pipeline.actions import Action, Schedule
+from zbkern.pipeline.arguments import LONGEST_TIMEOUT
 from zbkern.pipeline.clock import Clock
 from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.mailbox import Tag
 from zbkern.pipeline.program import merge_neighbours, peak_microbatches
 
 
@@ -189,8 +192,6 @@ def one_rank(**changes: Any) -> Pipeline:
         ({"modules": [nn.Linear]}, "each a torch.nn.Module; got type"),
         ({"tied": [torch.ones(1)]}, "tied must be {name: parameter}"),
         ({"tied": {"table": "weight"}}, "tied must be {name: parameter}"),
-        ({"timeout": 0}, "timeout must be a number of seconds above 0; got 0"),
-        ({"timeout": None}, "timeout must be a number of seconds above 0; got None"),
         ({"fill_with": 3}, "fill_with must be callable"),
         ({"replan_every": 1.5}, "replan_every must be a whole number of steps"),
         ({"costs": {"forward": 1}}, "costs must be a zbkern.pipeline.Costs or None; got dict"),
@@ -199,6 +200,28 @@ def one_rank(**changes: Any) -> Pipeline:
 def test_bad_construction_names_the_argument(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         one_rank(**changes)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [
+        *[(value, ValueError) for value in (0, -1, -0.5, float("inf"), float("nan"), 1e300, 10**12)],
+        *[(value, TypeError) for value in (None, "a", "5", True, 1j, [1], torch.tensor(1.0))],
+    ],
+)
+def test_a_timeout_that_cannot_be_waited_is_refused(timeout: Any, error: type[Exception]) -> None:
+    with pytest.raises(
+        error, match=f"^Pipeline: timeout must be a number of seconds above 0.* got {re.escape(repr(timeout))}"
+    ):
+        one_rank(timeout=timeout)
+
+
+def test_the_longest_timeout_can_be_waited() -> None:
+    with one_rank(timeout=LONGEST_TIMEOUT) as pipe:
+        assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
+    first, second = LocalTransport.ring(2)
+    threading.Timer(0.05, lambda: second.send(0, Tag(1, "B", 0, 0), "late")).start()
+    assert first.receive(1, Tag(1, "B", 0, 0), LONGEST_TIMEOUT) == "late"
 
 
 def test_ranks_with_different_schedules_are_refused_at_once() -> None:

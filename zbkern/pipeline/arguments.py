@@ -13,6 +13,23 @@ from zbkern.pipeline.actions import Schedule, ScheduleError
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.simulate import FILLS
 
+LONGEST_TIMEOUT = 365 * 86400  # seconds; waits for a lock end in an OverflowError from some 300 years on
+
+
+def check_timeout(function: str, timeout: float) -> float:
+    """`timeout`, seconds to wait for one message. Raises TypeError for what is no number, ValueError out of range.
+
+    function: what the caller is called in errors. There is no "for ever": a rank that is stuck would never be named.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"{function}: timeout must be a number of seconds above 0; got {timeout!r}")
+    if not 0 < timeout <= LONGEST_TIMEOUT:  # False for NaN, too
+        raise ValueError(
+            f"{function}: timeout must be a number of seconds above 0 and at most {LONGEST_TIMEOUT} (a year); "
+            f"got {timeout!r}"
+        )
+    return timeout
+
 
 def check(
     schedule: Schedule,
@@ -34,8 +51,7 @@ def check(
         raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
     if tied is not None and not (isinstance(tied, Mapping) and all(isinstance(p, Tensor) for p in tied.values())):
         raise TypeError(f'Pipeline: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"Pipeline: timeout must be a number of seconds above 0; got {timeout!r}")
+    check_timeout("Pipeline", timeout)
     if fill_with is not None and not callable(fill_with):
         raise TypeError(f"Pipeline: fill_with must be callable without arguments, or None; got {fill_with!r}")
     if nonfinite not in ("ignore", "raise"):
