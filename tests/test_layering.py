@@ -19,6 +19,7 @@ NEEDS_TORCH = (
     "delegating",
     "engine",
     "failure",
+    "framing",
     "groups",
     "mixed_precision",
     "named_state",

@@ -308,7 +308,7 @@ def test_out_of_memory_tells_what_was_planned(run_out: Any, expected: str) -> No
 def test_what_is_awaited_from_a_rank_that_closed() -> None:
     first, second = LocalTransport.ring(2)
     first.close()
-    with pytest.raises(PipelineError, match=r"rank 0 closed its pipeline while the output gradient of chunk 0"):
+    with pytest.raises(PipelineError, match=r"rank 0 closed its pipeline while rank 1 awaited the output gradient of chunk 0"):
         second.receive(0, Tag(1, "B", 0, 2), timeout=10)
 
 
@@ -338,7 +338,7 @@ with Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(3, 6), nn.functiona
 @pytest.mark.parametrize(
     ("how", "victim", "expected"),
     [
-        ("SIGKILL", 1, "rank 1 ended without a word"),
+        ("SIGKILL", 1, "rank 1 exited unexpectedly"),
         ("SIGSTOP", 1, "rank 1 did not send"),
         ("SIGSTOP", 0, "rank 0 did not send|rank 1 waits for rank 0, which does not answer"),  # rank 2 waits for rank 1
         ("itself, before it clips", 0, "rank 0 did not send|rank 1 waits for rank 0, which does not answer"),

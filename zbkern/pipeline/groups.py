@@ -23,11 +23,19 @@ _LATE = "late"  # where a meeting keeps the ranks that had not come; those have 
 
 
 def open_group(ranks: Sequence[int], backend: str) -> Any:
-    """A communicator of these global ranks; collective among them. Has send, recv, allreduce and allgather."""
+    """A communicator of these global ranks; collective among them. Has send, recv, allreduce and allgather.
+
+    Raises PipelineError where one of them ends while they connect.
+    """
     kind: Any = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(backend)
     if kind is None:
         return dist.new_group(ranks, timeout=_FOREVER, backend=backend, use_local_synchronization=True)
-    return getattr(dist, kind)(_place(ranks, "group"), ranks.index(dist.get_rank()), len(ranks), _FOREVER)
+    place = _place(ranks, "group"), ranks.index(dist.get_rank()), len(ranks)
+    if backend == "nccl":  # connects when it is first used
+        return getattr(dist, kind)(*place, _FOREVER)
+    group = getattr(dist, kind)(*place, timedelta(seconds=meeting_time()))
+    group._set_default_timeout(_FOREVER)  # of messages; a Pipeline has a time-out of its own for these
+    return group
 
 
 def meet(ranks: Sequence[int], value: Any = None) -> list[Any]:
