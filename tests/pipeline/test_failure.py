@@ -308,7 +308,7 @@ def test_out_of_memory_tells_what_was_planned(run_out: Any, expected: str) -> No
 def test_what_is_awaited_from_a_rank_that_closed() -> None:
     first, second = LocalTransport.ring(2)
     first.close()
-    with pytest.raises(PipelineError, match=r"rank 0 closed its pipeline while rank 1 awaited the output gradient of chunk 0"):
+    with pytest.raises(PipelineError, match="rank 0 closed its pipeline while rank 1 awaited the output gradient"):
         second.receive(0, Tag(1, "B", 0, 2), timeout=10)
 
 

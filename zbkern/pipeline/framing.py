@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from zbkern.pipeline.groups import finish
 from zbkern.pipeline.mailbox import Call, Tag, Values
 
 _HEADER_BYTES = 1024  # what a receive is posted for; few messages need a second part
@@ -93,6 +93,5 @@ def receive_message(group: Any, peer: int) -> Message:
 
 def _receive_bytes(group: Any, peer: int, count: int) -> bytes:
     buffer = torch.empty(count, dtype=torch.uint8)
-    work: dist.Work = group.recv([buffer], peer, 0)
-    work.wait()
+    finish(group.recv([buffer], peer, 0), buffer.device)
     return buffer.numpy().tobytes()

@@ -35,7 +35,7 @@ from zbkern.pipeline.framing import (
     frame,
     receive_message,
 )
-from zbkern.pipeline.groups import backend_of, close_groups, meet, meeting_time, open_group
+from zbkern.pipeline.groups import backend_of, close_groups, finish, meet, meeting_time, open_group
 from zbkern.pipeline.mailbox import Activity, Mailbox, PipelineError, Tag, Values
 from zbkern.pipeline.stalls import StallDetector
 
@@ -319,16 +319,16 @@ class DistributedTransport:
         """Thread: lets go of sent tensors as soon as they have left, give or take a pause."""
         with self._stream_of_its_own() as stream:  # no other stream waits for a send
             while (works := self._sends.get()) is not None:
-                for work, _ in works:
+                for work, tensor in works:
                     try:
-                        work.wait()
+                        finish(work, tensor.device)
                     except Exception as error:  # the receiver is gone; its receiver thread here says so
                         logger.debug("rank %d: a send was not finished: %s", self.rank, error)
                 if stream is not None:
                     departure = torch.cuda.Event(blocking=True)
                     departure.record(stream)
                     departure.synchronize()
-                works = _ = None
+                works = work = tensor = None
                 if self._sends.empty():
                     time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
 
@@ -359,7 +359,7 @@ class DistributedTransport:
             else:
                 self._heard(message)
             for work in posted[1] if posted else []:
-                work.wait()
+                finish(work, self.device)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
             if self._last_word is None:
@@ -376,7 +376,7 @@ class DistributedTransport:
         tensors, works = posted if usual and posted else self._receive_tensors(peer, sizes, _OTHER)
         if self._on_cpu:
             while works:
-                works.pop(0).wait()
+                finish(works.pop(0), self.device)
         found = iter(tensors)
         leaves = [None if shape is None else next(found).requires_grad_(shape[2]) for shape in shapes]
         tree = leaves[0] if skeleton is None else pytree.tree_unflatten(leaves, pytree.tree_structure(skeleton))
