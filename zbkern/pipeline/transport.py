@@ -319,18 +319,21 @@ class DistributedTransport:
         """Thread: lets go of sent tensors as soon as they have left, give or take a pause."""
         with self._stream_of_its_own() as stream:  # no other stream waits for a send
             while (works := self._sends.get()) is not None:
-                for work, tensor in works:
-                    try:
-                        finish(work, tensor.device)
-                    except Exception as error:  # the receiver is gone; its receiver thread here says so
-                        logger.debug("rank %d: a send was not finished: %s", self.rank, error)
+                self._finish(works)
                 if stream is not None:
                     departure = torch.cuda.Event(blocking=True)
                     departure.record(stream)
                     departure.synchronize()
-                works = work = tensor = None
+                works = None
                 if self._sends.empty():
                     time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
+
+    def _finish(self, works: list[tuple[dist.Work, Tensor]]) -> None:
+        for work, tensor in works:
+            try:
+                finish(work, tensor.device)
+            except Exception as error:  # the receiver is gone; its receiver thread here says so
+                logger.debug("rank %d: a send was not finished: %s", self.rank, error)
 
     # ---- receiving
 
