@@ -159,7 +159,7 @@ class DistributedTransport:
         ]
         # not the spec itself: torch 2.13 warns when one is unpickled
         skeleton = None if isinstance(message, Tensor) else pytree.tree_unflatten([0] * len(leaves), spec)
-        header = TensorHeader(self._mailbox.call, tag, shapes, False, skeleton)
+        header = TensorHeader(*self._mailbox.call, tag, shapes, False, skeleton)
         sizes = header.sizes
         if self._on_cpu and sizes == self._usual_to.get(peer):
             header = header._replace(usual=True)
