@@ -22,6 +22,7 @@ NEEDS_TORCH = (
     "delegating",
     "engine",
     "failure",
+    "framing",
     "groups",
     "mixed_precision",
     "named_state",

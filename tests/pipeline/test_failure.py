@@ -308,8 +308,64 @@ def test_out_of_memory_tells_what_was_planned(run_out: Any, expected: str) -> No
 def test_what_is_awaited_from_a_rank_that_closed() -> None:
     first, second = LocalTransport.ring(2)
     first.close()
-    with pytest.raises(PipelineError, match=r"rank 0 closed its pipeline while the output gradient of chunk 0"):
+    with pytest.raises(PipelineError, match="rank 0 closed its pipeline while rank 1 awaited the output gradient"):
         second.receive(0, Tag(1, "B", 0, 2), timeout=10)
+
+
+def calling(transport: Any, calls: tuple[str, ...]) -> None:
+    """Makes these calls of a Pipeline of as many stages as there are ranks, none of which would fail by itself."""
+    inputs, targets = make_data(4)
+    size = torch.distributed.get_world_size() if transport is None else transport.size
+    rank = torch.distributed.get_rank() if transport is None else transport.rank
+    with Pipeline(
+        make_model(size)[rank], schedules.zb_h1(size, 4), nn.functional.mse_loss, transport, timeout=9
+    ) as pipe:
+        for call in calls:
+            getattr(pipe, call)(*((inputs, targets) if call != "gather" else (rank,)))
+
+
+@pytest.mark.parametrize("other", ["evaluate", "gather"])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_rank_that_makes_another_call_is_told_and_all_with_it(odd: int, other: str) -> None:
+    start = time.monotonic()
+    errors = on_threads(3, lambda t: calling(t, ("step", other if t.rank == odd else "step")))
+    assert time.monotonic() - start < 8  # seconds: without a time-out
+    for error in errors:
+        assert isinstance(error, PipelineError)
+        assert "ranks make different calls: call 4 of this pipeline is" in str(error)
+        assert re.search(rf"{other} on rank {odd}\b", str(error)), str(error)
+
+
+def calling_over_gloo(odd: int, other: str) -> str:
+    with pytest.raises(PipelineError) as caught:
+        calling(None, ("step", other if torch.distributed.get_rank() == odd else "step"))
+    return str(caught.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("other", ["evaluate", "gather"])
+def test_a_rank_that_makes_another_call_is_told_over_gloo(two_ranks: Any, odd: int, other: str) -> None:
+    for message in two_ranks.run(calling_over_gloo, odd, other, timeout=30):
+        assert re.search(rf"different calls: call \d+ .*{other} on rank {odd}\b", message), message
+
+
+def test_a_rank_that_closes_early_is_named_by_those_that_are_no_neighbours() -> None:
+    for error in on_threads(4, lambda t: calling(t, ("step",) if t.rank == 3 else ("step", "step")))[:3]:
+        assert isinstance(error, PipelineError)
+        assert "rank 3 closed its pipeline" in str(error)
+
+
+def test_a_chunk_of_another_width_says_what_arrived_and_from_where() -> None:
+    modules = [nn.Linear(6, 5), nn.Linear(6, 3)]
+
+    def rank_steps(transport: LocalTransport) -> None:
+        with Pipeline(modules[transport.rank], schedules.zb_h1(2, 2), nn.functional.mse_loss, transport) as pipe:
+            pipe.step(torch.ones(4, 6), torch.ones(4, 3))
+
+    for error in on_threads(2, rank_steps):
+        assert "rank 1, action 1F0: RuntimeError: " in str(error)
+        assert str(error).endswith("; its input, of chunk 0 on rank 0, was float32 [2, 5]")
 
 
 RANK = """
@@ -338,7 +394,7 @@ with Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(3, 6), nn.functiona
 @pytest.mark.parametrize(
     ("how", "victim", "expected"),
     [
-        ("SIGKILL", 1, "rank 1 ended without a word"),
+        ("SIGKILL", 1, "rank 1 exited unexpectedly"),
         pytest.param("SIGSTOP", 1, "rank 1 did not send", marks=pytest.mark.slow),
         ("SIGSTOP", 0, "rank 0 did not send|rank 1 waits for rank 0, which does not answer"),  # rank 2 waits for rank 1
         ("itself, before it clips", 0, "rank 0 did not send|rank 1 waits for rank 0, which does not answer"),

@@ -455,7 +455,7 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
     for found in errors:
         assert found == [
             "rank 3, optimizer step 2: ArithmeticError: a broken update" if within else "rank 3: a broken W",
-            "optimizer step 2 was done on some ranks only when a rank failed; load a checkpoint",
+            "optimizer step 2 may have been done on some ranks only when a rank failed; load a checkpoint",
             "rank 0, action 0F0: ArithmeticError: a broken forward",
         ]
     assert_trained(model)

@@ -45,7 +45,7 @@ def test_a_rank_that_dies_ends_all_replicas(tmp_path: Path) -> None:
     finally:
         ranks.close()
     start = float((tmp_path / "start").read_text())
-    expected = {**dict.fromkeys((0, 1), "action reduction over replicas"), 2: "rank 1 ended without a word"}
+    expected = {**dict.fromkeys((0, 1), "action reduction over replicas"), 2: "rank 1 exited unexpectedly"}
     for rank, message in expected.items():
         when, _, said = (tmp_path / str(rank)).read_text().partition(" ")
         assert float(when) - start < 10

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from typing import Any, NamedTuple
@@ -8,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zbkern.pipeline.groups import backend_of
+from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
+from zbkern.pipeline.groups import backend_of, meet
 from zbkern.pipeline.mailbox import Tag
 from zbkern.pipeline.transport import DistributedTransport
 
@@ -80,3 +82,33 @@ def open_and_close() -> list[tuple[int, int]]:
 def test_a_closed_transport_leaves_no_connection_and_no_thread(two_ranks: Any) -> None:
     for counts in two_ranks.run(open_and_close):
         assert max(counts[1:]) <= counts[0]
+
+
+def construct_in_vain() -> list[tuple[int, int]]:
+    """File descriptors and threads of this process after one constructor that fails, and after many."""
+    rank, counts = dist.get_rank(), []
+    for number in range(12):
+        schedule = schedules.zb_h1(2, 4 + rank)
+        with pytest.raises(ScheduleError):
+            Pipeline(torch.nn.Linear(2, 2), schedule, torch.nn.functional.mse_loss)
+        gc.collect()
+        if number in (1, 11):
+            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="file descriptors are counted in /proc")
+def test_a_constructor_that_fails_leaves_no_connection_and_no_thread(two_ranks: Any) -> None:
+    for first, last in two_ranks.run(construct_in_vain):
+        assert max(last[0] - first[0], last[1] - first[1]) <= 0
+
+
+def test_a_store_that_has_gone_is_told_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    del server
+    with pytest.raises(PipelineError, match="global rank 0 has ended, with the store"):
+        meet([0, 1])

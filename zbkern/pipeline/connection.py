@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.groups import meet
+from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.warmup import rank_order
@@ -51,16 +53,35 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
     return DistributedTransport(group, {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}, device)
 
 
-def agree(schedule: Schedule, transport: Transport) -> None:
-    """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain."""
-    found = transport.gather((repr(schedule), _checksum(schedule)))
-    others = [rank for rank, (_, checksum) in enumerate(found) if checksum != found[0][1]]
+@contextlib.contextmanager
+def closing_on_error(transport: Transport, owned: bool) -> Iterator[None]:
+    """Inside, an error of a constructor ends the transport, where it was made for it, after the other ranks know."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, (PipelineError, ScheduleError)):  # which all ranks raise
+            transport.fail(f"rank {transport.rank}, constructing its Pipeline: {type(error).__name__}: {error}")
+        if owned:
+            transport.close()
+        raise
+
+
+def agree(schedule: Schedule, replan_every: int, transport: Transport) -> None:
+    """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain.
+
+    So they would with different `replan_every`.
+    """
+    found = transport.gather((repr(schedule), _checksum(schedule), replan_every))
+    others = [rank for rank, (_, checksum, _) in enumerate(found) if checksum != found[0][1]]
     if others:
         raise ScheduleError(
             f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][0]}, rank {others[0]} another "
             f"{found[others[0]][0]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
             "else on every rank, so plan on one and send the schedule with torch.distributed.broadcast_object_list"
         )
+    periods = [period for _, _, period in found]
+    if len(set(periods)) > 1:
+        raise ScheduleError(f"Pipeline: replan_every must be the same on all ranks; got, by rank, {periods}")
 
 
 @functools.lru_cache(maxsize=8)  # ranks that are threads have one schedule: 24 ms at 64 ranks and 128 microbatches

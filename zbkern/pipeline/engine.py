@@ -16,9 +16,9 @@ from torch import Tensor
 
 from zbkern.pipeline.actions import Action
 from zbkern.pipeline.arguments import check, check_place, device_of, module_list, split
-from zbkern.pipeline.connection import agree, connect, place
+from zbkern.pipeline.connection import agree, closing_on_error, connect, place
 from zbkern.pipeline.costs import Costs
-from zbkern.pipeline.failure import agree_to_go_on, memory_at
+from zbkern.pipeline.failure import agree_to_go_on, input_of, memory_at
 from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare, in_seconds
 from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
@@ -99,11 +99,13 @@ class Pipeline:
         self.rank = rank
         self.tied = dict(tied or {})
         self._transport = connect(group, schedule, self.device, self.tied)
-        agree(schedule, self._transport)
+        with closing_on_error(self._transport, owned=self._transport is not group):
+            agree(schedule, replan_every, self._transport)
+            self._tied = TiedWeights(self.tied, self._transport, self.modules)
         self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
-        self._tied = TiedWeights(self.tied, self._transport, self.modules)
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
         self._take(schedule)
+        self._arrived: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
@@ -187,13 +189,19 @@ class Pipeline:
         self._forget()
 
     def close(self) -> None:
-        """Sees the optimizer's last step done, and ends the connections; on every rank, or as a context manager."""
+        """Sees the optimizer's last step done, and ends the connections; on every rank, or as a context manager.
+
+        Raises PipelineError where another rank has failed since this one's last call.
+        """
         try:
             if self.optimizer is not None and not self._failed:
                 self.optimizer.validate()
         finally:
             self._closed = True
             self._transport.close()
+        if not self._failed and self._transport.failure is not None:
+            self._failed = True
+            raise PipelineError(self._transport.failure)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -201,8 +209,8 @@ class Pipeline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             self._failed = True
-            if not isinstance(error, PipelineError):
-                self._transport.fail(f"rank {self.rank}: {type(error).__name__}: {error}")
+            told = isinstance(error, PipelineError)
+            self._transport.fail(str(error) if told else f"rank {self.rank}: {type(error).__name__}: {error}")
         self.close()
 
     def drift(self, costs: Costs | None = None) -> Drift:
@@ -240,6 +248,11 @@ class Pipeline:
             self.completed = max(completed for _, completed in calls)
             agree_to_go_on(calls)
             self._failed, self._step = False, 0  # every rank counts anew
+        try:
+            self._transport.begin(call)
+        except PipelineError:  # of a rank that this one needed nothing of in its last call
+            self.abandon()
+            raise
         count = self.schedule.microbatches
         try:
             self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
@@ -305,12 +318,14 @@ class Pipeline:
             if finish is not None:
                 finish()
             activity.begin("none")
-        except PipelineError:
+        except PipelineError as error:
             self.abandon()
+            self._transport.fail(str(error))  # says nothing new where the transport raised it
             raise
         except BaseException as error:
-            memory = memory_at(error, self._room, self._in_flight, self.queue, self.device)
-            reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{memory}"
+            more = memory_at(error, self._room, self._in_flight, self.queue, self.device)
+            more = more or input_of(error, activity.action, self.schedule.placement, self._arrived)
+            reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{more}"
             self.abandon()
             self._transport.fail(reason)
             if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
@@ -321,7 +336,7 @@ class Pipeline:
         _, chunk, microbatch, _ = action
         if self.fill == "eager":
             self._make_room()
-        inputs = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
+        inputs = self._arrived = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = self._targets[microbatch] if chunk == self._last else None
         outputs = self._stages[chunk].forward(microbatch, inputs, target)
@@ -332,6 +347,7 @@ class Pipeline:
                 raise FloatingPointError(f"the loss of microbatch {microbatch} is {outputs.item()}")
         else:
             self._send(chunk + 1, "F", microbatch, outputs)
+        self._arrived = None
         self._recorder.done((action,), start)
 
     def _backward(self, action: Action) -> None:
@@ -410,6 +426,7 @@ class Pipeline:
 
     def _forget(self) -> None:
         """Drops what was begun."""
+        self._arrived = None
         self.queue.discard()
         self._replicas.void()
         for stage in self._stages.values():

@@ -1,11 +1,14 @@
-"""After a failure: what its message says of memory, and whether ranks can go on."""
+"""After a failure: what its message says of memory and of the input, and whether ranks can go on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.actions import Action
 from zbkern.pipeline.mailbox import PipelineError
 from zbkern.wgrad import WGradQueue
 
@@ -23,6 +26,20 @@ def memory_at(error: BaseException, planned: int, begun: int, queue: WGradQueue,
     if device.type == "cuda":
         held += f", {torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB were allocated at most"
     return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
+
+
+def input_of(error: BaseException, action: object, placement: Sequence[int], arrived: Any) -> str:
+    """What the message of a forward's error adds: what arrived there, which another rank's model may have made wrong.
+
+    placement: the rank of every chunk. Empty for errors that no wrong input raises, and for the first chunk's.
+    """
+    if not (isinstance(error, (RuntimeError, TypeError, ValueError)) and isinstance(action, Action)):
+        return ""
+    if action.kind != "F" or action.chunk == 0:
+        return ""
+    tensors = [leaf for leaf in pytree.tree_leaves(arrived) if isinstance(leaf, torch.Tensor)]
+    kinds = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tensors)
+    return f"; its input, of chunk {action.chunk - 1} on rank {placement[action.chunk - 1]}, was {kinds}"
 
 
 def agree_to_go_on(calls: Sequence[tuple[str, int]]) -> None:

@@ -8,8 +8,11 @@ last reference.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,31 +26,72 @@ _LATE = "late"  # where a meeting keeps the ranks that had not come; those have 
 
 
 def open_group(ranks: Sequence[int], backend: str) -> Any:
-    """A communicator of these global ranks; collective among them. Has send, recv, allreduce and allgather."""
+    """A communicator of these global ranks; collective among them. Has send and recv; `finish` waits for their works.
+
+    Raises PipelineError where one of them ends while they connect.
+    """
     kind: Any = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(backend)
     if kind is None:
         return dist.new_group(ranks, timeout=_FOREVER, backend=backend, use_local_synchronization=True)
-    return getattr(dist, kind)(place_in_store(ranks, "group"), ranks.index(dist.get_rank()), len(ranks), _FOREVER)
+    place = place_in_store(ranks, "group"), ranks.index(dist.get_rank()), len(ranks)
+    if backend == "nccl":  # connects when it is first used
+        return getattr(dist, kind)(*place, _FOREVER)
+    try:  # gloo has one time-out to connect and for messages: `finish` has another for these
+        return getattr(dist, kind)(*place, timedelta(seconds=meeting_time()))
+    except RuntimeError as error:
+        raise PipelineError(
+            f"Pipeline: {_missing(error, ranks)} ended, or froze, while ranks connected; start all again "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _missing(error: RuntimeError, ranks: Sequence[int]) -> str:
+    """Whose address gloo waited for, by the key in the store that it names: "keys: /.../3"."""
+    key = re.search(r"keys: \S*/(\d+)$", str(error).splitlines()[0])
+    return f"global rank {ranks[int(key[1])]}" if key and int(key[1]) < len(ranks) else "a rank"
+
+
+def finish(work: dist.Work, device: torch.device) -> None:
+    """Waits for a message as long as it takes; on a GPU the current stream does."""
+    if device.type == "cpu":
+        work.wait(_FOREVER)
+    else:
+        work.wait()
 
 
 def meet(ranks: Sequence[int], value: Any = None) -> list[Any]:
     """One small JSON value of each of these global ranks, in their order, by way of the store; collective.
 
-    Raises PipelineError, on all ranks sooner or later, where one has not come within `meeting_time`: connections are
-    opened after this, because gloo would wait for that rank for as long as it may wait for a message.
+    Raises PipelineError, on all ranks sooner or later, where one has not come within `meeting_time`, or where the store
+    is gone. Connections are opened after this, because gloo would not say who has not come.
     """
-    store = place_in_store(ranks, "values")
-    store.set(str(dist.get_rank()), json.dumps(value))
+    with _needing_store():
+        store = place_in_store(ranks, "values")
+        store.set(str(dist.get_rank()), json.dumps(value))
+        try:
+            store.wait([str(rank) for rank in ranks])
+        except RuntimeError:
+            store.set(_LATE, json.dumps([rank for rank in ranks if not store.check([str(rank)])]))
+        if store.check([_LATE]):
+            late = json.loads(store.get(_LATE))
+            raise PipelineError(
+                f"Pipeline: global ranks {late} did not come to connect in {meeting_time():g} s, "
+                "the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
+            )
+        return [json.loads(store.get(str(rank))) for rank in ranks]
+
+
+@contextlib.contextmanager
+def _needing_store() -> Iterator[None]:
+    """Inside, a store that is gone is a PipelineError that says who has taken it along."""
     try:
-        store.wait([str(rank) for rank in ranks])
-    except RuntimeError:
-        store.set(_LATE, json.dumps([rank for rank in ranks if not store.check([str(rank)])]))
-    if store.check([_LATE]):
+        yield
+    except dist.DistNetworkError as error:
+        host = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "global rank 0"
         raise PipelineError(
-            f"Pipeline: global ranks {json.loads(store.get(_LATE))} did not come to connect in {meeting_time():g} s, "
-            "the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
-        )
-    return [json.loads(store.get(str(rank))) for rank in ranks]
+            f"Pipeline: {host} has ended, with the store of torch.distributed that ranks meet in; start all ranks again"
+            f" ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def meeting_time() -> float:
@@ -58,7 +102,8 @@ def meeting_time() -> float:
 def place_in_store(ranks: Sequence[int], what: str) -> dist.PrefixStore:
     """Where in the job's store these ranks meet: at their n-th call for the same, which they make in the same order."""
     name, store = f"zbkern/{'_'.join(map(str, ranks))}/{what}", dist.distributed_c10d._get_default_store()
-    turn = store.add(f"{name}/taken by {dist.get_rank()}", 1)
+    with _needing_store():
+        turn = store.add(f"{name}/taken by {dist.get_rank()}", 1)
     return dist.PrefixStore(f"{name}/{turn}", store)
 
 

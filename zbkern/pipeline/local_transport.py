@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from zbkern.pipeline.mailbox import Activity, Mailbox, PipelineError, Tag
+from zbkern.pipeline.mailbox import Activity, Call, Mailbox, PipelineError, Tag
 
 Delay = Callable[[int, int, Any], float]
 
@@ -28,11 +28,17 @@ class LocalTransport:
         ring = _Ring(size, delay)
         return [cls(rank, ring) for rank in range(size)]
 
+    def begin(self, call: str) -> None:
+        difference = self._ring.mailboxes[self.rank].begin(call)
+        if difference is not None:
+            self.fail(difference)
+            raise PipelineError(difference)
+
     def send(self, peer: int, tag: Tag, message: Any) -> None:
         self._ring.post(self.rank, peer, tag, message)
 
     def deliver(self, tag: Tag, message: Any) -> None:
-        self._ring.mailboxes[self.rank].put(tag, message)
+        self._ring.file(self.rank, self.rank, tag, message, self._ring.mailboxes[self.rank].call)
 
     def ready(self, tag: Tag) -> bool:
         return self._ring.mailboxes[self.rank].peek(tag) is not None
@@ -43,6 +49,9 @@ class LocalTransport:
             return self._ring.mailboxes[self.rank].take(peer, tag, timeout)
         except TimeoutError:
             raise self._ring.stuck(self.rank, str(tag), timeout) from None
+        except PipelineError as error:  # of a peer that closed, perhaps: the others hear that it did
+            self.fail(str(error))
+            raise
         finally:
             self.activity.awaits = None
 
@@ -52,11 +61,18 @@ class LocalTransport:
     def fail(self, reason: str) -> None:
         self._ring.fail(reason)
 
+    @property
+    def failure(self) -> str | None:
+        return self._ring.mailboxes[self.rank].failure
+
     def reopen(self) -> None:
         self._ring = self._ring.successor()
         self._ring.members[self.rank] = self
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        self.begin("gather")
+        for mailbox in self._ring.mailboxes:
+            self._ring.fail_if(mailbox.compare(self.rank, self._ring.mailboxes[self.rank].call))
         return self._ring.gather(self.rank, value, timeout)
 
     def close(self) -> None:
@@ -67,7 +83,7 @@ class _Ring:
     """What the threads of a LocalTransport share."""
 
     def __init__(self, size: int, delay: Delay | None) -> None:
-        self.mailboxes = [Mailbox() for _ in range(size)]
+        self.mailboxes = [Mailbox(rank) for rank in range(size)]
         self._boards: list[dict[int, Any]] = []  # what the ranks have given to the first gather, the second, ...
         self._given = [0] * size
         self._written = threading.Condition()
@@ -80,10 +96,19 @@ class _Ring:
     def post(self, sender: int, receiver: int, tag: Any, message: Any) -> None:
         """Files the message, or lets the postman do so later."""
         seconds = self._delay(sender, receiver, tag) if self._delay else 0.0
+        call = self.mailboxes[sender].call
         if self._postman is not None and seconds > 0:
-            self._postman.post(seconds, lambda: self.mailboxes[receiver].put(tag, message))
+            self._postman.post(seconds, lambda: self.file(sender, receiver, tag, message, call))
         else:
-            self.mailboxes[receiver].put(tag, message)
+            self.file(sender, receiver, tag, message, call)
+
+    def file(self, sender: int, receiver: int, tag: Any, message: Any, call: Call) -> None:
+        """Puts a message into a mailbox; all fail where the receiver is in another call than the sender was."""
+        self.fail_if(self.mailboxes[receiver].put(tag, message, sender, call))
+
+    def fail_if(self, reason: str | None) -> None:
+        if reason is not None:
+            self.fail(reason)
 
     def fail(self, reason: str) -> None:
         """Ends what every rank waits for; a gather that has everything ends well, however late a rank wakes up."""

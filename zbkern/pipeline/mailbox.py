@@ -24,6 +24,13 @@ class Tag(NamedTuple):
         return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
 
 
+class Call(NamedTuple):
+    """What a rank does, by its turn: 0 to connect, then every step, evaluation and gather. All ranks do the same."""
+
+    turn: int
+    name: str
+
+
 class Values(NamedTuple):
     """A tag: what ranks have given to the n-th gather, those before the receiver or all of them."""
 
@@ -35,21 +42,51 @@ class Values(NamedTuple):
 
 
 class Mailbox:
-    """Messages that have arrived and were not asked for yet. Thread-safe."""
+    """Messages that have arrived and were not asked for yet, and the calls that they were sent in. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.call = Call(0, "connecting")  # this rank's
+        self._rank = rank
+        self._ahead: dict[int, dict[str, int]] = {}  # by turn, the calls that others are in already, and who is
         self._messages: dict[Any, Any] = {}
         self._changed = threading.Condition()
         self._closed: set[int] = set()
         self._first_step = 0
         self.failure: str | None = None
 
-    def put(self, tag: Any, message: Any) -> None:
+    def begin(self, name: str) -> str | None:
+        """This rank's next call. Returns what `compare` does. Raises PipelineError when a rank has failed meanwhile."""
         with self._changed:
-            if isinstance(tag, Tag) and tag.step < self._first_step:
-                return
-            self._messages[tag] = message
-            self._changed.notify_all()
+            if self.failure is not None:
+                raise PipelineError(self.failure)
+            self.call = Call(self.call.turn + 1, name)
+            ahead = self._ahead.pop(self.call.turn, {})
+            return next((self._difference(rank, other) for other, rank in ahead.items() if other != name), None)
+
+    def put(self, tag: Any, message: Any, sender: int, call: Call) -> str | None:
+        """Files a message that `sender` sent in its `call`. Returns what is wrong where this rank's is another one."""
+        with self._changed:
+            if not (isinstance(tag, Tag) and tag.step < self._first_step):
+                self._messages[tag] = message
+                self._changed.notify_all()
+            return self.compare(sender, call)
+
+    def compare(self, sender: int, call: Call) -> str | None:
+        """What is wrong where `sender`, in `call`, and this rank make different calls; `begin` tells of later ones."""
+        if call == self.call:
+            return None
+        with self._changed:
+            if call.turn > self.call.turn:
+                self._ahead.setdefault(call.turn, {})[call.name] = sender
+            if call.turn != self.call.turn or call.name == self.call.name:
+                return None
+            return self._difference(sender, call.name)
+
+    def _difference(self, sender: int, name: str) -> str:
+        return (
+            f"ranks make different calls: call {self.call.turn} of this pipeline is {name} on rank {sender} and "
+            f"{self.call.name} on rank {self._rank}; make the same calls in the same order on all ranks"
+        )
 
     def fail(self, reason: str) -> bool:
         """Makes every present and later `take` raise; the first reason stays. True when this was the first."""
@@ -90,8 +127,16 @@ class Mailbox:
             if self.failure is not None:
                 raise PipelineError(self.failure)
             if peer in self._closed:
-                raise PipelineError(f"rank {peer} closed its pipeline while {tag} was awaited from it")
+                raise PipelineError(f"rank {peer} closed its pipeline while rank {self._rank} awaited {tag} from it")
             raise TimeoutError
+
+    def why_gone(self, peer: int, timeout: float) -> str | None:
+        """Why `peer` can no longer be reached, waiting up to `timeout` seconds to be told."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None or peer in self._closed, timeout)
+            if self.failure is None and peer in self._closed:
+                return f"rank {peer} closed its pipeline while rank {self._rank} had a message for it"
+            return self.failure
 
     def wait_for_failure(self, timeout: float) -> str | None:
         """The reason why everything ends, waiting up to `timeout` seconds for one."""

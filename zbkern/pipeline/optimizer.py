@@ -317,7 +317,8 @@ class Optimizer(OptimizerWrapper):
         known = [total for number, state, total in ranks if (number, state) == (newest, None)]
         if not known or "broken" in {state for _, state, _ in ranks}:  # nobody knows it before all ranks have begun it
             raise PipelineError(
-                f"optimizer step {newest} was done on some ranks only when a rank failed; load a checkpoint"
+                f"optimizer step {newest} may have been done on some ranks only when a rank failed; load a checkpoint, "
+                "or start again where there is none yet"
             )
         if self._pending is not None:
             self._conclude(torch.tensor(known[0], dtype=torch.float64, device=self._device))
