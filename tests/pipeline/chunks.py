@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbkern.pipeline.base import PipelineError
 from zbkern.pipeline.local_transport import Delay, LocalTransport
-from zbkern.pipeline.mailbox import PipelineError
 
 WIDTH = 6
 

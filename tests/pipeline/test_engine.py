@@ -17,10 +17,9 @@ import zbkern
 from tests.pipeline.chunks import WIDTH, make_data, make_model, on_threads, plain
 from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
 from zbkern.pipeline.actions import Action
-from zbkern.pipeline.arguments import LONGEST_TIMEOUT
+from zbkern.pipeline.base import LONGEST_TIMEOUT, Tag
 from zbkern.pipeline.clock import Clock
 from zbkern.pipeline.local_transport import LocalTransport
-from zbkern.pipeline.mailbox import Tag
 from zbkern.pipeline.program import merge_neighbours, peak_microbatches
 from zbkern.pipeline.schedule import Schedule
 

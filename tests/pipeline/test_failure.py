@@ -22,8 +22,8 @@ from torch import nn
 import zbkern
 from tests.pipeline.chunks import make_data, make_model, on_threads, plain
 from zbkern.pipeline import Pipeline, checkpoint, schedules
+from zbkern.pipeline.base import PipelineError, Tag
 from zbkern.pipeline.local_transport import LocalTransport
-from zbkern.pipeline.mailbox import PipelineError, Tag
 
 
 def failing_then_working(transport: Any, rank: int, broken: set[int]) -> tuple[str, Any]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.pipeline.chunks import results_on_threads
 from zbkern.optim import AdamW
 from zbkern.pipeline import norms
+from zbkern.pipeline.base import PipelineError
 from zbkern.pipeline.local_transport import LocalTransport
-from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.optimizer import Optimizer
 
 FORCED = {"clip": 3.0, "inf": math.inf, "nan": math.nan}

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import zbkern
 from tests.pipeline.chunks import results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, schedules
+from zbkern.pipeline.base import PipelineError
 from zbkern.pipeline.local_transport import LocalTransport
-from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.norms import grad_norm
 from zbkern.pipeline.warmup import speculative_forwards
 

@@ -11,8 +11,8 @@ from optimizer_cases import MAX_NORM, OPTIMIZERS, Case
 from torch import Tensor, nn
 
 from tests.pipeline.chunks import results_on_threads
+from zbkern.pipeline.base import PipelineError
 from zbkern.pipeline.local_transport import LocalTransport
-from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.optimizer import Optimizer
 
 FORCED = {(2, 1): 3.0, (2, 3): math.nan, (1, 4): 2.0, (2, 6): math.inf, (2, 7): 9.0}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from two_by_two import KINDS, MAX_NORM, Setup, make_model, make_optimizer, whole
 
 from zbkern.pipeline import Optimizer, checkpoint
-from zbkern.pipeline.mailbox import PipelineError
+from zbkern.pipeline.base import PipelineError
 
 pytestmark = pytest.mark.dist
 

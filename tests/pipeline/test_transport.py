@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
+from zbkern.pipeline.base import Tag
 from zbkern.pipeline.groups import backend_of, meet
-from zbkern.pipeline.mailbox import Tag
 from zbkern.pipeline.transport import DistributedTransport
 
 

@@ -17,7 +17,7 @@ from zbkern.pipeline.timeline import Event, Timeline
 _HOME = {
     "Optimizer": "optimizer",
     "Pipeline": "engine",
-    "PipelineError": "mailbox",
+    "PipelineError": "base",
     "clip_grad_norm_": "norms",
     "grad_norm": "norms",
     "plan": "planner",
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from zbkern.pipeline import draw as draw
     from zbkern.pipeline import schedules as schedules
     from zbkern.pipeline import trace as trace
+    from zbkern.pipeline.base import PipelineError as PipelineError
     from zbkern.pipeline.engine import Pipeline as Pipeline
-    from zbkern.pipeline.mailbox import PipelineError as PipelineError
     from zbkern.pipeline.norms import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.norms import grad_norm as grad_norm
     from zbkern.pipeline.optimizer import Optimizer as Optimizer

@@ -10,26 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.actions import ScheduleError
+from zbkern.pipeline.base import check_timeout
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.simulate import FILLS
-
-LONGEST_TIMEOUT = 365 * 86400  # seconds; waits for a lock end in an OverflowError from some 300 years on
-
-
-def check_timeout(function: str, timeout: float) -> float:
-    """`timeout`, seconds to wait for one message. Raises TypeError for what is no number, ValueError out of range.
-
-    function: what the caller is called in errors. There is no "for ever": a rank that is stuck would never be named.
-    """
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"{function}: timeout must be a number of seconds above 0; got {timeout!r}")
-    if not 0 < timeout <= LONGEST_TIMEOUT:  # False for NaN, too
-        raise ValueError(
-            f"{function}: timeout must be a number of seconds above 0 and at most {LONGEST_TIMEOUT} (a year); "
-            f"got {timeout!r}"
-        )
-    return timeout
 
 
 def check(

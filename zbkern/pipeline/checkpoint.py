@@ -20,9 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 
 from zbkern.pipeline import checkpoint_folder, checkpoint_format
+from zbkern.pipeline.base import check_timeout
 from zbkern.pipeline.checkpoint_format import Piece
 from zbkern.pipeline.named_state import NamedState, Rename, check_unique, pack, some, unpack, unused
-from zbkern.pipeline.rank_exchange import TIMEOUT, RankExchange, check_timeout
+from zbkern.pipeline.rank_exchange import TIMEOUT, RankExchange
 
 logger = logging.getLogger("zbkern")
 

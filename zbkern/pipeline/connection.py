@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from zbkern.pipeline.actions import ScheduleError
+from zbkern.pipeline.base import PipelineError
 from zbkern.pipeline.groups import meet
-from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.schedule import Schedule
 from zbkern.pipeline.transport import DistributedTransport, Transport
 from zbkern.pipeline.warmup import rank_order

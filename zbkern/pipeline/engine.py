@@ -16,10 +16,10 @@ from torch import Tensor
 
 from zbkern.pipeline.actions import Action
 from zbkern.pipeline.arguments import check, check_place, device_of, module_list, split
+from zbkern.pipeline.base import PipelineError, Tag
 from zbkern.pipeline.connection import agree, closing_on_error, connect, place
 from zbkern.pipeline.costs import Costs
 from zbkern.pipeline.failure import agree_to_go_on, input_of, memory_at
-from zbkern.pipeline.mailbox import PipelineError, Tag
 from zbkern.pipeline.measured import Drift, compare, in_seconds
 from zbkern.pipeline.program import forwards, merge_neighbours, peak_microbatches
 from zbkern.pipeline.recorder import Recorder

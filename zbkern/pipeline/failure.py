@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.actions import Action
-from zbkern.pipeline.mailbox import PipelineError
+from zbkern.pipeline.base import PipelineError
 from zbkern.wgrad import WGradQueue
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zbkern.pipeline.base import Call, Tag, Values
 from zbkern.pipeline.groups import finish
-from zbkern.pipeline.mailbox import Call, Tag, Values
 
 _HEADER_BYTES = 1024  # what a receive is posted for; few messages need a second part
 _LENGTH_BYTES = 4

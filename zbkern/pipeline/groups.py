@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zbkern.pipeline.mailbox import PipelineError
+from zbkern.pipeline.base import PipelineError
 
 _FOREVER = timedelta(days=365)
 _LATE = "late"  # where a meeting keeps the ranks that had not come; those have numbers for keys

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from zbkern.pipeline.mailbox import Activity, Call, Mailbox, PipelineError, Tag
+from zbkern.pipeline.base import Call, PipelineError, Tag
+from zbkern.pipeline.mailbox import Activity, Mailbox
 
 Delay = Callable[[int, int, Any], float]
 

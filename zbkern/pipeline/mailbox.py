@@ -4,41 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class PipelineError(RuntimeError):
-    """A step failed, here or on another rank; the message names the rank, the action and the cause."""
-
-
-class Tag(NamedTuple):
-    """What a message is: the input of `chunk` (kind F) or the gradient of its output (kind B), of one microbatch."""
-
-    step: int
-    kind: str
-    chunk: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        what = "input" if self.kind == "F" else "output gradient"
-        return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
-
-
-class Call(NamedTuple):
-    """What a rank does, by its turn: 0 to connect, then every step, evaluation and gather. All ranks do the same."""
-
-    turn: int
-    name: str
-
-
-class Values(NamedTuple):
-    """A tag: what ranks have given to the n-th gather, those before the receiver or all of them."""
-
-    number: int
-    whole: bool
-
-    def __str__(self) -> str:
-        return f"what {'all' if self.whole else 'earlier'} ranks give to gather {self.number}"
+from zbkern.pipeline.base import Call, PipelineError, Tag, Values
 
 
 class Mailbox:

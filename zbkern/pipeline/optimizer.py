@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.arguments import check_timeout
+from zbkern.pipeline.base import PipelineError, check_timeout
 from zbkern.pipeline.connection import connect_row
 from zbkern.pipeline.delegating import OptimizerWrapper
-from zbkern.pipeline.mailbox import PipelineError
 from zbkern.pipeline.mixed_precision import Gradients, copy_masters_to_params, install_masters, unscale, update_scale
 from zbkern.pipeline.norms import check_max_norm, clip_coefficient, scale_gradients_, sum_of_squares
 from zbkern.pipeline.undo import UNDO, PendingStep, gradient_of, hyperparameters, parameters

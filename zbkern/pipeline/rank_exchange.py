@@ -7,7 +7,6 @@ in between raises on all.
 
 from __future__ import annotations
 
-import math
 import pickle
 import threading
 import time
@@ -17,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zbkern.pipeline.base import PipelineError, check_timeout
 from zbkern.pipeline.groups import place_in_store
-from zbkern.pipeline.mailbox import PipelineError
 
 TIMEOUT = 1800.0
 _GRACE = 10.0  # seconds beyond a time-out after which the store itself is taken for stuck
@@ -43,7 +42,7 @@ class RankExchange:
     def __init__(self, call: str, group: dist.ProcessGroup | None, timeout: float) -> None:
         self.call = call
         self.rank, self.size = 0, 1
-        self._timeout = timeout if _is_timeout(timeout) else TIMEOUT
+        self._timeout = _usable(timeout)
         self._group_ranks = [0]
         if dist.is_available() and dist.is_initialized():
             self._group_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -206,13 +205,8 @@ class RankExchange:
             return store
 
 
-def check_timeout(call: str, timeout: Any) -> None:
-    """Raises ValueError for what is no time-out."""
-    if not _is_timeout(timeout):
-        raise ValueError(f"{call}: timeout must be a finite number of seconds above 0; got {timeout!r}")
-
-
-def _is_timeout(timeout: Any) -> bool:
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
-        return False
-    return math.isfinite(timeout) and 0 < timeout <= threading.TIMEOUT_MAX / 2
+def _usable(timeout: Any) -> float:
+    try:
+        return check_timeout("", timeout)
+    except (TypeError, ValueError):
+        return TIMEOUT

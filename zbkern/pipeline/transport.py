@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.base import PipelineError, Tag, Values
 from zbkern.pipeline.framing import (
     GatherMessage,
     LastWord,
@@ -36,7 +37,7 @@ from zbkern.pipeline.framing import (
     receive_message,
 )
 from zbkern.pipeline.groups import backend_of, close_groups, finish, meet, meeting_time, open_group
-from zbkern.pipeline.mailbox import Activity, Mailbox, PipelineError, Tag, Values
+from zbkern.pipeline.mailbox import Activity, Mailbox
 from zbkern.pipeline.stalls import StallDetector
 
 logger = logging.getLogger("zbkern")
