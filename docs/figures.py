@@ -1,4 +1,4 @@
-"""Draws two pictures, images/split.svg of the README and images/zero_bubble.svg of the glossary: python docs/figures.py"""
+"""Draws images/split.svg, for the README, and images/zero_bubble.svg, for the glossary: python docs/figures.py"""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ IMAGES = Path(__file__).parent / "images"
 WIDTH, TOP = 1000, 196
 DARK, GREY, B, W, PALE = "#24292f", "#57606a", "#2e9e86", "#dfa23a", "#f6f8fa"  # those of the timelines below
 
-_HEAD = f"""<svg xmlns="http://www.w3.org/2000/svg" width="{{width}}" height="{{height}}" viewBox="0 0 {{width}} {{height}}">
+_HEAD = f"""<svg xmlns="http://www.w3.org/2000/svg" width="{{width}}" height="{{height}}"
+ viewBox="0 0 {{width}} {{height}}">
 <style>.large {{{{ font-size: 14px; fill: {DARK}; }}}} .name {{{{ font-weight: 600; }}}} .formula {{{{ font-family:
 ui-monospace, Menlo, Consolas, monospace; }}}} .middle {{{{ text-anchor: middle; }}}} .arrow {{{{ fill: none; stroke:
 {GREY}; stroke-width: 1.6; marker-end: url(#head); }}}}</style>
@@ -30,7 +31,8 @@ def _arrow(path: str) -> str:
 def _half(y: float, colour: str, name: str, formula: str) -> str:
     """One half of the backward: a box with its name and what it computes."""
     return (
-        f'<rect x="232" y="{y:g}" width="268" height="54" rx="5" fill="{colour}" fill-opacity="0.16" stroke="{colour}"/>'
+        f'<rect x="232" y="{y:g}" width="268" height="54" rx="5" fill="{colour}" fill-opacity="0.16" '
+        f'stroke="{colour}"/>'
         f'<rect x="232" y="{y:g}" width="34" height="54" rx="5" fill="{colour}"/>'
         + _text(249, y + 33, name, "large name middle")
         + _text(280, y + 23, {"B": "gradient of the input", "W": "gradient of the weight"}[name])
