@@ -72,9 +72,17 @@ def split(timelines: list[Timeline], titles: list[str]) -> str:
     return "\n".join(parts) + "\n"
 
 
-if __name__ == "__main__":
+def save_all(folder: Path) -> list[Path]:
+    """Writes both pictures into the folder and returns their paths."""
     step = [simulate(make(3, 5)) for make in (schedules.one_f_one_b, schedules.zb_h1)]
-    titles = ["B and W in one piece: 1F1B", "W on its own: ZB-H1, the same memory"]
-    (IMAGES / "split.svg").write_text(split(step, titles), encoding="utf-8")
+    idea = folder / "split.svg"
+    idea.write_text(
+        split(step, ["B and W in one piece: 1F1B", "W on its own: ZB-H1, the same memory"]), encoding="utf-8"
+    )
     timelines = [simulate(make(4, 8)) for make in (schedules.one_f_one_b, schedules.zb_h2)]
-    draw.save(timelines, IMAGES / "zero_bubble.svg", ["1F1B", "zero bubble (ZB-H2)"])
+    return [idea, draw.save(timelines, folder / "zero_bubble.svg", ["1F1B", "zero bubble (ZB-H2)"])]
+
+
+if __name__ == "__main__":
+    for path in save_all(IMAGES):
+        print(path)
