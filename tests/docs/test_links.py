@@ -37,8 +37,9 @@ def test_links(page: Path) -> None:
 
 @named
 def test_paths_in_backticks(page: Path) -> None:
-    """Folders and files, with * for several. Files that a build or a benchmark writes are not among them."""
-    for path in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]*)`", page.read_text(encoding="utf-8")):
+    """Folders and files, with * for several, also within commands."""
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", without_code(page)))
+    for path in re.findall(rf"(?<!\S)(?:{'|'.join(FOLDERS)})/[\w./*-]*", quoted):
         assert list(ROOT.glob(path.rstrip("/"))), f"{path} does not exist"
 
 
