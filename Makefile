@@ -9,6 +9,15 @@ OUT   ?= .cache/bench
 # The tests on a GPU compile some 2000 variants of kernels, at half a second to ten seconds of a core each.
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
 TEST_SECONDS ?= 360
+# Of tests that need no GPU: as many processes as there are cores, eight at most; 0 runs them in one, for a debugger.
+WORKERS ?= auto
+PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --hypothesis-profile ci
+# `make test-torch` keeps an environment of every torch here, and runs these in it; no kernels under Triton's
+# interpreter, for torch 2.8 brings a Triton whose interpreter is faulty.
+TORCHES ?= .cache/torch
+SMOKE    = tests/test_import.py tests/test_functional.py tests/test_gradients.py tests/test_conversion.py \
+	tests/test_autograd.py tests/test_wgrad.py tests/test_compile.py tests/docs/test_readme.py \
+	$(addprefix tests/pipeline/test_,engine.py optimizer.py checkpoint.py torch_pipelining.py)
 PIP    = $(PYTHON) -m pip --disable-pip-version-check
 
 # The CUDA kernels take minutes to compile: they are built where a GPU is visible, or by `make cuda`.
@@ -27,7 +36,7 @@ ready-gpu:
 endif
 
 export OMP_NUM_THREADS ?= 1
-.PHONY: help setup ready-gpu cuda demo test test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
+.PHONY: help setup ready-gpu cuda demo test test-all test-torch test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -43,6 +52,7 @@ $(READY): pyproject.toml $(wildcard setup.py build_tools/*.py csrc/*) | $(PYTHON
 	echo "Could not install $(TORCH). Either let pip see an index that has torch's CPU builds (PIP_EXTRA_INDEX_URL),"; \
 	echo "or take the default build:   make $(MAKECMDGOALS) TORCH=torch==2.13.0"; \
 	echo "or use an environment with torch:   make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
+	@echo "Installing zbkern and what its tests need into $(patsubst %/bin/,%,$(dir $(PYTHON))) (ZBKERN_BUILD=$(ZBKERN_BUILD))"
 	$(PIP) install --quiet --editable '.[dev,test]'
 	@mkdir -p $(@D) && touch $@
 
@@ -55,8 +65,19 @@ demo: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 demo: $(READY) ## compare schedules on this machine, then train with the best one
 	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --out demo
 
-test: $(READY) ## all tests that need no GPU
-	$(PYTHON) -m pytest
+test: $(READY) ## the tests that need no GPU, but for those that take long
+	$(PYTHON) $(PYTEST)
+
+test-all: test ## and those that take long
+	$(PYTHON) $(PYTEST) --slow -m slow
+
+test-torch: ## the main tests with another torch, in an environment of its own: make test-torch TORCH=torch==2.8.0
+	@test -x '$(TORCHES)/$(TORCH)/bin/python' || python3 -m venv '$(TORCHES)/$(TORCH)'
+	@echo "Installing $(TORCH) into $(TORCHES): from PyPI this takes several minutes and 7 GB"
+	'$(TORCHES)/$(TORCH)/bin/python' -m pip --disable-pip-version-check install --quiet --upgrade --no-cache-dir \
+	'$(TORCH)' pytest pytest-xdist hypothesis 'numpy<2.3'
+	'$(TORCHES)/$(TORCH)/bin/python' -c 'import torch; print("torch", torch.__version__)'
+	'$(TORCHES)/$(TORCH)/bin/python' $(PYTEST) $(SMOKE)
 
 test-gpu: ready-gpu ## every launch on a GPU: against float64, on streams of its own, in CUDA graphs
 	@mkdir -p .cache; export TRITON_INTERPRET=0; code=0; \

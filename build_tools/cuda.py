@@ -69,8 +69,19 @@ def compile_objects(toolkit: Toolkit, decision: Decision, cache: Path) -> list[P
         commands[cache / f"{source.stem}-{content_hash(source, command, toolkit)}.o"] = command
     missing = {path: command for path, command in commands.items() if not path.exists()}
     if missing:
+        names = ", ".join(decision.architectures)
+        tell(f"zbkern: compiling {len(missing)} CUDA sources for {names}, which takes minutes; {HOW_TO_SKIP}")
         _compile(missing, decision.jobs, cache)
     return list(commands)
+
+
+def tell(line: str, terminal: str = "/dev/tty") -> None:
+    """Prints a line where a user sees it: pip shows what a build prints with -v only, so it goes to the terminal."""
+    try:
+        with open(terminal, "w") as screen:
+            screen.write(f"\n{line}\n")  # pip may be in the midst of a line
+    except OSError:  # there is none
+        print(line, flush=True)
 
 
 def sources() -> list[Path]:

@@ -19,7 +19,7 @@ _BEGIN = time.perf_counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+    parser.addoption("--slow", action="store_true", help="run the tests that take long, too")
     parser.addoption("--shard", help="3/16: of sixteen equal parts, in which files and parameters are mixed, the third")
     parser.addoption("--seconds", type=float, default=float("inf"), help="tests that begin later than this are skipped")
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="takes minutes; run it with --slow"))
+                item.add_marker(pytest.mark.skip(reason="takes long; run it with --slow"))
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -72,12 +70,11 @@ class Ranks:
     def _start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # here, not on rank 0: its port is then its own from the start, whatever else runs on this machine
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes, ends = zip(*(context.Pipe() for _ in range(self._size)), strict=True)
         self._processes = [
-            context.Process(target=_serve, args=(rank, self._size, port, end), daemon=True)
+            context.Process(target=_serve, args=(rank, self._size, self._store.port, end), daemon=True)
             for rank, end in enumerate(ends)
         ]
         for process, end in zip(self._processes, ends, strict=True):
@@ -92,9 +89,9 @@ class Ranks:
 
 
 def _serve(rank: int, size: int, port: int, end: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     while (task := end.recv()) is not None:
         function, arguments = task
         try:

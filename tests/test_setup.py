@@ -215,6 +215,8 @@ def toolkit_of_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     monkeypatch.setattr(cuda, "SOURCES", sources)
     monkeypatch.setattr(cuda, "REPORT", tmp_path / "report")
     monkeypatch.setattr(cuda, "find_toolkit", lambda nvcc, version: cuda.Toolkit(nvcc, "13.0", Path("/x"), "4.2.0"))
+    told: list[str] = []
+    monkeypatch.setattr(cuda, "tell", told.append)
     environment = {"ZBKERN_BUILD_CACHE": str(tmp_path / "cache"), "PATH": os.environ["PATH"]}
     machine = Machine(environment, GCC, nvcc, ("9.0",))
 
@@ -223,7 +225,7 @@ def toolkit_of_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleN
         cuda.build(tmp_path / "lib" / "_cuda.so", machine)
         return [next((word for word in ("one", "two") if f"{word}.cu" in line), "link") for line in log.open()]
 
-    return SimpleNamespace(build=build, sources=sources, cache=tmp_path / "cache")
+    return SimpleNamespace(build=build, sources=sources, cache=tmp_path / "cache", told=told)
 
 
 def test_compiles_only_what_the_cache_lacks(toolkit_of_shell: SimpleNamespace) -> None:
@@ -235,6 +237,26 @@ def test_compiles_only_what_the_cache_lacks(toolkit_of_shell: SimpleNamespace) -
     assert sorted(build()) == ["link", "one"]
     source.write_text(before)
     assert build() == ["link"]
+
+
+def test_says_what_takes_minutes_and_how_to_skip_it(toolkit_of_shell: SimpleNamespace) -> None:
+    toolkit_of_shell.build()
+    (line,) = toolkit_of_shell.told
+    assert "compiling 2 CUDA sources for 9.0a" in line
+    assert "ZBKERN_BUILD=cpu" in line
+    toolkit_of_shell.build()  # all is in the cache
+    assert toolkit_of_shell.told == [line]
+
+
+def test_a_line_goes_to_the_terminal_or_else_where_pip_looks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = tmp_path / "tty"
+    cuda.tell("minutes", str(terminal))
+    assert terminal.read_text() == "\nminutes\n"
+    assert capsys.readouterr().out == ""
+    cuda.tell("minutes", str(tmp_path / "absent" / "tty"))
+    assert capsys.readouterr().out == "minutes\n"
 
 
 def test_a_failing_compile_names_its_command_and_leaves_nothing_half_built(toolkit_of_shell: SimpleNamespace) -> None:

@@ -72,7 +72,12 @@ def test_the_smallest_model_has_all_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "tied", "fill"), [(4, False, "planned"), (5, True, "planned"), (4, True, "eager")]
+    ("microbatches", "tied", "fill"),
+    [
+        pytest.param(4, False, "planned", marks=pytest.mark.slow),
+        (5, True, "planned"),
+        pytest.param(4, True, "eager", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, microbatches: int, tied: bool, fill: str) -> None:
     for done in two_ranks.run(check_losses, schedules.NAMES, microbatches, tied, fill, tmp_path):

@@ -32,6 +32,7 @@ def reports() -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", aot.CAPABILITIES)
 def test_no_kernel_has_a_fault(reports: list[dict], capability: int) -> None:
     """No spills, shared and tensor memory within the chip's limits, its own instructions for products, and bulk copies
@@ -43,6 +44,7 @@ def test_no_kernel_has_a_fault(reports: list[dict], capability: int) -> None:
     assert all(0 < report["registers"] <= 255 for report in mine)
 
 
+@pytest.mark.slow
 def test_every_module_lists_variants(reports: list[dict]) -> None:
     """A kernel that nobody compiles here is a kernel that nobody checks."""
     kernels = Path(aot.__file__).parent.glob("triton_*.py")

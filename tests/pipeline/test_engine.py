@@ -342,6 +342,7 @@ def test_messages_that_are_late_and_overtake_each_other(fill: str) -> None:
     steps_on_threads(schedules.zb_v(4, 8), lambda sender, receiver, tag: travel.choice([0, 0.001, 0.02]), fill=fill)
 
 
+@pytest.mark.slow
 def test_sixty_four_virtual_ranks() -> None:
     steps_on_threads(schedules.zb_h2(64, 130))
 

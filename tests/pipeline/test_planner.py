@@ -49,6 +49,7 @@ def test_never_worse_than_published_search(row: dict) -> None:
     assert rates == sorted(rates, reverse=True)
 
 
+@pytest.mark.slow
 @needs_core
 @pytest.mark.parametrize("row", PROFILES["one_chunk"][3:], ids=lambda row: f"m{row['microbatches']}")
 @pytest.mark.parametrize("limit", ["1.125", "1.25", "2.0"])
@@ -71,6 +72,7 @@ def test_unit_costs(row: dict) -> None:
         assert round(found.bubble_rate, 4) <= published
 
 
+@pytest.mark.slow
 @needs_core
 @pytest.mark.parametrize(
     ("limit", "best", "effort"), [(0.5, 0.297, 4), (0.75, 0.201, 3), (1.0, 0.1034, 4), (1.5, 0.030, 4)]
@@ -83,6 +85,7 @@ def test_two_chunks_in_a_v(limit: float, best: float, effort: int) -> None:
     assert max(found.timeline.peak_memory) <= 8 * limit
 
 
+@pytest.mark.slow
 @needs_core
 @pytest.mark.parametrize("limit", ["1.0", "1.125", "1.25", "1.625"])
 def test_two_chunks_at_sixteen_stages_against_the_published_search(limit: str) -> None:

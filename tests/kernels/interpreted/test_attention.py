@@ -62,7 +62,11 @@ def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "arguments",
-    [{"queries": [33], "size": 65}, {"queries": [17, 40], "window": 20}, {"queries": [18], "size": 256}],
+    [
+        {"queries": [33], "size": 65},
+        {"queries": [17, 40], "window": 20},
+        pytest.param({"queries": [18], "size": 256}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_heads_in_pieces(arguments: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
