@@ -1,0 +1,245 @@
+"""The blocks of docs/integrations.md run, and give the gradients of plain torch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zbkern
+from tests.pages import block, blocks
+from zbkern import testing
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+WIDTH, MICROBATCHES = 6, 8
+
+
+def make_chunks(count: int) -> tuple[list[nn.Module], nn.Sequential]:
+    """Chunks, and a copy of them in one model."""
+    torch.manual_seed(0)
+    chunks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(count)]
+    return list(chunks), nn.Sequential(*copy.deepcopy(chunks))
+
+
+def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = torch.randn(2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return inputs, targets
+
+
+def plain_gradients(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    for x, target in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+        (nn.functional.mse_loss(model(x), target) / MICROBATCHES).backward()
+
+
+def compare(mine: Sequence[int], chunks: Sequence[nn.Module], plain: nn.Sequential, data: Any) -> None:
+    """Holds the gradients of this rank's chunks against a plain loop over the same data, then zeros them."""
+    plain.zero_grad()
+    plain_gradients(plain, *data)
+    for index in mine:
+        testing.assert_same_gradients(chunks[index], plain[index])
+        chunks[index].zero_grad()
+
+
+def torch_pipelining(csv_path: str) -> int:
+    """Both blocks about torch's engine; returns how many kernels its W were."""
+    rank = dist.get_rank()
+    chunks, plain = make_chunks(4)
+    inputs, targets = data(1)
+    names: dict[str, Any] = {"rank": rank, "chunks": chunks, "inputs": inputs, "targets": targets, "csv_path": csv_path}
+    exec(block(PAGE, "ScheduleZBVZeroBubble(stages"), names)
+    compare((rank, 3 - rank), chunks, plain, (inputs, targets))
+    exec(block(PAGE, "_load_csv"), names)
+    kernels: list[int] = []
+    for stage in names["stages"]:
+        stage.queue.listeners.append(lambda tasks: kernels.append(len(tasks)))
+    inputs, targets = data(2)
+    names["planned"].step(*((inputs,) if rank == 0 else ()), **({"target": targets} if rank == 0 else {}))
+    compare((rank, 3 - rank), chunks, plain, (inputs, targets))
+    return len(kernels)
+
+
+@pytest.mark.dist
+def test_torch_pipelining(two_ranks: Any, tmp_path: Path) -> None:
+    assert all(count > 0 for count in two_ranks.run(torch_pipelining, str(tmp_path / "plan.csv")))
+
+
+def sharded_stages(make_stage: str, reshard_after_forward: bool) -> None:
+    """The stages of torchtitan's recipe under FSDP2, over a group of one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import ScheduleZBVZeroBubble
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))
+    chunks, plain = make_chunks(4)
+    names: dict[str, Any] = {}
+    exec(make_stage, names)
+    stages = []
+    for index in (rank, 3 - rank):
+        stages.append(names["make_stage"](chunks[index], index, 4, torch.device("cpu"), mesh.get_group("stage")))
+        fully_shard(chunks[index], mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+    schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    for step in range(2):
+        inputs, targets = data(step)
+        schedule.step(*((inputs,) if rank == 0 else ()), **({"target": targets} if rank == 0 else {}))
+        plain.zero_grad()
+        plain_gradients(plain, inputs, targets)
+        for index in (rank, 3 - rank):
+            for ours, expected in zip(chunks[index].parameters(), plain[index].parameters(), strict=True):
+                torch.testing.assert_close(ours.grad.full_tensor(), expected.grad)
+            chunks[index].zero_grad()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+def test_torchtitan_stages_under_fsdp2(two_ranks: Any, reshard_after_forward: bool) -> None:
+    two_ranks.run(sharded_stages, block(PAGE, "def make_stage"), reshard_after_forward)
+
+
+class Configurable:
+    """Stands in for torchtitan's base class of modules, which has no arithmetic."""
+
+
+class Linear(nn.Linear, Configurable):
+    """As torchtitan's: torch's, built otherwise."""
+
+
+def test_torchtitan_subclasses() -> None:
+    names: dict[str, Any] = {"zbkern": zbkern, "Linear": Linear}
+    exec(block(PAGE, "class DeferredLinear"), names)
+    plain = nn.Sequential(Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    assert list(zbkern.left_alone(zbkern.convert(copy.deepcopy(plain)))) == ["0"]
+    names["convert_torchtitan"](model)
+    assert isinstance(model[0], Linear)
+    x = torch.randn(3, 4)
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        model(x).square().sum().backward()
+    assert queue.pending() == 2
+    queue.run()
+    plain(x).square().sum().backward()
+    testing.assert_same_gradients(model, plain)
+
+
+def megatron_loop(dtype: torch.dtype, prepare: Callable[[nn.Module], None]) -> dict[str, Any]:
+    """What the page's loop leaves, run after `prepare`, for a model in that dtype."""
+    torch.manual_seed(0)
+    microbatches = [tuple(torch.randn(2, 4, 8, dtype=dtype)) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to(dtype)
+    names: dict[str, Any] = {"model": model, "microbatches": microbatches, "loss_fn": nn.functional.mse_loss}
+    names["plain"] = copy.deepcopy(model)
+    prepare(model)
+    exec(block(PAGE, "main_grad = buffer"), names)
+    return names
+
+
+def test_main_grad() -> None:
+    names = megatron_loop(torch.bfloat16, lambda model: None)
+    plain = names["plain"].float()
+    for inputs, targets in names["microbatches"]:
+        nn.functional.mse_loss(plain(inputs.float()), targets.float()).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
+    torch.testing.assert_close(names["buffer"], expected, rtol=2e-2, atol=2e-2)  # B is in bf16
+    assert names["buffer"].dtype == torch.float32
+    for parameter in names["parameters"]:
+        assert parameter.grad is None
+        assert parameter.grad_added_to_main_grad
+        assert parameter.main_grad.untyped_storage().data_ptr() == names["buffer"].untyped_storage().data_ptr()
+
+
+def test_the_hook_of_main_grad_runs_once_per_parameter_after_its_wgrad() -> None:
+    ready: list[torch.Tensor] = []
+
+    def hook(parameter: Any) -> None:
+        """What Megatron's does for gradient reduction that overlaps with backward."""
+        assert parameter.grad is not None
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        ready.append(parameter.main_grad.clone())
+
+    def prepare(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            exec(block(PAGE, "register_post_accumulate_grad_hook(hook)"), {"parameter": parameter, "hook": hook})
+
+    without = megatron_loop(torch.float32, lambda model: None)
+    names = megatron_loop(torch.float32, prepare)
+    assert len(ready) == len(names["parameters"])
+    torch.testing.assert_close(names["buffer"], without["buffer"])
+    assert {t.sum().item() for t in ready} == {p.main_grad.sum().item() for p in names["parameters"]}
+
+
+def column_parallel(code: str) -> int:
+    rank = dist.get_rank()
+    names: dict[str, Any] = {"torch": torch, "zbkern": zbkern}
+    exec(code, names)
+    torch.manual_seed(0)
+    x, weight, dy = torch.randn(2, 3, 4), torch.randn(6, 4), torch.randn(2, 3, 6)
+    whole = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    nn.functional.linear(*whole).backward(dy)
+    mine, share = x.clone().requires_grad_(), weight.chunk(2)[rank].clone().requires_grad_()
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        names["column_parallel"](mine, share).backward(dy.chunk(2, -1)[rank])
+    torch.testing.assert_close(mine.grad, whole[0].grad)
+    assert share.grad is None
+    queue.run()
+    torch.testing.assert_close(share.grad, whole[1].grad.chunk(2)[rank])
+    return len(queue)
+
+
+@pytest.mark.dist
+def test_tensor_parallel(two_ranks: Any) -> None:
+    assert two_ranks.run(column_parallel, block(PAGE, "class ColumnParallel")) == [0, 0]
+
+
+def test_transformers() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2)).double()
+    plain = copy.deepcopy(model)
+    batches = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(61, (4, 2, 7))]
+    code = block(PAGE, "model(**batch)").replace("AdamW(model.parameters(), lr=1e-3)", "SGD(model.parameters(), 1.0)")
+    exec(code, {"model": model, "batches": batches, "accumulate": 2})  # SGD: AdamW makes steps of rounding errors
+    optimizer = torch.optim.SGD(plain.parameters(), 1.0)
+    for index, batch in enumerate(batches):
+        (plain(**batch).loss / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert not zbkern.left_alone(model)
+
+
+def test_another_engine() -> None:
+    plain = nn.Linear(4, 4)
+    layer = zbkern.convert(copy.deepcopy(plain))
+    queue = zbkern.WGradQueue()
+    x = torch.randn(3, 4)
+    names = {"torch": torch, "queue": queue, "chunk": 0, "microbatch": 1}
+    exec(block(PAGE, "key=(chunk, microbatch)"), names | {"outputs": layer(x), "gradients": torch.ones(3, 4)})
+    plain(x).sum().backward()
+    testing.assert_same_gradients(layer, plain)
+    assert queue.pending() == 0
+
+
+def test_every_block_is_run_here() -> None:
+    """A block that is added needs a test of its own."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    for code in blocks(PAGE):
+        assert any(what in code for what in functools.reduce(set.union, map(_searched, source.splitlines()), set()))
+
+
+def _searched(line: str) -> set[str]:
+    _, found, rest = line.partition('block(PAGE, "')
+    return {rest.partition('"')[0]} if found else set()

@@ -1,0 +1,98 @@
+"""The tables of docs/performance.md, and those of them that the README quotes, are the figures in bench/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "performance.md"
+
+NAMES = {  # rows of the page -> benchmark's
+    "ZB-V|zbkern": "zbkern zb_v",
+    "ZB-V|torch.distributed.pipelining": "torch ZBVZeroBubble with zbkern's layers",
+    "1F1B|zbkern": "zbkern one_f_one_b",
+    "1F1B|torch.distributed.pipelining": "torch 1F1B with zbkern's layers",
+    "ZB-H2|zbkern": "zbkern zb_h2",
+    "ZB-H2, W filled in eagerly|zbkern": "zbkern zb_h2 eager",
+    "ZB-V, W filled in eagerly|zbkern": "zbkern zb_v eager",
+    "ZB-H1|zbkern": "zbkern zb_h1",
+    "GPipe|zbkern": "zbkern gpipe",
+    "zbkern, ZB-H2": "zbkern zb_h2",
+    "zbkern, ZB-V": "zbkern zb_v",
+    "zbkern's layers in torch's ZBVZeroBubble": "torch ZBVZeroBubble with zbkern's layers",
+    "zbkern, ZB-H1": "zbkern zb_h1",
+    "zbkern, 1F1B": "zbkern one_f_one_b",
+    "zbkern's layers in torch's 1F1B": "torch 1F1B with zbkern's layers",
+}
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))["figures"]
+
+
+def table(page: Path, first_column: str) -> list[list[str]]:
+    """The rows of the one table whose first column has that name."""
+    pattern = rf"^\|\s*{re.escape(first_column)}\s*\|[^\n]*\n\|[-: |]+\n((?:\|[^\n]*\n)+)"
+    (rows,) = re.findall(pattern, page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.strip().split("\n")]
+
+
+def of_perfect(name: str, microbatches: int, which: str) -> str:
+    return f"{median(results('pipeline')[f'{microbatches} microbatches, {name}'][which]):.3f}"
+
+
+def test_engines_on_the_same_layers() -> None:
+    for schedule, engine, four, eight in table(PAGE, "schedule, layers of zbkern"):
+        name = NAMES[f"{schedule}|{engine}"]
+        assert [four, eight] == [of_perfect(name, m, "of_perfect_with_layers") for m in (4, 8)], schedule
+
+
+def test_engines_beside_torchs_layers() -> None:
+    for name, four, eight in table(PAGE, "layers and engine"):
+        assert [four, eight] == [of_perfect(NAMES.get(name, name), m, "of_perfect") for m in (4, 8)], name
+
+
+def test_the_readme_quotes_two_of_them() -> None:
+    rows = table(ROOT / "README.md", "schedule")
+    assert [row[0] for row in rows] == ["ZB-V", "1F1B"]
+    for schedule, ours, torchs in rows:
+        for figure, engine in ((ours, "zbkern"), (torchs, "torch.distributed.pipelining")):
+            assert figure == of_perfect(NAMES[f"{schedule}|{engine}"], 8, "of_perfect_with_layers"), schedule
+
+
+def test_the_demo() -> None:
+    figures = {row["name"]: row for row in results("demo")}
+    rows = table(PAGE, "schedule")
+    assert {row[0] for row in rows} == figures.keys()
+    seconds = {name: median(figure["seconds"]) for name, figure in figures.items()}
+    for name, step, _, planned, measured, peak, held, against_1f1b, against_one in rows:
+        figure = figures[name]
+        assert step == f"{seconds[name] * 1e3:.0f}"
+        assert planned == (f"{figure['planned_bubble']:.1%}" if figure["planned_bubble"] is not None else "")
+        assert measured == (f"{figure['bubble']:.1%}" if figure["bubble"] is not None else "")
+        assert peak == f"{figure['memory'] / 1e6:.0f}"
+        assert held == (f"{figure['held'] / 1e6:.1f}" if figure["held"] is not None else "")
+        assert against_1f1b == f"{seconds['one_f_one_b'] / seconds[name]:.2f}"
+        assert against_one == f"{seconds['one process'] / seconds[name]:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("table_of", "figures_of", "columns"),
+    [
+        ("layers|in one piece", "split", ("whole", "split", "torch_split")),
+        ("layers|merged", "merge", ("merged", "separate")),
+    ],
+)
+def test_the_split(table_of: str, figures_of: str, columns: tuple[str, ...]) -> None:
+    header, second = table_of.split("|")
+    pattern = rf"^\| {header} \| {second} \|[^\n]*\n\|[-: |]+\n((?:\|[^\n]*\n)+)"
+    (rows,) = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    found = [[cell.strip() for cell in row.strip("|").split("|")][1:] for row in rows.strip().split("\n")]
+    expected = [[f"{figure[column]:.2f}" for column in columns] for figure in results("split")[figures_of]]
+    assert sorted(found) == sorted(expected)
