@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -121,6 +121,12 @@ def runs() -> Iterator[tuple[str, Callable]]:
 @functools.cache
 def variants(capability: int) -> list[Variant]:
     """What the runs would compile on such a GPU, each once."""
+    return recorded(capability, runs())
+
+
+def recorded(capability: int, named: Iterable[tuple[str, Callable]]) -> list[Variant]:
+    """What these (name, launch) would compile on such a GPU, each once. Where their tensors begin and end is anything,
+    so nothing is said about the size of accesses."""
     from triton.backends.compiler import GPUTarget
 
     from zbkern.kernels import triton_attention, triton_norm_backward, triton_product
@@ -143,7 +149,7 @@ def variants(capability: int) -> list[Variant]:
                 map(str, [c for c in constants if isinstance(c, int) and not isinstance(c, bool) and c >= 16])
             )
             found[text] = Variant(
-                f"{label}: {name} {sizes}", self, types, constants, warps, stages, matrices and half, bulk
+                f"{label}: {name} {sizes}", self, types, constants, warps, stages, matrices and half, bulk, False
             )
 
     with contextlib.ExitStack() as stack:
@@ -155,7 +161,7 @@ def variants(capability: int) -> list[Variant]:
             stack.enter_context(mock.patch.object(module, attribute, lambda device, value=value: value))
         stack.enter_context(mock.patch.object(Kernel, "__call__", record))
         triton_product.plan.cache_clear()
-        for label, run in runs():  # noqa: B007
+        for label, run in named:  # noqa: B007
             run()
         triton_product.plan.cache_clear()
     return list(found.values())
