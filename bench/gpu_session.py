@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -353,25 +354,32 @@ def measure_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str
 
 def prepare(folder: Path, capability: int, only: str) -> int:
     """Compiles what the launches of this session would compile on a GPU of that capability; prints how much it is."""
-    from bench import kernels_launched
-    from zbkern.kernels import aot
-
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"TRITON_CACHE_DIR": str(folder.resolve()), "TRITON_STORE_BINARY_ONLY": "1", "TRITON_INTERPRET": "0"}
-    variants = kernels_launched.recorded(
-        capability, (named for named in launches_to_prepare() if re.search(only, named[0]))
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from bench import ahead, kernels_launched
+
+    absent = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
     )
-    for variant in variants:
-        aot.compiled(variant, capability)
+    triton.runtime.driver.set_active(absent)
+    with kernels_launched.machine(capability), ahead.Compilers() as compilers:
+        count = compilers.compile(run for name, run in _to_prepare() if re.search(only, name))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{len(variants)} kernels, {size / 2**20:.1f} MiB in {folder}")
+    print(f"{count} kernels, {size / 2**20:.1f} MiB in {folder}")
     return 0
 
 
-def launches_to_prepare() -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, run) of every launch as `check_launch` makes it, on tensors of the CPU."""
+def _to_prepare() -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, run), on tensors of the CPU: every launch as `check_launch` makes it, and the large shapes of the rows."""
     import torch
 
+    from bench import kernels_launched
+    from bench.gpu_case import Sizes
     from zbkern.kernels import triton_launches
 
     sys.path.insert(0, str(ROOT / "tests"))
@@ -381,6 +389,11 @@ def launches_to_prepare() -> Iterator[tuple[str, Callable[[], object]]]:
         random = every_launch.Random(getattr(torch, dtype), "cpu")
         for name, case in every_launch.cases(triton_launches, random, 1000, 528, 784).items():
             yield f"{name} {dtype}", case.run
+    for shape in Sizes().layers:
+        for name, run in kernels_launched.linear(shape, torch.bfloat16, ("plain",) * 3):
+            yield f"{name} {shape[0]} x {shape[1]}", run
+    _, size, tokens = Sizes().heads
+    yield "attention", kernels_launched.attention(size, torch.bfloat16, True, None, [tokens])
 
 
 if __name__ == "__main__":

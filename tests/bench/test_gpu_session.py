@@ -29,7 +29,7 @@ def jobs(folder: Path) -> dict[str, dict]:
 
 def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
     faults = ("hang=rms_norm_fwd", "wrong=rms_norm_dgrad", "kill=RMSNorm backward")
-    options = ["--only", "norm_|RMSNorm", "--dtype", "float32", "--launch-limit", "9", "--seconds", "60"]
+    options = ["--only", "norm_|RMSNorm", "--dtype", "float32", "--launch-limit", "7", "--seconds", "60"]
     assert start(tmp_path, *options, *(option for fault in faults for option in ("--fault", fault))).wait(90) == 1
     found = jobs(tmp_path)
     statuses = {name: job["status"] for name, job in found.items()}
@@ -72,3 +72,12 @@ def test_a_fault_that_does_not_exist(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         gpu_session.main(["--out", "nowhere", "--rehearse", "--fault", "sleep=rms_norm_fwd"])
     assert "hang, wrong, kill" in capsys.readouterr().err
+
+
+def test_what_a_gpu_elsewhere_needs_is_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "bench.gpu_session", "--prepare", "--only", "^activation_fwd float32"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith("1 kernels"), done.stderr
+    assert [path.name for path in tmp_path.glob("*/*.cubin")] == ["_activation_fwd.cubin"]
+    assert not list(tmp_path.glob("*/*.ptx"))  # only what is loaded

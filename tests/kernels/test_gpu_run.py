@@ -41,6 +41,7 @@ def test_a_log_has_what_came_before_the_end(run: ModuleType, tmp_path: Path, cap
     assert not {"linear_wgrad", "rms_norm_fwd"} & set(missing)
 
 
+@pytest.mark.slow
 def test_it_runs_pytest_and_names_what_was_not_reached(
     run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
