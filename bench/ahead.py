@@ -48,7 +48,7 @@ class Compilers:
                 if self._pool is None:
                     context = multiprocessing.get_context("spawn")
                     self._pool = ProcessPoolExecutor(self.processes, mp_context=context)
-                future = self._jobs[repr(job)] = self._pool.submit(_compile, job)
+                future = self._jobs[repr(job)] = self._pool.submit(compile_job, job)
                 fresh.append(future)
         for future in fresh:
             future.exception()
@@ -110,7 +110,8 @@ def _job(kernel: Any, arguments: Any, constants: Any, options: dict[str, Any]) -
     return Job((function.module, name), signature, fixed, attributes, target, dict(parsed.__dict__))
 
 
-def _compile(job: Job) -> None:
+def compile_job(job: Job) -> None:
+    """Compiles one, into Triton's cache."""
     from triton.compiler import ASTSource
     from triton.compiler import compile as triton_compile
 

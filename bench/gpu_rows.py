@@ -72,6 +72,11 @@ def addmm(dweight: Tensor, segments: Sequence[tuple[Tensor, Tensor]]) -> None:
             dweight.addmm_(dy.t().float(), x.float())
 
 
+def terms(bench: Bench, tokens: int) -> int:
+    """What `assert_close` is told of a W over so many tokens: how often tensor cores cut off ours, and the peer's."""
+    return 0 if bench.dtype == torch.float32 else 2 * tokens
+
+
 def _wgrad(bench: Bench, tokens: int, count: int, n: int, k: int, goals: tuple[float, float]) -> Case:
     launches = bench.launches("linear")
     segments = [(bench.random(tokens, k), bench.random(tokens, n)) for _ in range(count)]
@@ -84,7 +89,7 @@ def _wgrad(bench: Bench, tokens: int, count: int, n: int, k: int, goals: tuple[f
     def check() -> None:
         launches.linear_wgrad(segments, (ours.zero_(), None), True)
         addmm(theirs.zero_(), segments)
-        testing.assert_close(ours, theirs, "dweight")
+        testing.assert_close(ours, theirs, "dweight", terms=terms(bench, count * tokens))
 
     size = segments[0][0].element_size()
     return Case(
@@ -129,13 +134,18 @@ def whole_layer(bench: Bench) -> Iterator[Case]:
             for (segments, _), other in zip(layers, others, strict=True):
                 addmm(other, segments)
 
-        def check(layers: list = layers, others: list = others, all_addmm: Run = all_addmm) -> None:
+        def check(
+            layers: list = layers,
+            others: list = others,
+            all_addmm: Run = all_addmm,
+            count: int = terms(bench, tokens),
+        ) -> None:
             for (_, (dweight, _)), other in zip(layers, others, strict=True):
                 dweight.zero_(), other.zero_()
             launches.linear_wgrads(layers, True)
             all_addmm()
             for (_, (dweight, _)), other in zip(layers, others, strict=True):
-                testing.assert_close(dweight, other, "dweight")
+                testing.assert_close(dweight, other, "dweight", terms=count)
 
         size = layers[0][0][0][0].element_size()
         yield Case(
@@ -148,6 +158,37 @@ def whole_layer(bench: Bench) -> Iterator[Case]:
             1 / 0.97,
             1 / 0.92,
         )
+
+
+def grouped_weight_gradient(bench: Bench) -> Iterator[Case]:
+    """W of eight experts, every second of which has three times the tokens of its neighbour."""
+    launches = bench.launches("grouped_linear")
+    (n, k), tokens, groups = bench.sizes.layers[0], bench.sizes.tokens[-1], 8
+    counts = [tokens // groups * (1 + 2 * (group % 2)) // 2 for group in range(groups)]
+    x, dy, sizes = bench.random(sum(counts), k), bench.random(sum(counts), n), torch.tensor(counts)
+    ours, theirs = bench.zeros(groups, n, k), bench.zeros(groups, n, k)
+    segments = list(zip(x.split(counts), dy.split(counts), strict=True))
+
+    def one_by_one() -> None:
+        for dweight, segment in zip(theirs, segments, strict=True):
+            addmm(dweight, [segment])
+
+    def check() -> None:
+        ours.zero_(), theirs.zero_()
+        launches.grouped_linear_wgrad([(x, dy, sizes)], (ours, None), True)
+        one_by_one()
+        testing.assert_close(ours, theirs, "dweight", terms=terms(bench, max(counts)))
+
+    yield Case(
+        f"{groups} groups T={sum(counts)} N={n} K={k}",
+        lambda: launches.grouped_linear_wgrad([(x, dy, sizes)], (ours, None), True),
+        {"addmm, one by one": one_by_one},
+        check,
+        testing.linear_flops(sum(counts), k, n),
+        sum(counts) * (n + k) * x.element_size() + 8 * groups * n * k,
+        1.0,
+        1.05,
+    )
 
 
 def gated_dgrad(bench: Bench) -> Iterator[Case]:
@@ -292,6 +333,7 @@ ROWS = (
     Row("W, fp32 added", "TFLOP/s", "ratio", weight_gradient),
     Row("W of 4, merged", "TFLOP/s", "ratio", merged),
     Row("all W of a layer", "TFLOP/s", "ratio", whole_layer),
+    Row("grouped W, fp32 added", "TFLOP/s", "ratio", grouped_weight_gradient),
     Row("dgrad with SwiGLU", "TFLOP/s", "ratio", gated_dgrad),
     Row("RMSNorm forward", "TB/s", "rate", memory.norm_forward),
     Row("RMSNorm backward", "TB/s", "rate", memory.norm_backward),

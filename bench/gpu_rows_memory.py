@@ -175,7 +175,7 @@ def _adamw(bench: Bench, dtype: torch.dtype) -> Case:
     for parameter, twin in zip(ours, theirs, strict=True):
         parameter.grad = torch.randn_like(parameter)
         twin.grad = parameter.grad.float()
-    impl = "auto" if bench.impl == "triton" else bench.impl
+    impl = "torch" if bench.impl == "torch" else "cuda"  # Triton has no step, and "auto" may be the peer itself
     optimizer = optim.AdamW(ours, weight_decay=0.1, master_weights=True, impl=impl)
     peer = torch.optim.AdamW(theirs, weight_decay=0.1, fused=True)
 

@@ -118,12 +118,28 @@ def runs() -> Iterator[tuple[str, Callable]]:
                 yield name + " packed" * (len(set(lengths)) > 1), attention(size, dtype, causal, window, lengths)
 
 
+@contextlib.contextmanager
+def machine(capability: int) -> Iterator[None]:
+    """Launches choose tiles as on a GPU of that capability, whatever is here."""
+    from zbkern.kernels import triton_attention, triton_norm_backward, triton_product
+
+    with contextlib.ExitStack() as stack:
+        for module, attribute, value in (
+            (triton_product, "_machine", (capability, SMS[capability])),
+            (triton_attention, "capability_of", capability),
+            (triton_norm_backward, "_processors", SMS[capability]),
+        ):
+            stack.enter_context(mock.patch.object(module, attribute, lambda device, value=value: value))
+        triton_product.plan.cache_clear()
+        yield
+        triton_product.plan.cache_clear()
+
+
 @functools.cache
 def variants(capability: int) -> list[Variant]:
-    """What the runs would compile on such a GPU, each once."""
+    """What the runs would compile on such a GPU, each once. Where their tensors begin and end is anything, so nothing
+    is said about the size of accesses."""
     from triton.backends.compiler import GPUTarget
-
-    from zbkern.kernels import triton_attention, triton_norm_backward, triton_product
 
     found: dict[str, Variant] = {}
     label = ""
@@ -143,21 +159,12 @@ def variants(capability: int) -> list[Variant]:
                 map(str, [c for c in constants if isinstance(c, int) and not isinstance(c, bool) and c >= 16])
             )
             found[text] = Variant(
-                f"{label}: {name} {sizes}", self, types, constants, warps, stages, matrices and half, bulk
+                f"{label}: {name} {sizes}", self, types, constants, warps, stages, matrices and half, bulk, False
             )
 
-    with contextlib.ExitStack() as stack:
-        for module, attribute, value in (
-            (triton_product, "_machine", (capability, SMS[capability])),
-            (triton_attention, "capability_of", capability),
-            (triton_norm_backward, "_processors", SMS[capability]),
-        ):
-            stack.enter_context(mock.patch.object(module, attribute, lambda device, value=value: value))
-        stack.enter_context(mock.patch.object(Kernel, "__call__", record))
-        triton_product.plan.cache_clear()
+    with machine(capability), mock.patch.object(Kernel, "__call__", record):
         for label, run in runs():  # noqa: B007
             run()
-        triton_product.plan.cache_clear()
     return list(found.values())
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 
-from zbkern.kernels import aot
+from zbkern.kernels import aot, sass
 
 
 def main() -> int:
@@ -19,8 +19,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     bad = 0
+    if sass.disassembler() is None:
+        print("no nvdisasm, so nobody looks at the machine code; NVDISASM is for its path", file=sys.stderr)
     if not arguments.json:
-        print(f"{'kernel':<44} {'sm':>4} {'warps':>5} {'stages':>6} {'regs':>5} {'stack':>5} {'shared KB':>9}  PTX has")
+        columns = f"{'regs':>5} {'stack':>5} {'shared KB':>9} {'loop KB':>7}  PTX has"
+        print(f"{'kernel':<44} {'sm':>4} {'warps':>5} {'stages':>6} {columns}")
     listed = ("bench.kernels_launched",) if arguments.launched else ()
     for report in aot.reports(arguments.capability or aot.CAPABILITIES, arguments.only, listed=listed):
         faults = report.faults()
@@ -28,10 +31,12 @@ def main() -> int:
         if arguments.json:
             print(json.dumps({**dataclasses.asdict(report), "faults": faults}), flush=True)
             continue
+        loop = f"{'-':>7}" if report.code is None else f"{report.code.loop / 1024:>7.1f}"
         counts = ", ".join(f"{n} {name}" for name, n in report.instructions.items() if n)
+        found = "".join(f"  FAULT: {fault}" for fault in faults)
         print(
             f"{report.name:<44} {report.capability:>4} {report.warps:>5} {report.stages:>6} {report.registers:>5} "
-            f"{report.stack:>5} {report.shared / 1024:>9.1f}  {counts}{''.join(f'  FAULT: {f}' for f in faults)}",
+            f"{report.stack:>5} {report.shared / 1024:>9.1f} {loop}  {counts}{found}",
             flush=True,
         )
     return 1 if bad else 0

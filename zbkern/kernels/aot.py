@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
+import inspect
+import json
 import multiprocessing
 import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import zbkern.kernels
+from zbkern.kernels import sass
 
 CAPABILITIES = (80, 90, 100)
 
@@ -23,6 +28,16 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 TENSOR_MEMORY = 512
 """Columns of an SM's tensor memory, from 10.0 on. For a kernel that asks for more Triton writes an empty one."""
+
+INSTRUCTION_CACHE = 128 * 1024
+"""Bytes of code that an SM keeps near; of a loop that is larger each turn waits for its own instructions."""
+
+SCANNED = 90
+"""The capability whose machine code is looked at: nvdisasm takes half a second for the smallest kernel, and only Hopper
+has products that read and write registers while others go on."""
+
+NARROW_ACCESSES = 4
+"""Global accesses of one or two bytes that a kernel may have: a row's statistics and the like."""
 
 _PRODUCTS = {80: "mma", 90: "wgmma", 100: "tcgen05"}
 
@@ -33,7 +48,9 @@ class Report:
 
     tensor_memory: columns of it. instructions: of the kinds that matter, how many are in the PTX. ahead: copies of
     operands that begin before the loop that multiplies, None where there is no such loop: two operands in `stages`
-    stages make 2 (stages - 1).
+    stages make 2 (stages - 1). warnings: ptxas's, on products that it serialises (the C75xx family). code: what the
+    machine code says, None where there is no nvdisasm, and of other GPUs than SCANNED. aligned: its arguments allow
+    accesses of 16 bytes.
     """
 
     module: str
@@ -49,6 +66,9 @@ class Report:
     bulk: bool
     ahead: int | None = None
     tensor_memory: int = 0
+    warnings: Sequence[str] = ()
+    code: sass.Findings | None = None
+    aligned: bool = True
 
     def faults(self) -> list[str]:
         """What a production kernel must not have."""
@@ -66,6 +86,17 @@ class Report:
             found.append("uses descriptors without bulk tensor copies")
         if self.ahead is not None and self.ahead < self.stages:
             found.append(f"only {self.ahead} copies run ahead of its loop, in {self.stages} stages")
+        found += [f"ptxas says: {warning}" for warning in self.warnings]
+        return found + ([] if self.code is None else self._faults_of(self.code))
+
+    def _faults_of(self, code: sass.Findings) -> list[str]:
+        found = list(code.hazards)
+        if code.products and code.alone == code.products:
+            found.append(f"waits for each of its {code.products} products before the next")
+        if self.aligned and code.narrow > NARROW_ACCESSES:
+            found.append(f"{code.narrow} of {code.accesses} global accesses are of one or two bytes")
+        if code.loop > INSTRUCTION_CACHE:
+            found.append(f"a loop of {code.loop} bytes, more than the {INSTRUCTION_CACHE} of the instruction cache")
         return found
 
 
@@ -105,15 +136,27 @@ _INSTRUCTIONS = {
 }
 
 
-def _compile(module: str, index: int, capability: int) -> Report:
+def compiled(variant: Any, capability: int) -> Any:
+    """A variant as Triton compiles it for a capability: a CompiledKernel, with the code of every stage in `asm`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as triton_compile
 
-    variant = importlib.import_module(module).variants(capability)[index]
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    compiled = triton_compile(_source(variant), target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack = _resources(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
+    return triton_compile(_source(variant), target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _compile(module: str, index: int, capability: int) -> Report:
+    variant = importlib.import_module(module).variants(capability)[index]
+    kernel = compiled(variant, capability)
+    cubin, ptx = kernel.asm["cubin"], kernel.asm["ptx"]
+    registers, stack = _resources(cubin)
+    log, code = "", None
+    if variant.wgmma and _PRODUCTS[capability] == "wgmma":
+        log = _kept(kernel.hash, "ptxas.log", lambda: _ptxas_log(ptx, capability))
+    if capability == SCANNED and sass.disassembler() is not None:
+        name = f"sass-{_digest_of_scan()}.json"
+        text = _kept(kernel.hash, name, lambda: json.dumps(asdict(sass.scan(sass.disassemble(cubin)))))
+        code = sass.Findings(**json.loads(text))
     return Report(
         module=module.rpartition(".")[2],
         name=variant.name,
@@ -122,13 +165,52 @@ def _compile(module: str, index: int, capability: int) -> Report:
         stages=variant.stages,
         registers=registers,
         stack=stack,
-        shared=compiled.metadata.shared,
+        shared=kernel.metadata.shared,
         instructions={name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()},
         wgmma=variant.wgmma,
         bulk=variant.bulk,
-        ahead=_ahead(compiled.asm["ttgir"]) if variant.wgmma else None,
-        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        ahead=_ahead(kernel.asm["ttgir"]) if variant.wgmma else None,
+        tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
+        warnings=serialised(log),
+        code=code,
+        aligned=variant.aligned,
     )
+
+
+def _kept(key: str, name: str, make: Callable[[], str]) -> str:
+    """A text about a compiled kernel, kept beside it in Triton's cache: made once per kernel, not once per report."""
+    from triton.runtime.cache import get_cache_manager
+
+    cache = get_cache_manager(key)
+    path = cache.get_file(name)
+    if path is not None:
+        return Path(path).read_text()
+    text = make()
+    cache.put(text, name, binary=False)
+    return text
+
+
+@functools.cache
+def _digest_of_scan() -> str:
+    return hashlib.sha256(Path(sass.__file__).read_bytes()).hexdigest()[:16]
+
+
+def _ptxas_log(ptx: str, capability: int) -> str:
+    """What ptxas says about a kernel. Triton throws it away, so this is a second run, with Triton's options."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        architecture = f"--gpu-name={sm_arch_from_capability(capability)}"
+        tool = get_ptxas(capability) if inspect.signature(get_ptxas).parameters else get_ptxas()  # Triton 3.4 has one
+        command = [tool.path, "-lineinfo", "-v", architecture, file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def serialised(log: str) -> list[str]:
+    """The warnings in a log of ptxas about products that could have run side by side: C7500 to C7599."""
+    return [found[0].strip() for line in log.splitlines() if (found := re.search(r"\(C75\d\d\).*", line))]
 
 
 def _ahead(code: str) -> int | None:

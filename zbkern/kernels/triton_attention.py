@@ -205,11 +205,13 @@ def _attend(
     total, sums, largest, q, q_row, q_rows, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop,
     query, queries, keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    BRANCH: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far.
 
-    q: the tile, or with a PIECE where it begins. One loop, in which a branch masks what needs a mask: one after the
-    other for whole and partial blocks would keep the accumulators of each apart, and spill.
+    q: the tile, or with a PIECE where it begins. One loop, in which a BRANCH masks what needs a mask: one after the
+    other for whole and partial blocks would keep the accumulators of each apart, and spill. Around large heads' scores
+    it makes ptxas wait for every product (aot.py looks): there, except in packed sequences, all blocks are masked.
     """
     for begin in tl.range(start, stop, KEYS):
         if PIECE:
@@ -220,7 +222,7 @@ def _attend(
         else:
             some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, False, TMA)
             scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
-        if (begin < whole) | (begin + KEYS > partial):
+        if not BRANCH or (begin < whole) | (begin + KEYS > partial):
             key = begin + tl.arange(0, KEYS)
             scores = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), scores, float("-inf"))
         found = tl.maximum(largest, tl.max(scores, 1))
@@ -264,17 +266,18 @@ def _forward(
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
+    BRANCH: tl.constexpr = SIZE <= 128 or table is not None
     until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
     total, sums, largest = _attend(
         total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group, start,
         whole, partial, until, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False,
-        TMA,
+        TMA, BRANCH,
     )  # fmt: skip
     if APART:
         total, sums, largest = _attend(
             total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group,
             tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
-            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA,
+            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
         )  # fmt: skip
     some = sums != 0
     total = total / tl.where(some, sums, 1.0)[:, None]

@@ -102,8 +102,12 @@ def _dq_range(
     total, q, dy, q_row, dy_row, q_rows, lse, delta, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial,
     stop, query, queries, keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    BRANCH: tl.constexpr,
 ):  # fmt: skip
-    """Adds ds k of the keys start..stop to a tile of dq. q, dy: the tile's, or with a PIECE where these begin."""
+    """Adds ds k of the keys start..stop to a tile of dq. q, dy: the tile's, or with a PIECE where these begin.
+
+    BRANCH: as in the forward.
+    """
     QUERIES: tl.constexpr = query.shape[0]
     zeros = tl.zeros([QUERIES, KEYS], tl.float32)
     for begin in tl.range(start, stop, KEYS):
@@ -118,7 +122,7 @@ def _dq_range(
             scores = dot(q, tl.trans(some_k), zeros, PRECISION)
             slopes = dot(dy, tl.trans(some_v), zeros, PRECISION)
         ds = tl.exp2(scores * exponent - lse[:, None]) * (slopes - delta[:, None])
-        if (begin < whole) | (begin + KEYS > partial):
+        if not BRANCH or (begin < whole) | (begin + KEYS > partial):
             key = begin + tl.arange(0, KEYS)
             ds = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), ds, 0.0)
         total = dot(ds.to(some_k.dtype), some_k, total, PRECISION)
@@ -162,17 +166,18 @@ def _dq(
     total = tl.zeros([QUERIES, SIZE], tl.float32)
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
+    BRANCH: tl.constexpr = SIZE <= 128 or table is not None
     until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
     total = _dq_range(
         total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
         head // group, start, whole, partial, until, query, queries, keys, window, exponent,
-        CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False, TMA,
+        CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False, TMA, BRANCH,
     )  # fmt: skip
     if APART:
         total = _dq_range(
             total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
             head // group, tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
-            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA,
+            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
         )  # fmt: skip
     store_rows(dq, first, queries, dq_row, total * scale, QUERIES, D, SIZE)
 
@@ -214,7 +219,8 @@ def _dkdv_range(
     """Adds what the queries start..stop of all heads of a group give to a tile of dk and dv. Scores: [keys, queries].
 
     Queries that do not exist have -inf in their line and so no weight, without a mask. One loop for all heads: between
-    two, the accumulators would have to leave Blackwell's tensor memory, and copies would not run ahead.
+    two, the accumulators would have to leave Blackwell's tensor memory, and copies would not run ahead. With TMA all
+    causal scores are masked: behind a branch around that, ptxas waits for every wgmma (aot.py looks).
     """
     KEYS: tl.constexpr = key.shape[0]
     zeros = tl.zeros([KEYS, QUERIES], tl.float32)
@@ -234,7 +240,7 @@ def _dkdv_range(
             scores = dot(k, tl.trans(some_q), zeros, PRECISION) * exponent
         weights = tl.exp2(scores + _load_line(lines, one, line + begin, length, QUERIES, TMA)[None, :])
         if CAUSAL:
-            if (begin < whole) | (begin + QUERIES > partial):
+            if TMA or (begin < whole) | (begin + QUERIES > partial):
                 query = begin + tl.arange(0, QUERIES)
                 seen = sees(query[None, :], key[:, None], queries, keys, window, CAUSAL)
                 weights = tl.where(seen, weights, 0.0)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.kernels.triton_common import outside_capture
 
 LINE = 128
 """Where the backward keeps a number per query, sequences begin at multiples of this: no tile meets two of them."""
@@ -47,6 +48,8 @@ def one_length(queries: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, in
 @functools.lru_cache(maxsize=64)
 def _table(options: AttentionOptions, side: str, block: int, pinned: bool) -> Tensor:
     """[tiles, 6] int32 on the CPU, what `place` returns of each tile; most work first, so that none ends long after."""
+    if pinned:
+        outside_capture("attention of sequences of different lengths")
     rows = sorted(_tiles(options, side, block), reverse=True)
     table = torch.tensor([row[1:] for row in rows], dtype=torch.int32).view(-1, 6)
     return table.pin_memory() if pinned else table

@@ -16,6 +16,7 @@ from zbkern.kernels.triton_common import Kernel, Variant, activate, activation_g
 from zbkern.kernels.triton_linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton_product import (
     Matrix,
+    capability_of,
     factor,
     has_bulk_copies,
     load,
@@ -37,14 +38,15 @@ def _gated_fwd(
     x_stride, w_stride, o_stride,
     X_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTORS: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """gate = x weight_gate^T, up = x weight_up^T, h = activation(gate) up; x [P, R], weights [Q, R], the others [P, Q].
 
     One program computes every num_programs-th tile [M, N] of gate and of up, which share their part of x.
+    FLATTEN: the loops over tiles and steps become one, see `_flatten`.
     """
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
-    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=FLATTEN):
         p, q = place(tile, P, Q, M, N, GROUP)
         first = tl.zeros((M, N), tl.float32)
         second = tl.zeros((M, N), tl.float32)
@@ -150,7 +152,7 @@ def gated_linear_fwd(
     _gated_fwd(
         programs,
         (*operands, *results, *biases, p, q, r, *strides, output_stride),
-        (*flags, tile.m, width, tile.k, tile.group),
+        (*flags, tile.m, width, tile.k, tile.group, _flatten(capability_of(x.device))),
         tile.warps,
         tile.stages,
     )
@@ -193,6 +195,12 @@ def gated_linear_dgrad(
         tile.warps,
         tile.stages,
     )
+
+
+def _flatten(capability: int) -> bool:
+    """Whether the forward's loops become one: with two accumulators ptxas then waits for every wgmma; without it no
+    copy for tcgen05 runs ahead (aot.py looks for both)."""
+    return tiles.unit(capability) != "wgmma"
 
 
 def _parts(tile: tiles.Tile) -> int:
@@ -252,7 +260,7 @@ def variants(capability: int) -> list[Variant]:
             "gated_linear_fwd bf16 silu",
             _gated_fwd,
             (*factors, *(operand("bf16", m, n),) * 3, None, None, *sizes, *(stride,) * 3),
-            (False, True, bulk, bulk, "silu", "ieee", m, n, k, forward.group),
+            (False, True, bulk, bulk, "silu", "ieee", m, n, k, forward.group, _flatten(capability)),
             forward.warps,
             forward.stages,
             wgmma=True,

@@ -186,7 +186,8 @@ def variants(capability: int) -> list[Variant]:
         )
         name = f"linear_{op} {dtype}" + f" {epilogue}" * bool(epilogue) + " bias" * bias + " add" * accumulate
         name += " pointers" * (not writes)
-        return Variant(name, _product, types, constants, tile.warps, tile.stages, True, bulk)
+        aligned = writes or not bulk
+        return Variant(name, _product, types, constants, tile.warps, tile.stages, True, bulk, aligned)
 
     return [
         product("fwd", bias=True),

@@ -358,8 +358,10 @@ def variants(capability: int) -> list[Variant]:
             *(tile.m, tile.n, tile.k, tile.group, parts),
         )
         name = f"linear_{op} {dtype} to {out}, {products} x {segments}" + " bias" * vector + " add" * accumulate
+        name += " pointers" * (not writes)
         kernel = _over_rows if op == "wgrad" else _of_rows
-        return Variant(name + " pointers" * (not writes), kernel, types, constants, tile.warps, tile.stages, True, bulk)
+        aligned = writes or not bulk
+        return Variant(name, kernel, types, constants, tile.warps, tile.stages, True, bulk, aligned)
 
     return [
         sums("wgrad", 1, 1),

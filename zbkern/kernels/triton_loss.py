@@ -75,7 +75,7 @@ def cross_entropy_wgrad(
         for (x, target, lse, dloss), z in zip(segments, _split(buffer, segments), strict=True):
             z = z[:, : stop - start]
             linear_fwd(x, weight[start:stop], None if bias is None else bias[start:stop], z)
-            arguments = (z, target, lse, dloss, *_numbers(options), vocabulary, start, stop)
+            arguments = (z, target, lse, dloss, *_numbers(options), vocabulary, start, stop - start)
             strides = (z.stride(0), target.stride(0), lse.stride(0), dloss.stride(0))
             grid = (x.shape[0], triton.cdiv(stop - start, _BLOCK))
             _gradient(grid, (*arguments, *strides), (_BLOCK,), warps=4, stages=1)
@@ -150,31 +150,32 @@ def _loss(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["ignored", "first", "last"])
+@triton.jit(do_not_specialize=["ignored", "first"])
 def _gradient(
-    z, target, lse, dloss, ignored, smoothing, z_loss, vocabulary, first, last,
+    z, target, lse, dloss, ignored, smoothing, z_loss, vocabulary, first, width,
     z_row, target_row, lse_row, dloss_row, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dz in place of the logits z [rows, last - first] of that part of the vocabulary, from the loss's gradient [rows].
+    """dz in place of the logits z [rows, width], columns first.. of the vocabulary, from the loss's gradient [rows].
 
-    One program: BLOCK logits of one row.
+    One program: BLOCK logits of one row. Its places are counted from `first` on, and `width` is compiled in as a
+    multiple of 16 where it is one: then a thread loads 8 logits at a time.
     """
     row = tl.program_id(0).to(tl.int64)
-    column = first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mine = tl.load(target + row * target_row)
     factor = widen(tl.load(dloss + row * dloss_row))
-    place = z + row * z_row + (column - first)
-    value = widen(tl.load(place, column < last, other=0))
+    place = z + row * z_row + inside
+    value = widen(tl.load(place, inside < width, other=0))
     found = tl.load(lse + row * lse_row)
-    value = _logit_gradient(value, column, mine, found, factor, smoothing, z_loss, vocabulary)
-    tl.store(place, tl.where(mine != ignored, value, 0).to(z.dtype.element_ty), column < last)
+    value = _logit_gradient(value, first + inside, mine, found, factor, smoothing, z_loss, vocabulary)
+    tl.store(place, tl.where(mine != ignored, value, 0).to(z.dtype.element_ty), inside < width)
 
 
 def variants(capability: int) -> list[Variant]:
     """bf16 logits, the same on every GPU."""
     numbers, strides = ("i32", "fp32", "fp32", "i32:16"), ("i32:16", 1, 1, 1)
     loss = ("*bf16", "*i64", "*fp32", "*fp32", *numbers, *strides)
-    gradient = ("*bf16", "*i64", "*fp32", "*fp32", *numbers, "i32", "i32", *strides)
+    gradient = ("*bf16", "*i64", "*fp32", "*fp32", *numbers, "i32", "i32:16", *strides)
     return [
         Variant("cross_entropy loss, smoothed, and dz", _loss, loss, (True, True, _PIECE), 8, 1),
         Variant("cross_entropy loss", _loss, loss, (False, False, _PIECE), 8, 1),

@@ -152,8 +152,16 @@ class Matrix:
         """For tiles of [rows, columns] of the matrix, which are [columns, rows] in memory if it is transposed."""
         m, n = self.tensor.shape
         if self.transposed:
-            return TensorDescriptor(self.tensor, [n, m], [self.stride, 1], [columns, rows])
-        return TensorDescriptor(self.tensor, [m, n], [self.stride, 1], [rows, columns])
+            return _descriptor(self.tensor, [n, m], [self.stride, 1], [columns, rows])
+        return _descriptor(self.tensor, [m, n], [self.stride, 1], [rows, columns])
+
+
+def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """TensorDescriptor(...) without its checks, of what is `describable`: they are two thirds of its cost, and a W has
+    three of them. One kept for the next launch would keep its tensor's memory."""
+    found = object.__new__(TensorDescriptor)
+    found.base, found.shape, found.strides, found.block_shape = base, shape, strides, block
+    return found
 
 
 def factor(tensor: Tensor) -> Matrix:
@@ -172,7 +180,12 @@ def factor(tensor: Tensor) -> Matrix:
 
 def has_bulk_copies(device: torch.device) -> bool:
     """Tensor copies by the GPU itself (TMA): compute capability 9.0 and later, and in the interpreter."""
-    return _machine(device)[0] >= 90
+    return capability_of(device) >= 90
+
+
+def capability_of(device: torch.device) -> int:
+    """90 for 9.0, and in the interpreter."""
+    return _machine(device)[0]
 
 
 @functools.cache

@@ -1,0 +1,29 @@
+"""What a first call inside a CUDA graph capture says, before anything is compiled."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import torch
+
+from zbkern.kernels import triton_attention_places, triton_linear
+from zbkern.kernels.spec import AttentionOptions
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_a_variant_that_is_not_compiled(capturing: None) -> None:
+    with pytest.raises(RuntimeError, match=r"product: its first call .* run it once before capture"):
+        triton_linear._product._launch(0, (1, 1, 1), (), ("never compiled",), 4, 1, None)
+
+
+def test_a_table_that_is_not_pinned(capturing: None) -> None:
+    options = AttentionOptions(1.0, True, None, (0, 3, 10), (0, 3, 10))
+    with pytest.raises(RuntimeError, match=r"attention .* run it once before capture"):
+        triton_attention_places._table(options, "queries", 16, True)
+    assert triton_attention_places._table(options, "queries", 16, False).shape[1] == 6
