@@ -246,6 +246,8 @@ def test_an_optimizer_waits_as_long_as_its_pipeline() -> None:
             pipe.step(*batch(0))
             if rank == 1:
                 assert heard.wait(20)
+                with pytest.raises(PipelineError, match="rank 1, action none: stuck"):
+                    pipe.close()
                 return
             optimizer.step()
             with pytest.raises(PipelineError, match=r"of all stages, optimizer step 1 was awaited for 0\.5 s"):
@@ -455,7 +457,8 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
     for found in errors:
         assert found == [
             "rank 3, optimizer step 2: ArithmeticError: a broken update" if within else "rank 3: a broken W",
-            "optimizer step 2 may have been done on some ranks only when a rank failed; load a checkpoint",
+            "optimizer step 2 may have been done on some ranks only when a rank failed; load a checkpoint, "
+            "or start again where there is none yet",
             "rank 0, action 0F0: ArithmeticError: a broken forward",
         ]
     assert_trained(model)
