@@ -333,7 +333,7 @@ ROWS = (
     Row("W, fp32 added", "TFLOP/s", "ratio", weight_gradient),
     Row("W of 4, merged", "TFLOP/s", "ratio", merged),
     Row("all W of a layer", "TFLOP/s", "ratio", whole_layer),
-    Row("grouped W, fp32 added", "TFLOP/s", "ratio", grouped_weight_gradient),
+    Row("W of 8 experts", "TFLOP/s", "ratio", grouped_weight_gradient),
     Row("dgrad with SwiGLU", "TFLOP/s", "ratio", gated_dgrad),
     Row("RMSNorm forward", "TB/s", "rate", memory.norm_forward),
     Row("RMSNorm backward", "TB/s", "rate", memory.norm_backward),

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("bfloat16", "float16", "float32")
 
 ROWS = (
-    *("W, fp32 added", "W of 4, merged", "all W of a layer", "dgrad with SwiGLU", "grouped W, fp32 added"),
+    *("W, fp32 added", "W of 4, merged", "all W of a layer", "dgrad with SwiGLU", "W of 8 experts"),
     *("RMSNorm forward", "RMSNorm backward", "attention forward", "attention backward", "linear + cross entropy"),
     *("AdamW, fp32", "AdamW, bf16 + masters", "host time of a W"),
 )

@@ -74,6 +74,7 @@ def test_a_fault_that_does_not_exist(capsys: pytest.CaptureFixture) -> None:
     assert "hang, wrong, kill" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_gpu_elsewhere_needs_is_compiled(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     command = [sys.executable, "-m", "bench.gpu_session", "--prepare", "--only", "^activation_fwd float32"]
