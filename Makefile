@@ -16,7 +16,7 @@ PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile -
 # interpreter, for torch 2.8 brings a Triton whose interpreter is faulty.
 TORCHES ?= .cache/torch
 SMOKE    = tests/test_import.py tests/test_functional.py tests/test_gradients.py tests/test_conversion.py \
-	tests/test_autograd.py tests/test_wgrad.py tests/test_compile.py tests/docs/test_readme.py \
+	tests/test_autograd.py tests/wgrad/test_queue.py tests/test_compile.py tests/docs/test_readme.py \
 	$(addprefix tests/pipeline/test_,engine.py optimizer.py checkpoint.py torch_pipelining.py)
 PIP    = $(PYTHON) -m pip --disable-pip-version-check
 

@@ -69,7 +69,7 @@ class Compilers:
 
 def jobs(runs: Iterable[Callable[[], object]]) -> list[Job]:
     """What the runs would compile; none where kernels are interpreted."""
-    from zbkern.kernels.triton_common import INTERPRETED, Kernel
+    from zbkern.kernels.triton.common import INTERPRETED, Kernel
 
     found: list[Job] = []
     seen = set()

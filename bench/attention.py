@@ -3,7 +3,7 @@
     python -m bench.attention
 
 Each answer is held against torch's own attention in float32 before a time is printed. Random data; cores in turn. At
-the end: the lines for `ATTENTION` in zbkern/kernels/measured.py, from which impl="auto" chooses on such a GPU.
+the end: the lines for `ATTENTION` in zbkern/kernels/selection.py, from which impl="auto" chooses on such a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench import ahead, report
 from zbkern import testing
-from zbkern.functions import attention_paths as paths
+from zbkern.functions import attention_backends as paths
 from zbkern.functions.attention import attention_with_torch
 from zbkern.kernels import dispatch
 from zbkern.kernels.spec import AttentionOptions

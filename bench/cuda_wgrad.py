@@ -4,7 +4,7 @@
 
 The peers are `torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)` for one microbatch, and four
 of those for four; Triton's launch is timed beside them. Every answer is held against the peer's before a time is
-printed. Random data; contestants in turn. The last line is what zbkern/kernels/measured.py wants to know of this GPU.
+printed. Random data; contestants in turn. The last line is what zbkern/kernels/selection.py wants to know of this GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from bench import report
 from zbkern import testing
-from zbkern.kernels import cuda, triton_launches
+from zbkern.kernels.cuda import wgrad as cuda_wgrad
+from zbkern.kernels.triton import kernels as triton_kernels
 
 SHAPES = [(4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192)]  # N, K
 TOKENS = [1024, 2048, 4096, 8192]
@@ -29,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     report.add_out(parser)
     arguments = parser.parse_args()
-    reason = cuda.why_not()
+    reason = cuda_wgrad.why_not()
     if reason is not None:
         print(f"cannot run: {reason}")
         return 1
@@ -63,16 +64,16 @@ def compare(n: int, k: int, tokens: int) -> dict[str, float | str]:
         module.linear_wgrad(segments[:count], (ours, None), True)
 
     addmm(4)
-    for module in (cuda, triton_launches):
+    for module in (cuda_wgrad, triton_kernels):
         ours.zero_()
         launch(module, 4)
         name = f"{module.__name__}: dweight [{n}, {k}] of 4 x {tokens} tokens"
         testing.assert_close(ours, theirs, name, terms=2 * 4 * tokens)  # tensor cores cut off both
     candidates = {
-        ("cuda", 1): lambda: [lambda: launch(cuda, 1)],
-        ("cuda", 4): lambda: [lambda: launch(cuda, 4)],
-        ("triton", 1): lambda: [lambda: launch(triton_launches, 1)],
-        ("triton", 4): lambda: [lambda: launch(triton_launches, 4)],
+        ("cuda", 1): lambda: [lambda: launch(cuda_wgrad, 1)],
+        ("cuda", 4): lambda: [lambda: launch(cuda_wgrad, 4)],
+        ("triton", 1): lambda: [lambda: launch(triton_kernels, 1)],
+        ("triton", 4): lambda: [lambda: launch(triton_kernels, 4)],
         ("torch", 1): lambda: [lambda: addmm(1)],
         ("torch", 4): lambda: [lambda: addmm(4)],
     }
@@ -96,11 +97,11 @@ def layer(hidden: int, tokens: int) -> dict[str, float]:
                   for _ in range(2))  # fmt: skip
 
     def one_launch() -> None:
-        cuda.linear_wgrads(once, True)
+        cuda_wgrad.linear_wgrads(once, True)
 
     def four_launches() -> None:
         for segments, outputs in each:
-            cuda.linear_wgrad(segments, outputs, True)
+            cuda_wgrad.linear_wgrad(segments, outputs, True)
 
     one_launch(), four_launches()
     for (_, (got, _)), (_, (expected, _)) in zip(once, each, strict=True):
@@ -124,7 +125,7 @@ def host_time(count: int = 2000) -> float:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(count // 10):
-            cuda.linear_wgrad(segments, (dweight, None), True)
+            cuda_wgrad.linear_wgrad(segments, (dweight, None), True)
         best = min(best, (time.perf_counter() - begin) / (count // 10))
     return best * 1e6
 

@@ -380,14 +380,14 @@ def _to_prepare() -> Iterator[tuple[str, Callable[[], object]]]:
 
     from bench import kernels_launched
     from bench.gpu_case import Sizes
-    from zbkern.kernels import triton_launches
+    from zbkern.kernels.triton import kernels as triton_kernels
 
     sys.path.insert(0, str(ROOT / "tests"))
     import every_launch
 
     for dtype in DTYPES:
         random = every_launch.Random(getattr(torch, dtype), "cpu")
-        for name, case in every_launch.cases(triton_launches, random, 1000, 528, 784).items():
+        for name, case in every_launch.cases(triton_kernels, random, 1000, 528, 784).items():
             yield f"{name} {dtype}", case.run
     for shape in Sizes().layers:
         for name, run in kernels_launched.linear(shape, torch.bfloat16, ("plain",) * 3):

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zbkern.kernels.triton_common import Kernel, Variant
+from zbkern.kernels.triton.common import Kernel, Variant
 
 SMS = {80: 108, 90: 132, 100: 148}
 
@@ -48,7 +48,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "plain") -
 
 def linear(shape: tuple[int, int], dtype: torch.dtype, layouts: tuple[str, str, str]) -> Iterator[tuple[str, Callable]]:
     """(name, launch) of every launch of linear layers: x, weight and y, or what is in their place, have the layouts."""
-    from zbkern.kernels import triton_launches as launches
+    from zbkern.kernels.triton import kernels as launches
 
     (p, q), r = shape, 4096
     one, two, three = layouts
@@ -88,8 +88,8 @@ def linear(shape: tuple[int, int], dtype: torch.dtype, layouts: tuple[str, str, 
 
 def attention(size: int, dtype: torch.dtype, causal: bool, window: int | None, lengths: Sequence[int]) -> Callable:
     """Both directions of attention, with two query heads for a key head."""
-    from zbkern.kernels import triton_launches as launches
     from zbkern.kernels.spec import AttentionOptions
+    from zbkern.kernels.triton import kernels as launches
 
     ends = tuple(itertools.accumulate(lengths, initial=0))
     options = AttentionOptions(size**-0.5, causal, window, ends, ends)
@@ -121,18 +121,20 @@ def runs() -> Iterator[tuple[str, Callable]]:
 @contextlib.contextmanager
 def machine(capability: int) -> Iterator[None]:
     """Launches choose tiles as on a GPU of that capability, whatever is here."""
-    from zbkern.kernels import triton_attention, triton_norm_backward, triton_product
+    from zbkern.kernels.triton import attention_forward as triton_attention_forward
+    from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
+    from zbkern.kernels.triton import norm_backward as triton_norm_backward
 
     with contextlib.ExitStack() as stack:
         for module, attribute, value in (
-            (triton_product, "_machine", (capability, SMS[capability])),
-            (triton_attention, "capability_of", capability),
+            (triton_matmul_tile, "_machine", (capability, SMS[capability])),
+            (triton_attention_forward, "capability_of", capability),
             (triton_norm_backward, "_processors", SMS[capability]),
         ):
             stack.enter_context(mock.patch.object(module, attribute, lambda device, value=value: value))
-        triton_product.plan.cache_clear()
+        triton_matmul_tile.plan.cache_clear()
         yield
-        triton_product.plan.cache_clear()
+        triton_matmul_tile.plan.cache_clear()
 
 
 @functools.cache
@@ -153,7 +155,7 @@ def variants(capability: int) -> list[Variant]:
         text = f"{self.function.__name__} {id(self)} {types} {constants} {warps} {stages}"
         if text not in found:
             matrices = name in ("product", "sums", "gated_fwd", "gated_dgrad", "forward", "dq", "dkdv")
-            matrices = matrices and self.function.__module__ != "zbkern.kernels.triton_activation"
+            matrices = matrices and self.function.__module__ != "zbkern.kernels.triton.activation"
             half = "bf16" in str(types)
             sizes = "x".join(
                 map(str, [c for c in constants if isinstance(c, int) and not isinstance(c, bool) and c >= 16])

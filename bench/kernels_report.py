@@ -7,7 +7,8 @@ import dataclasses
 import json
 import sys
 
-from zbkern.kernels import aot, sass
+from zbkern.kernels.triton import aot as triton_aot
+from zbkern.kernels.triton import sass as triton_sass
 
 
 def main() -> int:
@@ -19,13 +20,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     bad = 0
-    if sass.disassembler() is None:
+    if triton_sass.disassembler() is None:
         print("no nvdisasm, so nobody looks at the machine code; NVDISASM is for its path", file=sys.stderr)
     if not arguments.json:
         columns = f"{'regs':>5} {'stack':>5} {'shared KB':>9} {'loop KB':>7}  PTX has"
         print(f"{'kernel':<44} {'sm':>4} {'warps':>5} {'stages':>6} {columns}")
     listed = ("bench.kernels_launched",) if arguments.launched else ()
-    for report in aot.reports(arguments.capability or aot.CAPABILITIES, arguments.only, listed=listed):
+    for report in triton_aot.reports(arguments.capability or triton_aot.CAPABILITIES, arguments.only, listed=listed):
         faults = report.faults()
         bad += bool(faults)
         if arguments.json:

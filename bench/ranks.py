@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.transport.local import LocalTransport
 
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}  # mallopt(3)
 

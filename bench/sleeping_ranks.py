@@ -24,7 +24,7 @@ from bench import ranks
 from bench.report import add_out, environment, table, write_json
 from zbkern import wgrad
 from zbkern.pipeline import Costs, Pipeline, Schedule, schedules, simulate
-from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.transport.local import LocalTransport
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = 1.0, 1.0, 0.75, 0.1  # in units of --unit seconds, of all chunks of a rank
 NAMES = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half", "v_min"]

@@ -76,12 +76,12 @@ class Problem:
     """One product of a linear layer with M rows, N outputs and K inputs: its operands, its launch, its right answer."""
 
     def __init__(self, op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        from zbkern.kernels import triton_product
+        from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
 
         m, n, k = shape
         self.op, self.dtype = op, dtype
         self.shape = {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[op]
-        self.capability, self.num_sms = triton_product._machine(device)
+        self.capability, self.num_sms = triton_matmul_tile._machine(device)
         self.key = tiles.key(op, *self.shape, str(dtype).removeprefix("torch."), self.capability)
         launches = dispatch.resolve("linear", "triton", device, dtype)
         x, weight, dy = (torch.randn(*s, device=device).to(dtype) for s in ((m, k), (n, k), (m, n)))
@@ -195,14 +195,14 @@ def _try(problem: Problem, tile: Tile, times: dict[Tile, float], end: float) -> 
 @contextlib.contextmanager
 def table(entries: dict[str, Tile]) -> Iterator[None]:
     """Inside, launches take their tiles from this table instead of the file's."""
-    from zbkern.kernels import triton_product
+    from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
 
     try:
         with mock.patch.object(tiles, "table", return_value=entries):
-            triton_product.plan.cache_clear()
+            triton_matmul_tile.plan.cache_clear()
             yield
     finally:
-        triton_product.plan.cache_clear()
+        triton_matmul_tile.plan.cache_clear()
 
 
 def text(found: dict[str, list[int] | tuple[int, ...]]) -> str:

@@ -69,7 +69,7 @@ class Problem:
     """A launch of causal bf16 attention: one long sequence, or (packed) the same tokens in two of different lengths."""
 
     def __init__(self, launch: str, size: int, packed: bool, tokens: int, device: str) -> None:
-        from zbkern.kernels.triton_attention import capability_of
+        from zbkern.kernels.triton.attention_forward import capability_of
 
         self.launch, self.size, self.packed, self.device = launch, size, packed, device
         self.capability = capability_of(torch.device(device))

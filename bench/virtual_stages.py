@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import partitions, ranks, report
-from zbkern.pipeline import Costs, Pipeline, Schedule, draw, measured, plan, schedules, simulate
-from zbkern.pipeline.local_transport import LocalTransport
-from zbkern.pipeline.timeline import Timeline
+from zbkern.pipeline import Costs, Pipeline, Schedule, draw, plan, schedules, simulate
+from zbkern.pipeline.simulation import drift
+from zbkern.pipeline.simulation.timeline import Timeline
+from zbkern.pipeline.transport.local import LocalTransport
 
 STAGES, MULTIPROCESSORS = 4, 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a norm: bf16 gradients are rounded at every microbatch
@@ -175,7 +176,7 @@ def compare(runner: Runner, microbatches: int, rounds: int, seconds: float) -> t
     folded = schedules.zb_v(STAGES, microbatches), "planned"
     steps = runner.run({"one chunk": flat, "two chunks": folded}, 3)
     memory = {"one chunk": Costs(), "two chunks": Costs(activation=0.5, held=0.25)}  # a stage's whole activation is 1
-    costs = {name: measured.costs(timelines, memory[name]) for name, timelines in steps.items()}
+    costs = {name: drift.costs(timelines, memory[name]) for name, timelines in steps.items()}
     one, two = costs.values()
     size = {"stages": STAGES, "microbatches": microbatches, "memory_limit": STAGES, "time_limit": seconds}
     candidates: dict[str, tuple[Schedule, str]] = {

@@ -1,5 +1,5 @@
 // Python's view of the CUDA kernels: zbkern._cuda. Addresses, sizes and a stream as ints, dtypes as 0 (float32),
-// 1 (bfloat16), 2 (float16); zbkern/kernels/cuda.py takes them from tensors. Works without a GPU up to the launch.
+// 1 (bfloat16), 2 (float16); zbkern/kernels/cuda/wgrad.py takes them from tensors. Works without a GPU up to the launch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from text import Text
 from trainer import PlainTrainer, Trainer, everywhere, say
 
-from zbkern.pipeline import Schedule, checkpoint, draw, schedules, simulate, trace
+from zbkern.pipeline import Schedule, checkpoint, draw, schedules, simulate
+from zbkern.pipeline.draw import trace
 
 
 def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:

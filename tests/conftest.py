@@ -2,18 +2,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 # A process either interprets Triton kernels or compiles them, from the first import of triton on. These tests interpret
 # (nothing else in them uses triton); `make test-gpu` sets it to 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 _BEGIN = time.perf_counter()
 
@@ -60,7 +56,7 @@ def four_ranks() -> Iterator:
 
 
 def _ranks(size: int) -> Iterator:
-    from ranks import Ranks
+    from tests.support.ranks import Ranks
 
     ranks = Ranks(size)
     yield ranks

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbkern
-from tests.pipeline.chunks import results_on_threads
-from tests.tied import Block, loss_of, microbatches, pair
+from tests.support.chunks import results_on_threads
+from tests.support.tied import Block, loss_of, microbatches, pair
 from zbkern import testing
 from zbkern.pipeline import Pipeline, schedules
-from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.transport.local import LocalTransport
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -251,7 +251,7 @@ def test_dispatch_modes_see_w_run() -> None:
 @pytest.mark.parametrize("fill", ["planned", "eager"])
 def test_compiled_chunks_in_a_pipeline(fill: str) -> None:
     from zbkern.pipeline import Pipeline, schedules
-    from zbkern.pipeline.local_transport import LocalTransport
+    from zbkern.pipeline.transport.local import LocalTransport
 
     torch.manual_seed(0)
     chunks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
-from tests.tied import Block, assert_deferred_is_the_same, both, loss_of, microbatches, pair
+from tests.support.tied import Block, assert_deferred_is_the_same, both, loss_of, microbatches, pair
 from zbkern import testing
 
 

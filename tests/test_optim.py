@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.kernels.host_extension import HostExtension
-from tests.optim_cases import (
+from tests.support.host_extension import HostExtension
+from tests.support.optim_cases import (
     BF16,
     FP16,
     FP32,
@@ -28,7 +28,8 @@ from tests.optim_cases import (
     weights,
 )
 from zbkern import testing
-from zbkern.kernels import cuda_optimizer, dispatch, reference
+from zbkern.kernels import dispatch, reference
+from zbkern.kernels.cuda import adamw as cuda_adamw
 from zbkern.optim import AdamW
 
 
@@ -36,11 +37,11 @@ from zbkern.optim import AdamW
 def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostExtension]:
     """impl="auto" runs the calls of cuda_optimizer.py, on tensors of the CPU."""
     host = HostExtension()
-    monkeypatch.setattr(cuda_optimizer, "_cuda", host)
-    monkeypatch.setattr(cuda_optimizer, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(cuda_adamw, "_cuda", host)
+    monkeypatch.setattr(cuda_adamw, "raw_stream", lambda device: 0)
 
     def resolve(op: str, impl: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-        return cuda_optimizer if impl == "auto" and dtype in cuda_optimizer.DTYPES else reference
+        return cuda_adamw if impl == "auto" and dtype in cuda_adamw.DTYPES else reference
 
     monkeypatch.setattr(dispatch, "resolve", resolve)
     return host

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim_cases import BF16, FP32, FP64, give, gradients, trained, twins_of, weights
+from tests.support.optim_cases import BF16, FP32, FP64, give, gradients, trained, twins_of, weights
 from zbkern.kernels import dispatch
 from zbkern.optim import AdamW
 

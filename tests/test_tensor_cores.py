@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tensor_cores
 import torch
 
+from tests.support import tensor_cores
 from zbkern import testing
 
 

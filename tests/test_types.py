@@ -18,7 +18,7 @@ def test_a_program_that_uses_everything_passes_mypy_strict() -> None:
     """Some seconds the first time: .cache keeps what mypy knows of torch."""
     options = ("--strict", "--follow-imports=silent", "--config-file=", f"--cache-dir={ROOT / '.cache' / 'mypy'}")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, "tests/typed_user.py"],
+        [sys.executable, "-m", "mypy", *options, "tests/support/typed_user.py"],
         cwd=ROOT,
         env={**os.environ, "MYPYPATH": str(ROOT)},
         capture_output=True,

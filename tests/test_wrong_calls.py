@@ -34,7 +34,7 @@ from zbkern.pipeline import (
     simulate,
 )
 from zbkern.pipeline import schedules as S
-from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.transport.local import LocalTransport
 
 INDICES = torch.tensor([[0, 3, 3], [2, 0, 6]])
 TARGET = torch.tensor([1, 4, -100, 0, 4, 8, 2])

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
-    from zbkern.pipeline import command
+    from zbkern.pipeline import cli
 
     parser = argparse.ArgumentParser(prog="zbkern", description="Pipelines without bubbles.")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="what this machine can run, and how to get what is missing")
     info.set_defaults(run=_info)
-    command.add_to(commands)
+    cli.add_to(commands)
     parsed = parser.parse_args(arguments)
     try:
         status = parsed.run(parsed)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern import landing, wgrad
+from zbkern import wgrad
+from zbkern.wgrad import accumulation, queue
 
 Params = tuple["Tensor | None", ...]
 
@@ -57,7 +58,7 @@ def apply(function: type[torch.autograd.Function], call: OpCall, x: Tensor, *arg
     """
     if not torch.is_grad_enabled():
         return function.forward(_NoGradContext(2 + len(arguments) + len(call.params)), call, x.detach(), *arguments)
-    if wgrad.possible:
+    if queue.possible:
         _choose_route(call)
     if call.route is _DETACHED:
         return function.apply(call, x, *arguments, _anchor)
@@ -149,7 +150,7 @@ def weight_gradients(
     returning = getattr(launch, "returning", None)
     if returning is not None and all(p.dtype == tensors[0].dtype for p in wanted):
         return returning(tensors, params)
-    gradients = [None if p is None else landing.blank(p) for p in params]
+    gradients = [None if p is None else accumulation.blank(p) for p in params]
     launch([tensors], gradients, False)
     return gradients
 
@@ -191,7 +192,7 @@ def differentiable_backward(
     if detached:
         if will_run(_anchor_node):  # autograd.grad(y, x) accumulates nothing
             arrived = [(p, g) for p, g in zip(call.params, weights, strict=True) if p is not None and g is not None]
-            landing.accumulate_via_autograd(arrived, create_graph=True)
+            accumulation.accumulate_via_autograd(arrived, create_graph=True)
         weights = [None] * len(call.params)
     return (None, *others, *weights)
 
@@ -220,7 +221,7 @@ class _WithoutEdge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         if not torch.is_grad_enabled():
-            weight_gradients(ctx.call, landing.add_gradients, (gradient,), ())
+            weight_gradients(ctx.call, accumulation.add_gradients, (gradient,), ())
         elif will_run(_anchor_node):
-            landing.accumulate_via_autograd([(ctx.call.params[0], gradient)], create_graph=True)
+            accumulation.accumulate_via_autograd([(ctx.call.params[0], gradient)], create_graph=True)
         return None, None, None

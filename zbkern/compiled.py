@@ -25,11 +25,12 @@ from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions._shapes import as_rows
 from zbkern.kernels import dispatch, reference
+from zbkern.wgrad import queue
 
 
 def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
     """Inside torch.compile: True while some queue exists, for weights whose gradients nobody expects in B."""
-    if not (wgrad.possible and _AVAILABLE and torch.is_grad_enabled()):
+    if not (queue.possible and _AVAILABLE and torch.is_grad_enabled()):
         return False
     if torch.compiler._is_exporting_flag:  # is_exporting() is True in whatever older compilers trace
         return False

@@ -14,9 +14,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from zbkern import arguments, autograd, compiled
+from zbkern import autograd, compiled, functional_checks
 from zbkern.functions import attention as attention_functions
-from zbkern.functions import attention_paths
+from zbkern.functions import attention_backends
 from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions import loss as loss_functions
@@ -42,9 +42,9 @@ def linear(
     None, "gelu", "gelu_tanh", "relu" or "silu".
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
-    if activation is not None or not arguments.fits_linear(x, weight, bias, transposed):
-        arguments.check_linear("linear", x, weight, bias, transposed)
-        arguments.check_activation("linear", activation)
+    if activation is not None or not functional_checks.fits_linear(x, weight, bias, transposed):
+        functional_checks.check_linear("linear", x, weight, bias, transposed)
+        functional_checks.check_activation("linear", activation)
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
         return compiled.linear(_autocast("linear", x, weight, bias), weight, bias, activation, transposed)
     if not _plain(x, weight):
@@ -72,7 +72,7 @@ def gated_mlp(
     x: [..., K]; gate, up: [H, K]; down: [N, H]; biases [H], [H], [N] or None; returns [..., N]. Source: Shazeer, GLU
     Variants Improve Transformer (arXiv 2002.05202). Raises as `linear` does.
     """
-    arguments.check_gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
+    functional_checks.check_gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
     params = (gate, up, down, gate_bias, up_bias, down_bias)
     if torch.compiler.is_compiling() and compiled.can_defer(x, *params):
         return compiled.gated_mlp(_autocast("gated_mlp", x, *params), params, activation)
@@ -102,7 +102,7 @@ def grouped_linear(
     x: [M, K], rows sorted by group; weight: [E, N, K]; counts: E numbers of rows, possibly 0, M in all; bias: [E, N]
     or None; returns [M, N]. Raises as `linear` does.
     """
-    counts = arguments.check_grouped_linear(x, weight, counts, bias)
+    counts = functional_checks.check_grouped_linear(x, weight, counts, bias)
     if not _plain(x, weight):
         return linear_functions.grouped_linear_with_torch(weight, bias, x, counts)
     x = _autocast("grouped_linear", x, weight, bias)
@@ -118,7 +118,7 @@ def embedding(
     indices: int64 or int32 of any shape, in 0..V-1; weight: [V, K]; returns [*indices.shape, K]. padding_idx: a row
     that gets no gradient (may be negative, from the end). Raises TypeError or ValueError for arguments that do not fit.
     """
-    padding_idx = arguments.check_embedding(indices, weight, padding_idx)
+    padding_idx = functional_checks.check_embedding(indices, weight, padding_idx)
     if torch.compiler.is_compiling() and compiled.can_defer(indices, weight):
         return compiled.embedding(indices, weight, padding_idx)
     if not _plain(indices, weight):
@@ -166,9 +166,9 @@ def rms_norm(
     waits for W is partial sums of dweight, not x. Source: Zhang and Sennrich (arXiv 1910.07467).
     residual: of x's shape; then returns (norm of summed, summed), summed = x + residual, in one pass each way.
     """
-    arguments.check_norm("rms_norm", x, weight, None, residual)
+    functional_checks.check_norm("rms_norm", x, weight, None, residual)
     if eps is not None:
-        arguments.check_number("rms_norm", "eps", eps)
+        functional_checks.check_number("rms_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
@@ -219,8 +219,8 @@ def layer_norm(
     x: [..., K]; weight, bias: [K] or None. Row pass in B; what waits for W is partial sums of dweight and dbias.
     residual: as in `rms_norm`.
     """
-    arguments.check_norm("layer_norm", x, weight, bias, residual)
-    arguments.check_number("layer_norm", "eps", eps)
+    functional_checks.check_norm("layer_norm", x, weight, bias, residual)
+    functional_checks.check_number("layer_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
         return norm_functions.layer_norm_with_torch(weight, bias, x, eps, residual)
@@ -249,24 +249,24 @@ def attention(
     it sees, its own included. scale: 1/sqrt(D) when None. impl: on a GPU "auto" chooses among our core, torch's and an
     installed FlashAttention; `zbkern info` says which.
     """
-    arguments.check_attention(q, k, v, causal, window, sequences, key_sequences)
+    functional_checks.check_attention(q, k, v, causal, window, sequences, key_sequences)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
-    arguments.check_number("attention", "scale", scale)
+    functional_checks.check_number("attention", "scale", scale)
     q, k, v = (_autocast("attention", t, t) for t in (q, k, v))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     if sequences is None:
         ends, key_ends = _even_ends(q.shape[0], q.shape[1]), _even_ends(k.shape[0], k.shape[1])
     else:
-        ends, key_ends = arguments.sequence_ends(q.shape[0], k.shape[0], sequences, key_sequences)
+        ends, key_ends = functional_checks.sequence_ends(q.shape[0], k.shape[0], sequences, key_sequences)
     options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends)
     if not _plain(q, k):
         return attention_functions.attention_with_torch(q, k, v, options)
     if impl == "auto" and q.is_cuda:
         reason = dispatch.why_not("attention", "triton", q.device, q.dtype)
         ours = None if reason else dispatch.resolve("attention", "triton", q.device, q.dtype)
-        return attention_paths.fastest(q, k, v, options, ours, reason)
+        return attention_backends.fastest(q, k, v, options, ours, reason)
     backend = dispatch.resolve("attention", impl, q.device, q.dtype)
     return attention_functions.attention(backend, q, k, v, options)
 
@@ -280,7 +280,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl:
     cos and sin get no gradient. Source: Su et al., RoFormer (arXiv 2104.09864). Raises TypeError or ValueError for
     arguments that do not fit.
     """
-    arguments.check_rotary(x, cos, sin)
+    functional_checks.check_rotary(x, cos, sin)
     if not _plain(x, cos):
         return rotary_functions.rotary_with_torch(x, cos, sin, interleaved)
     backend = dispatch.resolve("rotary", impl, x.device, x.dtype)
@@ -308,7 +308,7 @@ def linear_cross_entropy(
     every row's loss (PaLM, arXiv 2204.02311). chunk: rows whose logits exist at one time. The loss is float32 (float64
     for float64 x). W computes the logits a second time.
     """
-    arguments.check_linear_cross_entropy(
+    functional_checks.check_linear_cross_entropy(
         x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, chunk
     )
     options = spec.CrossEntropyOptions(ignore_index, float(label_smoothing), float(z_loss), chunk)

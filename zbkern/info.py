@@ -41,13 +41,13 @@ def _devices() -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from zbkern.kernels import product
+    from zbkern.kernels.reference import matmul as reference_matmul
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
     return [
         _row("devices", f"CPU with {torch.get_num_threads()} threads" + "".join(f", {gpu}" for gpu in gpus)),
-        _row("fp32 on a CPU", product.library()),
+        _row("fp32 on a CPU", reference_matmul.library()),
         _row("GPU", "visible" if gpus else "none is visible: ops run through torch on the CPU"),
         _row(
             "pipelines", f"over {' and '.join(backends)}" if backends else "none: this torch has no torch.distributed"
@@ -58,8 +58,8 @@ def _devices() -> list[str]:
 def _ops() -> list[str]:
     import torch
 
-    from zbkern.functions import attention_paths
-    from zbkern.kernels import dispatch, measured, spec
+    from zbkern.functions import attention_backends
+    from zbkern.kernels import dispatch, selection, spec
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     groups: dict[str, list[str]] = {}  # ops of which the same is to be said
@@ -68,12 +68,12 @@ def _ops() -> list[str]:
         chosen = next((impl for impl in dispatch.candidates(op, device) if reasons[impl] is None), "nothing")
         named = [impl for impl, reason in reasons.items() if reason is None and impl != chosen]
         if chosen == "triton" and "linear_fwd" in spec.OPS[op]:
-            library = measured.PRODUCTS.get(torch.cuda.get_device_capability(), "torch")
+            library = selection.PRODUCTS.get(torch.cuda.get_device_capability(), "torch")
             chosen += f" (products with nothing to fuse: {'cuBLAS' if library == 'torch' else library})"
         also = f", where named through {' or '.join(named)}" if named else ""
         passed = [f"  not {impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
         if op == "attention" and device == "cuda":  # which has more to choose from
-            groups["impl='auto' on cuda\n" + "\n".join(attention_paths.lines(device, reasons["triton"]))] = [op]
+            groups["impl='auto' on cuda\n" + "\n".join(attention_backends.lines(device, reasons["triton"]))] = [op]
             continue
         groups.setdefault("\n".join([f"run through {chosen} on {device}{also}", *passed]), []).append(op)
     return [f"{', '.join(ops)}\n  {text}" for text, ops in groups.items()]

@@ -29,7 +29,8 @@ never rounds up, of a sum that was two thirds as large on average."""
 def tolerance_of(dtype: torch.dtype, terms: int = 0) -> float:
     """TOLERANCE[dtype] for a result that is a sum of so many products: tensor cores cut sums off, in one direction.
 
-    tests/tensor_cores.py is a model of that; an error that grows with the number of products is no fault of a kernel.
+    tests/support/tensor_cores.py is a model of that; an error that grows with the number of products is no fault of a
+    kernel.
     """
     return TOLERANCE[dtype] + (0.0 if dtype == torch.float64 else _CUT_OFF * terms / 16)
 

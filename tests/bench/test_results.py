@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import ranks, report, sleeping_ranks
-from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.transport.local import LocalTransport
 
 QUICK = ["--stages", "2", "--microbatches", "2", "--unit", "0.001", "--only", "zb_h1"]
 

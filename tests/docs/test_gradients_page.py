@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_streams import Device
 
 import zbkern
+from tests.support.simulated_streams import Device
 from zbkern import WGradQueue
 
 PAGE = Path(__file__).parents[2] / "docs" / "gradients.md"

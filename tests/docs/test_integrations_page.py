@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zbkern
-from tests.pages import block, blocks
+from tests.support.pages import block, blocks
 from zbkern import testing
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pages import block
+from tests.support.pages import block
 from zbkern.kernels import dispatch, spec
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.pipeline.chunks import on_threads
+from tests.support.chunks import on_threads
 from zbkern import testing
 from zbkern.pipeline import Pipeline, schedules
-from zbkern.pipeline.local_transport import LocalTransport
+from zbkern.pipeline.transport.local import LocalTransport
 
 PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
 CLASSES, PIPELINE, LAUNCHES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

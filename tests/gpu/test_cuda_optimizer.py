@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from zbkern import testing
-from zbkern.kernels import cuda, cuda_optimizer, dispatch, reference
+from zbkern.kernels import dispatch, reference
+from zbkern.kernels.cuda import adamw as cuda_adamw
+from zbkern.kernels.cuda import wgrad as cuda_wgrad
 from zbkern.kernels.spec import AdamWOptions
 from zbkern.optim import AdamW
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(cuda.why_not() is not None, reason=str(cuda.why_not()))]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(cuda_wgrad.why_not() is not None, reason=str(cuda_wgrad.why_not()))]
 
 SIZES = (1, 7, 4096, 16384, 16385, 0, 100_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,12 +64,12 @@ def test_a_step_and_its_inverse(
     ours = lists(dtype, grad_dtype, masters)
     before, wide = twins(ours), twins(ours, torch.float64)
     control = None if numbers is None else torch.tensor(numbers, device="cuda")
-    cuda_optimizer.adamw(*ours, options, control)
+    cuda_adamw.adamw(*ours, options, control)
     reference.adamw(*wide, options, control)
     close(ours, wide, "step")
     assert all(step == 4 for step in ours[4])
     if masters or dtype == torch.float32:
-        cuda_optimizer.adamw(*ours, options, control, undo=True)
+        cuda_adamw.adamw(*ours, options, control, undo=True)
         close(ours[2:], before[2:], "undone")
         assert all(step == 3 for step in ours[4])
 
@@ -77,7 +79,7 @@ def test_a_step_and_its_inverse(
 def test_what_is_skipped_stays(numbers: tuple[float, ...], undo: bool) -> None:
     ours = lists(torch.bfloat16, torch.float32, True)
     before, control = twins(ours), torch.tensor(numbers, device="cuda")
-    cuda_optimizer.adamw(*ours, AdamWOptions(0.01), control, undo=undo)
+    cuda_adamw.adamw(*ours, AdamWOptions(0.01), control, undo=undo)
     assert all(torch.equal(a, b) for x, y in zip(ours, before, strict=True) for a, b in zip(x, y, strict=True))
 
 
@@ -88,7 +90,7 @@ def test_more_tensors_than_a_launch_takes_and_more_steps() -> None:
     for step in range(3):
         ours[1] = tensors(torch.bfloat16, 10 + step, count=50)  # elsewhere, as a rule
         wide[1] = [grad.double() for grad in ours[1]]
-        cuda_optimizer.adamw(*ours, options, memory=memory)
+        cuda_adamw.adamw(*ours, options, memory=memory)
         reference.adamw(*wide, options)
     close(ours, wide, "steps")
 
@@ -97,15 +99,15 @@ def test_more_tensors_than_a_launch_takes_and_more_steps() -> None:
 def test_norm_of_more_tensors_than_a_launch_takes(dtype: torch.dtype) -> None:
     grads = tensors(dtype, 0, count=50)
     control = torch.full((3,), float("nan"), device="cuda")
-    cuda_optimizer.squared_norm(grads, control)
+    cuda_adamw.squared_norm(grads, control)
     expected = torch.stack([grad.double().square().sum() for grad in grads]).sum()
     testing.assert_close(control[0], expected, "norm")
     assert control[1] == 0
     again, memory = torch.empty_like(control), {}
     for _ in range(2):
-        cuda_optimizer.squared_norm(grads, again, memory=memory)
+        cuda_adamw.squared_norm(grads, again, memory=memory)
     assert torch.equal(control[:2], again[:2])
-    cuda_optimizer.squared_norm(grads[:3], again, accumulate=True, memory=memory)
+    cuda_adamw.squared_norm(grads[:3], again, accumulate=True, memory=memory)
     testing.assert_close(again[0], expected + sum(g.double().square().sum() for g in grads[:3]), "norm")
 
 
@@ -115,7 +117,7 @@ def test_what_is_not_finite_is_found(where: int, value: float) -> None:
     grads = tensors(torch.float32, 0)
     grads[-1][where] = value
     control = torch.zeros(3, device="cuda")
-    cuda_optimizer.squared_norm(grads, control)
+    cuda_adamw.squared_norm(grads, control)
     assert control[1] == 1
 
 
@@ -155,7 +157,7 @@ def wide_weights(optimizer: AdamW, parameters: list[nn.Parameter]) -> list[Tenso
 @pytest.mark.parametrize("main_grad", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_are_torchs(dtype: torch.dtype, main_grad: torch.dtype | None, max_norm: float | None, impl: str) -> None:
-    assert dispatch.resolve("adamw", "auto", torch.device("cuda", 0), dtype) is cuda_optimizer
+    assert dispatch.resolve("adamw", "auto", torch.device("cuda", 0), dtype) is cuda_adamw
     ours = model(dtype)
     theirs = copies(ours, torch.float32)
     for parameter in ours if main_grad is not None else ():

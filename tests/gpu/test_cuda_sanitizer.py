@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from zbkern.kernels import cuda
+from zbkern.kernels.cuda import wgrad as cuda_wgrad
 
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(cuda.why_not() is not None, reason=str(cuda.why_not())),
+    pytest.mark.skipif(cuda_wgrad.why_not() is not None, reason=str(cuda_wgrad.why_not())),
     pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer; it comes with CUDA's toolkit"),
 ]
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from zbkern import testing
-from zbkern.kernels import cuda
+from zbkern.kernels.cuda import wgrad as cuda_wgrad
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(cuda.why_not() is not None, reason=str(cuda.why_not()))]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(cuda_wgrad.why_not() is not None, reason=str(cuda_wgrad.why_not()))]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = "cuda"
@@ -53,7 +53,7 @@ def test_against_float64(n: int, k: int, rows: list[int], dtypes: tuple, accumul
         expected = expected[0] + dweight.double(), expected[1] + dbias.double()
     else:
         dweight.fill_(float("nan")), dbias.fill_(float("nan"))
-    cuda.linear_wgrad(segments, (dweight, dbias), accumulate)
+    cuda_wgrad.linear_wgrad(segments, (dweight, dbias), accumulate)
     testing.assert_close(dweight, expected[0], "dweight", terms=sum(rows))
     testing.assert_close(dbias, expected[1], "dbias")
     assert dweight._base[:, k:].isnan().all(), "wrote beside dweight"
@@ -66,7 +66,7 @@ def test_the_same_bits_whatever_the_grid(bias: bool) -> None:
     results = []
     for options in ({}, {}, {"num_sms": 2}, {"num_sms": 33}, {"max_tiles": 1}):
         outputs = torch.zeros(n, k, device=DEVICE), torch.zeros(n, device=DEVICE) if bias else None
-        cuda.linear_wgrad(segments, outputs, True, **options)
+        cuda_wgrad.linear_wgrad(segments, outputs, True, **options)
         results.append(outputs)
     for dweight, dbias in results[1:]:
         assert torch.equal(dweight, results[0][0])
@@ -82,7 +82,7 @@ def test_several_weights_in_one_launch() -> None:
         outputs = random(n, k, FP32), torch.zeros(n, device=DEVICE)
         products.append((segments_of([300, 77, 128], n, k, BF16), outputs))
     expected = [(wide(segments)[0] + outputs[0].double(), wide(segments)[1]) for segments, outputs in products]
-    cuda.linear_wgrads(products, True)
+    cuda_wgrad.linear_wgrads(products, True)
     for (_, outputs), (dweight, dbias) in zip(products, expected, strict=True):
         testing.assert_close(outputs[0], dweight, "dweight")
         testing.assert_close(outputs[1], dbias, "dbias")
@@ -91,14 +91,14 @@ def test_several_weights_in_one_launch() -> None:
 def test_transposed_weight_and_unaligned_operands() -> None:
     x, dy = random(100, 264, BF16, padding=3)[:, 1:257], random(100, 128, BF16).t().contiguous().t()
     dweight = torch.zeros(256, 128, device=DEVICE).t()
-    cuda.linear_wgrad([(x, dy)], (dweight, None), False)
+    cuda_wgrad.linear_wgrad([(x, dy)], (dweight, None), False)
     testing.assert_close(dweight, wide([(x, dy)])[0], "dweight")
 
 
 def test_an_expanded_gradient() -> None:  # of a sum over rows
     x, dy = random(100, 256, BF16), random(1, 128, BF16).expand(100, 128)
     dweight = torch.zeros(128, 256, device=DEVICE)
-    cuda.linear_wgrad([(x, dy)], (dweight, None), False)
+    cuda_wgrad.linear_wgrad([(x, dy)], (dweight, None), False)
     testing.assert_close(dweight, wide([(x, dy)])[0], "dweight")
 
 
@@ -106,10 +106,10 @@ def test_in_a_graph_and_on_another_stream() -> None:
     segments = segments_of([256, 256], 512, 512, BF16)
     dweight = torch.zeros(512, 512, device=DEVICE)
     graph = torch.cuda.CUDAGraph()
-    cuda.linear_wgrad(segments, (dweight, None), True)  # what is loaded at first use is loaded
+    cuda_wgrad.linear_wgrad(segments, (dweight, None), True)  # what is loaded at first use is loaded
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        cuda.linear_wgrad(segments, (dweight, None), True)
+        cuda_wgrad.linear_wgrad(segments, (dweight, None), True)
     dweight.zero_()
     for _ in range(3):
         graph.replay()
@@ -117,7 +117,7 @@ def test_in_a_graph_and_on_another_stream() -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        cuda.linear_wgrad(segments, (dweight, None), False)
+        cuda_wgrad.linear_wgrad(segments, (dweight, None), False)
     torch.cuda.current_stream().wait_stream(stream)
     testing.assert_close(dweight, wide(segments)[0], "dweight")
 
@@ -126,11 +126,11 @@ def test_in_a_graph_and_on_another_stream() -> None:
 def test_it_never_waits_for_the_gpu() -> None:
     segments = segments_of([256], 256, 256, BF16)
     dweight = torch.zeros(256, 256, device=DEVICE)
-    cuda.linear_wgrad(segments, (dweight, None), True)
+    cuda_wgrad.linear_wgrad(segments, (dweight, None), True)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second
     end = torch.cuda.Event()
-    cuda.linear_wgrad(segments, (dweight, None), True)
+    cuda_wgrad.linear_wgrad(segments, (dweight, None), True)
     end.record()
     assert not end.query()
     torch.cuda.synchronize()
@@ -141,7 +141,7 @@ def test_groups() -> None:
     counts = torch.tensor([100, 0, 33, 64, 1, 200, 0, 8, 50])
     segment = (*segments_of([int(counts.sum())], n, k, BF16)[0], counts)
     dweight = torch.full((groups, n, k), float("nan"), device=DEVICE)
-    cuda.grouped_linear_wgrad([segment], (dweight, None), False)
+    cuda_wgrad.grouped_linear_wgrad([segment], (dweight, None), False)
     for group, (x, dy) in enumerate(
         zip(segment[0].split(counts.tolist()), segment[1].split(counts.tolist()), strict=True)
     ):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import every_launch
-import needs_gpu
 import pytest
 import torch
-from launch_checks import Random
 
+from tests.support import every_launch, needs_gpu
+from tests.support.launch_checks import Random
 from zbkern.kernels import dispatch, spec
 
 pytestmark = needs_gpu.MARKS

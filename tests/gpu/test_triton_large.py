@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import launch_checks as checks
-import needs_gpu
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support import launch_checks as checks
+from tests.support import needs_gpu
 from zbkern.kernels import dispatch
 
 ROWS, COLUMNS, FEATURES = 2**17 + 3, 2**14 + 8, 64

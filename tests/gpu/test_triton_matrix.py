@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from types import ModuleType
 
-import launch_checks as checks
-import needs_gpu
 import pytest
 import torch
 
+from tests.support import launch_checks as checks
+from tests.support import needs_gpu
 from zbkern.kernels import dispatch, spec
 
 pytestmark = needs_gpu.MARKS

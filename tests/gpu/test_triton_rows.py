@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import attention_checks
-import needs_gpu
 import pytest
-import row_checks as checks
 import torch
 
+from tests.support import attention_checks, needs_gpu
+from tests.support import row_checks as checks
 from zbkern.kernels import dispatch, spec
 
 pytestmark = needs_gpu.MARKS

@@ -7,14 +7,15 @@ import contextlib
 from collections.abc import Iterator
 from types import ModuleType
 
-import needs_gpu
 import pytest
 import torch
 from torch import Tensor
 
 import zbkern
-from zbkern import functional, streams, testing, wgrad
+from tests.support import needs_gpu
+from zbkern import functional, testing, wgrad
 from zbkern.kernels import dispatch
+from zbkern.wgrad import side_stream
 
 pytestmark = [*needs_gpu.MARKS, pytest.mark.alone]
 
@@ -64,14 +65,14 @@ def test_deferred_layers_equal_float64(merge: bool | str, own_stream: bool) -> N
 
 @contextlib.contextmanager
 def without(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    launch = streams.SideStream.launch
+    launch = side_stream.SideStream.launch
     with monkeypatch.context() as patch:
         if what == "the event after B":
-            patch.setattr(streams.SideStream, "launch", lambda self, f, marks, held: launch(self, f, (), held))
+            patch.setattr(side_stream.SideStream, "launch", lambda self, f, marks, held: launch(self, f, (), held))
         elif what == "the event after W":
-            patch.setattr(streams.SideStream, "join", lambda self: self.landed())
+            patch.setattr(side_stream.SideStream, "join", lambda self: self.landed())
         elif what == "holding tensors":
-            patch.setattr(streams.SideStream, "launch", lambda self, f, marks, held: launch(self, f, marks, ()))
+            patch.setattr(side_stream.SideStream, "launch", lambda self, f, marks, held: launch(self, f, marks, ()))
         yield
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 
-import launch_checks
 import pytest
-import row_checks
 import torch
 
+from tests.support import launch_checks, row_checks
 from zbkern.kernels import reference, spec
 
 FP32 = torch.float32

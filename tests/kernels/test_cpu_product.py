@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import zbkern
-from zbkern.kernels import product
+from zbkern.kernels.reference import matmul as reference_matmul
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -23,7 +23,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         found.append(tuple(x.shape))
         return torch.ops.mkldnn._linear_pointwise.default(x, *rest)
 
-    monkeypatch.setattr(product, "_onednn", counting)
+    monkeypatch.setattr(reference_matmul, "_onednn", counting)
     return found
 
 
@@ -53,21 +53,27 @@ def test_onednn_against_float64(m: int, k: int, n: int, kind_a: str, kind_b: str
     a, weight = view(m, k, kind_a), view(n, k, kind_b)
     offset = {"none": None, "bias": torch.randn(n), "every second": torch.randn(2 * n)[::2]}[bias]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product, "_onednn", torch.ops.mkldnn._linear_pointwise.default)
-        patch.setattr(product, "SMALL", 0)
-        patch.setattr(product, "_LEAST", 0)
-        patch.setattr(product, "_BLOCK", 1 << 10)
+        patch.setattr(reference_matmul, "_onednn", torch.ops.mkldnn._linear_pointwise.default)
+        patch.setattr(reference_matmul, "SMALL", 0)
+        patch.setattr(reference_matmul, "_LEAST", 0)
+        patch.setattr(reference_matmul, "_BLOCK", 1 << 10)
         expected = F.linear(a.double(), weight.double(), None if offset is None else offset.double())
         size = k**0.5 + 1
         y = torch.full((m, n), float("nan"))
-        product.write_linear(y, a, weight, offset)
-        for got in (product.linear(a, weight, offset), product.linear(a.unsqueeze(0), weight, offset)[0], y):
+        reference_matmul.write_linear(y, a, weight, offset)
+        for got in (
+            reference_matmul.linear(a, weight, offset),
+            reference_matmul.linear(a.unsqueeze(0), weight, offset)[0],
+            y,
+        ):
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5 * size)
         begun = torch.randn(m, n) if accumulate else torch.full((m, n), float("nan"))
         out = begun.clone()
-        product.add_product(out, a, weight.t(), accumulate)
+        reference_matmul.add_product(out, a, weight.t(), accumulate)
         expected = a.double() @ weight.double().t()
-        torch.testing.assert_close(product.product(a, weight.t()).double(), expected, rtol=1e-5, atol=1e-5 * size)
+        torch.testing.assert_close(
+            reference_matmul.product(a, weight.t()).double(), expected, rtol=1e-5, atol=1e-5 * size
+        )
         expected = expected + begun.double() if accumulate else expected
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * size)
 
@@ -94,7 +100,7 @@ def test_a_layer_gives_onednn_its_three_products(calls: list[tuple[int, ...]]) -
 def test_not_finite_stays_not_finite(calls: list[tuple[int, ...]]) -> None:
     x, weight = torch.randn(64, 256), torch.randn(256, 256)
     x[3, 4], x[5, 6] = float("nan"), float("inf")
-    y = product.linear(x, weight, None)
+    y = reference_matmul.linear(x, weight, None)
     assert calls
     assert torch.equal(y.isfinite(), F.linear(x, weight).isfinite())
 
@@ -114,24 +120,24 @@ def test_small_products_and_other_dtypes_stay_with_torch(calls: list[tuple[int, 
         (torch.randn(256, 0), torch.randn(0, 256)),
     ]
     for a, b in cases:
-        assert torch.equal(product.product(a, b), a.mm(b))
-        assert torch.equal(product.linear(a, b.t(), None), F.linear(a, b.t()))
+        assert torch.equal(reference_matmul.product(a, b), a.mm(b))
+        assert torch.equal(reference_matmul.linear(a, b.t(), None), F.linear(a, b.t()))
     assert not calls
 
 
 def test_torch_says_whether_onednn_may_be_used(calls: list[tuple[int, ...]]) -> None:
     a, b = torch.randn(256, 256), torch.randn(256, 256)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert torch.equal(product.product(a, b), a.mm(b))
+        assert torch.equal(reference_matmul.product(a, b), a.mm(b))
     assert not calls
-    product.product(a, b)
+    reference_matmul.product(a, b)
     assert calls
 
 
 def test_a_mode_that_watches_sees_what_it_knows(calls: list[tuple[int, ...]]) -> None:
     a, b = torch.randn(256, 256), torch.randn(256, 256)
     with FlopCounterMode(display=False) as counter:
-        product.product(a, b)
+        reference_matmul.product(a, b)
     assert counter.get_total_flops() == 2 * 256**3
     assert not calls
 
@@ -148,8 +154,8 @@ def test_a_mode_that_watches_sees_what_it_knows(calls: list[tuple[int, ...]]) ->
 def test_onednn_is_for_processors_on_which_mkl_is_slow(
     maker: str, capability: str, mkl: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(product, "_processor", lambda: maker)
+    monkeypatch.setattr(reference_matmul, "_processor", lambda: maker)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert product._mkl_is_slow() is expected
+    assert reference_matmul._mkl_is_slow() is expected

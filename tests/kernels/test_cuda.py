@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from build_tools import cuda as build
-from zbkern.kernels import cuda, cuda_optimizer
+from zbkern.kernels.cuda import adamw as cuda_adamw
+from zbkern.kernels.cuda import wgrad as cuda_wgrad
 from zbkern.kernels.spec import AdamWOptions
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would launch on the GPU that is here")
@@ -25,11 +26,11 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would launc
 
 @pytest.fixture(scope="module")
 def extension() -> ModuleType:
-    if cuda._cuda is None:
+    if cuda_wgrad._cuda is None:
         pytest.skip("the CUDA kernels are not built here: make cuda")
-    if build.sources_hash() != cuda._cuda.SOURCES_HASH:
+    if build.sources_hash() != cuda_wgrad._cuda.SOURCES_HASH:
         pytest.skip("the CUDA kernels that are built are not those of csrc/: make cuda")
-    return cuda._cuda
+    return cuda_wgrad._cuda
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def extension() -> ModuleType:
     ],
 )
 def test_which_build_runs_on_which_gpu(built_for: str, capability: tuple[int, int], fits: bool) -> None:
-    reason = cuda.unfit("13.0", 13000, built_for, capability)
+    reason = cuda_wgrad.unfit("13.0", 13000, built_for, capability)
     assert (reason is None) is fits
     if reason is not None:
         assert f"TORCH_CUDA_ARCH_LIST={capability[0]}.{capability[1]}" in reason
@@ -55,15 +56,15 @@ def test_which_build_runs_on_which_gpu(built_for: str, capability: tuple[int, in
 
 @pytest.mark.parametrize("torch_cuda", ["12.8", None])
 def test_a_build_for_another_major_version_of_cuda_is_refused(torch_cuda: str | None) -> None:
-    assert "were built with CUDA 13.0" in cuda.unfit(torch_cuda, 13000, "9.0a", (9, 0))
-    assert cuda.unfit("13.2", 13000, "9.0a", (9, 0)) is None
+    assert "were built with CUDA 13.0" in cuda_wgrad.unfit(torch_cuda, 13000, "9.0a", (9, 0))
+    assert cuda_wgrad.unfit("13.2", 13000, "9.0a", (9, 0)) is None
 
 
 def test_why_it_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        assert cuda.why_not() is not None
-    monkeypatch.setattr(cuda, "_cuda", None)
-    assert "ZBKERN_BUILD=cuda" in cuda.why_not()
+        assert cuda_wgrad.why_not() is not None
+    monkeypatch.setattr(cuda_wgrad, "_cuda", None)
+    assert "ZBKERN_BUILD=cuda" in cuda_wgrad.why_not()
 
 
 def test_module_tells_what_it_was_built_with(extension: ModuleType) -> None:
@@ -190,15 +191,15 @@ def test_a_launch_without_a_gpu_is_an_error_not_a_crash(extension: ModuleType) -
 def test_lists_of_the_optimizer_are_checked() -> None:
     wide, half, step, options = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16), torch.zeros(()), AdamWOptions(0.1)
     with pytest.raises(ValueError, match="equally long"):
-        cuda_optimizer.adamw([wide], [wide, wide], [wide], [wide], [step], None, options)
+        cuda_adamw.adamw([wide], [wide, wide], [wide], [wide], [step], None, options)
     with pytest.raises(ValueError, match=r"exp_avgs\[0\] must be torch.float32"):
-        cuda_optimizer.adamw([half], [half], [half], [wide], [step], None, options)
+        cuda_adamw.adamw([half], [half], [half], [wide], [step], None, options)
     with pytest.raises(ValueError, match=r"exp_avgs\[0\] must be contiguous, with 8 elements"):
-        cuda_optimizer.adamw([wide], [wide], [torch.zeros(4, 2).t()], [wide], [step], None, options)
+        cuda_adamw.adamw([wide], [wide], [torch.zeros(4, 2).t()], [wide], [step], None, options)
     with pytest.raises(ValueError, match=r"steps\[0\] must be one float32 on cpu; got 1 torch.float64"):
-        cuda_optimizer.adamw([wide], [wide], [wide], [wide], [step.double()], None, options)
+        cuda_adamw.adamw([wide], [wide], [wide], [wide], [step.double()], None, options)
     with pytest.raises(ValueError, match=r"tensors\[0\] must be torch.float64, one of"):
-        cuda_optimizer.squared_norm([wide.double()], wide)
+        cuda_adamw.squared_norm([wide.double()], wide)
 
 
 # ---- the machine code ----

@@ -1,4 +1,4 @@
-"""kernels/cuda.py and cuda_optimizer.py on CPU tensors, over a stand-in for the extension (host_extension.py)."""
+"""kernels/cuda/wgrad.py and cuda_optimizer.py on CPU tensors, over a stand-in for the extension (host_extension.py)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from host_extension import AdamTensors, HostExtension
 from torch import Tensor
 
+from tests.support.host_extension import AdamTensors, HostExtension
 from zbkern import testing
-from zbkern.kernels import cuda, cuda_optimizer, reference, reference_optimizer, spec
+from zbkern.kernels import reference, spec
+from zbkern.kernels.cuda import adamw as cuda_adamw
+from zbkern.kernels.cuda import wgrad as cuda_wgrad
+from zbkern.kernels.reference import adamw as reference_adamw
 from zbkern.wgrad import WGradQueue, WGradTask
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -21,13 +24,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostExtension]:
     host = HostExtension()
     properties = SimpleNamespace(major=9, multi_processor_count=132)
-    for module in (cuda, cuda_optimizer):
+    for module in (cuda_wgrad, cuda_adamw):
         monkeypatch.setattr(module, "_cuda", host)
         monkeypatch.setattr(module, "raw_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cuda._gpu.cache_clear()
+    cuda_wgrad._gpu.cache_clear()
     yield host
-    cuda._gpu.cache_clear()
+    cuda_wgrad._gpu.cache_clear()
 
 
 def placed(values: Tensor, layout: str) -> Tensor:
@@ -73,7 +76,7 @@ def test_linear_wgrad(
     segments = segments_of(rows, n, k, BF16, layout)
     dweight, dbias = placed(torch.randn(n, k), out_layout), torch.randn(n)
     want = expected(segments, (dweight, dbias), accumulate)
-    cuda.linear_wgrad(segments, (dweight, dbias), accumulate)
+    cuda_wgrad.linear_wgrad(segments, (dweight, dbias), accumulate)
     for name, got, wide in zip(("dweight", "dbias"), (dweight, dbias), want, strict=True):
         testing.assert_close(got, wide.to(got.dtype), name)
     merged = sum(m > 0 for m in rows)
@@ -85,7 +88,7 @@ def test_dtypes_of_outputs(dtypes: tuple) -> None:
     segments = segments_of([32, 16], 16, 24, dtypes[0])
     outputs = torch.randn(16, 24).to(dtypes[1]), None if dtypes[2] is None else torch.randn(16).to(dtypes[2])
     want = expected(segments, outputs, True)
-    cuda.linear_wgrad(segments, outputs, True)
+    cuda_wgrad.linear_wgrad(segments, outputs, True)
     for got, wide in zip(outputs, want, strict=True):
         if got is not None:
             testing.assert_close(got, wide.to(got.dtype), "output")
@@ -95,7 +98,7 @@ def test_the_bias_alone() -> None:
     segments = segments_of([32, 16], 16, 24, BF16)
     dbias = torch.randn(16).to(BF16)
     want = expected(segments, (None, dbias), True)
-    cuda.linear_wgrad(segments, (None, dbias), True)
+    cuda_wgrad.linear_wgrad(segments, (None, dbias), True)
     testing.assert_close(dbias, want[1].to(BF16), "dbias")
 
 
@@ -104,7 +107,7 @@ def test_several_weights_in_one_launch(extension: HostExtension) -> None:
     products = [(segments_of([30 + i, 20], *shape, BF16), (torch.randn(*shape), torch.randn(shape[0])))
                 for i, shape in enumerate(shapes)]  # fmt: skip
     want = [expected(segments, outputs, True) for segments, outputs in products]
-    cuda.linear_wgrads(products, True)
+    cuda_wgrad.linear_wgrads(products, True)
     assert extension.launches == [(3, 6)]
     for (_, outputs), wide in zip(products, want, strict=True):
         testing.assert_close(outputs[0], wide[0].float(), "dweight")
@@ -118,10 +121,10 @@ def test_multiprocessors_that_a_launch_may_take(
     properties = SimpleNamespace(major=major, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for options in ({}, {"num_sms": 40}, {"num_sms": 1000, "max_tiles": 3}):
-        cuda.linear_wgrad(segments_of([8], 16, 24, BF16), (torch.zeros(16, 24), None), False, **options)
+        cuda_wgrad.linear_wgrad(segments_of([8], 16, 24, BF16), (torch.zeros(16, 24), None), False, **options)
     hopper = major == 9
     assert extension.grids == [(all_places, 0, hopper), (40, 0, hopper), (all_places, 3, hopper)]
-    cuda.linear_wgrads([(segments_of([8], 16, 24, BF16), (torch.zeros(16, 24), None)) for _ in range(2)], False)
+    cuda_wgrad.linear_wgrads([(segments_of([8], 16, 24, BF16), (torch.zeros(16, 24), None)) for _ in range(2)], False)
     assert extension.launches[3:] == ([(2, 2)] if hopper else [(1, 1), (1, 1)])
 
 
@@ -132,7 +135,7 @@ def test_a_launch_takes_neighbours_of_the_same_dtypes(extension: HostExtension) 
         (segments_of(r, 16, 24, a), (torch.randn(16, 24).to(b), None)) for r, (a, b) in zip(rows, kinds, strict=True)
     ]
     want = [expected(segments, outputs, False) for segments, outputs in products]
-    cuda.linear_wgrads(products, False)
+    cuda_wgrad.linear_wgrads(products, False)
     assert sorted(extension.launches) == [(1, 1), (1, 4), (1, 8), (1, 9), (1, 16)]
     for (_, outputs), wide in zip(products, want, strict=True):
         testing.assert_close(outputs[0], wide[0].to(outputs[0].dtype), "dweight")
@@ -144,7 +147,7 @@ def test_a_queue_runs_the_weights_of_a_layer_in_one_launch(extension: HostExtens
     wanted = []
     for weight in weights:
         (segment,) = segments_of([48], weight.shape[0], 32, BF16)
-        queue.add(WGradTask(cuda.linear_wgrad, segment, (weight, None)))
+        queue.add(WGradTask(cuda_wgrad.linear_wgrad, segment, (weight, None)))
         wanted += expected([segment], (torch.zeros(weight.shape), None), False)[:1]
     queue.run()
     assert extension.launches == [(2, 2)]
@@ -160,7 +163,7 @@ def test_groups_of_rows(extension: HostExtension, accumulate: bool) -> None:
     outputs = torch.randn(groups, n, k), torch.randn(groups, n)
     want = [output.double() for output in outputs]
     reference.grouped_linear_wgrad([(x.double(), dy.double(), c) for x, dy, c in segments], want, accumulate)
-    cuda.grouped_linear_wgrad(segments, outputs, accumulate)
+    cuda_wgrad.grouped_linear_wgrad(segments, outputs, accumulate)
     testing.assert_close(outputs[0], want[0].float(), "dweight")
     testing.assert_close(outputs[1], want[1].float(), "dbias")
     assert extension.launches == [(4, 6), (1, 2)]  # five groups have rows, four fit a launch
@@ -180,19 +183,19 @@ def test_groups_of_rows(extension: HostExtension, accumulate: bool) -> None:
 def test_what_is_refused(x: tuple, dy: tuple, dweight: torch.dtype, dbias: torch.dtype, words: str) -> None:
     segment = torch.zeros(x[0], dtype=x[1]), torch.zeros(dy[0], dtype=dy[1])
     with pytest.raises(ValueError, match=words):
-        cuda.linear_wgrad([segment], (torch.zeros(16, 8, dtype=dweight), torch.zeros(16, dtype=dbias)), False)
+        cuda_wgrad.linear_wgrad([segment], (torch.zeros(16, 8, dtype=dweight), torch.zeros(16, dtype=dbias)), False)
 
 
 def test_a_matrix_without_contiguous_rows_or_columns_is_refused() -> None:
     with pytest.raises(ValueError, match="dweight must have contiguous rows"):
-        cuda.linear_wgrad(segments_of([4], 16, 8, BF16), (torch.zeros(16, 16)[:, ::2], None), False)
+        cuda_wgrad.linear_wgrad(segments_of([4], 16, 8, BF16), (torch.zeros(16, 16)[:, ::2], None), False)
 
 
 def test_a_bias_with_gaps_is_summed_beside_the_product() -> None:
     segments = segments_of([4, 5], 16, 8, BF16)
     outputs = torch.randn(16, 8), torch.randn(32)[::2]
     want = expected(segments, outputs, True)
-    cuda.linear_wgrad(segments, outputs, True)
+    cuda_wgrad.linear_wgrad(segments, outputs, True)
     for got, wide in zip(outputs, want, strict=True):
         testing.assert_close(got, wide.float(), "output")
 
@@ -201,7 +204,7 @@ def test_a_bias_with_gaps_is_summed_beside_the_product() -> None:
 def test_a_weight_without_elements(extension: HostExtension, n: int, k: int) -> None:
     dbias = torch.ones(n)
     segment = torch.zeros(4, k, dtype=BF16), torch.ones(4, n, dtype=BF16)
-    cuda.linear_wgrad([segment], (torch.zeros(n, k), dbias), True)
+    cuda_wgrad.linear_wgrad([segment], (torch.zeros(n, k), dbias), True)
     assert dbias.tolist() == [5.0] * n
     assert not extension.launches
 
@@ -242,14 +245,14 @@ def test_adamw_is_the_references(
     control = None if numbers is None else torch.tensor(numbers)
     before, twins = copied(lists), copied(lists)
     for _ in range(2):
-        cuda_optimizer.adamw(*lists, options, control)
+        cuda_adamw.adamw(*lists, options, control)
         reference.adamw(*twins, options, control)
     close(lists, twins)
     skipped = numbers is not None and (numbers[0] == float("inf") or numbers[1] == 1)
     assert torch.equal(lists[0][1], before[0][1]) is skipped
     if dtype == FP32 or masters:
         for _ in range(2):
-            cuda_optimizer.adamw(*lists, options, control, undo=True)
+            cuda_adamw.adamw(*lists, options, control, undo=True)
             reference.adamw(*twins, options, control, undo=True)
         close(lists[2:], before[2:])
         close(twins[2:], before[2:])
@@ -259,8 +262,8 @@ def test_adamw_is_the_references(
 def test_a_learning_rate_is_read_where_it_lies() -> None:
     lists, lr = adam_state(FP32, FP32), torch.tensor(0.5)
     twins = copied(lists)
-    cuda_optimizer.adamw(*lists, spec.AdamWOptions(lr))
-    cuda_optimizer.adamw(*twins, spec.AdamWOptions(0.5))
+    cuda_adamw.adamw(*lists, spec.AdamWOptions(lr))
+    cuda_adamw.adamw(*twins, spec.AdamWOptions(0.5))
     assert torch.equal(lists[0][1], twins[0][1])
 
 
@@ -274,16 +277,16 @@ def test_addresses_are_packed_again_only_where_they_move(
     for change in (None, None, 1, 2, None):  # nothing, gradients, averages
         if change is not None:
             lists[change] = [tensor.clone() for tensor in lists[change]]
-        cuda_optimizer.adamw(*lists, options, memory=memory)
+        cuda_adamw.adamw(*lists, options, memory=memory)
         reference.adamw(*twins, options)
     close(lists, twins)
     assert len(packed) == 2
     lists[1] = [tensor.double() for tensor in lists[1]]
     with pytest.raises(ValueError, match=r"grads\[0\] must be torch.float64, one of"):
-        cuda_optimizer.adamw(*lists, options, memory=memory)
+        cuda_adamw.adamw(*lists, options, memory=memory)
 
 
-@pytest.mark.parametrize("module", [cuda_optimizer, reference])
+@pytest.mark.parametrize("module", [cuda_adamw, reference])
 def test_norm(module: ModuleType) -> None:
     tensors = [torch.randn(9), torch.randn(4, 5), torch.empty(0)]
     control = torch.full((3,), float("nan"))
@@ -310,7 +313,7 @@ def test_what_the_reference_does_where_reading_would_wait(undo: bool, monkeypatc
         twins = copied(lists)
         reference.adamw(*twins, options, control, undo)
         with monkeypatch.context() as patch:
-            patch.setattr(reference_optimizer, "_HOST", ("meta",))
+            patch.setattr(reference_adamw, "_HOST", ("meta",))
             reference.adamw(*lists, options, control, undo)
         close(lists, twins)
 
@@ -330,7 +333,7 @@ def test_the_reference_converts_by_portions(
     twins = copied(lists)
     norms = torch.zeros(3), torch.zeros(3)
     for tensors, norm, portion in ((twins, norms[0], 1 << 18), (lists, norms[1], 16)):
-        monkeypatch.setattr(reference_optimizer, "_PORTION", portion)
+        monkeypatch.setattr(reference_adamw, "_PORTION", portion)
         reference.adamw(*tensors, options, control, undo)
         reference.squared_norm(tensors[1], norm)
     for ours, theirs in zip(lists, twins, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from zbkern.kernels import dispatch, measured, reference, spec
+from zbkern.kernels import dispatch, reference, selection, spec
 
 TRITON = importlib.util.find_spec("triton") is not None
 
@@ -45,7 +45,7 @@ def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> No
         dispatch.why_not.cache_clear()
         return dispatch.why_not("linear", "triton", device, dtype)
 
-    importlib.import_module("zbkern.kernels.triton_launches")  # kernels stay as they were when imported: interpreted
+    importlib.import_module("zbkern.kernels.triton.kernels")  # kernels stay as they were when imported: interpreted
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "need a CUDA device" in reason("cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -60,13 +60,13 @@ def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_cuda_extension_borrows_the_launches_that_it_lacks(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zbkern.kernels import cuda
+    from zbkern.kernels.cuda import wgrad as cuda_wgrad
 
     dispatch._launches.cache_clear()
     monkeypatch.setitem(dispatch._LENDERS, "cuda", "torch")  # which runs here
-    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    monkeypatch.setattr(cuda_wgrad, "why_not", lambda device: None)
     launches = dispatch.resolve("linear", "cuda", "cuda", torch.bfloat16)
-    assert launches.linear_wgrad is cuda.linear_wgrad
+    assert launches.linear_wgrad is cuda_wgrad.linear_wgrad
     assert launches.linear_fwd is reference.linear_fwd
     assert dispatch.resolve("gated_mlp", "cuda", "cuda", torch.float16) is launches
     assert "nothing of its own for this" in dispatch.why_not("attention", "cuda", "cuda", torch.bfloat16)
@@ -110,7 +110,7 @@ def test_auto_takes_plain_products_from_the_library_until_ours_are_measured_to_b
         return [label.split()[0] for label in gpu]
 
     assert run() == ["torch", "triton", "torch", "triton", "triton"]
-    monkeypatch.setitem(measured.PRODUCTS, (9, 0), "triton")
+    monkeypatch.setitem(selection.PRODUCTS, (9, 0), "triton")
     assert run() == ["triton"] * 5
     assert dispatch.resolve("linear", "triton", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
 
@@ -125,7 +125,7 @@ TABLE = {(1024, 4096, 4096): "cuda", (8192, 4096, 4096): "triton", (1024, 512, 5
 
 
 def test_auto_takes_w_by_shape_where_that_is_measured(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(measured.WGRAD, (9, 0), TABLE)
+    monkeypatch.setitem(selection.WGRAD, (9, 0), TABLE)
     launches = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
     for m, n, k in [(1024, 4096, 4096), (600, 2048, 8192), (5000, 4096, 4096), (1024, 256, 512)]:
         launches.linear_wgrad(*w_of(m, n, k), True)
@@ -153,7 +153,7 @@ def test_auto_takes_w_by_shape_where_that_is_measured(gpu: list[str], monkeypatc
 def test_auto_leaves_to_triton_what_the_extension_refuses(
     gpu: list[str], monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype, flat: Any, name: str
 ) -> None:
-    monkeypatch.setitem(measured.WGRAD, (9, 0), TABLE)
+    monkeypatch.setitem(selection.WGRAD, (9, 0), TABLE)
     launches = dispatch.resolve("linear", "auto", "cuda", None)  # as torch.compile's operators ask, for any dtype
     segments, _ = w_of(1024, *shape, dtype)
     launches.linear_wgrad(segments, (flat(torch.empty(4104 * 4104)), None), True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import launch_checks
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support import launch_checks
 from zbkern import testing
 from zbkern.kernels import reference, spec
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from zbkern.kernels import aot, sass
+from zbkern.kernels.triton import aot as triton_aot
+from zbkern.kernels.triton import sass as triton_sass
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,21 +47,21 @@ def listing(*lines: str) -> str:
     ],
 )
 def test_registers_of_products_under_way(lines: list[str], found: list[str]) -> None:
-    hazards = sass.scan(listing(*lines)).hazards
+    hazards = triton_sass.scan(listing(*lines)).hazards
     assert len(hazards) == len(found)
     assert all(words in hazard for words, hazard in zip(found, hazards, strict=True))
 
 
 def test_products_that_are_waited_for_one_by_one() -> None:
-    together = sass.scan(listing(PRODUCT, PRODUCT, PRODUCT, WAIT, "EXIT"))
-    one_by_one = sass.scan(listing(PRODUCT, WAIT, PRODUCT, WAIT, "EXIT"))
+    together = triton_sass.scan(listing(PRODUCT, PRODUCT, PRODUCT, WAIT, "EXIT"))
+    one_by_one = triton_sass.scan(listing(PRODUCT, WAIT, PRODUCT, WAIT, "EXIT"))
     assert (together.products, together.alone) == (3, 1)
     assert (one_by_one.products, one_by_one.alone) == (2, 2)
 
 
 def test_accesses_and_sizes() -> None:
     body = ["LDG.E.U16 R1, [R2]", "LDG.E.128 R4, [R2]", "STG.E.U8 [R2], R1", "LDS.U16 R1, [R2]"]
-    found = sass.scan(listing("MOV R0, R1", ".L_x_0:", *body, "@P0 BRA `(.L_x_0)", "EXIT"))
+    found = triton_sass.scan(listing("MOV R0, R1", ".L_x_0:", *body, "@P0 BRA `(.L_x_0)", "EXIT"))
     assert (found.narrow, found.accesses) == (2, 3)
     assert (found.bytes, found.loop) == (7 * 16, 5 * 16)
 
@@ -68,7 +69,7 @@ def test_accesses_and_sizes() -> None:
 LISTING = """
 import importlib
 from zbkern.kernels import aot, sass
-variants = importlib.import_module("zbkern.kernels.triton_attention").variants(90)
+variants = importlib.import_module("zbkern.kernels.triton.attention_forward").variants(90)
 variant = next(variant for variant in variants if variant.name == "attention fwd bf16 64 causal")
 print(sass.disassemble(aot.compiled(variant, 90).asm["cubin"]))
 """
@@ -77,15 +78,15 @@ print(sass.disassemble(aot.compiled(variant, 90).asm["cubin"]))
 def test_a_kernel_without_its_waits() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    if sass.disassembler() is None:
+    if triton_sass.disassembler() is None:
         pytest.skip("there is no nvdisasm, neither Triton's nor CUDA's")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", LISTING]
     text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    assert not sass.scan(text).hazards
+    assert not triton_sass.scan(text).hazards
     without, count = re.subn(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", "NOP", text)
     assert count > 1
-    assert len(sass.scan(without).hazards) > 100
+    assert len(triton_sass.scan(without).hazards) > 100
 
 
 LOG = """ptxas info    : Compiling entry function '_forward' for 'sm_90a'
@@ -95,14 +96,14 @@ ptxas info    : Used 216 registers, used 1 barriers
 
 
 def test_warnings_of_ptxas() -> None:
-    (warning,) = aot.serialised(LOG)
+    (warning,) = triton_aot.serialised(LOG)
     assert warning.startswith("(C7515) Potential Performance Loss: wgmma")
 
 
 def test_faults_of_the_code() -> None:
-    code = sass.Findings(["MOV: uses a sum"], products=8, alone=8, narrow=16, accesses=16, bytes=0, loop=2**18)
-    names = [*aot._INSTRUCTIONS]
-    report = aot.Report("m", "n", 90, 8, 3, 99, 0, 0, dict.fromkeys(names, 1), True, True, 3, code=code)
+    code = triton_sass.Findings(["MOV: uses a sum"], products=8, alone=8, narrow=16, accesses=16, bytes=0, loop=2**18)
+    names = [*triton_aot._INSTRUCTIONS]
+    report = triton_aot.Report("m", "n", 90, 8, 3, 99, 0, 0, dict.fromkeys(names, 1), True, True, 3, code=code)
     assert len(report.faults()) == 4
     assert len(dataclasses.replace(report, aligned=False).faults()) == 3
     assert dataclasses.replace(report, code=None, warnings=["(C7515) serialized"]).faults() == [

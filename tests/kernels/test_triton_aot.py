@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from zbkern.kernels import aot
+from zbkern.kernels.triton import aot as triton_aot
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -33,7 +33,7 @@ def reports() -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", aot.CAPABILITIES)
+@pytest.mark.parametrize("capability", triton_aot.CAPABILITIES)
 def test_no_kernel_has_a_fault(reports: list[dict], capability: int) -> None:
     """No spills, shared and tensor memory within the chip's limits, its own instructions for products, and bulk copies
     where they are promised; on sm_90 no product waited for one by one, and no register of one under way touched."""
@@ -47,7 +47,7 @@ def test_no_kernel_has_a_fault(reports: list[dict], capability: int) -> None:
 @pytest.mark.slow
 def test_every_module_lists_variants(reports: list[dict]) -> None:
     """A kernel that nobody compiles here is a kernel that nobody checks."""
-    kernels = Path(aot.__file__).parent.glob("triton_*.py")
+    kernels = Path(triton_aot.__file__).parent.glob("triton_*.py")
     modules = {path.stem for path in kernels if re.search(r"^@Kernel|= Kernel\(", path.read_text(), re.MULTILINE)}
     assert {report["module"] for report in reports} == modules
 
@@ -55,10 +55,12 @@ def test_every_module_lists_variants(reports: list[dict]) -> None:
 def test_faults_are_found() -> None:
     for capability, product in {80: "mma", 90: "wgmma", 100: "tcgen05"}.items():
         none, some = {product: 0, "bulk copies": 0}, {product: 1, "bulk copies": 1}
-        bad = aot.Report("m", "n", capability, 8, 3, 255, 8, 300 * 1024, none, True, True, ahead=2, tensor_memory=513)
+        bad = triton_aot.Report(
+            "m", "n", capability, 8, 3, 255, 8, 300 * 1024, none, True, True, ahead=2, tensor_memory=513
+        )
         assert len(bad.faults()) == (6 if capability >= 90 else 5)  # before 9.0 there are no bulk copies to miss
         assert f"multiplies matrices without {product}" in bad.faults()
-        assert not aot.Report("m", "n", capability, 8, 3, 255, 0, 1024, some, True, True, 3, 512).faults()
+        assert not triton_aot.Report("m", "n", capability, 8, 3, 255, 0, 1024, some, True, True, 3, 512).faults()
 
 
 COPY, DOT = "%a = ttng.async_tma_copy_global_to_local", "%c = ttng.warp_group_dot %x, %y"
@@ -75,14 +77,14 @@ COPY, DOT = "%a = ttng.async_tma_copy_global_to_local", "%c = ttng.warp_group_do
 )
 def test_copies_ahead_are_counted(before: list[str], inside: list[str], expected: int | None) -> None:
     lines = [*before, "%r = scf.for %i = %zero to %n {", *["  " + line for line in inside], "}", COPY]
-    assert aot._ahead("\n".join("  " + line for line in lines)) == expected
+    assert triton_aot._ahead("\n".join("  " + line for line in lines)) == expected
 
 
 def test_no_stride_is_kept_from_being_compiled_in() -> None:
     """An argument of an annotated type is never a constant on a GPU, not even a stride of 1, while `aot` takes what a
     variant lists: the report would be of kernels that load whole rows, and the GPU would run ones that cannot."""
     found = []
-    for path in Path(aot.__file__).parent.glob("triton_*.py"):
+    for path in Path(triton_aot.__file__).parent.glob("triton_*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list):
                 arguments = [a for a in function.args.args if a.annotation is not None]

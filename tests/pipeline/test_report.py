@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from zbkern.pipeline import Costs, plan, report, schedules, simulate, style
+from zbkern.pipeline import Costs, plan, report, schedules, simulate
+from zbkern.pipeline.draw import style
 
 
 @pytest.mark.parametrize("width", [30, 31, 40, 60, 79])

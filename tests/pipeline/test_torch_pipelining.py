@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import zbkern
-from tests.tied import Block
+from tests.support.tied import Block
 from zbkern import testing
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zbkern.functions._shapes import statistics_dtype
 from zbkern.kernels import reference
-from zbkern.kernels.reference_attention import attention_mask
+from zbkern.kernels.reference.attention import attention_mask
 from zbkern.kernels.spec import AttentionOptions
 
 

@@ -16,15 +16,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zbkern.kernels import measured, spec
+from zbkern.kernels import selection, spec
 
 _MODULES = {
-    "cuda": "zbkern.kernels.cuda",
-    "triton": "zbkern.kernels.triton_launches",
+    "cuda": "zbkern.kernels.cuda.wgrad",
+    "triton": "zbkern.kernels.triton.kernels",
     "torch": "zbkern.kernels.reference",
 }
 _LENDERS = {"cuda": "triton"}
-_WHOLE = {("adamw", "cuda"): "zbkern.kernels.cuda_optimizer"}  # has all launches of its op, and dtypes of its own
+_WHOLE = {("adamw", "cuda"): "zbkern.kernels.cuda.adamw"}  # has all launches of its op, and dtypes of its own
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -102,7 +102,7 @@ def _automatic(capability: tuple[int, int], extension: bool) -> ModuleType:
 
     extension: the CUDA extension can run here.
     """
-    triton, library = _launches("triton"), _launches(measured.PRODUCTS.get(capability, "torch"))
+    triton, library = _launches("triton"), _launches(selection.PRODUCTS.get(capability, "torch"))
 
     def linear_fwd(
         x: Tensor,
@@ -127,9 +127,9 @@ def _automatic(capability: tuple[int, int], extension: bool) -> ModuleType:
     joined = ModuleType("triton, with products and W by measurement")
     launches = {name: getattr(triton, name) for name in spec.LAUNCHES if hasattr(triton, name)}
     vars(joined).update(launches, linear_fwd=linear_fwd, linear_dgrad=linear_dgrad)
-    if extension and capability in measured.WGRAD:
+    if extension and capability in selection.WGRAD:
         named = {"cuda": _launches("cuda"), "triton": triton}
-        joined.linear_wgrad = measured.linear_wgrad(measured.WGRAD[capability], named)  # type: ignore[attr-defined]
+        joined.linear_wgrad = selection.linear_wgrad(selection.WGRAD[capability], named)  # type: ignore[attr-defined]
         joined.linear_wgrads = joined.linear_wgrad.several  # type: ignore[attr-defined]
     return joined
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zbkern.pipeline.actions import Action, ScheduleError
-from zbkern.pipeline.costs import Costs
-from zbkern.pipeline.schedule import Schedule
-from zbkern.pipeline.simulate import simulate  # not lazy: the function must win over the submodule of its name
-from zbkern.pipeline.timeline import Event, Timeline
+from zbkern.pipeline.schedules.actions import Action, ScheduleError
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 _HOME = {
     "Optimizer": "optimizer",
-    "Pipeline": "engine",
-    "PipelineError": "base",
-    "clip_grad_norm_": "norms",
-    "grad_norm": "norms",
+    "Pipeline": "runtime.engine",
+    "PipelineError": "transport.base",
+    "clip_grad_norm_": "optimizer",
+    "grad_norm": "optimizer",
     "plan": "planner",
-    "profile": "profiling",
+    "profile": "runtime.profiling",
 }
-_MODULES = ("checkpoint", "draw", "schedules", "trace")
+_MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules", "trace": "draw.trace"}
 
 __all__ = [
     "Action",
@@ -50,21 +50,21 @@ if TYPE_CHECKING:
     from zbkern.pipeline import checkpoint as checkpoint
     from zbkern.pipeline import draw as draw
     from zbkern.pipeline import schedules as schedules
-    from zbkern.pipeline import trace as trace
-    from zbkern.pipeline.base import PipelineError as PipelineError
-    from zbkern.pipeline.engine import Pipeline as Pipeline
-    from zbkern.pipeline.norms import clip_grad_norm_ as clip_grad_norm_
-    from zbkern.pipeline.norms import grad_norm as grad_norm
+    from zbkern.pipeline.draw import trace as trace
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
+    from zbkern.pipeline.optimizer.clipping import clip_grad_norm_ as clip_grad_norm_
+    from zbkern.pipeline.optimizer.clipping import grad_norm as grad_norm
     from zbkern.pipeline.planner.plan import plan as plan
-    from zbkern.pipeline.profiling import profile as profile
+    from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
+    from zbkern.pipeline.runtime.profiling import profile as profile
+    from zbkern.pipeline.transport.base import PipelineError as PipelineError
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(f"zbkern.pipeline.{_HOME[name]}"), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"zbkern.pipeline.{name}")
+        value = importlib.import_module(f"zbkern.pipeline.{_MODULES[name]}")
     else:
         raise AttributeError(f"module 'zbkern.pipeline' has no attribute {name!r}")
     globals()[name] = value

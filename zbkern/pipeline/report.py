@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zbkern.pipeline.draw.style import amount, duration, number
 from zbkern.pipeline.planner import Plan
-from zbkern.pipeline.schedule import Schedule
-from zbkern.pipeline.style import amount, duration, number
-from zbkern.pipeline.timeline import Timeline
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation.timeline import Timeline
 
 _SHOWN = 0.005  # of the objective: less imbalance than that is not worth a line
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits

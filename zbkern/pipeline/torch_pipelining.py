@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.nn.parallel import DistributedDataParallel
 
-from zbkern import landing
-from zbkern.wgrad import WGradQueue
+from zbkern.wgrad import WGradQueue, accumulation
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -70,7 +69,7 @@ class PipelineStage(pipelining.PipelineStage):
             self.queue.run(self._waiting())
             parameters = [p for p in self.submod.parameters() if p.requires_grad]
             self.submod.reducer.prepare_for_backward([])
-            landing.accumulate_via_autograd([(p, torch.zeros_like(p, requires_grad=False)) for p in parameters])
+            accumulation.accumulate_via_autograd([(p, torch.zeros_like(p, requires_grad=False)) for p in parameters])
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """What the chunk before, on the same rank, takes as its gradients; nothing in `eval`, where stock fails."""

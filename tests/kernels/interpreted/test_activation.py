@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zbkern import testing
-from zbkern.kernels import reference, spec, triton_activation
+from zbkern.kernels import reference, spec
+from zbkern.kernels.triton import activation as triton_activation
 
 LAUNCHES = {"activation_fwd": (1, 1), "activation_bwd": (2, 1), "gated_fwd": (2, 1), "gated_bwd": (3, 3)}
 

@@ -8,13 +8,15 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import attention_checks as checks
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbkern.kernels import tiles, triton_attention, triton_launches
+from tests.support import attention_checks as checks
+from zbkern.kernels import tiles
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.kernels.triton import attention_forward as triton_attention_forward
+from zbkern.kernels.triton import kernels as triton_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 
@@ -35,7 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
 def test_head_sizes(size: int, dtype: torch.dtype) -> None:
-    checks.attention(triton_launches, dtype, [35], heads=(1, 1), size=size)
+    checks.attention(triton_kernels, dtype, [35], heads=(1, 1), size=size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,7 +58,7 @@ def test_head_sizes(size: int, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
-    checks.attention(triton_launches, dtype, **{"size": 16, **arguments})
+    checks.attention(triton_kernels, dtype, **{"size": 16, **arguments})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,16 +74,16 @@ def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
 def test_heads_in_pieces(arguments: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = tiles.attention
     monkeypatch.setattr(tiles, "attention", lambda *case: replace(choose(*case), piece=16))
-    checks.attention(triton_launches, dtype, **{"heads": (4, 2), "size": 24, **arguments})
-    checks.attention(triton_launches, dtype, [19], [31], size=40, causal=False, layouts=("odd", "step", "plain"))
+    checks.attention(triton_kernels, dtype, **{"heads": (4, 2), "size": 24, **arguments})
+    checks.attention(triton_kernels, dtype, [19], [31], size=40, causal=False, layouts=("odd", "step", "plain"))
 
 
 @pytest.mark.parametrize("layout", checks.LAYOUTS)
 def test_layouts(layout: str) -> None:
     """By descriptor where the tensors allow it, by pointers elsewhere."""
     others = checks.LAYOUTS[checks.LAYOUTS.index(layout) - 1], layout
-    checks.attention(triton_launches, torch.float16, [19, 19], heads=(4, 2), size=24, layouts=(layout, *others))
-    checks.attention(triton_launches, torch.float16, [19, 5], heads=(4, 2), size=24, layouts=(layout, layout, "plain"))
+    checks.attention(triton_kernels, torch.float16, [19, 19], heads=(4, 2), size=24, layouts=(layout, *others))
+    checks.attention(triton_kernels, torch.float16, [19, 5], heads=(4, 2), size=24, layouts=(layout, layout, "plain"))
 
 
 lengths = st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33])
@@ -105,34 +107,32 @@ def test_any_lengths(
     dtype: torch.dtype,
 ) -> None:
     queries, keys = zip(*pairs, strict=True)
-    checks.attention(triton_launches, dtype, queries, keys, heads, size, causal, window if causal else None)
+    checks.attention(triton_kernels, dtype, queries, keys, heads, size, causal, window if causal else None)
 
 
 def test_before_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs before 9.0."""
-    monkeypatch.setattr(triton_attention, "capability_of", lambda device: 80)
-    checks.attention(triton_launches, torch.float16, [33, 33], heads=(2, 1), size=16, window=20)
-    checks.attention(triton_launches, torch.float16, [33, 7], heads=(2, 1), size=24)
+    monkeypatch.setattr(triton_attention_forward, "capability_of", lambda device: 80)
+    checks.attention(triton_kernels, torch.float16, [33, 33], heads=(2, 1), size=16, window=20)
+    checks.attention(triton_kernels, torch.float16, [33, 7], heads=(2, 1), size=24)
 
 
 def test_runs_are_equal_bit_for_bit() -> None:
-    first, second = (
-        checks.attention(triton_launches, torch.float16, [33, 20], heads=(2, 1), size=16) for _ in range(2)
-    )
+    first, second = (checks.attention(triton_kernels, torch.float16, [33, 20], heads=(2, 1), size=16) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("ends", [(0, 25, 50), (0, 20, 50)], ids=["batched", "packed"])
 def test_nan_stays_in_its_sequence(ends: tuple[int, ...]) -> None:
-    checks.nan_stays_in_its_sequence(triton_launches, torch.float32, ends, "cpu")
+    checks.nan_stays_in_its_sequence(triton_kernels, torch.float32, ends, "cpu")
 
 
 def test_large_scores_do_not_overflow() -> None:
-    checks.large_scores_do_not_overflow(triton_launches, torch.float32, "cpu")
+    checks.large_scores_do_not_overflow(triton_kernels, torch.float32, "cpu")
 
 
 def test_too_large_heads_are_refused() -> None:
     q = torch.empty(2, 1, 257)
     options = AttentionOptions(1.0, True, None, (0, 2), (0, 2))
     with pytest.raises(ValueError, match="heads of up to 256; got 257"):
-        triton_launches.attention_fwd(q, q, q, options, q, torch.empty(1, 2))
+        triton_kernels.attention_fwd(q, q, q, options, q, torch.empty(1, 2))

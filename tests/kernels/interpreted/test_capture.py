@@ -8,8 +8,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import torch
 
-from zbkern.kernels import triton_attention_places, triton_linear
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.kernels.triton import attention_tiles as triton_attention_tiles
+from zbkern.kernels.triton import linear as triton_linear
 
 
 @pytest.fixture
@@ -25,5 +26,5 @@ def test_a_variant_that_is_not_compiled(capturing: None) -> None:
 def test_a_table_that_is_not_pinned(capturing: None) -> None:
     options = AttentionOptions(1.0, True, None, (0, 3, 10), (0, 3, 10))
     with pytest.raises(RuntimeError, match=r"attention .* run it once before capture"):
-        triton_attention_places._table(options, "queries", 16, True)
-    assert triton_attention_places._table(options, "queries", 16, False).shape[1] == 6
+        triton_attention_tiles._table(options, "queries", 16, True)
+    assert triton_attention_tiles._table(options, "queries", 16, False).shape[1] == 6

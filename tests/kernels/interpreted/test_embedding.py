@@ -6,12 +6,13 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import launch_checks as checks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbkern.kernels import reference, triton_embedding
+from tests.support import launch_checks as checks
+from zbkern.kernels import reference
+from zbkern.kernels.triton import embedding as triton_embedding
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 

@@ -8,13 +8,14 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import every_launch
-import row_checks
 import torch
-from launch_checks import Random
 
+from tests.support import every_launch, row_checks
+from tests.support.launch_checks import Random
 from zbkern import testing
-from zbkern.kernels import spec, triton_common, triton_launches
+from zbkern.kernels import spec
+from zbkern.kernels.triton import common as triton_common
+from zbkern.kernels.triton import kernels as triton_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 
@@ -28,16 +29,16 @@ WITH_NUM_SMS = (
 
 def test_none_is_missing() -> None:
     """Of the contract's, and of what the tests of every launch know, here and on a GPU."""
-    cases = every_launch.cases(triton_launches, Random(torch.float32, "cpu"), 3, 16, 16)
+    cases = every_launch.cases(triton_kernels, Random(torch.float32, "cpu"), 3, 16, 16)
     assert cases.keys() == set(NAMES)
-    assert {name for name in NAMES if "num_sms" in inspect.signature(getattr(triton_launches, name)).parameters} == set(
+    assert {name for name in NAMES if "num_sms" in inspect.signature(getattr(triton_kernels, name)).parameters} == set(
         WITH_NUM_SMS
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_same_bits_in_every_run_and_nothing_left_unwritten(dtype: torch.dtype) -> None:
-    for name, case in every_launch.cases(triton_launches, Random(dtype, "cpu", scale=0.3), 21, 48, 32).items():
+    for name, case in every_launch.cases(triton_kernels, Random(dtype, "cpu", scale=0.3), 21, 48, 32).items():
         first, second = case.results(), case.results()
         for one, two in zip(first, second, strict=True):
             assert torch.equal(one, two), name  # also false for nan
@@ -59,7 +60,7 @@ def test_num_sms_bounds_the_programs(name: str, n: int, monkeypatch: pytest.Monk
         launch(self, grid, *arguments, **options)
 
     monkeypatch.setattr(triton_common.Kernel, "__call__", record)
-    case = every_launch.cases(triton_launches, Random(torch.float16, "cpu", scale=0.3), 140, n, 144)[name]
+    case = every_launch.cases(triton_kernels, Random(torch.float16, "cpu", scale=0.3), 140, n, 144)[name]
     expected = case.results()
     assert max(grids) > 1
     for num_sms in (1, 2):
@@ -72,4 +73,4 @@ def test_num_sms_bounds_the_programs(name: str, n: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["large", "special"])
 def test_hostile_values_in_rows(kind: str, dtype: torch.dtype) -> None:
-    row_checks.adversarial(triton_launches, dtype, "cpu", kind, 12, 48)
+    row_checks.adversarial(triton_kernels, dtype, "cpu", kind, 12, 48)

@@ -14,7 +14,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 import torch
 from torch import Tensor
 
-from zbkern.kernels import spec, triton_launches, triton_loss, triton_norm, triton_norm_backward
+from zbkern.kernels import spec
+from zbkern.kernels.triton import kernels as triton_kernels
+from zbkern.kernels.triton import loss as triton_loss
+from zbkern.kernels.triton import norm_backward as triton_norm_backward
+from zbkern.kernels.triton import norm_forward as triton_norm_forward
 
 FAR = 2**30 + 17  # odd, so that products go by pointers, not by descriptors
 RESERVED = 4 * (FAR + 2**20)
@@ -48,13 +52,13 @@ def test_linear(room: Tensor, dimension: int) -> None:
     x, weight = far(normal(*shape), dimension, room), normal(24, shape[1])
     wanted = normal(*shape) @ weight.t()
     y = torch.full_like(wanted, float("nan"))
-    triton_launches.linear_fwd(x, weight, None, y)
+    triton_kernels.linear_fwd(x, weight, None, y)
     torch.testing.assert_close(y, wanted)
     dx = far(torch.zeros(shape).half(), dimension, room, 64)
-    triton_launches.linear_dgrad(y, weight, dx)
+    triton_kernels.linear_dgrad(y, weight, dx)
     torch.testing.assert_close(dx, y @ weight, rtol=1e-2, atol=1e-2)
     dbias = torch.zeros(shape[1])
-    triton_launches.linear_wgrad([(normal(shape[0], 8), x)], (None, dbias), False)
+    triton_kernels.linear_wgrad([(normal(shape[0], 8), x)], (None, dbias), False)
     torch.testing.assert_close(dbias, x.float().sum(0))
 
 
@@ -62,7 +66,7 @@ def test_linear(room: Tensor, dimension: int) -> None:
 def test_activation(room: Tensor, dimension: int) -> None:
     values = normal(*((3, 40) if dimension == 0 else (40, 3)))
     y = far(torch.zeros_like(values), dimension, room, 64)
-    triton_launches.activation_fwd(far(values, dimension, room), "relu", y)
+    triton_kernels.activation_fwd(far(values, dimension, room), "relu", y)
     torch.testing.assert_close(y, values.relu())
 
 
@@ -70,7 +74,7 @@ def test_activation(room: Tensor, dimension: int) -> None:
 def test_embedding(room: Tensor, dimension: int) -> None:
     dy = normal(*((3, 40) if dimension == 0 else (40, 3)))
     indices, dweight = torch.arange(dy.shape[0]), torch.full(dy.shape, float("nan"))
-    triton_launches.embedding_wgrad([(indices, far(dy, dimension, room))], (dweight,), False)
+    triton_kernels.embedding_wgrad([(indices, far(dy, dimension, room))], (dweight,), False)
     torch.testing.assert_close(dweight, dy.float())
 
 
@@ -81,8 +85,8 @@ def test_rotary(room: Tensor, interleaved: bool, dimension: int) -> None:
     shape[dimension] = 3
     values, angles = normal(*shape), torch.randn(shape[1], shape[3] // 2)
     y, wanted = far(torch.zeros(shape).half(), dimension, room, 128), torch.empty(shape).half()
-    triton_launches.rotary_fwd(values, angles.cos(), angles.sin(), interleaved, wanted)
-    triton_launches.rotary_fwd(far(values, dimension, room), angles.cos(), angles.sin(), interleaved, y)
+    triton_kernels.rotary_fwd(values, angles.cos(), angles.sin(), interleaved, wanted)
+    triton_kernels.rotary_fwd(far(values, dimension, room), angles.cos(), angles.sin(), interleaved, y)
     assert torch.equal(y, wanted)
 
 
@@ -90,7 +94,7 @@ def test_rotary(room: Tensor, interleaved: bool, dimension: int) -> None:
 @pytest.mark.parametrize("held", [True, False])  # in registers, or read in pieces
 def test_rms_norm(room: Tensor, held: bool, dimension: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not held:
-        monkeypatch.setattr(triton_norm, "HELD", 2)
+        monkeypatch.setattr(triton_norm_forward, "HELD", 2)
         monkeypatch.setattr(triton_norm_backward, "HELD", 2)
     shape = (3, 16) if dimension == 0 else (5, 3)
     values, dy = normal(*shape), normal(*shape)
@@ -100,9 +104,9 @@ def test_rms_norm(room: Tensor, held: bool, dimension: int, monkeypatch: pytest.
         (far(values, dimension, room), far(torch.zeros(shape).half(), dimension, room, 64)),
     ):
         rstd, partials = torch.empty(shape[0]), torch.zeros(1, 1, shape[1])
-        triton_launches.rms_norm_fwd(x, None, 1e-5, out, rstd)
+        triton_kernels.rms_norm_fwd(x, None, 1e-5, out, rstd)
         y = out.clone()
-        triton_launches.rms_norm_dgrad(dy, x, None, rstd, out, partials)
+        triton_kernels.rms_norm_dgrad(dy, x, None, rstd, out, partials)
         results.append((y, rstd, out, partials))
     assert all(torch.equal(got, wanted) for got, wanted in zip(results[1], results[0], strict=True))
 
@@ -113,7 +117,7 @@ def test_attention(room: Tensor) -> None:
     results = []
     for some_q in (q, far(q, 1, room)):  # heads first
         y, lse = torch.empty_like(q), torch.empty(3, 5)
-        triton_launches.attention_fwd(some_q, k, v, options, y, lse)
+        triton_kernels.attention_fwd(some_q, k, v, options, y, lse)
         results.append((y, lse))
     assert all(torch.equal(got, wanted) for got, wanted in zip(results[1], results[0], strict=True))
 
@@ -126,9 +130,9 @@ def test_cross_entropy(room: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         if place is not None:
             monkeypatch.setattr(triton_loss, "_logits", place)
         loss, lse, dx, dweight = torch.zeros(3), torch.zeros(3), torch.zeros(3, 16).half(), torch.zeros(40, 16)
-        triton_launches.cross_entropy_fwd(x, weight, None, target, spec.CrossEntropyOptions(), loss, lse, dx)
+        triton_kernels.cross_entropy_fwd(x, weight, None, target, spec.CrossEntropyOptions(), loss, lse, dx)
         segments = [(x, target, lse, torch.ones(3))]
         options = {"weight": weight, "bias": None, "options": spec.CrossEntropyOptions()}
-        triton_launches.cross_entropy_wgrad(segments, (dweight, None), False, **options)
+        triton_kernels.cross_entropy_wgrad(segments, (dweight, None), False, **options)
         results.append((loss, lse, dx, dweight))
     assert all(torch.equal(got, wanted) for got, wanted in zip(results[1], results[0], strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zbkern
 from zbkern import functional, testing
-from zbkern.kernels import triton_launches
+from zbkern.kernels.triton import kernels as triton_kernels
 
 
 def linear(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -66,9 +66,9 @@ def test_gradients_equal_torchs(name: str, deferred: bool) -> None:
 
 def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    launch = triton_launches.linear_wgrad
+    launch = triton_kernels.linear_wgrad
     monkeypatch.setattr(
-        triton_launches, "linear_wgrad", lambda s, o, a: (calls.append([x.shape[0] for x, _ in s]), launch(s, o, a))
+        triton_kernels, "linear_wgrad", lambda s, o, a: (calls.append([x.shape[0] for x, _ in s]), launch(s, o, a))
     )
     weight = torch.randn(8, 16, requires_grad=True)
     queue = zbkern.WGradQueue()
@@ -81,9 +81,9 @@ def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPa
 
 def test_weights_of_several_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    several = triton_launches.linear_wgrad.several
+    several = triton_kernels.linear_wgrad.several
     monkeypatch.setattr(
-        triton_launches.linear_wgrad, "several", lambda layers, a: (calls.append(len(layers)), several(layers, a))
+        triton_kernels.linear_wgrad, "several", lambda layers, a: (calls.append(len(layers)), several(layers, a))
     )
     weights = [torch.randn(*shape, requires_grad=True) for shape in [(8, 16), (24, 8), (16, 24)]]
     queue = zbkern.WGradQueue()

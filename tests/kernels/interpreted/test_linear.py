@@ -11,21 +11,18 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import launch_checks as checks
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbkern.kernels import (
-    spec,
-    tiles,
-    triton_common,
-    triton_launches,
-    triton_linear,
-    triton_linear_sums,
-    triton_linear_wgrad,
-    triton_product,
-)
+from tests.support import launch_checks as checks
+from zbkern.kernels import spec, tiles
+from zbkern.kernels.triton import common as triton_common
+from zbkern.kernels.triton import kernels as triton_kernels
+from zbkern.kernels.triton import linear as triton_linear
+from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
+from zbkern.kernels.triton import multi_matmul as triton_multi_matmul
+from zbkern.kernels.triton import wgrad as triton_wgrad
 
 # The tiles below are 16 wide; multiples of 8 go by descriptor in half precision.
 SIZES = [1, 7, 8, 15, 16, 17, 24, 33, 40]
@@ -65,10 +62,10 @@ class Small(tiles.Tile):
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "choose", lambda *_: Small(16, 32, 16, warps=4, stages=2, group=2))
-    triton_product.plan.cache_clear()
+    triton_matmul_tile.plan.cache_clear()
     yield
     Small.count = 2
-    triton_product.plan.cache_clear()
+    triton_matmul_tile.plan.cache_clear()
 
 
 def draw(data: st.DataObject, scale: float = 1.0) -> checks.Random:
@@ -87,7 +84,7 @@ def test_forward(data: st.DataObject, m: int, n: int, k: int, layouts: tuple[str
     random = draw(data, scale=0.5)
     activation = data.draw(st.sampled_from([None, *spec.ACTIVATIONS]))
     keep = activation is not None and data.draw(st.booleans())
-    checks.linear_fwd(triton_launches, random, m, n, k, layouts, data.draw(st.booleans()), activation, keep)
+    checks.linear_fwd(triton_kernels, random, m, n, k, layouts, data.draw(st.booleans()), activation, keep)
 
 
 @properties
@@ -96,7 +93,7 @@ def test_input_gradient(data: st.DataObject, m: int, n: int, k: int, layouts: tu
     random = draw(data)
     activation = data.draw(st.sampled_from([None, *spec.ACTIVATIONS]))
     accumulate = activation is None and data.draw(st.booleans())
-    checks.linear_dgrad(triton_launches, random, m, n, k, layouts, accumulate, activation)
+    checks.linear_dgrad(triton_kernels, random, m, n, k, layouts, accumulate, activation)
 
 
 @properties
@@ -105,7 +102,7 @@ def test_weight_gradient(data: st.DataObject, rows: list[int], n: int, k: int, l
     random = draw(data)
     out = data.draw(st.sampled_from([random.dtype, torch.float32]))
     bias, weight = data.draw(st.sampled_from([(True, True), (False, True), (True, False)]))
-    checks.linear_wgrad(triton_launches, random, rows, n, k, layouts, out, data.draw(st.booleans()), bias, weight)
+    checks.linear_wgrad(triton_kernels, random, rows, n, k, layouts, out, data.draw(st.booleans()), bias, weight)
 
 
 @fewer
@@ -114,7 +111,7 @@ def test_weight_gradients_of_several_layers(data: st.DataObject, layouts: tuple[
     rows = st.lists(st.integers(0, 40), min_size=1, max_size=data.draw(st.sampled_from([1, 3]), label="segments"))
     shapes = data.draw(st.lists(st.tuples(sizes, sizes, rows), min_size=1, max_size=9))
     accumulate, bias = data.draw(st.booleans()), data.draw(st.booleans())
-    checks.linear_wgrads(triton_launches, draw(data), shapes, layouts, accumulate, bias)
+    checks.linear_wgrads(triton_kernels, draw(data), shapes, layouts, accumulate, bias)
 
 
 @fewer
@@ -125,7 +122,7 @@ def test_groups(data: st.DataObject, groups: int, n: int, k: int, layouts: tuple
     random = draw(data, scale=0.5)
     out = data.draw(st.sampled_from([random.dtype, torch.float32]))
     accumulate, bias = data.draw(st.booleans()), data.draw(st.booleans())
-    checks.grouped_linear(triton_launches, random, counts, n, k, layouts, out, accumulate, bias)
+    checks.grouped_linear(triton_kernels, random, counts, n, k, layouts, out, accumulate, bias)
 
 
 @properties
@@ -133,7 +130,7 @@ def test_groups(data: st.DataObject, groups: int, n: int, k: int, layouts: tuple
 def test_input_gradient_of_several_layers(
     data: st.DataObject, ns: list[int], m: int, k: int, layouts: tuple[str, ...]
 ) -> None:
-    checks.linear_dgrad_sum(triton_launches, draw(data), m, ns, k, layouts)
+    checks.linear_dgrad_sum(triton_kernels, draw(data), m, ns, k, layouts)
 
 
 @properties
@@ -141,7 +138,7 @@ def test_input_gradient_of_several_layers(
 def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tuple[str, ...]) -> None:
     random = draw(data, scale=0.3)
     activation, bias = data.draw(st.sampled_from(spec.ACTIVATIONS)), data.draw(st.booleans())
-    checks.gated_linear(triton_launches, random, m, n, k, h, layouts, activation, bias)
+    checks.gated_linear(triton_kernels, random, m, n, k, h, layouts, activation, bias)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +146,11 @@ def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tup
 )
 def test_programs_of_a_w(options: dict, programs: int, spy: Spy) -> None:
     """As many as there are SMs, fewer if told so, more if each must end early; the result is the same."""
-    grids = spy(triton_linear_sums, "_over_rows", lambda grid, constants: grid)
+    grids = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: grid)
     random = checks.Random(torch.float32, "cpu")
     x, dy = random(20, 64), random(20, 64)
     dweight, dbias = torch.zeros(64, 64), torch.zeros(64)
-    triton_launches.linear_wgrad([(x, dy)], (dweight, dbias), True, **options)
+    triton_kernels.linear_wgrad([(x, dy)], (dweight, dbias), True, **options)
     checks.check("dweight", dweight, dy.double().t() @ x.double())
     checks.check("dbias", dbias, dy.double().sum(0))
     assert grids == [programs]
@@ -163,11 +160,11 @@ def test_programs_of_a_w(options: dict, programs: int, spy: Spy) -> None:
     ("options", "programs"), [({}, 3), ({"num_sms": 1}, 1), ({"max_tiles": 2}, 3), ({"num_sms": 1, "max_tiles": 2}, 2)]
 )
 def test_programs_of_a_bias_alone(options: dict, programs: int, spy: Spy) -> None:
-    grids = spy(triton_linear_wgrad, "_sum_rows", lambda grid, constants: grid)
+    grids = spy(triton_wgrad, "_sum_rows", lambda grid, constants: grid)
     random = checks.Random(torch.float32, "cpu")
     x, dy = random(20, 64), random(20, 160)
     dbias = torch.full((160,), float("nan"))
-    triton_launches.linear_wgrad([(x, dy)], (None, dbias), False, **options)
+    triton_kernels.linear_wgrad([(x, dy)], (None, dbias), False, **options)
     checks.check("dbias", dbias, dy.double().sum(0))
     assert grids == [programs]
 
@@ -187,18 +184,18 @@ def test_equal_keys_are_equal_variants(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return launch
 
-    monkeypatch.setattr(triton_linear_sums, "_over_rows", record(range(16, 24)))  # its r
-    monkeypatch.setattr(triton_linear_sums, "_of_rows", record(range(40, 48)))  # its p
+    monkeypatch.setattr(triton_multi_matmul, "_over_rows", record(range(16, 24)))  # its r
+    monkeypatch.setattr(triton_multi_matmul, "_of_rows", record(range(40, 48)))  # its p
     for dtype, out, n, k, m, start in itertools.product(
         DTYPES, (torch.float32, torch.float16), (8, 16, 24), (8, 16, 32), (1, 16, 20), (0, 4)
     ):
         x, dy, weight = (torch.empty(shape, dtype=dtype) for shape in ((m, k), (m, n), (3, n, k)))
         dweight, dbias = torch.empty(n, k, dtype=out), torch.empty(n + 4, dtype=out)[start : start + n]
         for bias in (dbias, None):
-            triton_launches.linear_wgrad([(x, dy)] * 3, (dweight, bias), True)
+            triton_kernels.linear_wgrad([(x, dy)] * 3, (dweight, bias), True)
         counts = torch.tensor([m // 2, m - m // 2, 0])
-        triton_launches.grouped_linear_fwd(x, weight, None, counts, torch.empty_like(dy))
-        triton_launches.grouped_linear_dgrad(dy, weight, counts, torch.empty_like(x))
+        triton_kernels.grouped_linear_fwd(x, weight, None, counts, torch.empty_like(dy))
+        triton_kernels.grouped_linear_dgrad(dy, weight, counts, torch.empty_like(x))
     assert 20 < len(seen) < count / 3
 
 
@@ -206,7 +203,7 @@ def test_segments_of_different_layouts_and_bfloat16() -> None:
     random = checks.Random(torch.bfloat16, "cpu")
     segments = [(random(9, 24, layout=a), random(9, 16, layout=b)) for a in checks.LAYOUTS for b in checks.LAYOUTS]
     dweight, dbias = torch.ones(16, 24), torch.ones(16)
-    triton_launches.linear_wgrad(segments, (dweight, dbias), True)
+    triton_kernels.linear_wgrad(segments, (dweight, dbias), True)
     expected = sum(dy.double().t() @ x.double() for x, dy in segments) + 1
     checks.check("dweight", dweight, expected)
     checks.check("dbias", dbias, sum(dy.double().sum(0) for _, dy in segments) + 1)
@@ -215,9 +212,9 @@ def test_segments_of_different_layouts_and_bfloat16() -> None:
 @pytest.mark.parametrize("bulk", [True, False])
 def test_descriptors_and_pointers_agree(bulk: bool, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers either way: sm_80 and odd alignments take pointers."""
-    monkeypatch.setattr(triton_product, "_machine", lambda device: (90 if bulk else 80, 3))
-    seen = spy(triton_linear_sums, "_over_rows", lambda grid, constants: constants[4])
-    checks.linear_wgrad(triton_launches, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
+    monkeypatch.setattr(triton_matmul_tile, "_machine", lambda device: (90 if bulk else 80, 3))
+    seen = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[4])
+    checks.linear_wgrad(triton_kernels, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
     assert seen == [bulk]
 
 
@@ -228,19 +225,19 @@ def test_fewer_sms(spy: Spy) -> None:
     x, weight = random(64, 16), random(64, 16)
     for num_sms in (None, 2, 1):
         y = torch.full((64, 64), float("nan"))
-        triton_launches.linear_fwd(x, weight, None, y, num_sms=num_sms)
+        triton_kernels.linear_fwd(x, weight, None, y, num_sms=num_sms)
         checks.check("y", y, x.double() @ weight.double().t())
     assert grids == [4, 2, 1]
 
 
 def test_layers_share_a_launch(spy: Spy) -> None:
     """Seven weights of different shapes are one launch; a fourth segment makes it two weights a launch."""
-    shares = spy(triton_linear_sums, "_over_rows", lambda grid, constants: constants[:2])
+    shares = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[:2])
     random = checks.Random(torch.float16, "cpu")
     shapes = [(16, 24), (40, 16), (8, 8), (32, 32), (8, 48), (24, 8), (16, 16)]
     for segments, expected in ((1, [(8, 1)]), (4, [(2, 4)] * 3 + [(1, 4)])):
         shares.clear()
-        checks.linear_wgrads(triton_launches, random, [(n, k, [16] * segments) for n, k in shapes], accumulate=True)
+        checks.linear_wgrads(triton_kernels, random, [(n, k, [16] * segments) for n, k in shapes], accumulate=True)
         assert shares == expected
 
 
@@ -251,9 +248,9 @@ def test_a_group_never_sees_its_neighbours() -> None:
     x, dy, weight = random(34, 32), random(34, 16), random(3, 16, 32)
     x[bad], dy[bad] = float("inf"), float("nan")
     y, dx, dweight = torch.empty(34, 16), torch.empty(34, 32), torch.empty(3, 16, 32)
-    triton_launches.grouped_linear_fwd(x, weight, None, counts, y)
-    triton_launches.grouped_linear_dgrad(dy, weight, counts, dx)
-    triton_launches.grouped_linear_wgrad([(x, dy, counts)], (dweight, None), False)
+    triton_kernels.grouped_linear_fwd(x, weight, None, counts, y)
+    triton_kernels.grouped_linear_dgrad(dy, weight, counts, dx)
+    triton_kernels.grouped_linear_wgrad([(x, dy, counts)], (dweight, None), False)
     for result in (y, dx):
         assert not result[bad].isfinite().any()
         assert result[:5].isfinite().all()
@@ -266,4 +263,4 @@ def test_a_group_never_sees_its_neighbours() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", checks.KINDS[1:])
 def test_adversarial_values(kind: str, dtype: torch.dtype) -> None:
-    checks.adversarial_linear(triton_launches, dtype, "cpu", kind, 40, 48, 56)
+    checks.adversarial_linear(triton_kernels, dtype, "cpu", kind, 40, 48, 56)

@@ -6,14 +6,15 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import launch_checks as checks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import launch_checks as checks
 from zbkern import testing
-from zbkern.kernels import reference, triton_loss
+from zbkern.kernels import reference
 from zbkern.kernels.spec import CrossEntropyOptions
+from zbkern.kernels.triton import loss as triton_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zbkern import testing
-from zbkern.kernels import reference_norm, triton_launches, triton_norm, triton_norm_backward
+from zbkern.kernels.reference import norm as reference_norm
+from zbkern.kernels.triton import kernels as triton_kernels
+from zbkern.kernels.triton import norm_backward as triton_norm_backward
+from zbkern.kernels.triton import norm_forward as triton_norm_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 
@@ -40,7 +43,7 @@ def check(
     weight = torch.randn(features).to(dtype) if weighted else None
     bias = torch.randn(features).to(dtype) if weighted and centered else None
     results = []
-    for launches, wide in ((triton_launches, torch.float32), (reference_norm, torch.float64)):
+    for launches, wide in ((triton_kernels, torch.float32), (reference_norm, torch.float64)):
         exact = launches is reference_norm
         tensors = (summed if exact and added else x, dy, weight, bias, dsummed)
         own_x, own_dy, w, b, also = (t.double() if exact and t is not None else t for t in tensors)
@@ -74,7 +77,7 @@ def check(
 @pytest.mark.parametrize("features", [1, 63, 64, 65, 2047, 2049])
 def test_edges_of_the_tile(features: int, centered: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    tile = triton_norm.norm_tile(features)
+    tile = triton_norm_forward.norm_tile(features)
     for rows in {1, tile.rows - 1, 3 * tile.rows + 1} - {0}:
         check(rows, features, dtype, centered, True, "dense")
     check(tile.rows + 1, features, dtype, centered, True, "dense", added=True)
@@ -100,9 +103,9 @@ def test_any_shape(
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize(("held", "rows", "features"), [(64, 3, 100), (64, 66, 65), (128, 3, 100)])
 def test_long_rows(held: int, rows: int, features: int, centered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_norm, "HELD", held)
+    monkeypatch.setattr(triton_norm_forward, "HELD", held)
     monkeypatch.setattr(triton_norm_backward, "HELD", 32)
-    for module in (triton_norm, triton_norm_backward):
+    for module in (triton_norm_forward, triton_norm_backward):
         monkeypatch.setattr(module, "PIECE", 32)
     torch.manual_seed(0)
     check(rows, features, DTYPES[rows > 3], centered, True, "part")
@@ -114,15 +117,15 @@ def test_long_rows(held: int, rows: int, features: int, centered: bool, monkeypa
 @pytest.mark.parametrize("centered", [False, True])
 def test_no_rows(centered: bool) -> None:
     x, statistics = torch.empty(0, 8), torch.empty(0)
-    partials, weight = poisoned(1 + centered, triton_launches.norm_partials(0, 8, x.device), 8), torch.ones(8)
+    partials, weight = poisoned(1 + centered, triton_kernels.norm_partials(0, 8, x.device), 8), torch.ones(8)
     if centered:
-        triton_launches.layer_norm_fwd(x, weight, None, 1e-5, x.clone(), statistics, statistics)
-        triton_launches.layer_norm_dgrad(x, x, weight, statistics, statistics, x.clone(), partials)
+        triton_kernels.layer_norm_fwd(x, weight, None, 1e-5, x.clone(), statistics, statistics)
+        triton_kernels.layer_norm_dgrad(x, x, weight, statistics, statistics, x.clone(), partials)
     else:
-        triton_launches.rms_norm_fwd(x, weight, 1e-5, x.clone(), statistics)
-        triton_launches.rms_norm_dgrad(x, x, weight, statistics, x.clone(), partials)
+        triton_kernels.rms_norm_fwd(x, weight, 1e-5, x.clone(), statistics)
+        triton_kernels.rms_norm_dgrad(x, x, weight, statistics, x.clone(), partials)
     outputs = [poisoned(8) for _ in range(1 + centered)]
-    triton_launches.norm_wgrad([(partials,)], outputs, False)
+    triton_kernels.norm_wgrad([(partials,)], outputs, False)
     for output in outputs:
         assert torch.equal(output, torch.zeros(8))
 
@@ -135,12 +138,12 @@ def test_wgrad_sums_all_segments(counts: list[int], accumulate: bool, kind: torc
     segments = [(torch.randn(2, count, 37),) for count in counts]
     before = [torch.randn(37).to(kind) if accumulate else poisoned(37, dtype=kind) for _ in range(2)]
     outputs = [before[0].clone(), poisoned(37, 2, dtype=kind)[:, 0].copy_(before[1])]
-    triton_launches.norm_wgrad(segments, outputs, accumulate)
+    triton_kernels.norm_wgrad(segments, outputs, accumulate)
     for index, output in enumerate(outputs):
         total = sum(partials[index].double().sum(0) for (partials,) in segments)
         testing.assert_close(output, total + before[index].double() if accumulate else total)
     only = [None, before[1].clone()]
-    triton_launches.norm_wgrad(segments, only, accumulate)
+    triton_kernels.norm_wgrad(segments, only, accumulate)
     assert torch.equal(only[1], outputs[1])
 
 
@@ -148,7 +151,7 @@ def test_float64_is_computed_in_float64() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(5, 40, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
     y, rstd = torch.empty_like(x), torch.empty(5, dtype=torch.float64)
-    triton_launches.rms_norm_fwd(x, weight, 1e-5, y, rstd)
+    triton_kernels.rms_norm_fwd(x, weight, 1e-5, y, rstd)
     testing.assert_close(y, torch.nn.functional.rms_norm(x, (40,), weight, 1e-5), tolerance=1e-9)
 
 
@@ -156,7 +159,7 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     x = torch.randn(4, 33)
     x[1, 2], x[2, 3] = float("nan"), float("inf")
     y, rstd = poisoned(4, 33), poisoned(4)
-    triton_launches.rms_norm_fwd(x, None, 1e-5, y, rstd)
+    triton_kernels.rms_norm_fwd(x, None, 1e-5, y, rstd)
     assert torch.isfinite(y[[0, 3]]).all()
     assert y[1].isnan().all()
     assert y[2, 3].isnan()

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import torch
 
-from zbkern.kernels.triton_product import precision
+from zbkern.kernels.triton.matmul_tile import precision
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import row_checks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import row_checks
 from zbkern import functional, testing
-from zbkern.kernels import triton_rotary
+from zbkern.kernels.triton import rotary as triton_rotary
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.actions import ScheduleError
-from zbkern.pipeline.costs import ChunkCosts, Costs
-from zbkern.pipeline.planner import bounds, portfolio, steady
-from zbkern.pipeline.planner.pool import Budget, Pool
+from zbkern.pipeline.draw.style import amount
+from zbkern.pipeline.planner import bounds, portfolio, robustness
+from zbkern.pipeline.planner.incumbents import Budget, Pool
 from zbkern.pipeline.planner.problem import Problem, schedule_of
-from zbkern.pipeline.schedule import Schedule
-from zbkern.pipeline.simulate import simulate
-from zbkern.pipeline.style import amount
-from zbkern.pipeline.timeline import Timeline
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
+from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.pipeline.simulation.timeline import Timeline
 
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
 OBJECTIVES = ("cost", "makespan")
@@ -89,7 +89,7 @@ def plan(
     _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
     if time_limit == 0 and effort is None:
         effort = 0
-    share = time_limit / (2 + len(steady.SLACKS)) if jitter else time_limit  # one part is for the simulations
+    share = time_limit / (2 + len(robustness.SLACKS)) if jitter else time_limit  # one part is for the simulations
     whole, budget = Budget(time_limit, effort), Budget(share, effort)
     name, homes = placement_of(placement, stages, chunks)
     flat = costs.per_chunk(len(homes))
@@ -101,11 +101,11 @@ def plan(
     bound = bounds.cost_bound(problem)
     pool = Pool(8 if jitter else 1, bound)
     rounds = portfolio.search(problem, pool, budget, seed)
-    found = [*pool.orders, *(steady.with_slack(problem, jitter, share, effort, seed) if jitter else ())]
+    found = [*pool.orders, *(robustness.with_slack(problem, jitter, share, effort, seed) if jitter else ())]
     plans = [schedule_of(orders, problem, f"plan-{name}") for orders in found]
     schedule, mean = plans[0], None
     if jitter:
-        schedule, mean = steady.most_robust(plans, costs, objective, jitter, samples, seed, whole)
+        schedule, mean = robustness.most_robust(plans, costs, objective, jitter, samples, seed, whole)
     timeline = simulate(schedule, costs)
     reached = timeline.cost if objective == "cost" else timeline.makespan
     least = min(bound / problem.time_scale, reached)

@@ -9,17 +9,17 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.actions import ScheduleError
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.blocks import search_blocks
+from zbkern.pipeline.planner.annealing import anneal, costed, grown
+from zbkern.pipeline.planner.block_search import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up
-from zbkern.pipeline.planner.lists import Rule, list_schedule, refine, rules
-from zbkern.pipeline.planner.patterns import Pattern, is_v, search_patterns, zb_v_patterns
-from zbkern.pipeline.planner.pool import Budget, Pool
+from zbkern.pipeline.planner.incumbents import Budget, Pool
+from zbkern.pipeline.planner.list_scheduler import Rule, list_schedule, refine, rules
+from zbkern.pipeline.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
 from zbkern.pipeline.planner.problem import Ordering, Problem, fits, one_at_a_time, orders_of
-from zbkern.pipeline.planner.search import anneal, costed, grown
 from zbkern.pipeline.planner.settings import SearchSettings
-from zbkern.pipeline.schedule import Schedule
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.schedule import Schedule
 
 logger = logging.getLogger("zbkern")
 

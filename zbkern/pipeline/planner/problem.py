@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbkern.pipeline.actions import Action
-from zbkern.pipeline.costs import ChunkCosts
-from zbkern.pipeline.schedule import Schedule
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation.costs import ChunkCosts
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 Rows = list[list[int]]

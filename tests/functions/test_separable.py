@@ -1,0 +1,215 @@
+"""An op of the user's own: its W waits, merges, lands and runs hooks as that of a layer of ours."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zbkern
+from zbkern.pipeline import Pipeline, schedules
+from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.wgrad import WGradQueue
+
+calls: list[str] = []
+
+
+class Convolution(zbkern.SeparableFunction):
+    """conv1d with a bias; what W needs besides tensors is hashable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, padding: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.padding = padding
+        return nn.functional.conv1d(x, weight, bias, padding=padding)
+
+    @staticmethod
+    def dgrad(ctx: Any, dy: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        calls.append("B")
+        x, weight = ctx.saved_tensors
+        dx = nn.grad.conv1d_input(x.shape, weight, dy, padding=ctx.padding) if ctx.needs[0] else None
+        return (dx, None), (x, dy, weight.shape, ctx.padding)
+
+    @staticmethod
+    def wgrad(x: Tensor, dy: Tensor, shape: torch.Size, padding: int) -> tuple[Tensor, Tensor]:
+        calls.append("W")
+        return nn.grad.conv1d_weight(x, shape, dy, padding=padding), dy.sum((0, 2))
+
+
+class Layer(nn.Conv1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return Convolution.apply(x, self.padding[0], weights=(self.weight, self.bias), name="layer")
+
+
+class Products(zbkern.SeparableFunction):
+    """(x a, x b): two inputs that take gradients, two outputs, and a W that takes all microbatches at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, y, a, b)
+        return x * a, y * b
+
+    @staticmethod
+    def dgrad(ctx: Any, da: Tensor, db: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
+        x, y, a, b = ctx.saved_tensors
+        return (da * a, db * b), (x, y, da, db)
+
+    @classmethod
+    def launch(cls, segments: Any, outputs: Any, accumulate: bool, options: Any = ()) -> None:
+        calls.append(f"W of {len(segments)}")
+        for x, y, da, db in segments:
+            for output, gradient in zip(outputs, ((x * da).sum(0), (y * db).sum(0)), strict=True):
+                if output is not None:
+                    output.add_(gradient) if accumulate else output.copy_(gradient)
+            accumulate = True
+
+
+@pytest.fixture(autouse=True)
+def no_calls() -> None:
+    calls.clear()
+
+
+def models(bias: bool = True) -> tuple[nn.Sequential, nn.Sequential]:
+    """The same model with torch's convolutions and with ours."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv1d(3, 4, 3, padding=1, bias=bias), nn.Tanh(), nn.Conv1d(4, 2, 3, bias=bias)).double()
+    own = copy.deepcopy(plain)
+    for module in own:
+        if isinstance(module, nn.Conv1d):
+            module.__class__ = Layer
+    return plain, own
+
+
+def data() -> list[Tensor]:
+    return list(torch.randn(3, 2, 3, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1)))
+
+
+def check(plain: nn.Module, own: nn.Module) -> None:
+    for expected, found in zip(plain.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_without_a_queue_it_is_an_ordinary_function(bias: bool) -> None:
+    plain, own = models(bias)
+    x = data()[0].requires_grad_()
+    expected = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
+    found = torch.autograd.grad(own(x).square().sum(), [x, *own.parameters()])
+    torch.testing.assert_close(found, expected)
+    own(x).square().sum().backward()
+    torch.testing.assert_close((x.grad, *(p.grad for p in own.parameters())), expected)
+
+
+@pytest.mark.parametrize("forward_inside", [True, False])
+def test_its_w_waits_and_merges(forward_inside: bool) -> None:
+    plain, own = models()
+    queue = WGradQueue()
+    for number, x in enumerate(data()):
+        plain(x).square().sum().backward()
+        loss = None if forward_inside else own(x).square().sum()
+        with queue.defer(number):
+            (own(x).square().sum() if loss is None else loss).backward()
+    assert calls == ["B"] * 6
+    assert [task.name for task in queue.tasks()] == ["layer"] * 6
+    assert own[0].weight.grad is None
+    assert queue.run_one()  # one layer, all three microbatches
+    assert queue.pending() == 3
+    queue.run()
+    check(plain, own)
+
+
+def test_hooks_and_main_grad() -> None:
+    plain, own = models()
+    queue, heard = WGradQueue(), []
+    own[0].weight.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad.clone()))
+    own[2].weight.main_grad = torch.ones_like(own[2].weight)
+    for x in data():
+        plain(x).square().sum().backward()
+        with queue.defer():
+            own(x).square().sum().backward()
+    assert heard == []
+    queue.run()
+    torch.testing.assert_close(heard, [plain[0].weight.grad])
+    torch.testing.assert_close(own[2].weight.main_grad, plain[2].weight.grad + 1)
+    assert own[2].weight.grad is None
+
+
+def test_in_a_checkpointed_region_it_is_computed_again_in_b() -> None:
+    plain, own = models()
+    queue = WGradQueue()
+    for x in data():
+        x.requires_grad_()
+        plain(x).square().sum().backward()
+        with queue.defer():
+            checkpoint(own, x, use_reentrant=False).square().sum().backward()
+    assert queue.pending() == 6
+    queue.run()
+    check(plain, own)
+
+
+def test_frozen_weights_and_no_grad() -> None:
+    plain, own = models()
+    for model in (plain, own):
+        model[0].requires_grad_(False)
+        model[2].weight.requires_grad_(False)
+    x = data()[0]
+    with torch.no_grad():
+        torch.testing.assert_close(own(x), plain(x))
+    plain(x).square().sum().backward()
+    queue = WGradQueue()
+    with queue.defer():
+        own(x).square().sum().backward()
+    assert calls == ["B"]
+    queue.run()
+    assert [p.grad is None for p in own.parameters()] == [True, True, True, False]
+    torch.testing.assert_close(own[2].bias.grad, plain[2].bias.grad)
+
+
+def test_several_inputs_and_outputs_and_a_launch_of_its_own() -> None:
+    a, b = (nn.Parameter(torch.randn(3)) for _ in range(2))
+    queue = WGradQueue()
+    inputs = torch.randn(2, 2, 4, 3, requires_grad=True)
+    with queue.defer():
+        for x, y in inputs:
+            first, second = Products.apply(x, y, weights=(a, b))
+            (first.square() + second).sum().backward()
+    queue.run()
+    assert calls == ["W of 2"]
+    found = [inputs.grad, a.grad, b.grad]
+    free = inputs.detach().requires_grad_()
+    loss = ((free[:, 0] * a).square() + free[:, 1] * b).sum()
+    torch.testing.assert_close(found, list(torch.autograd.grad(loss, [free, a, b])))
+
+
+def test_in_a_pipeline_of_one_rank() -> None:
+    plain, own = models()
+    x = torch.cat(data())[:4]
+    plain(x).square().mean().backward()
+    targets = torch.zeros(4, 2, 6, dtype=torch.double)
+    with Pipeline(own, schedules.zb_h1(1, 2), nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+        pipe.step(x, targets)
+    check(plain, own)
+    assert calls.count("W") == 4
+
+
+def test_what_does_not_fit_is_named() -> None:
+    weight = nn.Parameter(torch.ones(1, 1, 1))
+    x = torch.ones(1, 1, 2, requires_grad=True)
+    with pytest.raises(TypeError, match=r"Convolution.apply: the first input must be a torch.Tensor; got"):
+        Convolution.apply(0, x, weights=(weight, None))
+    with pytest.raises(TypeError, match=r"Convolution.apply: weights must be a list of tensors or None"):
+        Convolution.apply(x, 0, weights=weight)
+    with pytest.raises(RuntimeError, match="Convolution: its backward has no derivative"):
+        torch.autograd.grad(Convolution.apply(x, 0, weights=(weight, None)).sum(), x, create_graph=True)
+
+    class Short(Convolution):
+        @staticmethod
+        def dgrad(ctx: Any, dy: Tensor) -> tuple[Any, tuple[Any, ...]]:
+            return dy, (dy,)
+
+    with pytest.raises(ValueError, match=r"Short.dgrad must return .* each of its 2 inputs; got 1"):
+        Short.apply(x, 0, weights=(weight, None)).sum().backward()

@@ -1,0 +1,337 @@
+"""Checkpoints by the names of the whole model: saved and loaded with any stages, bit for bit, never half of one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from tests.support.checkpointed import (
+    LAYERS,
+    WIDTH,
+    assert_same,
+    build,
+    layers,
+    make_optimizer,
+    plain_run,
+    state_by_name,
+    train,
+)
+from zbkern.optim import AdamW
+from zbkern.pipeline import checkpoint
+from zbkern.pipeline.checkpoint import dcp_format
+
+# ---- one process
+
+
+def test_a_torch_optimizer_in_one_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    module = layers(0, LAYERS)
+    optimizer = make_optimizer([module])
+    plain_run(module, optimizer, range(3))
+    path = checkpoint.save(tmp_path, 3, module, optimizer, {"position": [3, "file", torch.arange(2)]})
+    assert path == tmp_path / "step-00000003" == checkpoint.latest(tmp_path)
+    saved = copy.deepcopy(state_by_name([module], optimizer))
+    expected = plain_run(module, optimizer, range(3, 6))
+    again = layers(0, LAYERS)
+    for parameter in again.parameters():
+        nn.init.zeros_(parameter)
+    other = make_optimizer([again])
+    other.param_groups[0]["lr"] = 5.0
+    step, extra = checkpoint.load(tmp_path, again, other)
+    assert step == 3
+    assert extra["position"][:2] == [3, "file"]
+    assert torch.equal(extra["position"][2], torch.arange(2))
+    assert_same(saved, state_by_name([again], other))
+    assert plain_run(again, other, range(3, 6)) == expected  # dropout, too
+
+
+def test_keys_are_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    module = layers(0, 2)
+    optimizer = make_optimizer([module])
+    plain_run(module, optimizer, range(1))
+    path = checkpoint.save(tmp_path, 1, module, optimizer)
+    keys = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    moments = {
+        f"optimizer.{entry}.{name}"
+        for name, _ in module.named_parameters()
+        for entry in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert keys == {
+        *(f"model.{key}" for key in module.state_dict()),
+        *moments,
+        "group.0.0",
+        "group.0.1",
+        "random.0",
+        "common",
+    }
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    module = layers(0, 1)
+    for step in (1, 2, 3, 10):
+        checkpoint.save(tmp_path, step, module, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
+    assert checkpoint.load(tmp_path, module).step == 10
+    assert checkpoint.load(tmp_path, module, step=3).step == 3
+    with pytest.raises(ValueError, match="no checkpoint of step 2; there are 3, 10"):
+        checkpoint.load(tmp_path, module, step=2)
+    checkpoint.save(tmp_path, 3, module, keep=1)  # a run that went back to an older step
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert checkpoint.load(tmp_path / "nothing", module) is None
+    assert checkpoint.latest(tmp_path / "nothing") is None
+
+
+POINTS = {"write": (dcp_format, "write_tensors"), "rename": (os, "rename"), "delete": (shutil, "rmtree")}
+
+
+def save_interrupted(folder: Path, step: int, module: nn.Module, point: str, call: int, after: bool) -> None:
+    """A save that ends right before or after its call number `call` of that kind; before a deletion, half-way in it."""
+    where, name = POINTS[point]
+    real, calls = getattr(where, name), []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) - 1 != call:
+            return real(*arguments, **options)
+        if after:
+            real(*arguments, **options)
+        elif point == "delete":
+            next(path for path in Path(arguments[0]).rglob("*") if path.is_file()).unlink()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, interrupted)
+        checkpoint.save(folder, step, module)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("point", "call", "step_before", "step_after"),
+    [
+        ("write", 0, 1, 1),
+        ("rename", 0, 1, 1),  # torch's, of the metadata
+        ("rename", 1, 1, 2),  # of the new checkpoint
+        ("rename", 2, 2, 2),  # of the old one
+        ("delete", 0, 2, 2),
+    ],
+)
+def test_an_interrupted_save_leaves_a_good_checkpoint(
+    tmp_path: Path, point: str, call: int, step_before: int, step_after: int, after: bool
+) -> None:
+    module = layers(0, 1)
+    checkpoint.save(tmp_path, 1, module)
+    good = copy.deepcopy(module.state_dict())
+    nn.init.ones_(module[0][0].weight)
+    with pytest.raises(KeyboardInterrupt):
+        save_interrupted(tmp_path, 2, module, point, call, after)
+    found = layers(0, 1)
+    step, _ = checkpoint.load(tmp_path, found)
+    assert step == (step_after if after else step_before)
+    assert_same(dict(found.state_dict()), dict(good if step == 1 else module.state_dict()))
+    checkpoint.save(tmp_path, 3, module)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("point", "call"), [("rename", 1), ("rename", 2), ("rename", 3), ("delete", 0)])
+def test_a_save_of_the_same_step_that_is_interrupted_leaves_one_of_both(
+    tmp_path: Path, point: str, call: int, after: bool
+) -> None:
+    module = layers(0, 1)
+    checkpoint.save(tmp_path, 1, module)
+    good = copy.deepcopy(module.state_dict())
+    nn.init.ones_(module[0][0].weight)
+    with pytest.raises(KeyboardInterrupt):
+        save_interrupted(tmp_path, 1, module, point, call, after)
+    assert checkpoint.latest(tmp_path) is not None
+    found = layers(0, 1)
+    assert checkpoint.load(tmp_path, found).step == 1
+    new = point == "delete" or call + after > 2  # its name is the second that is changed, after torch's
+    assert_same(dict(found.state_dict()), dict(module.state_dict() if new else good))
+    for step in (2, 1):
+        checkpoint.save(tmp_path, step, module)
+        assert [path.name for path in tmp_path.iterdir()] == [f"step-0000000{step}"]
+
+
+def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+    module = layers(0, 1)
+    with pytest.raises(ValueError, match=r"chunks 0 and 1 both have a tensor 'layer0.0.weight'.*pass rename="):
+        checkpoint.save(tmp_path, 1, {0: module, 1: layers(0, 1)})
+    with pytest.raises(ValueError, match=r"of shape \[3\], is in none of the modules"):
+        checkpoint.save(tmp_path, 1, module, torch.optim.SGD([nn.Parameter(torch.ones(3))]))
+    with pytest.raises(
+        TypeError, match=r"modules must be a Pipeline, \{chunk number: module\}, or one module; got list"
+    ):
+        checkpoint.save(tmp_path, 1, [module])
+    with pytest.raises(ValueError, match="step must be at least 0; got -1"):
+        checkpoint.save(tmp_path, -1, module)
+    with pytest.raises(ValueError, match="keep must be at least 1; got 0"):
+        checkpoint.save(tmp_path, 1, module, keep=0)
+    assert not list(tmp_path.iterdir())
+    checkpoint.save(tmp_path, 1, module)
+    with pytest.raises(ValueError, match=r"'layer1.0.weight' is not in it; saved were 'layer0.0.weight'.* and 2 more"):
+        checkpoint.load(tmp_path, layers(1, 2))
+    wider = nn.Sequential(OrderedDict(layer0=nn.Sequential(nn.Linear(WIDTH, 9))))
+    with pytest.raises(ValueError, match=r"'layer0.0.weight' is \[9, 6\] here and \[6, 6\] in it"):
+        checkpoint.load(tmp_path, wider)
+
+
+def test_what_could_not_be_read_again_is_refused_and_replaces_nothing(tmp_path: Path) -> None:
+    module = layers(0, 1)
+    checkpoint.save(tmp_path, 1, module)
+    with pytest.raises(TypeError, match=r"extra\['data'\]\[1\] must be a number, a string, a tensor.*got PosixPath"):
+        checkpoint.save(tmp_path, 2, module, extra={"data": [3, tmp_path]})
+    with pytest.raises(TypeError, match=r"extra\['function'\] must be .*got function"):
+        checkpoint.save(tmp_path, 2, module, extra={"function": lambda: 0})
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer.param_groups[0]["origin"] = tmp_path
+    with pytest.raises(TypeError, match=r"param_groups\['values'\]\['origin'\] must be .*got PosixPath"):
+        checkpoint.save(tmp_path, 2, module, optimizer)
+    assert checkpoint.load(tmp_path, layers(0, 1)) == (1, None)
+
+
+def test_numbers_of_numpy_load_as_numbers(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    module = layers(0, 1)
+    optimizer = make_optimizer([module])
+    optimizer.param_groups[0]["lr"] = 0.5 * (1 + numpy.cos(0.3))
+    checkpoint.save(tmp_path, 1, module, optimizer, {"tokens": [numpy.int64(7)], "best": numpy.float32(0.5)})
+    again = layers(0, 1)
+    other = make_optimizer([again])
+    found = checkpoint.load(tmp_path, again, other)
+    assert found == (1, {"tokens": [7], "best": 0.5})
+    assert type(found.extra["tokens"][0]) is int
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_model_that_is_a_part_of_what_was_saved_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint.save(tmp_path, 1, layers(0, 2))
+    checkpoint.load(tmp_path, layers(0, 2))
+    assert "no rank's model" not in caplog.text
+    checkpoint.load(tmp_path, layers(0, 1))
+    assert "holds 7 tensors that no rank's model has: 'layer1.0.weight', 'layer1.0.bias'" in caplog.text
+
+
+def test_rename_gives_chunks_that_count_from_zero_their_names(tmp_path: Path) -> None:
+    def name(chunk: int, key: str) -> str:
+        number, _, rest = key.partition(".")
+        return f"layer{2 * chunk + int(number)}.{rest}"
+
+    parts = {chunk: nn.Sequential(*layers(2 * chunk, 2 * chunk + 2)) for chunk in range(2)}
+    checkpoint.save(tmp_path, 1, parts, rename=name)
+    whole = nn.Sequential(OrderedDict((f"layer{i}", layers(0, 1)[0]) for i in range(LAYERS)))
+    checkpoint.load(tmp_path, whole)
+    assert_same(dict(whole.state_dict()), dict(layers(0, LAYERS).state_dict()))
+
+
+def test_a_weight_under_two_names_loads_where_it_is_two(tmp_path: Path) -> None:
+    def make(tied: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        if tied:
+            module[1].weight = module[0].weight
+        return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+    module, optimizer = make(tied=True)
+    module(torch.ones(2, WIDTH)).square().sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, 1, module, optimizer)
+    for tied in (False, True):
+        again, other = make(tied)
+        checkpoint.load(tmp_path, again, other)
+        for weight in (again[0].weight, again[1].weight):
+            assert torch.equal(weight, module[0].weight)
+            assert torch.equal(other.state[weight]["exp_avg"], optimizer.state[module[0].weight]["exp_avg"])
+
+
+# ---- two processes
+
+
+def save_on_two(folder: Path, name: str) -> dict[str, Any]:
+    modules, pipe, optimizer = build(name)
+    with pipe:
+        train(pipe, optimizer, range(3))
+        checkpoint.save(folder, 3, pipe, optimizer, {"position": 3})
+        return state_by_name(list(modules.values()), optimizer.optimizer)
+
+
+def load_on_two(folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
+    modules, pipe, optimizer = build(name)
+    with pipe:
+        train(pipe, optimizer, range(20, 21))
+        loaded = checkpoint.load(folder, pipe, optimizer)
+        return loaded, state_by_name(list(modules.values()), optimizer.optimizer)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("writer", "reader"), [("zb_h1", "zb_v"), ("zb_v", "zb_h1")])
+def test_loads_with_other_stages(two_ranks: Any, tmp_path: Path, writer: str, reader: str) -> None:
+    saved = two_ranks.run(save_on_two, tmp_path, writer)
+    expected = {**saved[0], **saved[1]}
+    assert len(expected) > len(saved[0])
+    results = two_ranks.run(load_on_two, tmp_path, reader)
+    assert [loaded for loaded, _ in results] == [(3, {"position": 3})] * 2
+    assert_same({**results[0][1], **results[1][1]}, expected)
+    whole = layers(0, LAYERS)
+    optimizer = make_optimizer([whole])
+    assert checkpoint.load(tmp_path, whole, optimizer) == (3, {"position": 3})
+    assert_same(state_by_name([whole], optimizer), expected)
+
+
+@pytest.mark.dist
+def test_two_stages_load_what_one_process_saved(two_ranks: Any, tmp_path: Path) -> None:
+    whole = layers(0, LAYERS)
+    optimizer = make_optimizer([whole])
+    plain_run(whole, optimizer, range(2))
+    checkpoint.save(tmp_path, 2, whole, optimizer)
+    results = two_ranks.run(load_on_two, tmp_path, "zb_h1")
+    assert_same({**results[0][1], **results[1][1]}, state_by_name([whole], optimizer))
+
+
+def sharded(folder: Path, ours: bool) -> tuple[dict[str, Any], bool]:
+    """FSDP2 shards, saved by two ranks; then loaded into shards, and unsharded for the test."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def make(first: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Sequential(OrderedDict(layer0=nn.Linear(5, 3)))
+        torch.manual_seed(first)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        return module, (AdamW if ours else torch.optim.AdamW)(module.parameters(), lr=0.1)
+
+    module, optimizer = make(1)
+    module(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    checkpoint.save(folder, 1, module, optimizer)
+    again, other = make(2)
+    checkpoint.load(folder, again, other)
+    same = all(
+        torch.equal(a.to_local(), b.to_local()) for a, b in zip(module.parameters(), again.parameters(), strict=True)
+    )
+    return {key: value.full_tensor() for key, value in again.state_dict().items()}, same
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ours", [False, True])
+def test_shards(two_ranks: Any, tmp_path: Path, ours: bool) -> None:
+    (first, same), (second, also_same) = two_ranks.run(sharded, tmp_path, ours)
+    assert same
+    assert also_same
+    assert_same(first, second)
+    if ours:
+        assert_same(first, two_ranks.run(sharded, tmp_path / "torch", False)[0][0])
+    whole = nn.Sequential(OrderedDict(layer0=nn.Linear(5, 3)))
+    optimizer = torch.optim.AdamW(whole.parameters())
+    checkpoint.load(tmp_path, whole, optimizer)
+    assert_same(dict(whole.state_dict()), first)
+    assert optimizer.state[whole[0].weight]["exp_avg"].shape == (3, 5)

@@ -1,0 +1,143 @@
+"""Checkpoints of fp32 masters, in an Optimizer or in the state of AdamW: bit for bit, and from one to the other."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from tests.support.checkpointed import (
+    LAYERS,
+    MICROBATCHES,
+    assert_same,
+    chunks,
+    layers,
+    plain_run,
+    state_by_name,
+    train,
+)
+from zbkern.optim import AdamW
+from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
+from zbkern.pipeline.transport.local import LocalTransport
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_master_weights_and_loss_scale_go_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    def make() -> tuple[nn.Sequential, Optimizer, Any]:
+        module = layers(0, 2).to(dtype)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if dtype == torch.float16 else None
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+        transport = LocalTransport.ring(1)[0]
+        return module, Optimizer(optimizer, transport, max_norm=0.1, scaler=scaler, master_weights=True), scaler
+
+    module, optimizer, scaler = make()
+    plain_run(module, optimizer, range(3), scaler)
+    checkpoint.save(tmp_path, 3, module, optimizer)
+    expected = plain_run(module, optimizer, range(3, 7), scaler)
+    module, optimizer, scaler = make()
+    plain_run(module, optimizer, range(10, 11), scaler)
+    assert checkpoint.load(tmp_path, module, optimizer).step == 3
+    assert plain_run(module, optimizer, range(3, 7), scaler) == expected
+
+
+def zbkern_adamw(module: nn.Module) -> AdamW:
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.003}]
+    return AdamW(groups, lr=0.01, master_weights=True, max_norm=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_in_the_state_go_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    module = layers(0, 2).to(dtype)
+    optimizer = zbkern_adamw(module)
+    plain_run(module, optimizer, range(3))
+    path = checkpoint.save(tmp_path, 3, module, optimizer)
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = [name for name, _ in module.named_parameters()] if dtype == torch.bfloat16 else []
+    assert {key for key in keys if "master" in key} == {f"master.{name}" for name in names}
+    saved = copy.deepcopy(state_by_name([module], optimizer))
+    expected = plain_run(module, optimizer, range(3, 7))
+    again = layers(0, 2).to(dtype)
+    other = zbkern_adamw(again)
+    plain_run(again, other, range(10, 11))
+    assert checkpoint.load(tmp_path, again, other).step == 3
+    assert_same(saved, state_by_name([again], other))
+    assert plain_run(again, other, range(3, 7)) == expected
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_masters_change_hands(tmp_path: Path, inside: bool) -> None:
+    """Between an Optimizer that keeps them and an AdamW that does so itself."""
+
+    def make(module: nn.Module, inside: bool) -> Optimizer:
+        inner = AdamW(module.parameters(), lr=0.01, master_weights=inside)
+        optimizer = Optimizer(inner, LocalTransport.ring(1)[0], master_weights=not inside)
+        plain_run(module, optimizer, range(2))
+        return optimizer
+
+    def masters(module: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+        kept = [optimizer.optimizer.state[p].get("master") for p in module.parameters()]
+        return [m.clone() for m in kept if m is not None] or [m.clone() for _, m in optimizer.masters]
+
+    module, other = layers(0, 2).bfloat16(), layers(0, 2).bfloat16()
+    writer = make(module, inside)
+    checkpoint.save(tmp_path, 2, module, writer)
+    saved = masters(module, writer)
+    expected = plain_run(module, writer, range(2, 5))
+    reader = make(other, not inside)
+    checkpoint.load(tmp_path, other, reader)
+    found = masters(other, reader)
+    assert len(found) == len(saved) == 8
+    assert all(torch.equal(a, b) for a, b in zip(found, saved, strict=True))
+    assert plain_run(other, reader, range(2, 5)) == expected
+
+
+def test_masters_of_a_model_that_was_saved_without(tmp_path: Path) -> None:
+    module = layers(0, 1).bfloat16()
+    checkpoint.save(tmp_path, 1, module)
+    other = layers(1, 2).bfloat16()
+    other = nn.Sequential(OrderedDict(layer0=other[0]))
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer = Optimizer(sgd, LocalTransport.ring(1)[0], master_weights=True)
+    checkpoint.load(tmp_path, other, optimizer)
+    for (parameter, master), saved in zip(optimizer.masters, module.parameters(), strict=True):
+        assert torch.equal(parameter, saved)
+        assert torch.equal(master, saved.float())
+
+
+def build_small(name: str) -> tuple[dict[int, nn.Sequential], Pipeline, Optimizer]:
+    schedule = getattr(schedules, name)(2, MICROBATCHES)
+    mine = {chunk: module.bfloat16() for chunk, module in chunks(schedule.placement, dist.get_rank()).items()}
+    pipe = Pipeline(list(mine.values()), schedule, lambda y, target: (y.float() - target).square().mean(), timeout=30)
+    parameters = [p for module in mine.values() for p in module.parameters()]
+    return mine, pipe, Optimizer(AdamW(parameters, lr=0.01, master_weights=True), pipe, max_norm=0.15)
+
+
+def small_on_two(folder: Path, name: str, save: bool) -> dict[str, Any]:
+    modules, pipe, optimizer = build_small(name)
+    with pipe:
+        train(pipe, optimizer, range(3) if save else range(20, 21), torch.bfloat16)
+        checkpoint.save(folder, 3, pipe, optimizer) if save else checkpoint.load(folder, pipe, optimizer)
+        return state_by_name(list(modules.values()), optimizer.optimizer)
+
+
+@pytest.mark.dist
+def test_masters_in_the_state_load_with_other_stages(two_ranks: Any, tmp_path: Path) -> None:
+    saved = two_ranks.run(small_on_two, tmp_path, "zb_h1", True)
+    expected = {**saved[0], **saved[1]}
+    assert expected["layer0.0.weight/master"].dtype == torch.float32
+    assert torch.equal(expected["layer0.0.weight/master"].bfloat16(), expected["layer0.0.weight"])
+    loaded = two_ranks.run(small_on_two, tmp_path, "zb_v", False)
+    assert_same({**loaded[0], **loaded[1]}, expected)
+    whole = layers(0, LAYERS).bfloat16()
+    optimizer = AdamW(whole.parameters(), master_weights=True)
+    checkpoint.load(tmp_path, whole, optimizer)
+    assert_same(state_by_name([whole], optimizer), expected)

@@ -1,0 +1,186 @@
+"""Runs that are killed, and go on from their last checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.checkpointed import build, train
+from tests.support.ranks import PRELOAD
+from zbkern.pipeline import checkpoint
+
+
+def run_rank(rank: int, folder: Path, attempt: int, steps: int, save_every: int) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store{attempt}"), 2), rank=rank, world_size=2)
+    run(folder, steps, save_every)
+
+
+def run_elastic(folder: Path, steps: int, save_every: int, dies: tuple[int, int]) -> int:
+    """The same under torchrun's agent. dies: the rank that does, once, and before which step."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    doomed = attempt == 0 and dist.get_rank() == dies[0]
+    run(folder, steps, save_every, dies[1] if doomed else None)
+    return attempt
+
+
+def run(folder: Path, steps: int, save_every: int, dies_before: int | None = None) -> None:
+    """One rank of a run that goes on from the last checkpoint; the last rank logs every loss, exactly."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    random.seed(rank)
+    _, pipe, optimizer = build("zb_h2")
+    order = list(range(1000))  # the data of an epoch, drawn anew by a generator that is part of the data position
+    generator = torch.Generator().manual_seed(5)
+    start = 0
+    with pipe:
+        loaded = checkpoint.load(folder / "checkpoints", pipe, optimizer)
+        if loaded is not None:
+            start = loaded.step
+            generator.set_state(loaded.extra["generator"])
+        for step in range(start, steps):
+            if step == dies_before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            position = order[int(torch.randint(1000, (), generator=generator))]
+            noise = random.random()  # Python's random numbers go on, too: the same on this rank as without a break
+            (loss,) = train(pipe, optimizer, range(position, position + 1))
+            if loss is not None:
+                with open(folder / "losses", "a") as log:
+                    log.write(f"{step} {loss.hex()} {noise.hex()}\n")
+            if save_every and (step + 1) % save_every == 0:
+                checkpoint.save(folder / "checkpoints", step + 1, pipe, optimizer, {"generator": generator.get_state()})
+        optimizer.validate()
+    dist.destroy_process_group()
+
+
+def logged(folder: Path) -> list[tuple[str, ...]]:
+    log = folder / "losses"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [tuple(line.split()) for line in lines if line.endswith("\n")]
+
+
+class Runs:
+    """Starts the two ranks of a run by forking a process that has imported torch already."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+
+    def start(self, *arguments: Any) -> list[Any]:
+        ranks = [self._context.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        return ranks
+
+    def finish(self, *arguments: Any, timeout: float = 120) -> None:
+        ranks = self.start(*arguments)
+        for process in ranks:
+            process.join(timeout)
+        codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            process.kill()
+        assert codes == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    return Runs()
+
+
+def kill_and_resume(runs: Runs, folder: Path, kills: int, seed: int) -> None:
+    steps = 8 * (kills + 1)
+    whole, parts = folder / "whole", folder / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    runs.finish(whole, 0, steps, 0)
+    expected = logged(whole)
+    assert [int(step) for step, *_ in expected] == list(range(steps))
+    chance = random.Random(seed)
+    for attempt in range(kills):
+        before, goal = len(logged(parts)), chance.randint(1, 8)
+        ranks = runs.start(parts, attempt, steps, 2)
+        deadline = time.monotonic() + 60
+        while len(logged(parts)) < before + goal and all(r.is_alive() for r in ranks):
+            assert time.monotonic() < deadline, "no progress"
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.1))
+        chance.shuffle(ranks)
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):  # it has noticed the other's end and ended, too
+                os.kill(process.pid, signal.SIGKILL)
+            time.sleep(chance.choice([0, 0.05]))
+        for process in ranks:
+            process.join(10)
+    runs.finish(parts, kills, steps, 2)
+    found = logged(parts)
+    assert {tuple(line) for line in found} == {tuple(line) for line in expected}
+    if kills > 5:  # of two, both may come just after a save
+        assert len(found) > len(expected), "no step was repeated: the kills came too late"
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_two_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
+    kill_and_resume(runs, tmp_path, kills=2, seed=int(time.time()))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_twenty_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
+    kill_and_resume(runs, tmp_path, kills=20, seed=int(time.time()))
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """torchrun's agent installs handlers and leaves them."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    kept = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_after_a_kill(
+    runs: Runs, signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """What `torchrun --max-restarts 1` does: one rank dies by kill -9, all start again and load the checkpoint."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # torch's agent keeps one store over restarts, where ranks then find the addresses of those that have ended
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    runs.finish(whole, 0, 8, 0)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        max_restarts=1,
+        monitor_interval=0.1,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="forkserver",
+    )
+    attempts = elastic_launch(config, run_elastic)(parts, 8, 3, (rank, 5))
+    assert attempts == {0: 1, 1: 1}, "nothing was started again"
+    found = logged(parts)
+    assert set(found) == set(logged(whole))
+    steps = [int(step) for step, *_ in found]
+    assert steps[-5:] == [3, 4, 5, 6, 7], "the second attempt was to go on from step 3"
+    assert steps[:-5] in ([0, 1, 2, 3], [0, 1, 2, 3, 4])  # the other rank may end before it logs step 4

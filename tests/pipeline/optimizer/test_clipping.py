@@ -1,0 +1,187 @@
+"""Gradient norms over stages, replicas and shards: every gradient counts once, in a precision that holds it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zbkern.pipeline.optimizer import Optimizer, clipping
+from zbkern.pipeline.transport.local import LocalTransport
+
+
+def test_main_grad_counts_and_is_clipped() -> None:
+    weight, bias = (nn.Parameter(torch.ones(2).bfloat16()) for _ in range(2))
+    weight.main_grad, bias.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]).bfloat16()
+    transport = LocalTransport.ring(1)[0]
+    for nothing in (0.0, -1.0, math.nan):  # a negative one would turn the gradients around
+        with pytest.raises(ValueError, match="clip_grad_norm_: max_norm must be above 0"):
+            clipping.clip_grad_norm_([weight, bias], nothing, transport)
+    for wrong in ("1", True, None, [1.0]):
+        with pytest.raises(TypeError, match="clip_grad_norm_: max_norm must be a number above 0; got"):
+            clipping.clip_grad_norm_([weight, bias], wrong, transport)
+    assert clipping.clip_grad_norm_([weight, bias], 1.0, transport) == pytest.approx(5.0)
+    assert weight.main_grad.tolist() == pytest.approx([0.6, 0.0])
+    assert clipping.grad_norm([weight, bias], transport) == pytest.approx(1.0, rel=1e-2)
+
+
+def test_norms_of_small_gradients_are_taken_in_fp32() -> None:
+    """In fp16 the first would be beyond its range, and in bf16 the second rounded; those of fp64 stay in it."""
+    large, fine = nn.Parameter(torch.zeros(4).half()), nn.Parameter(torch.zeros(1001).bfloat16())
+    large.grad, fine.grad = torch.full_like(large, 60000.0), torch.ones_like(fine)
+    transport = LocalTransport.ring(1)[0]
+    assert clipping.grad_norm(large, transport) == 120000.0
+    assert clipping.grad_norm(fine, transport) == pytest.approx(math.sqrt(1001), rel=1e-6)
+    double = nn.Parameter(torch.zeros(1).double())
+    double.grad = torch.full_like(double, 1 + 2**-40)
+    assert clipping.grad_norm(double, transport) == 1 + 2**-40
+    assert clipping.grad_norm([large, fine], transport) == pytest.approx(
+        math.hypot(120000.0, math.sqrt(1001)), rel=1e-6
+    )
+
+
+def test_a_pipeline_is_no_parameters() -> None:
+    with pytest.raises(TypeError, match=r"clip_grad_norm_: parameters must be .* got LocalTransport \(a Pipeline goes"):
+        clipping.clip_grad_norm_(LocalTransport.ring(1)[0], 1.0)
+
+
+def test_wrong_groups_and_ties_are_named() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=r"clip_grad_norm_: group must be a Pipeline, a Transport, .*; got int"):
+        clipping.clip_grad_norm_(weight, 1.0, group=3)
+    with pytest.raises(TypeError, match=r"grad_norm: group must be .*; got list"):
+        clipping.grad_norm(weight, group=[0, 1])
+    with pytest.raises(TypeError, match=r"grad_norm: tied must be \{name: parameter\}, .*; got 3"):
+        clipping.grad_norm(weight, LocalTransport.ring(1)[0], tied=3)
+
+
+def sharded_loop() -> tuple[float, float | None, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    x = torch.randn(5, 6)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model(x).square().sum().backward()  # which torch 2.8 sums over gloo, where later ones take the mean
+    expected = float(torch.nn.utils.get_total_norm([p.grad.full_tensor() for p in model.parameters()]))
+    stage = LocalTransport.ring(1)[0]  # a pipeline of one stage, which two ranks share
+    optimizer = Optimizer(torch.optim.AdamW(model.parameters()), stage, max_norm=1.0)
+    optimizer.step()
+    return expected, optimizer.last_norm, clipping.grad_norm(model.parameters(), stage)
+
+
+def placed_norms() -> list[float]:
+    """One gradient in three placements, each alone, and all together."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh, gradient = init_device_mesh("cpu", (2,)), torch.tensor([[3.0], [4.0]])
+    parameters = [nn.Parameter(distribute_tensor(torch.zeros(2, 1), mesh, [at])) for at in (Shard(0), Replicate())]
+    parameters.append(nn.Parameter(parameters[1].detach()))
+    for parameter in parameters[:2]:
+        parameter.grad = distribute_tensor(gradient, mesh, parameter.placements)
+    share = 0.25 if mesh.get_local_rank() == 0 else 0.75
+    parameters[2].grad = DTensor.from_local(gradient * share, mesh, [Partial()])
+    stage = LocalTransport.ring(1)[0]
+    return [clipping.grad_norm(part, stage) for part in (*parameters, parameters)]
+
+
+def gradient_of_stage(stage: int, index: int) -> torch.Tensor:
+    return torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * stage + index))
+
+
+def mixed_gradients(inf: bool) -> dict[str, Any]:
+    """Two stages of two tensor-parallel ranks: plain gradients and DTensors in every placement, on two meshes.
+
+    Returns norms, and how far gradients and weights are from what one process makes of the whole.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", "replica", "tensor"))
+    stage, _, place = world.get_coordinate()
+    tensor, both = world["tensor"], world["replica", "tensor"]
+
+    def placed(whole: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:
+        if mesh is None:
+            return whole.clone()
+        if Partial() not in placements:
+            return distribute_tensor(whole.clone(), mesh, placements)
+        return DTensor.from_local(whole * (0.25 if place == 0 else 0.75), mesh, placements)
+
+    cases = [
+        (None, None),
+        (tensor, [Shard(0)]),
+        (tensor, [Partial()]),
+        (both, [Replicate(), Shard(1)]),
+        (tensor, [Replicate()]),
+        (both, [Shard(0), Partial()]),
+        (None, None),
+    ]
+    wholes = [[gradient_of_stage(s, index) for index in range(len(cases))] for s in (0, 1)]
+    if inf:
+        wholes[1][3][0, 0] = math.inf
+    expected = [gradient for row in wholes for gradient in row]
+    norm = float(torch.nn.utils.get_total_norm(expected))
+    group, found = world.get_group("stage"), {"expected": norm}
+
+    def make() -> list[nn.Parameter]:
+        parameters = []
+        for whole, (mesh, placements) in zip(wholes[stage], cases, strict=True):
+            at = placements and [Replicate() if p.is_partial() else p for p in placements]
+            parameters.append(nn.Parameter(placed(torch.zeros(4, 2), mesh, at)))
+            parameters[-1].grad = placed(whole, mesh, placements)
+        return parameters
+
+    def apart(tensors: list[torch.Tensor], factor: float) -> float:
+        full = [getattr(t, "full_tensor", lambda t=t: t)() for t in tensors]
+        return max((a - b * factor).abs().max().item() for a, b in zip(full, wholes[stage], strict=True))
+
+    parameters = make()
+    found["norm"] = clipping.grad_norm(parameters, group)
+    found["clip"] = clipping.clip_grad_norm_(parameters, 1.0, group)
+    if not inf:
+        found["gradients apart"] = apart([p.grad for p in parameters], 1 / (norm + 1e-6))
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        parameters, name = make(), "optimizer" if scaler is None else "scaled"
+        optimizer = Optimizer(torch.optim.SGD(parameters, lr=1.0), group, max_norm=1.0, scaler=scaler)
+        if scaler is not None:
+            for parameter in parameters:
+                parameter.grad.mul_(4.0)
+        optimizer.step()
+        optimizer.validate()
+        optimizer.close()
+        found[name] = optimizer.last_norm
+        with torch.no_grad():
+            weights = [parameter.detach() for parameter in parameters]
+        if inf:
+            assert all(not getattr(w, "full_tensor", lambda w=w: w)().any() for w in weights), "a step that was skipped"
+        else:
+            found[f"{name} apart"] = apart(weights, -1 / (norm + 1e-6))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("inf", [False, True])
+def test_stages_of_tensor_parallel_ranks(four_ranks: Any, inf: bool) -> None:
+    for found in four_ranks.run(mixed_gradients, inf):
+        for name in ("norm", "clip", "optimizer", "scaled"):
+            assert found[name] == pytest.approx(found["expected"], rel=1e-6), name
+        assert all(value < 1e-6 for name, value in found.items() if name.endswith("apart"))
+
+
+@pytest.mark.dist
+def test_a_gradient_counts_once_wherever_it_is(two_ranks: Any) -> None:
+    for found in two_ranks.run(placed_norms):
+        assert found == pytest.approx([5.0, 5.0, 5.0, 5.0 * math.sqrt(3)])
+
+
+@pytest.mark.dist
+def test_shards_count_as_the_whole(two_ranks: Any) -> None:
+    for expected, found, clipped in two_ranks.run(sharded_loop):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert clipped == pytest.approx(1.0, rel=1e-5)

@@ -1,0 +1,498 @@
+"""The optimizer protocol on threads and processes: every step equals that of one torch optimizer on all weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.chunks import results_on_threads
+from tests.support.optimizer_cases import (
+    MATRICES,
+    MAX_NORM,
+    OPTIMIZERS,
+    SHAPES,
+    Case,
+    check,
+    clip_in_float64,
+    plain_loop,
+)
+from zbkern.optim import AdamW
+from zbkern.pipeline.optimizer import Optimizer, clipping
+from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.local import LocalTransport
+
+FORCED = {"clip": 3.0, "inf": math.inf, "nan": math.nan}
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, None), (torch.bfloat16, None), (torch.float16, 2.0**10)])
+@pytest.mark.parametrize("what", FORCED)
+@pytest.mark.parametrize("rank", range(5))
+def test_forced_on_every_single_stage(rank: int, what: str, dtype: torch.dtype, scale: float | None) -> None:
+    case = Case(5, 4, {(rank, 1): FORCED[what]}, dtype=dtype, scale=scale)
+    optimizers = check(case)
+    assert [o.undone for o in optimizers] == [int(r < rank) for r in range(5)]
+    assert all((o.clipped, o.skipped) == ((1, 0) if what == "clip" else (0, 1)) for o in optimizers)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_any_optimizer_on_consecutive_steps(name: str, adaptive: bool) -> None:
+    forced = {(3, 0): 3.0, (2, 1): math.nan, (3, 2): 9.0, (3, 4): math.inf, (1, 4): 2.0, (0, 5): 5.0, (2, 7): 4.0}
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch before 2.9 has no Muon")
+    case = Case(4, 9, forced, OPTIMIZERS[name], shapes=MATRICES if name == "muon" else SHAPES)
+    optimizers = check(case, adaptive=adaptive)
+    # steps 0, 1, 2, 4, 7 deceive the ranks before 3, 2, 3, 1 (which declines step 4 for its norm) and 2
+    assert [o.undone for o in optimizers] == ([3, 2, 1, 0] if adaptive else [5, 4, 2, 0])
+    assert {(o.clipped, o.skipped) for o in optimizers} == {(4, 2)}
+
+
+def test_clipping_that_no_single_stage_shows() -> None:
+    case = Case(4, 3, {(rank, 1): 0.6 for rank in range(4)})
+    assert [o.undone for o in check(case)] == [1, 1, 0, 0]  # 0.6 x sqrt(3) is above 1
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, None), (torch.float16, 2.0**10), (torch.float32, 4.0)])
+def test_small_dtypes_with_masters_and_loss_scaling(dtype: torch.dtype, scale: float | None, adaptive: bool) -> None:
+    forced = {(2, 1): 3.0, (3, 2): math.inf, (0, 3): math.nan, (3, 4): 5.0, (1, 6): math.inf}
+    case = Case(4, 8, forced, OPTIMIZERS["adamw foreach"], dtype, scale)
+    optimizers = check(case, adaptive=adaptive)
+    assert {o.skipped for o in optimizers} == {3}
+    assert optimizers[0].undone > 0
+    assert all(master.grad is None for o in optimizers for _, master in o.masters)  # no memory between steps
+
+
+def test_scaler_grows_and_backs_off_alike_on_all_ranks() -> None:
+    case = Case(3, 6, {(1, 3): math.inf}, dtype=torch.float16, scale=1024.0)
+    scales = {o.common_state()["scaler"]["scale"] for o in check(case)}
+    assert scales == {2048.0}  # grew after 2 steps, halved by the fourth, grew after 2 more
+
+
+INVERTIBLE = ["sgd", "sgd momentum", "sgd nesterov", "adamw", "adamw foreach", "adamw maximize"]
+INVERTIBLE += ["zbkern adamw", "zbkern adamw maximize"]
+
+
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_inverse_is_exact_to_rounding(name: str) -> None:
+    forced = {(3, 0): 3.0, (2, 1): math.nan, (3, 2): 9.0, (2, 4): math.inf, (3, 5): 5.0}
+    optimizers = check(Case(4, 7, forced, OPTIMIZERS[name]), exact=False, undo="inverse", adaptive=False)
+    assert optimizers[0].undone == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("undo", ["snapshot", "inverse"])
+@pytest.mark.parametrize("name", ["sgd", "sgd momentum", "adamw foreach", "zbkern adamw"])
+def test_gradients_by_turns(name: str, undo: str, dtype: torch.dtype) -> None:
+    """The second step is a parameter's first, and is left out: it leaves no state."""
+    forced = {(3, 1): math.nan, (3, 2): 3.0, (2, 3): 9.0}
+    case = Case(4, 6, forced, OPTIMIZERS[name], dtype, by_turns=True)
+    assert check(case, exact=undo == "snapshot", undo=undo, adaptive=False)[0].undone == 3
+
+
+def test_inverse_without_the_momentum_of_earlier_steps() -> None:
+    def rank_loop(transport: LocalTransport) -> tuple[float, int]:
+        weight = nn.Parameter(torch.zeros(()))
+        sgd = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+        optimizer = Optimizer(sgd, transport, max_norm=1.0, undo="inverse", timeout=20)
+        for gradient in ((0.25, 0.25), (0.5, 4.0)):  # of each rank
+            weight.grad = torch.tensor(gradient[transport.rank])
+            optimizer.step()
+            optimizer.validate()
+            optimizer.param_groups[0]["momentum"] = 0
+        return weight.item(), optimizer.undone
+
+    (first, undone), (second, _) = results_on_threads(2, rank_loop)
+    norm = math.hypot(0.5, 4.0)
+    assert (first, second, undone) == (pytest.approx(-0.25 - 0.5 / norm), pytest.approx(-0.25 - 4.0 / norm), 1)
+
+
+@pytest.mark.parametrize("name", ["sgd momentum", "adamw", "adamw foreach", "adamw fused", "zbkern adamw"])
+def test_masters_take_over_what_state_there_is(name: str) -> None:
+    """And go on as fp32 parameters would with it."""
+    small = nn.Parameter(torch.tensor([1.0, -2.0]).bfloat16())
+    small.grad = torch.tensor([0.3, 0.7]).bfloat16()
+    inner = OPTIMIZERS[name]([small])
+    inner.step()
+    plain = nn.Parameter(small.detach().float())
+    expected = OPTIMIZERS[name]([plain])
+    expected.load_state_dict(copy.deepcopy(inner.state_dict()))
+    optimizer = Optimizer(inner, LocalTransport.ring(1)[0], master_weights=True)
+    small.grad, plain.grad = torch.ones(2).bfloat16(), torch.ones(2)
+    optimizer.step()
+    expected.step()
+    assert torch.equal(optimizer.masters[0][1], plain)
+
+
+def test_quantised_weights_have_no_masters() -> None:
+    codes, small = torch.ones(2, dtype=torch.int8), torch.ones(2).bfloat16()
+    optimizer = Optimizer(torch.optim.SGD([codes, small]), LocalTransport.ring(1)[0], master_weights=True)
+    assert [parameter for parameter, _ in optimizer.masters] == [small]
+
+
+def test_inverse_with_masters() -> None:
+    case = Case(3, 5, {(2, 1): 3.0, (2, 2): math.inf}, dtype=torch.bfloat16)
+    assert check(case, exact=False, undo="inverse", adaptive=False)[0].undone == 2
+
+
+def test_without_undo_nothing_steps_before_the_verdict() -> None:
+    case = Case(4, 5, {(3, 1): 3.0, (2, 2): math.inf, (0, 3): 2.0})
+    assert [o.undone for o in check(case, undo=None)] == [0, 0, 0, 0]
+
+
+def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
+    case = Case(2, 1, {(1, 0): 3.0})
+
+    def rank_loop(transport: LocalTransport) -> None:
+        weights = case.weights(transport.rank)
+        optimizer = Optimizer(case.make(weights), transport, max_norm=MAX_NORM, timeout=20)
+        case.backward(weights, transport.rank, 0)
+        optimizer.step()
+        optimizer.optimizer.zero_grad(set_to_none=False)  # not ours
+        optimizer.validate()
+
+    with pytest.raises(PipelineError, match=r"shape \[5, 3\] was changed in place after step\(\)"):
+        results_on_threads(2, rank_loop)
+
+
+def test_gradients_that_are_zeroed_before_the_verdict() -> None:
+    def rank_loop(transport: LocalTransport) -> tuple[float, float]:
+        weight = nn.Parameter(torch.zeros(()))
+        weight.grad = torch.tensor(4.0 if transport.rank else 0.6)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.validate()
+        return weight.item(), weight.grad.item()
+
+    norm = math.hypot(0.6, 4.0)
+    assert results_on_threads(2, rank_loop) == [(pytest.approx(-g / norm), 0.0) for g in (0.6, 4.0)]
+
+
+def test_a_failing_step_reaches_the_other_ranks() -> None:
+    def rank_loop(transport: LocalTransport) -> None:
+        weight = nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=0.1), transport, timeout=20)
+        if transport.rank == 2:
+            optimizer.optimizer.step = lambda: 1 / 0
+        optimizer.step()
+        optimizer.validate()
+
+    with pytest.raises(PipelineError, match="rank 2, optimizer step 1: ZeroDivisionError"):
+        results_on_threads(3, rank_loop)
+
+
+def test_main_grad_is_read_kept_and_cleared() -> None:
+    def rank_loop(transport: LocalTransport) -> tuple[float | None, Tensor]:
+        weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        weight.main_grad = torch.zeros(4)
+        optimizer = Optimizer(
+            torch.optim.SGD([weight], lr=0.5), transport, max_norm=1.0, master_weights=True, timeout=20
+        )
+        weight.main_grad += 0.25 if transport.rank == 0 else 2.0
+        optimizer.step()
+        optimizer.zero_grad()
+        weight.main_grad += 7  # the next backward
+        optimizer.validate()
+        buffer = weight.main_grad
+        assert torch.equal(buffer, torch.full((4,), 7.0))
+        optimizer.zero_grad()  # of no pending step: a framework's buffer stays where it is
+        assert weight.main_grad is buffer
+        assert not buffer.any()
+        return optimizer.last_norm, weight.detach().float()
+
+    (norm, first), (_, second) = results_on_threads(2, rank_loop)
+    assert norm == pytest.approx(math.sqrt(4 * 0.25**2 + 4 * 2.0**2))
+    torch.testing.assert_close(first, torch.full((4,), 1 - 0.5 * 0.25 / norm), rtol=2**-8, atol=0)
+    torch.testing.assert_close(second, torch.full((4,), 1 - 0.5 * 2 / norm), rtol=2**-8, atol=0)
+
+
+def own_masters(case: Case, grad_dtype: torch.dtype, **options: Any) -> tuple[list[list[Tensor]], list[Optimizer]]:
+    """Ours over an AdamW that keeps masters itself and reads main_grad, in which the next backward's are already."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], Optimizer]:
+        weights, scaler = case.weights(transport.rank), case.scaler()
+        inner = AdamW(weights, lr=0.01, weight_decay=0.1, master_weights=True)
+        optimizer = Optimizer(inner, transport, max_norm=MAX_NORM, scaler=scaler, timeout=20, **options)
+        history = []
+        for weight in weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=grad_dtype)
+        for step in range(case.steps):
+            inner.param_groups[0]["lr"] = case.learning_rate(step, 0.01)
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            for weight, gradient in zip(weights, case.gradients(transport.rank, step, scale), strict=True):
+                weight.main_grad.copy_(gradient)
+            optimizer.step()
+            optimizer.zero_grad()
+            for weight in weights:
+                weight.main_grad += 7
+            optimizer.validate()
+            assert all((weight.main_grad == 7).all() for weight in weights)
+            assert all(weight.grad is None for weight in weights)
+            history.append([weight.detach().clone() for weight in weights])
+        return history, optimizer
+
+    rows = results_on_threads(case.ranks, rank_loop)
+    return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [o for _, o in rows]
+
+
+@pytest.mark.parametrize("undo", ["snapshot", "inverse", None])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, None), (torch.bfloat16, 4.0), (torch.float16, 2.0**10)])
+def test_an_optimizer_that_keeps_masters_itself(dtype: torch.dtype, scale: float | None, undo: str | None) -> None:
+    forced = {(2, 0): 3.0, (3, 1): math.inf, (1, 3): 3.0, (2, 4): math.nan, (3, 6): 5.0}
+    case = Case(4, 8, forced, OPTIMIZERS["adamw foreach"], dtype, scale)
+    expected, _ = plain_loop(case, clip_in_float64)
+    history, optimizers = own_masters(case, torch.float32, undo=undo, adaptive=False)
+    assert optimizers[0].undone == (5 if undo else 0)
+    for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
+        for a, b in zip(weights, theirs, strict=True):
+            if undo == "inverse":
+                torch.testing.assert_close(a, b, msg=lambda m, s=step: f"step {s}: {m}")
+            else:
+                assert torch.equal(a, b), f"step {step}"
+    if scale is None:  # scaled in place where they are bf16, too
+        rounded, others = own_masters(case, torch.bfloat16, undo=undo, adaptive=False)
+        assert [o.undone for o in others] == [o.undone for o in optimizers]
+        for a, b in zip(rounded[-1], expected[-1], strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
+
+
+def test_ranks_without_gradients_take_part() -> None:
+    def rank_loop(transport: LocalTransport) -> tuple[float | None, float]:
+        weight = nn.Parameter(torch.ones(2))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = Optimizer(torch.optim.AdamW([weight]), transport, max_norm=1.0, scaler=scaler, timeout=20)
+        if transport.rank == 1:
+            weight.grad = torch.tensor([12.0, 16.0])
+        optimizer.step()
+        optimizer.validate()
+        optimizer.step()
+        optimizer.validate()
+        return optimizer.last_norm, scaler.get_scale()
+
+    for norm, scale in results_on_threads(3, rank_loop):
+        assert norm == pytest.approx(0.25, rel=1e-6)  # unscaled 5, clipped to 1; unscaled once more
+        assert scale == 4.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [0, 2])
+def test_tied_weights_count_once(first: int, dtype: torch.dtype) -> None:
+    def rank_loop(transport: LocalTransport) -> list[float | None]:
+        own, shared = nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(2, dtype=dtype))
+        tied = {"table": shared} if transport.rank in (first, 3) else {}
+        own.grad, shared.grad = torch.tensor([1.0, 0.0], dtype=dtype), torch.tensor([0.0, 4.0], dtype=dtype)
+        parameters = [own, shared] if tied else [own]
+        norm = clipping.grad_norm(parameters, transport, tied)
+        sgd = torch.optim.SGD(parameters, lr=0.1)
+        optimizer = Optimizer(sgd, transport, tied=tied, master_weights=dtype != torch.float32, timeout=20)
+        optimizer.step()
+        optimizer.validate()
+        clipped = clipping.clip_grad_norm_(parameters, 1.0, transport, tied)
+        return [norm, optimizer.last_norm, clipped, clipping.grad_norm(parameters, transport, tied)]
+
+    for found in results_on_threads(4, rank_loop):
+        expected = math.sqrt(4 + 16)
+        rounding = 1e-6 if dtype == torch.float32 else 1e-2  # of the clipped gradients
+        assert found[:3] == pytest.approx([expected] * 3, rel=1e-6)
+        assert found[3] == pytest.approx(1.0, rel=rounding)
+
+
+def test_state_dict_resumes_bit_for_bit() -> None:
+    case = Case(2, 6, {(1, 2): 3.0, (1, 3): math.inf}, dtype=torch.float16, scale=8.0)
+
+    def rank_loop(transport: LocalTransport) -> list[list[Tensor]]:
+        results = []
+        for stop in (6, 3):  # in one go, and with everything made anew after three steps
+            weights, scaler = case.weights(transport.rank), case.scaler()
+            options: dict[str, Any] = {"max_norm": MAX_NORM, "master_weights": True, "timeout": 20}
+            optimizer = Optimizer(case.make(weights), transport, scaler=scaler, **options)
+            for step in range(6):
+                if step == stop:
+                    state = optimizer.state_dict()
+                    weights, scaler = [nn.Parameter(torch.zeros_like(p)) for p in weights], case.scaler()
+                    optimizer = Optimizer(case.make(weights), transport, scaler=scaler, **options)
+                    optimizer.load_state_dict(state)
+                    for parameter, master in optimizer.masters:
+                        assert torch.equal(parameter, master.to(parameter.dtype))
+                optimizer.validate()  # for the scale; a state has the step before it done as the verdict says
+                case.backward(weights, transport.rank, step, scaler.get_scale())
+                optimizer.step()
+            optimizer.validate()
+            results.append([parameter.detach().clone() for parameter in weights])
+        return results
+
+    for whole, parts in results_on_threads(2, rank_loop):
+        for a, b in zip(whole, parts, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_state_loads_with_and_without_a_loss_scale() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaled, plain = (
+        Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0], scaler=s) for s in (scaler, None)
+    )
+    plain.load_state_dict(scaled.state_dict())
+    scaled.load_state_dict(plain.state_dict())
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "adaptive", "undone"),
+    [(3.0, 0.1, True, 0), (0.1, 3.0, True, 1), (3.0, 0.1, False, 1), (None, 3.0, True, 0)],
+)
+def test_a_state_says_whether_to_wait_for_the_next_verdict(
+    saved: float | None, loaded: float, adaptive: bool, undone: int
+) -> None:
+    """saved, loaded: norms before the load, of the optimizer that saved (None: another kind, that does not know it) and
+    of the one that loads. What counts for it is its own `adaptive`.
+    """
+
+    def rank_loop(transport: LocalTransport) -> int:
+        def step(optimizer: Optimizer, norm: float) -> None:
+            optimizer.param_groups[0]["params"][0].grad = torch.full((), norm if transport.rank else 0.1)
+            optimizer.step()
+            optimizer.validate()
+
+        def make(adaptive: bool) -> Optimizer:
+            sgd = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
+            return Optimizer(sgd, transport, max_norm=MAX_NORM, adaptive=adaptive, timeout=20)
+
+        first, second = make(True), make(adaptive)
+        step(first, saved or 0.1)
+        step(second, loaded)
+        second.load_state_dict({**first.state_dict(), **({} if saved else {"common": {}})})
+        second.undone = 0
+        step(second, 3.0)
+        return second.undone
+
+    assert results_on_threads(2, rank_loop) == [undone, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": nn.Linear(2, 2)}, "optimizer must be a torch.optim.Optimizer, .*; got Linear"),
+        (
+            {"optimizer": Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0])},
+            "already; got Optimizer",
+        ),
+        ({"max_norm": 0}, "max_norm must be above 0; got 0"),
+        ({"max_norm": math.nan}, "max_norm must be above 0; got nan"),
+        ({"max_norm": "1"}, "Optimizer: max_norm must be a number above 0; got '1'"),
+        ({"max_norm": True}, "max_norm must be a number above 0; got True"),
+        ({"timeout": -1}, "Optimizer: timeout must be a number of seconds above 0"),
+        ({"timeout": "a"}, "Optimizer: timeout must be a number of seconds above 0; got 'a'"),
+        ({"timeout": math.inf}, "Optimizer: timeout must be a number of seconds above 0"),
+        ({"scaler": 3}, "scaler must be a torch.amp.GradScaler or None; got int"),
+        ({"undo": "copy"}, r"undo must be one of \('snapshot', 'inverse', None\); got 'copy'"),
+        ({"undo": "inverse", "optimizer": torch.optim.Adagrad([torch.ones(1)])}, "knows AdamW and SGD; got Adagrad"),
+        ({"undo": "inverse", "optimizer": torch.optim.SGD([torch.ones(1).half()])}, "needs parameters in fp32"),
+        ({"undo": "inverse", "optimizer": AdamW([torch.ones(1).half()])}, "needs parameters in fp32"),
+        ({"optimizer": AdamW([torch.ones(1)], max_norm=2.0)}, "give max_norm to Optimizer"),
+        ({"optimizer": AdamW([torch.ones(1)], master_weights=True), "master_weights": True}, "one of the two"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"optimizer": torch.optim.SGD([torch.ones(1)]), "pipe": LocalTransport.ring(1)[0]}
+    with pytest.raises((TypeError, ValueError), match=message):
+        Optimizer(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: {}, r"state must be what Optimizer.state_dict\(\) gave, .* got \[\]"),
+        (lambda state: state["optimizer"], r"got \['param_groups', 'state'\]; a torch optimizer's own state goes into"),
+        (lambda state: 3, "got int"),
+        (lambda state: {**state, "masters": []}, r"must have master weights of shapes \[\[2\]\]; got \[\]"),
+        (
+            lambda state: {**state, "optimizer": torch.optim.SGD([torch.ones(2)], momentum=0.9).state_dict()},
+            "the state is not that of AdamW: its param_groups have no betas, eps; load it into",
+        ),
+        (
+            lambda state: {**state, "optimizer": torch.optim.RMSprop([torch.ones(2)]).state_dict()},
+            "its param_groups have no betas",
+        ),
+    ],
+)
+def test_a_state_of_something_else_is_refused_and_changes_nothing(change: Any, message: str) -> None:
+    weight = nn.Parameter(torch.ones(2).bfloat16())
+    weight.grad = torch.ones(2).bfloat16()
+    inner = torch.optim.AdamW([weight], lr=0.1)
+    optimizer = Optimizer(inner, LocalTransport.ring(1)[0], master_weights=True)
+    optimizer.step()
+    state = optimizer.state_dict()
+    before = copy.deepcopy(state)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(change(state))
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    optimizer.load_state_dict(state)
+    optimizer.step()
+
+
+def test_a_scaler_and_fp16_gradients_that_no_master_widens() -> None:
+    weight = nn.Parameter(torch.ones(1).half())
+    weight.grad = torch.ones(1).half()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = Optimizer(AdamW([weight], master_weights=True), LocalTransport.ring(1)[0], scaler=scaler)
+    with pytest.raises(PipelineError, match="needs gradients above fp16; leave the masters to Optimizer"):
+        optimizer.step()
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    Optimizer(torch.optim.SGD([weight], lr=0.5), LocalTransport.ring(1)[0], scaler=off).step()
+    assert weight.item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"amsgrad": True}, "amsgrad"),
+        ({"betas": (0.0, 0.9)}, "a beta of 0"),
+        ({"lr": 2.0, "weight_decay": 0.5}, "lr x weight_decay of 1"),
+    ],
+)
+def test_settings_that_lose_information_cannot_be_inverted(settings: dict[str, Any], what: str) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    first, _ = LocalTransport.ring(2)
+    first.gather = lambda value: [value, value]
+    optimizer = Optimizer(torch.optim.AdamW([weight], **settings), first, undo="inverse")
+    with pytest.raises(PipelineError, match=f"{what} cannot be inverted; use undo='snapshot'"):
+        optimizer.step()
+
+
+def distributed_loop(forced: dict[tuple[int, int], float]) -> tuple[list[list[Tensor]], int]:
+    rank = torch.distributed.get_rank()
+    case = Case(2, 5, forced)
+    weights = case.weights(rank)
+    optimizer = Optimizer(case.make(weights), max_norm=MAX_NORM, timeout=20)
+    history = []
+    for step in range(case.steps):
+        case.backward(weights, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.validate()
+        history.append([parameter.detach().clone() for parameter in weights])
+    optimizer.close()
+    norm = clipping.grad_norm(weights)  # all ranks' process group; there are no gradients
+    assert norm == 0
+    return history, optimizer.undone
+
+
+@pytest.mark.dist
+def test_over_gloo(two_ranks: Any) -> None:
+    forced = {(1, 1): 3.0, (0, 2): 3.0, (1, 4): math.nan}
+    case = Case(2, 5, forced)
+    case.learning_rate = lambda step, base: base
+    expected, _ = plain_loop(case, clip_in_float64)
+    results = two_ranks.run(distributed_loop, forced)
+    assert [undone for _, undone in results] == [2, 0]
+    for step, weights in enumerate(expected):
+        for a, b in zip([*results[0][0][step], *results[1][0][step]], weights, strict=True):
+            assert torch.equal(a, b)

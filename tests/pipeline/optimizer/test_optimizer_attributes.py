@@ -1,0 +1,97 @@
+"""State outside of an optimizer's `state` and `param_groups`: undone with the rest, or refused."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.chunks import results_on_threads
+from tests.support.optimizer_cases import Case, ours
+from zbkern.pipeline.optimizer import Optimizer
+from zbkern.pipeline.transport.local import LocalTransport
+
+FORCED = {(2, 0): 3.0, (2, 2): float("nan"), (2, 3): 9.0, (1, 5): float("inf"), (2, 6): 4.0}
+
+
+class Homemade(torch.optim.Optimizer):
+    """Counts on itself, keeps tensors in attributes, in nested ones too, some of which come with the first step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "history": [], "scale": torch.ones(())})
+        self.steps = 0
+        self.velocity = [torch.zeros_like(parameter) for parameter in parameters]
+        self.nested = {"moments": {"largest": torch.zeros(())}, "seen": [0, (1, 2)]}
+        self.alias = self.nested["moments"]["largest"]
+        self.same_list = self.velocity
+        self.params = parameters
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        self.steps += 1
+        group["history"].append(self.steps)
+        group["scale"].mul_(0.9)
+        self.late = getattr(self, "late", 0) + len(group["history"])
+        for index, parameter in enumerate(self.params):
+            assert parameter is group["params"][index], "the parameters were copied, too"
+            assert self.same_list is self.velocity, "two names of one list became two lists"
+            self.velocity[index].mul_(0.5).add_(parameter.grad)
+            self.nested["moments"]["largest"].copy_(torch.maximum(self.alias, parameter.grad.abs().max()))
+            self.nested["seen"][0] += 1
+            rate = group["lr"] * group["scale"] / (self.steps + self.late + self.nested["seen"][0] / 10)
+            parameter -= rate * self.velocity[index] / (1 + self.alias)
+
+
+def test_attributes_are_taken_back() -> None:
+    case = Case(3, 9, FORCED, Homemade)
+    history, _, optimizers = ours(case, adaptive=False)
+    expected, _, waited = ours(case, undo=None)
+    assert [o.undone for o in optimizers] == [5, 4, 0]
+    torch.testing.assert_close(history, expected, rtol=0, atol=0)
+    for optimizer, other in zip(optimizers, waited, strict=True):
+        for name in ("steps", "late", "velocity", "nested", "alias"):
+            found = [getattr(o.optimizer, name) for o in (optimizer, other)]
+            torch.testing.assert_close(*found, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Holding(torch.optim.SGD):
+    def __init__(self, parameters: Any, held: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    "held", [threading.Lock(), nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), {"deep": [threading.Lock()]}]
+)
+def test_what_cannot_be_copied_is_refused(held: Any) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"undo='snapshot' cannot copy Holding.held, .* use undo=None, or name it in"):
+        Optimizer(Holding([weight], held), LocalTransport.ring(1)[0])
+    Optimizer(Holding([weight], held), LocalTransport.ring(1)[0], undo=None)
+
+    class Transient(Holding):
+        transient_attributes = frozenset({"held"})
+
+    Optimizer(Transient([weight], held), LocalTransport.ring(1)[0])
+
+
+def test_a_hyperparameter_that_is_a_tensor_stays_the_tensor_it_was() -> None:
+    """Schedules write into it; and what is set while a step is pending is for the next one."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[Tensor, float]:
+        weight, rate = nn.Parameter(torch.zeros(())), torch.tensor(1.0)
+        sgd = torch.optim.SGD([weight], lr=rate)
+        optimizer = Optimizer(sgd, transport, max_norm=1.0, timeout=20)
+        weight.grad = torch.tensor(4.0 if transport.rank else 0.6)
+        optimizer.step()
+        rate.fill_(0.25)
+        optimizer.validate()
+        assert sgd.param_groups[0]["lr"] is rate
+        return weight.item(), rate.item()
+
+    norm = (0.6**2 + 4.0**2) ** 0.5
+    assert results_on_threads(2, rank_loop) == [(pytest.approx(-g / norm), 0.25) for g in (0.6, 4.0)]

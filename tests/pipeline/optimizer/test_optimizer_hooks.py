@@ -1,0 +1,138 @@
+"""Hooks on the optimizer's step: once per step that counts, in order, with what a synchronous step would show them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.chunks import results_on_threads
+from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case
+from zbkern.pipeline.optimizer import Optimizer
+from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.local import LocalTransport
+
+FORCED = {(2, 1): 3.0, (2, 3): math.nan, (1, 4): 2.0, (2, 6): math.inf, (2, 7): 9.0}
+STEPS = 10
+
+Seen = list[tuple[Any, ...]]
+
+
+def watch(case: Case, before: bool, after: bool, **options: Any) -> tuple[list[Seen], list[Optimizer]]:
+    """What hooks on every rank saw: weights, gradients and the learning rate, and their running mean of weights."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[Seen, Optimizer]:
+        weights, seen = case.weights(transport.rank), []
+        inner = case.make(weights)
+        mean = [weight.detach().clone() for weight in weights]
+
+        def hook(when: str) -> Any:
+            def call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                assert optimizer is inner
+                assert (args, kwargs) == ((inner,), {})
+                if when == "after":
+                    for average, weight in zip(mean, weights, strict=True):
+                        average.lerp_(weight.detach(), 0.1)
+                held = [parameter for group in inner.param_groups for parameter in group["params"]]
+                values = [*weights, *[parameter.grad for parameter in held], *mean]
+                seen.append((when, inner.param_groups[0]["lr"], [value.detach().clone() for value in values]))
+
+            return call
+
+        masters = case.dtype != torch.float32
+        optimizer = Optimizer(inner, transport, max_norm=MAX_NORM, master_weights=masters, timeout=20, **options)
+        if before:
+            optimizer.register_step_pre_hook(hook("before"))
+        if after:
+            inner.register_step_post_hook(hook("after"))
+        base = inner.param_groups[0]["lr"]
+        for step in range(case.steps):
+            inner.param_groups[0]["lr"] = case.learning_rate(step, base)
+            case.backward(weights, transport.rank, step)
+            optimizer.step()
+            inner.param_groups[0]["lr"] = 1e9
+            optimizer.zero_grad()
+            optimizer.validate()
+        return seen, optimizer
+
+    rows = results_on_threads(case.ranks, rank_loop)
+    return [seen for seen, _ in rows], [optimizer for _, optimizer in rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("undo", ["snapshot", "inverse"])
+def test_hooks_see_what_a_synchronous_step_shows_them(undo: str, before: bool, after: bool, dtype: torch.dtype) -> None:
+    case = Case(3, STEPS, FORCED, OPTIMIZERS["adamw foreach"], dtype)
+    ours, optimizers = watch(case, before, after, undo=undo, adaptive=False)
+    waited, _ = watch(case, before, after, undo=None)
+    assert [o.undone for o in optimizers] == ([0, 0, 0] if before else [5, 4, 0])
+    for seen, expected in zip(ours, waited, strict=True):
+        assert [when for when, _, _ in seen] == ["before"] * before + ["after"] * after if not seen else True
+        assert len(seen) == (STEPS - 2) * (before + after)  # two steps were skipped
+        for (when, rate, values), (also_when, also_rate, others) in zip(seen, expected, strict=True):
+            assert (when, rate) == (also_when, also_rate)
+            for a, b in zip(values, others, strict=True):
+                if undo == "snapshot" or before:
+                    assert torch.equal(a, b)
+                else:
+                    torch.testing.assert_close(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+
+
+def test_hooks_may_be_removed_and_added_while_a_step_is_pending() -> None:
+    calls: list[str] = []
+
+    def rank_loop(transport: LocalTransport) -> None:
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=0.1), transport, timeout=20)
+        if transport.rank == 0:
+            handle = optimizer.register_step_post_hook(lambda *_: calls.append("first"))
+        for _ in range(3):
+            weight.grad = torch.ones(2)
+            optimizer.step()
+            if transport.rank == 0:
+                handle.remove()
+                optimizer.register_step_post_hook(lambda *_: calls.append("later"))
+            optimizer.validate()
+
+    results_on_threads(2, rank_loop)
+    assert calls == ["later"] * (1 + 2 + 3)
+
+
+def project(weights: list[nn.Parameter]) -> Any:
+    @torch.no_grad()
+    def hook(*_: Any) -> None:
+        for weight in weights:
+            weight.clamp_(-0.5, 0.5)
+
+    return hook
+
+
+def test_a_hook_that_changes_weights_needs_a_step_that_waits() -> None:
+    """Forwards may have begun with the weights before it."""
+
+    def rank_loop(transport: LocalTransport, undo: str | None) -> list[Tensor]:
+        weights = [nn.Parameter(torch.ones(2))]
+        optimizer = Optimizer(torch.optim.SGD(weights, lr=0.1), transport, undo=undo, timeout=20)
+        optimizer.register_step_post_hook(project(weights))
+        weights[0].grad = torch.ones(2)
+        optimizer.step()
+        optimizer.validate()
+        return weights[0].tolist()
+
+    assert results_on_threads(2, lambda transport: rank_loop(transport, None)) == [[0.5, 0.5]] * 2
+    with pytest.raises(PipelineError, match=r"has changed weights .* construct the Optimizer with undo=None"):
+        results_on_threads(2, lambda transport: rank_loop(transport, "snapshot"))
+
+
+def test_what_a_hook_writes_into_masters_reaches_the_weights() -> None:
+    weight = nn.Parameter(torch.ones(2).bfloat16())
+    inner = torch.optim.SGD([weight], lr=0.1)
+    optimizer = Optimizer(inner, LocalTransport.ring(1)[0], master_weights=True)
+    inner.register_step_post_hook(project([master for _, master in optimizer.masters]))
+    weight.grad = torch.ones(2).bfloat16()
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]

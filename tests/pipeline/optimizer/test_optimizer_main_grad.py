@@ -1,0 +1,180 @@
+"""Gradients in a framework's flat buffer: views of it stay views, whatever happens before a step is validated."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.chunks import results_on_threads
+from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, clip_in_float64, plain_loop
+from zbkern.pipeline import Pipeline, schedules
+from zbkern.pipeline.optimizer import Optimizer
+from zbkern.pipeline.transport.local import LocalTransport
+
+STEPS = 50
+FORCED = {(1, step): (3.0, math.inf, math.nan)[step % 3] for step in range(2, STEPS, 4)}
+FORCED |= {(0, step): 3.0 for step in range(5, STEPS, 12)}
+
+
+class FlatBuffer:
+    """As a distributed optimizer keeps them: one fp32 tensor with the gradients of all weights, and views of it."""
+
+    def __init__(self, weights: list[nn.Parameter], detached: bool) -> None:
+        self.flat = torch.zeros(sum(weight.numel() for weight in weights))
+        self.weights = weights
+        parts = self.flat.split([weight.numel() for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            view = part.view(weight.shape)
+            weight.main_grad = view.data if detached else view  # .data has a version counter of its own
+        self.places = [weight.main_grad.data_ptr() for weight in weights]
+
+    def check(self) -> None:
+        assert [weight.main_grad.data_ptr() for weight in self.weights] == self.places, "a view was replaced"
+        assert all(weight.grad is None for weight in self.weights), "a backward would add to the buffer by .grad, too"
+
+
+def train(case: Case, by_hand: bool, detached: bool, options: dict[str, Any]) -> tuple[list[list[Tensor]], list[int]]:
+    """All ranks' weights after every step, and how often each rank took one back."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], int]:
+        weights = case.weights(transport.rank)
+        buffer = FlatBuffer(weights, detached)
+        inner = case.make(weights)
+        optimizer = Optimizer(inner, transport, max_norm=MAX_NORM, adaptive=False, timeout=20, **options)
+        base, history = inner.param_groups[0]["lr"], []
+        for step in range(case.steps):
+            buffer.flat.zero_() if by_hand else optimizer.zero_grad()
+            buffer.check()
+            optimizer.validate()  # as a Pipeline does before its backwards
+            if step > 0:
+                history.append([weight.detach().clone() for weight in weights])
+            inner.param_groups[0]["lr"] = case.learning_rate(step, base)
+            for weight, gradient in zip(weights, case.gradients(transport.rank, step, 1.0), strict=True):
+                weight.main_grad += gradient
+            optimizer.step()
+            buffer.check()
+        optimizer.validate()
+        buffer.check()
+        return [*history, [weight.detach().clone() for weight in weights]], optimizer.undone
+
+    rows = results_on_threads(case.ranks, rank_loop)
+    return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [undone for _, undone in rows]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("undo", ["snapshot", "inverse", None])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [("adamw foreach", torch.float32), ("adamw foreach", torch.bfloat16), ("zbkern adamw", torch.float32)],
+)
+def test_a_flat_buffer_is_zeroed_every_step(
+    make: str, dtype: torch.dtype, undo: str | None, detached: bool, by_hand: bool
+) -> None:
+    case = Case(2, STEPS, FORCED, OPTIMIZERS[make], dtype)
+    case.learning_rate = lambda step, base: base * (1 - 0.01 * step)
+    expected, _ = plain_loop(case, clip_in_float64)
+    options = {"undo": undo, "master_weights": dtype != torch.float32}
+    history, undone = train(case, by_hand, detached, options)
+    assert undone == [len([1 for rank, _ in FORCED if rank == 1]) if undo else 0, 0]
+    for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
+        for a, b in zip(weights, theirs, strict=True):
+            if undo == "inverse":
+                torch.testing.assert_close(a, b, msg=lambda m, s=step: f"step {s}: {m}", rtol=1e-4, atol=1e-4)
+            else:
+                assert torch.equal(a, b), f"step {step}"
+
+
+def make_stages() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step)).unbind()
+
+
+def force(gradients: list[Tensor], rank: int, step: int) -> None:
+    if (rank, step) in FORCED:
+        gradients[0][0, 0] = FORCED[rank, step]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_pipeline_trains_into_a_flat_buffer(by_hand: bool) -> None:
+    """Forwards run before a step is validated, and backwards fill the views while a framework zeroes the buffer."""
+    stages = make_stages()
+
+    def rank_loop(transport: LocalTransport) -> int:
+        chunk = zbkern.convert(stages[transport.rank])
+        weights = list(chunk.parameters())
+        buffer = FlatBuffer(weights, detached=False)
+        with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            sgd = torch.optim.SGD(weights, lr=0.05, momentum=0.9)
+            optimizer = Optimizer(sgd, pipe, max_norm=2.0, adaptive=False)
+            for step in range(STEPS):
+                buffer.flat.zero_() if by_hand else optimizer.zero_grad()
+                pipe.step(*batch(step))
+                buffer.check()
+                assert buffer.flat.any(), "weight gradients went elsewhere"
+                force([weight.main_grad for weight in weights], transport.rank, step)
+                optimizer.step()
+                buffer.check()
+        return optimizer.undone
+
+    undone = results_on_threads(2, rank_loop)
+    assert undone[0] >= 10
+    model = nn.Sequential(*make_stages())
+    weights = list(model.parameters())
+    sgd = torch.optim.SGD(weights, lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        sgd.zero_grad()
+        inputs, targets = batch(step)
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        for rank in range(2):
+            force([weight.grad for weight in weights[4 * rank :]], rank, step)
+        if math.isfinite(clip_in_float64(weights, 2.0)):
+            sgd.step()
+    ours = [weight for stage in stages for weight in stage.parameters()]
+    torch.testing.assert_close(ours, weights, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_copied_that_no_step_needs() -> None:
+    """Without clipping a step stays or is taken back for good, which a snapshot does without its gradients."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[int, ...]:
+        weight = nn.Parameter(torch.zeros(3))
+        weight.main_grad = torch.ones(3)
+        held = []
+        for max_norm in (None, 100.0):
+            sgd = torch.optim.SGD([weight], lr=0.1)
+            optimizer = Optimizer(sgd, transport, max_norm=max_norm, timeout=20)
+            optimizer.step()
+            held.append(len(optimizer._pending.gradients) if optimizer._pending else 0)
+            optimizer.validate()
+        return tuple(held)
+
+    assert results_on_threads(2, rank_loop) == [(0, 1), (0, 0)]
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_that_are_views_stay_views(set_to_none: bool) -> None:
+    def rank_loop(transport: LocalTransport) -> float:
+        flat, weight = torch.zeros(1), nn.Parameter(torch.zeros(1))
+        weight.grad = flat.view(1)
+        flat.fill_(4.0 if transport.rank else 0.6)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        optimizer.validate()
+        if not set_to_none:
+            assert weight.grad.data_ptr() == flat.data_ptr()
+            assert not flat.any()
+        return weight.item()
+
+    norm = math.hypot(0.6, 4.0)
+    assert results_on_threads(2, rank_loop) == [pytest.approx(-g / norm) for g in (0.6, 4.0)]

@@ -1,0 +1,213 @@
+"""An Optimizer is a torch.optim.Optimizer: learning-rate schedules take it; groups and hooks are the inner one's."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from tests.support.chunks import results_on_threads
+from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, Make, clip_in_float64, plain_loop
+from zbkern.optim import AdamW
+from zbkern.pipeline.optimizer import Optimizer
+from zbkern.pipeline.transport.local import LocalTransport
+
+Schedule = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+
+
+def warmed_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),  # moves the betas, too
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "sequence": warmed_up,
+}
+FORCED = {(3, 1): 3.0, (2, 3): math.nan, (3, 5): 9.0, (1, 6): math.inf, (3, 8): 4.0}
+
+
+def scheduled(case: Case, stop: int, **options: Any) -> tuple[list[list[Tensor]], list[Optimizer]]:
+    """All ranks' weights after every step; before step `stop` everything is made anew from state dicts."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], Optimizer]:
+        options.setdefault("master_weights", case.dtype != torch.float32)
+
+        def make() -> tuple[list[nn.Parameter], Optimizer, lr_scheduler.LRScheduler]:
+            weights = case.weights(transport.rank)
+            optimizer = Optimizer(case.make(weights), transport, max_norm=MAX_NORM, timeout=20, **options)
+            return weights, optimizer, case.schedule(optimizer)
+
+        (weights, optimizer, schedule), history, undone = make(), [], 0
+        for step in range(case.steps):
+            if step == stop:
+                states = copy.deepcopy((weights, optimizer.state_dict(), schedule.state_dict()))
+                undone = optimizer.undone
+                weights, optimizer, schedule = make()
+                with torch.no_grad():
+                    for weight, saved in zip(weights, states[0], strict=True):
+                        weight.copy_(saved)
+                optimizer.load_state_dict(states[1])
+                schedule.load_state_dict(states[2])
+            case.backward(weights, transport.rank, step)
+            optimizer.step()
+            schedule.step()  # before the verdict, which may have the step done again
+            optimizer.zero_grad()
+            optimizer.validate()
+            history.append([parameter.detach().clone() for parameter in weights])
+        optimizer.undone += undone
+        return history, optimizer
+
+    rows = results_on_threads(case.ranks, rank_loop)
+    return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [o for _, o in rows]
+
+
+@pytest.mark.filterwarnings("error", "ignore:The epoch parameter")  # of torch 2.8's own SequentialLR
+@pytest.mark.parametrize("undo", ["snapshot", None])
+@pytest.mark.parametrize("make", ["adamw foreach", "zbkern adamw", "sgd momentum"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_step_has_its_own_rate(schedule: str, make: str, undo: str | None) -> None:
+    """Bit for bit as one process with torch's optimizer and the same schedule, through steps that are done again."""
+    case = Case(4, 10, FORCED, OPTIMIZERS[make], schedule=SCHEDULES[schedule])
+    expected, _ = plain_loop(case, clip_in_float64)
+    history, optimizers = scheduled(case, stop=4, undo=undo, adaptive=False)
+    assert [o.undone for o in optimizers] == ([5, 4, 3, 0] if undo else [0, 0, 0, 0])
+    for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True)), f"step {step}"
+
+
+def own_masters(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return AdamW(parameters, lr=0.01, weight_decay=0.1, master_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(OPTIMIZERS["adamw foreach"], {}), (own_masters, {"master_weights": False})]
+)
+def test_masters_follow_a_schedule(make: Make, options: dict[str, Any]) -> None:
+    forced = dict.fromkeys(FORCED, math.inf)  # nothing is clipped, which rounds where gradients are bf16
+    case = Case(4, 10, forced, OPTIMIZERS["adamw foreach"], torch.bfloat16, schedule=SCHEDULES["one cycle"])
+    expected, _ = plain_loop(case, clip_in_float64)
+    case.make = make
+    history, optimizers = scheduled(case, stop=4, adaptive=False, **options)
+    assert optimizers[0].undone == 5
+    for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True)), f"step {step}"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("undo", ["snapshot", None])
+def test_a_schedule_of_either_optimizer(undo: str | None, inner: bool) -> None:
+    def rates(transport: LocalTransport) -> list[float]:
+        weight = nn.Parameter(torch.zeros(()))
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, undo=undo, max_norm=1e3)
+        schedule = lr_scheduler.StepLR(optimizer.optimizer if inner else optimizer, 1, 0.5)
+        steps = []
+        for _ in range(4):
+            optimizer.validate()
+            steps.append(-weight.item())
+            weight.grad = torch.ones(())
+            optimizer.step()
+            schedule.step()
+        return steps
+
+    assert results_on_threads(2, rates) == [[0.0, 1.0, 1.5, 1.75]] * 2
+
+
+def test_a_rate_that_is_a_tensor() -> None:
+    """The schedule writes into it: the step that is done again has what was in it."""
+
+    def rates(transport: LocalTransport) -> tuple[float, bool]:
+        weight, lr = nn.Parameter(torch.zeros(())), torch.tensor(1.0)
+        optimizer = Optimizer(AdamW([weight], lr=lr, betas=(0.5, 0.5), eps=0.0), transport, max_norm=1.0, timeout=20)
+        schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        weight.grad = torch.full((), 10.0 * transport.rank)
+        optimizer.step()
+        schedule.step()
+        optimizer.validate()
+        return weight.item(), optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.5
+
+    assert results_on_threads(2, rates)[1] == (-1.0, True)
+    assert results_on_threads(2, rates)[0][1]
+
+
+@pytest.mark.parametrize("undo", ["snapshot", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_group_that_comes_later(dtype: torch.dtype, undo: str | None) -> None:
+    """With masters where the others have them; a tied parameter in it counts once."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[float | None, list[float], bool]:
+        first, tied = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
+        optimizer = Optimizer(
+            torch.optim.SGD([first], lr=1.0),
+            transport,
+            max_norm=10.0,
+            undo=undo,
+            master_weights=dtype != torch.float32,
+            tied={"table": tied},
+            timeout=20,
+        )
+        first.grad = torch.tensor([3.0, 0.0], dtype=dtype)
+        optimizer.step()
+        optimizer.add_param_group({"params": [tied], "lr": 0.5})
+        first.grad, tied.grad = torch.zeros(2, dtype=dtype), torch.tensor([0.0, 4.0], dtype=dtype)
+        optimizer.step()
+        optimizer.validate()
+        return optimizer.last_norm, [*first.tolist(), *tied.tolist()], len(optimizer.masters) == 2
+
+    for norm, weights, masters in results_on_threads(2, rank_loop):
+        assert norm == pytest.approx(4.0)
+        assert weights == [-2.0, 1.0, 1.0, -1.0]
+        assert masters == (dtype == torch.bfloat16)
+
+
+def test_a_group_that_cannot_be_inverted_is_refused() -> None:
+    optimizer = Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0], undo="inverse")
+    with pytest.raises(ValueError, match=r"needs parameters in fp32; got torch.bfloat16"):
+        optimizer.add_param_group({"params": [torch.ones(1).bfloat16()]})
+
+
+def test_groups_state_and_hooks_are_the_inner_ones() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    inner = torch.optim.AdamW([weight], lr=0.1)
+    optimizer = Optimizer(inner, LocalTransport.ring(1)[0])
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("step"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("state"))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups is inner.param_groups
+    assert calls == ["step", "state"]
+    assert "lr: 0.1" in repr(optimizer)
+    with pytest.raises(TypeError, match=r"Optimizer: is tied to the other ranks .* keep its state_dict\(\)"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_grad_scaler_of_its_own_is_sent_to_the_argument() -> None:
+    """Else a rank that finds infinity would leave its step out, and the others would wait for it."""
+
+    def rank_loop(transport: LocalTransport) -> None:
+        weight = nn.Parameter(torch.ones(2))
+        weight.grad = torch.full((2,), math.inf if transport.rank else 1.0)
+        optimizer = Optimizer(torch.optim.SGD([weight]), transport, timeout=20)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(TypeError, match=r"give it to Optimizer\(scaler=\.\.\.\)"):
+            scaler.step(optimizer)
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        optimizer.validate()
+        assert weight.tolist() == pytest.approx([0.999, 0.999])
+
+    results_on_threads(2, rank_loop)

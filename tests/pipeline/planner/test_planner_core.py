@@ -1,0 +1,151 @@
+"""The compiled search core: what it returns is a schedule, fits the memory, and costs what the simulator says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from zbkern.pipeline import Costs, schedules, simulate
+from zbkern.pipeline.planner import annealing, block_search, bounds, list_scheduler, native, pattern_search
+from zbkern.pipeline.planner.problem import Ordering, Problem, fits, one_at_a_time, orders_of, schedule_of
+
+pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+
+
+def problem(seed: int, overheads: bool = False, makespan: bool = False) -> Problem:
+    draw = random.Random(seed)
+    stages, chunks = draw.choice([(2, 1), (4, 1), (2, 2), (3, 2), (2, 4)])
+    down = list(range(stages))
+    homes = [rank for turn in range(chunks) for rank in (down[::-1] if turn % 2 else down)]
+    if seed % 3 == 2:
+        draw.shuffle(homes)
+    n = len(homes)
+
+    def some(high: float) -> list[float]:
+        return [draw.uniform(0.5, high) for _ in range(n)]
+
+    backward, weight = some(3), some(2)
+    split = [min(pair) * 0.6 for pair in zip(backward, weight, strict=True)] if overheads else 0
+    saving = [each * 0.3 for each in weight] if overheads else 0
+    costs = Costs(some(3), backward, weight, some(1)[1:], some(2), 0.9 if seed % 5 == 1 else 0.4, split, saving)
+    flat = costs.per_chunk(n)
+    need = max(sum(flat.activation[c] for c in range(n) if homes[c] == rank) for rank in range(stages))
+    return Problem.build(flat, homes, draw.randint(1, 7), [need * draw.uniform(1, 3)] * stages, makespan)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_list_scheduler(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
+    some = random.Random(seed).sample(list(list_scheduler.rules(given)), 40)
+    fast = [list_scheduler.list_schedule(given, rule) for rule in some]
+    monkeypatch.setattr(native, "core", None)
+    slow = [list_scheduler.list_schedule(given, rule) for rule in some]
+    assert fast == slow
+    assert any(orders is not None for orders in fast)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rules_of_every_rank(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
+    start = next(rule for rule in list_scheduler.rules(given) if list_scheduler.list_schedule(given, rule))
+    fast, rule = list_scheduler.refine(given, start, 200, seed)
+    assert annealing.anneal(given, fast)[0].cost <= fast.cost  # less where W are merged, which rules do not know
+    monkeypatch.setattr(native, "core", None)
+    assert (fast, rule) == list_scheduler.refine(given, start, 200, seed)
+    assert fast.cost <= list_scheduler.list_schedule(given, start).cost
+    assert fits(given, fast)
+
+
+def check(given: Problem, found: Ordering) -> None:
+    """Its cost is that of an independent run, at least the lower bound, and it is a valid schedule within the limit."""
+    assert fits(given, found)
+    assert annealing.Timing(given, found).cost == found.cost >= bounds.cost_bound(given)
+    schedule_of(found, given, "found")  # validates
+
+
+def temperatures(given: Problem) -> list[int]:
+    mean = (sum(given.forward) + sum(given.backward)) // (2 * given.chunks)
+    return [mean, mean // 3, mean // 20]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_annealing(seed: int) -> None:
+    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
+    start = next(
+        orders
+        for orders in (list_scheduler.list_schedule(given, rule) for rule in list_scheduler.rules(given))
+        if orders
+    )
+    start = annealing.costed(given, start)
+    found, finished = annealing.anneal(given, start, seed=seed, temperatures=temperatures(given), moves=300)
+    assert finished
+    assert found.cost <= start.cost
+    check(given, found)
+
+
+def test_annealing_improves_a_poor_start() -> None:
+    given = Problem.build(Costs(2, 2, 1, 0.1).per_chunk(4), range(4), 8, [6.0] * 4, False)
+    start = annealing.costed(given, one_at_a_time(given, fuse=False))
+    found, _ = annealing.anneal(given, start, temperatures=temperatures(given), moves=3000)
+    assert found.cost < 0.6 * start.cost
+    check(given, found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_building_blocks(seed: int) -> None:
+    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
+    found = block_search.search_blocks(given, seed=seed, temperatures=temperatures(given), moves=60, fuse=seed % 4 == 3)
+    if given.saves:  # which blocks do not weigh
+        by_blocks, found = found.cost, annealing.costed(given, found)
+        assert found.cost <= by_blocks
+    check(given, found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_patterns(seed: int) -> None:
+    draw = random.Random(seed)
+    stages, microbatches = 1 + seed % 4, draw.randint(1, 9)
+    times = ([draw.uniform(0.5, 3) for _ in range(2 * stages)] for _ in range(3))
+    costs = Costs(*times, draw.random(), 1.0, 1.3 if seed == 5 else 0.4)
+    down = tuple(range(stages))
+    limit = [2 * stages * draw.uniform(1.2, 3)] * stages
+    given = Problem.build(costs.per_chunk(2 * stages), down + down[::-1], microbatches, limit, seed % 4 == 3)
+    found = [pattern_search.search_patterns(given, start) for start in list(pattern_search.zb_v_patterns(given))[::3]]
+    orders, start = next(result for result in found if result is not None)
+    options = {"seed": seed, "temperatures": temperatures(given), "moves": 100, "spread": seed % 3}
+    better, _ = pattern_search.search_patterns(given, start, **options)
+    assert better.cost <= orders.cost
+    for each, _ in (result for result in [*found, (better, start)] if result is not None):
+        check(given, each)
+
+
+def test_a_pattern_found_gives_its_orders_again() -> None:
+    given = Problem.build(Costs(92, 90, 46, 6).per_chunk(8), (0, 1, 2, 3, 3, 2, 1, 0), 8, [10.0] * 4, False)
+    start = next(pattern_search.zb_v_patterns(given))
+    found, pattern = pattern_search.search_patterns(given, start, temperatures=temperatures(given), moves=500)
+    assert found.cost < pattern_search.search_patterns(given, start)[0].cost
+    assert pattern_search.search_patterns(given, pattern)[0] == found
+
+
+@pytest.mark.parametrize("core", [True, False])
+def test_orders_that_cannot_run_are_refused(core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Problem.build(Costs().per_chunk(2), (0, 1), 2, [2.0, 2.0], False)
+    orders = orders_of(schedules.one_f_one_b(2, 2))
+    stuck = Ordering(0, [list(reversed(row)) for row in orders.rows], orders.fused)
+    with pytest.raises(ValueError, match="cannot run"):
+        annealing.anneal(given, stuck) if core else annealing.Timing(given, stuck)
+    if not core:
+        monkeypatch.setattr(native, "core", None)
+    assert annealing.costed(given, stuck) is None
+
+
+@pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2])
+def test_orders_cost_what_the_simulator_says(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = Costs(2, 1.5, 1, 0.25, merge_saving=0.25, split_overhead=0.5)
+    schedule = make(4, 8)
+    given = Problem.build(costs.per_chunk(4), range(4), 8, [9.0] * 4, False)
+    compiled = annealing.costed(given, orders_of(schedule))
+    assert compiled.cost / given.time_scale == pytest.approx(simulate(schedule, costs).cost, rel=1e-9)
+    monkeypatch.setattr(native, "core", None)
+    assert annealing.costed(given, orders_of(schedule)) == compiled

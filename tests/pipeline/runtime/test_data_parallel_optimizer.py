@@ -1,0 +1,181 @@
+"""The optimizer without a barrier over two stages of two replicas, DistributedDataParallel or FSDP2."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.two_by_two import (
+    KINDS,
+    MAX_NORM,
+    Setup,
+    assert_close,
+    make_optimizer,
+    mean_square,
+    mesh,
+    plain_steps,
+)
+from zbkern.pipeline import Optimizer, Pipeline
+from zbkern.pipeline.optimizer import clipping
+
+pytestmark = pytest.mark.dist
+
+
+class Trained:
+    """What a rank has after steps with forced gradients: of (chunk, step), in one microbatch of the second replica."""
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        forced: dict[tuple[int, int], float],
+        dtype: torch.dtype = torch.float64,
+        wrapper: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        setup = Setup(kind, name, dtype, **(wrapper or {}))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if dtype == torch.float16 else None
+        self.losses: list[float] = []
+
+        def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+            loss = mean_square(outputs, targets)
+            return loss if scaler is None else scaler.scale(loss)
+
+        def forward(chunk: int, original: Any, microbatch: int, *inputs: Any) -> Any:
+            value = forced.get((chunk, step)) if (setup.replica, microbatch) == (1, 2) else None
+            setup.plain[setup.chunks.index(chunk)][1].force = value
+            return original(microbatch, *inputs)
+
+        with Pipeline(setup.modules, setup.schedule, loss_fn, mesh().get_group("stage"), timeout=30) as pipe:
+            for chunk, stage in pipe._stages.items():
+                stage.forward = functools.partial(forward, chunk, stage.forward)
+            optimizer = Optimizer(
+                make_optimizer(setup.parameters()),
+                pipe,
+                max_norm=MAX_NORM,
+                scaler=scaler,
+                master_weights=dtype.itemsize < 4,
+                **options,
+            )
+            for step in range(7):
+                optimizer.zero_grad()
+                loss = pipe.step(*setup.data(step))
+                if loss is not None and setup.replica == 0:
+                    self.losses.append(loss.item())
+                optimizer.step()
+            optimizer.validate()
+        self.weights = setup.named(lambda p: p)
+        self.counts = (optimizer.undone, optimizer.clipped, optimizer.skipped)
+        self.scale = None if scaler is None else scaler.get_scale()
+
+
+BAD = {(1, 1): 100.0, (0, 2): math.nan, (1, 3): math.inf, (1, 4): 90.0, (0, 5): 80.0}
+
+
+def train_forced(kind: str, name: str, adaptive: bool) -> tuple[int, int, int]:
+    """Equal to the plain loop up to rounding, and bit for bit to steps that wait."""
+    at_once = Trained(kind, name, BAD, adaptive=adaptive)
+    chunks = len(Setup(kind, name).schedule.placement)
+    _, expected, losses = plain_steps(chunks, 7, BAD)
+    assert_close(at_once.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(at_once.losses, losses if at_once.losses else [], rtol=1e-6, atol=0)
+    waited = Trained(kind, name, BAD, undo=None)
+    assert at_once.losses == waited.losses
+    for key, value in at_once.weights.items():
+        assert torch.equal(value, waited.weights[key]), key
+    assert waited.counts[0] == 0
+    return at_once.counts
+
+
+@pytest.mark.parametrize(("name", "adaptive"), [("zb_h2", False), ("zb_v", True)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizer_of_replicas_equals_one_process(four_ranks: Any, kind: str, name: str, adaptive: bool) -> None:
+    counts = four_ranks.run(train_forced, kind, name, adaptive)
+    assert counts[0] == counts[2]
+    assert counts[1] == counts[3]
+    assert [count[0] for count in counts[:2]] == [1 if adaptive else 3, 0]
+    assert {count[1:] for count in counts} == {(3, 2)}
+
+
+def train_wrapped(kind: str, wrapper: dict[str, Any]) -> int:
+    trained = Trained(kind, "zb_v", BAD, wrapper=wrapper, adaptive=False)
+    _, expected, _ = plain_steps(4, 7, BAD)
+    assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
+    return trained.counts[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper"), [("fsdp", {"reshard_after_forward": True}), ("ddp", {"gradient_as_bucket_view": True})]
+)
+def test_optimizer_with_options_of_the_wrappers(four_ranks: Any, kind: str, wrapper: dict[str, Any]) -> None:
+    """Forwards that run ahead and are void gather, too; gradients that wait for the verdict live in DDP's buckets."""
+    assert four_ranks.run(train_wrapped, kind, wrapper) == [3, 0, 3, 0]
+
+
+def train_inverse(kind: str) -> int:
+    trained = Trained(kind, "zb_h2", BAD, undo="inverse", adaptive=False)
+    _, expected, _ = plain_steps(2, 7, BAD)
+    assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
+    return trained.counts[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inverse_of_replicas(four_ranks: Any, kind: str) -> None:
+    assert four_ranks.run(train_inverse, kind) == [3, 0, 3, 0]
+
+
+def train_small(kind: str, dtype: torch.dtype, policy: bool) -> tuple[tuple[int, int, int], float | None]:
+    """Steps at once are steps that wait, bit for bit, below fp32, too."""
+    forced = {at: value * (64 if dtype == torch.float16 else 1) for at, value in BAD.items()}  # of the scaled loss
+    wrapper = {}
+    if policy:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        wrapper["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    at_once = Trained(kind, "zb_h2", forced, dtype, wrapper, adaptive=False)
+    waited = Trained(kind, "zb_h2", forced, dtype, wrapper, undo=None)
+    assert at_once.losses == waited.losses
+    assert all(math.isfinite(loss) for loss in at_once.losses)
+    for key, value in at_once.weights.items():
+        assert torch.equal(value, waited.weights[key]), key
+    assert at_once.scale == waited.scale
+    return at_once.counts, at_once.scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "policy"),
+    [
+        ("ddp", torch.bfloat16, False),
+        ("fsdp", torch.bfloat16, False),
+        ("ddp", torch.float16, False),
+        ("fsdp", torch.float16, False),
+        ("fsdp", torch.float32, True),
+    ],
+)
+def test_small_dtypes_of_replicas(four_ranks: Any, kind: str, dtype: torch.dtype, policy: bool) -> None:
+    results = four_ranks.run(train_small, kind, dtype, policy)
+    assert [counts[0] for counts, _ in results] == [3, 0, 3, 0]
+    assert {counts[1:] for counts, _ in results} == {(3, 2)}
+    assert {scale for _, scale in results} == {16.0 if dtype == torch.float16 else None}  # halved twice
+
+
+def take_norms(kind: str) -> list[float]:
+    setup = Setup(kind, "zb_v")
+    with setup.pipe() as pipe:
+        pipe.step(*setup.data(0))
+        norm = clipping.grad_norm(setup.parameters(), pipe)
+        clipped = clipping.clip_grad_norm_(setup.parameters(), norm / 4, pipe)
+        return [norm, clipped, clipping.grad_norm(setup.parameters(), pipe)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_gradient_counts_once_in_norms(four_ranks: Any, kind: str) -> None:
+    (gradients,), _, _ = plain_steps(4, 1)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    for found in four_ranks.run(take_norms, kind):
+        assert found == pytest.approx([norm, norm, norm / 4], rel=1e-5)

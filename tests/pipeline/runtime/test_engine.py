@@ -1,0 +1,428 @@
+from __future__ import annotations
+
+import copy
+import random
+import re
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.chunks import WIDTH, make_data, make_model, on_threads, plain
+from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
+from zbkern.pipeline.runtime.clock import Clock
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.program import merge_neighbours, peak_microbatches
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.transport.base import LONGEST_TIMEOUT, Tag
+from zbkern.pipeline.transport.local import LocalTransport
+
+
+def build(name: str, stages: int, microbatches: int) -> Schedule:
+    try:
+        return getattr(schedules, name)(stages, microbatches)
+    except ScheduleError as error:
+        pytest.skip(f"{name} does not exist for these sizes: {error}")
+
+
+def check_against_plain(name: str, stages: int, microbatches: int, fill: str) -> None:
+    schedule = build(name, stages, microbatches)
+    model, (inputs, targets) = make_model(len(schedule.placement)), make_data(microbatches)
+    expected = copy.deepcopy(model)
+    loss = plain(expected, inputs, targets)
+    for module in model:
+        zbkern.convert(module)
+
+    def rank_step(transport: LocalTransport) -> list[Any]:
+        chunks = schedule.chunks_of(transport.rank)
+        with Pipeline([model[c] for c in chunks], schedule, nn.functional.mse_loss, transport, fill=fill) as pipe:
+            first = inputs if 0 in chunks else None
+            last = targets if len(schedule.placement) - 1 in chunks else None
+            for module in (model[c] for c in chunks):
+                module.zero_grad()
+            pipe.step(first, last)
+            for module in (model[c] for c in chunks):  # a second step, after the first: nothing is left over
+                module.zero_grad()
+            result = pipe.step(first, last)
+            assert pipe.queue.pending() == 0
+            ran = [event.action for event in pipe.last_timeline.events[transport.rank]]
+            return [result, pipe.evaluate(first, last), ran]
+
+    results = on_threads(stages, rank_step)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    found = [result for result, _, _ in results if result is not None]
+    evaluated = [value for _, value, _ in results if value is not None]
+    assert len(found) == len(evaluated) == 1
+    torch.testing.assert_close(found[0], loss)
+    torch.testing.assert_close(evaluated[0], loss)
+    for ours, theirs in zip(model, expected, strict=True):
+        for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12, msg=key)
+    for rank, (_, _, ran) in enumerate(results):
+        without_w = [action for action in schedule.actions[rank] if action.kind != "W"]
+        assert [action for action in ran if action.kind != "W"] == without_w
+        if fill == "planned":
+            assert ran == list(schedule.actions[rank])
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (3, 7), (4, 8)])
+@pytest.mark.parametrize("name", schedules.NAMES)
+def test_gradients_equal_plain_backward(name: str, stages: int, microbatches: int, fill: str) -> None:
+    check_against_plain(name, stages, microbatches, fill)
+
+
+def test_many_virtual_ranks() -> None:
+    check_against_plain("zb_h1", 32, 40, "planned")
+
+
+def distributed_step(name: str, microbatches: int, fill: str) -> None:
+    rank = torch.distributed.get_rank()
+    schedule = getattr(schedules, name)(2, microbatches)
+    model, (inputs, targets) = make_model(len(schedule.placement)), make_data(microbatches)
+    expected = copy.deepcopy(model)
+    loss = plain(expected, inputs, targets)
+    mine = schedule.chunks_of(rank)
+    with Pipeline([zbkern.convert(model[c]) for c in mine], schedule, nn.functional.mse_loss, fill=fill) as pipe:
+        result = pipe.step(inputs if 0 in mine else None, targets if len(model) - 1 in mine else None)
+        timeline = pipe.gather_timeline()
+    if len(model) - 1 in mine:
+        torch.testing.assert_close(result, loss)
+    for chunk in mine:
+        for a, b in zip(model[chunk].parameters(), expected[chunk].parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+    for row, planned in zip(timeline.events, schedule.actions, strict=True):
+        assert [e.action for e in row if e.action.kind != "W"] == [a for a in planned if a.kind != "W"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "zb_h2", "zb_v"])
+def test_over_gloo(two_ranks: Any, name: str, fill: str) -> None:
+    two_ranks.run(distributed_step, name, 5, fill)
+
+
+def test_frozen_first_stage_and_gradients_elsewhere() -> None:
+    schedule, model, (inputs, targets) = schedules.zb_h1(2, 4), make_model(2), make_data(4)
+    model[0].requires_grad_(False)
+    expected = copy.deepcopy(model)
+    plain(expected, inputs, targets)
+
+    def rank_step(transport: LocalTransport) -> None:
+        with Pipeline(zbkern.convert(model[transport.rank]), schedule, nn.functional.mse_loss, transport) as pipe:
+            pipe.step(inputs if transport.rank == 0 else None, targets if transport.rank == 1 else None)
+
+    assert on_threads(2, rank_step) == [None, None]
+    assert all(p.grad is None for p in model[0].parameters())
+    torch.testing.assert_close(model[1].linear.weight.grad, expected[1].linear.weight.grad)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_inputs_that_ask_for_a_gradient_get_it(parts: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    inputs, targets = torch.randn(4, 3), torch.randn(4, 4)
+    expected = inputs.clone().requires_grad_()
+    nn.functional.mse_loss(model(expected), targets).backward()
+    leaves = [part.clone().requires_grad_() for part in (inputs.chunk(2) if parts else (inputs,))]
+    with Pipeline(
+        zbkern.convert(model), schedules.zb_h1(1, 2), nn.functional.mse_loss, LocalTransport.ring(1)[0]
+    ) as pipe:
+        pipe.step(leaves if parts else leaves[0], targets)
+    torch.testing.assert_close(torch.cat([leaf.grad for leaf in leaves]), expected.grad)
+
+
+def test_an_evaluation_leaves_every_module_in_its_mode() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Dropout().eval())
+    seen = []
+    module[2].register_forward_pre_hook(lambda part, _: seen.append((module.training, module[1].training)))
+    with one_rank(modules=module) as pipe:
+        pipe.evaluate(torch.ones(2, 2), torch.ones(2, 2))
+    assert set(seen) == {(False, False)}
+    assert [part.training for part in module.modules()] == [True, True, True, False]
+
+
+def test_slices_of_w_add_up() -> None:
+    whole = schedules.zb_h1(1, 2)
+    sliced = [
+        piece
+        for action in whole.actions[0]
+        for piece in ([action._replace(part=(i, 3)) for i in range(3)] if action.kind == "W" else [action])
+    ]
+    schedule = Schedule((tuple(sliced),), (0,), 2)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))).double()
+    expected = copy.deepcopy(model)
+    inputs = torch.randn(4, WIDTH, dtype=torch.double)
+    nn.functional.mse_loss(expected(inputs), inputs).backward()
+    with Pipeline(zbkern.convert(model), schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+        pipe.step(inputs, inputs)
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def one_rank(**changes: Any) -> Pipeline:
+    arguments: dict[str, Any] = {
+        "modules": [nn.Linear(2, 2)],
+        "schedule": schedules.one_f_one_b(1, 2),
+        "loss_fn": nn.functional.mse_loss,
+        "group": LocalTransport.ring(1)[0],
+    }
+    return Pipeline(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "1f1b"}, "schedule must be a zbkern.pipeline.Schedule; got str"),
+        ({"schedule": schedules.one_f_one_b(2, 2)}, "2 stages and the group 1 ranks"),
+        ({"modules": []}, r"chunks \[0\] of this schedule and needs 1 modules, in model order; got 0"),
+        ({"fill": "lazy"}, "fill must be one of"),
+        ({"loss_fn": None}, "loss_fn must be callable on rank 0, which holds the last chunk; got None"),
+        ({"loss_fn": "mse"}, r"loss_fn must be callable as loss_fn\(output, target\); got 'mse'"),
+        ({"max_wgrad_bytes": -1}, "max_bytes must be"),
+        ({"group": None}, "init_process_group"),
+        ({"modules": None}, "modules must be this rank's chunks, each a torch.nn.Module; got NoneType"),
+        ({"modules": [nn.Linear]}, "each a torch.nn.Module; got type"),
+        ({"tied": [torch.ones(1)]}, "tied must be {name: parameter}"),
+        ({"tied": {"table": "weight"}}, "tied must be {name: parameter}"),
+        ({"fill_with": 3}, "fill_with must be callable"),
+        ({"replan_every": 1.5}, "replan_every must be a whole number of steps"),
+        ({"costs": {"forward": 1}}, "costs must be a zbkern.pipeline.Costs or None; got dict"),
+    ],
+)
+def test_bad_construction_names_the_argument(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        one_rank(**changes)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [
+        *[(value, ValueError) for value in (0, -1, -0.5, float("inf"), float("nan"), 1e300, 10**12)],
+        *[(value, TypeError) for value in (None, "a", "5", True, 1j, [1], torch.tensor(1.0))],
+    ],
+)
+def test_a_timeout_that_cannot_be_waited_is_refused(timeout: Any, error: type[Exception]) -> None:
+    with pytest.raises(
+        error, match=f"^Pipeline: timeout must be a number of seconds above 0.* got {re.escape(repr(timeout))}"
+    ):
+        one_rank(timeout=timeout)
+
+
+def test_the_longest_timeout_can_be_waited() -> None:
+    with one_rank(timeout=LONGEST_TIMEOUT) as pipe:
+        assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
+    first, second = LocalTransport.ring(2)
+    threading.Timer(0.05, lambda: second.send(0, Tag(1, "B", 0, 0), "late")).start()
+    assert first.receive(1, Tag(1, "B", 0, 0), LONGEST_TIMEOUT) == "late"
+
+
+def test_ranks_with_different_schedules_are_refused_at_once() -> None:
+    def errors(other: Schedule) -> list[Any]:
+        def construct(transport: LocalTransport) -> None:
+            schedule = other if transport.rank == 1 else schedules.zb_h1(3, 4)
+            Pipeline(nn.Linear(2, 2), schedule, nn.functional.mse_loss, transport)
+
+        return on_threads(3, construct)
+
+    assert errors(replace(schedules.zb_h1(3, 4), name="the same")) == [None] * 3
+    for other in (schedules.gpipe(3, 4), schedules.zb_h1(3, 8)):
+        for error in errors(other):
+            assert isinstance(error, ScheduleError)
+            assert "rank 0 has <Schedule zb_h1: 3 ranks, 1 chunk each, 4 microbatches>, rank 1 another" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (None, torch.ones(2, 2), "inputs must be given on this rank"),
+        (torch.ones(3, 2), torch.ones(2, 2), r"dimension 0 of inputs must be a multiple of the 2 microbatches"),
+        ([torch.ones(1, 2)], torch.ones(2, 2), "inputs is a list of 1 microbatches and the schedule has 2"),
+        (torch.tensor(1.0), torch.ones(2, 2), "inputs must hold tensors with a batch dimension"),
+        ({}, torch.ones(2, 2), "inputs must hold tensors with a batch dimension; got {}"),
+    ],
+)
+def test_bad_inputs_name_the_argument(inputs: Any, targets: Any, message: str) -> None:
+    with one_rank() as pipe, pytest.raises((TypeError, ValueError), match=message):
+        pipe.step(inputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda output, target: output - target, r"got shape \[1, 2\]; reduce it"),
+        (lambda output, target: (output - target).mean().item(), "must return a tensor of one number; got -?[0-9.]+"),
+        (lambda output, target: (output - target).mean().detach(), "got one that is detached"),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated_is_refused(loss_fn: Any, message: str) -> None:
+    with one_rank(loss_fn=loss_fn) as pipe, pytest.raises(PipelineError, match=message):
+        pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+
+
+class Counting(nn.Linear):
+    """Returns a number beside its tensor."""
+
+    def forward(self, x: torch.Tensor, count: int = 0) -> Any:
+        return super().forward(x), count + 1
+
+
+def test_what_is_no_tensor_does_not_travel() -> None:
+    schedule = schedules.zb_v(1, 2)
+    with (
+        one_rank(modules=[Counting(2, 2), nn.Linear(2, 2)], schedule=schedule) as pipe,
+        pytest.raises(PipelineError, match=r"chunk 0 must return tensors \(or None\) for the next chunk.*got 1 among"),
+    ):
+        pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_a_chunk_that_was_not_converted_is_told_once(caplog: pytest.LogCaptureFixture, fill: str) -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    modules = [frozen, nn.Linear(2, 2), zbkern.convert(nn.Linear(2, 2)), nn.Linear(2, 2)]
+    schedule = schedules.zb_v(2, 4)
+
+    def rank_steps(transport: LocalTransport) -> None:
+        mine = [modules[chunk] for chunk in schedule.chunks_of(transport.rank)]
+        with Pipeline(mine, schedule, nn.functional.mse_loss, transport, fill=fill) as pipe:
+            for _ in range(2):
+                pipe.step(torch.ones(4, 2), torch.ones(4, 2))
+
+    assert on_threads(2, rank_steps) == [None, None]
+    told = sorted(record.getMessage().split(",")[0] for record in caplog.records)
+    assert told == ["chunk 1: no W waits", "chunk 3: no W waits"]
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    with one_rank() as pipe:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="call evaluate for the loss alone"):
+            pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+        assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
+
+
+def test_a_pipeline_that_was_closed_says_so() -> None:
+    with one_rank() as pipe:
+        pass
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(RuntimeError, match="this pipeline was closed; construct another"):
+            call(torch.ones(2, 2), torch.ones(2, 2))
+    pipe.close()
+
+
+def test_a_pipeline_is_usable_after_an_error_in_its_arguments() -> None:
+    with one_rank() as pipe:
+        with pytest.raises(ValueError, match="targets must be given"):
+            pipe.step(torch.ones(2, 2))
+        assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
+
+
+def test_neighbouring_w_of_one_chunk_run_together() -> None:
+    actions = [Action.parse(text) for text in ("0B0", "0W0", "0W1", "2W0", "0W2:0/2", "0W2:1/2", "0F3")]
+    groups = [[str(action) for action in group] for group in merge_neighbours(actions)]
+    assert groups == [["0B0"], ["0W0", "0W1"], ["2W0"], ["0W2:0/2"], ["0W2:1/2"], ["0F3"]]
+
+
+def test_peak_microbatches_is_the_memory_of_the_plan() -> None:
+    assert [peak_microbatches(row) for row in schedules.zb_h1(4, 8).actions] == [4, 4, 4, 4]
+    assert [peak_microbatches(row) for row in schedules.one_f_one_b(4, 8).actions] == [4, 3, 2, 1]
+
+
+def steps_on_threads(schedule: Schedule, delay: Any = None, **options: Any) -> tuple[list[Any], list[Pipeline]]:
+    """One step of the model on threads; its chunks' gradients are compared with plain backward."""
+    chunks, (inputs, targets) = len(schedule.placement), make_data(schedule.microbatches)
+    model = make_model(chunks)
+    expected = copy.deepcopy(model)
+    plain(expected, inputs, targets)
+    pipes: list[Any] = [None] * schedule.stages
+
+    def rank_step(transport: LocalTransport) -> Any:
+        mine = schedule.chunks_of(transport.rank)
+        modules = [zbkern.convert(model[c]) for c in mine]
+        with Pipeline(modules, schedule, nn.functional.mse_loss, transport, **options) as pipe:
+            pipes[transport.rank] = pipe
+            return pipe.step(inputs if 0 in mine else None, targets if chunks - 1 in mine else None)
+
+    results = on_threads(schedule.stages, rank_step, delay)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    for ours, theirs in zip(model, expected, strict=True):
+        for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12, msg=key)
+    return results, pipes
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_messages_that_are_late_and_overtake_each_other(fill: str) -> None:
+    travel = random.Random(0)
+    steps_on_threads(schedules.zb_v(4, 8), lambda sender, receiver, tag: travel.choice([0, 0.001, 0.02]), fill=fill)
+
+
+@pytest.mark.slow
+def test_sixty_four_virtual_ranks() -> None:
+    steps_on_threads(schedules.zb_h2(64, 130))
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_work_of_the_user_fills_what_w_leaves(fill: str) -> None:
+    schedule = schedules.zb_h1(2, 4)
+    waiting: list[threading.Thread] = []
+
+    def work() -> bool:
+        waiting.append(threading.current_thread())
+        assert len(waiting) < 5000, "goes on when the message is there"
+        time.sleep(0.001)
+        return True
+
+    steps_on_threads(schedule, lambda *_: 0.005, fill=fill, fill_with=work)
+    assert len(set(waiting)) == 2  # both ranks waited, and worked meanwhile
+
+
+def test_w_is_filled_in_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that has launched everything ahead would see no message yet, and launch all W before the next B."""
+    calls: dict[int, list[str]] = {}
+
+    def logged(name: str, function: Any) -> Any:
+        def wrapper(self: Any, *arguments: Any) -> Any:
+            calls.setdefault(threading.get_ident(), []).append(name)
+            return function(self, *arguments)
+
+        return wrapper
+
+    monkeypatch.setattr(Clock, "wait", logged("wait", Clock.wait))
+    monkeypatch.setattr(Pipeline, "_await", logged("await", Pipeline._await))
+    monkeypatch.setattr(LocalTransport, "receive", logged("receive", LocalTransport.receive))
+    monkeypatch.setattr(Pipeline, "_run_oldest", logged("W", Pipeline._run_oldest))
+    steps_on_threads(schedules.zb_h1(2, 4), lambda *_: 0.02, fill="eager")
+    pairs = [pair for names in calls.values() for pair in pairwise(names)]
+    assert ("wait", "W") in pairs
+    assert ("await", "W") not in pairs
+
+
+def test_samples_of_the_queue() -> None:
+    schedule = schedules.zb_h1(2, 4)
+    _, pipes = steps_on_threads(schedule, record=True)
+    for pipe, row in zip(pipes, schedule.actions, strict=True):
+        pending = [sample.pending for sample in pipe.samples]
+        assert len(pending) == len(list(merge_neighbours(row)))
+        assert max(pending) > 0
+        assert pending[-1] == 0
+        assert all((sample.pinned > 0) == (sample.pending > 0) for sample in pipe.samples)
+        assert [s.seconds for s in pipe.samples] == sorted(s.seconds for s in pipe.samples)
+    _, (pipe, _) = steps_on_threads(schedule)
+    assert pipe.samples == []
+
+
+def test_profilers_see_the_names_of_the_actions() -> None:
+    with one_rank() as pipe:
+        with torch.profiler.profile() as profiler:
+            pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+        names = {event.name for event in profiler.events()}
+    assert {str(action) for action in pipe.schedule.actions[0]} <= names

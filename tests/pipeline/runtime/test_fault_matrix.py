@@ -1,0 +1,256 @@
+"""One rank fails: in every place, in every way. All others end in time, name that rank, and leave nothing open.
+
+The ranks of a case are processes of its own, forked from one that has imported everything; the test hosts their store,
+as torchrun would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import zbkern
+from tests.support.chunks import make_data, make_model
+from tests.support.ranks import PRELOAD
+from zbkern.pipeline import Optimizer, Pipeline, schedules
+from zbkern.pipeline.runtime import engine
+from zbkern.pipeline.transport import connect
+
+TIMEOUT = 1.0  # seconds, of a Pipeline
+MEETING = 3.0  # seconds, of init_process_group
+BOUND = 25.0  # seconds in which every survivor has ended, on a busy machine
+STEP, MICROBATCH = 2, 1  # where a fault within a step happens
+
+ACTIONS = ("F", "B", "W", "BW", "forward hook", "gradient hook")
+PLACES = ("before connecting", "constructor", *ACTIONS, "between calls", "optimizer", "evaluate", "close")
+# To add, also to `run_case`, once checkpoints fail on all ranks together: "checkpoint save", "checkpoint load"
+FAULTS = ("kill", "stop", "raise", "memory", "interrupt")
+
+
+class Case(NamedTuple):
+    """`fault` happens on rank `victim` of `size` at `place`."""
+
+    place: str
+    fault: str
+    size: int
+    victim: int
+
+
+def do(fault: str) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "raise":
+        raise ArithmeticError("the cause")
+    elif fault == "memory":
+        raise MemoryError("the cause")
+    else:
+        signal.raise_signal(signal.SIGINT)
+
+
+class Faulty(nn.Module):
+    """A chunk; `fault()` is called in the forward, or in the backward of its first output, of one microbatch."""
+
+    def __init__(self, chunk: nn.Module, place: str, fault: Callable[[], None]) -> None:
+        super().__init__()
+        self.chunk, self.place, self.fault, self.calls = chunk, place, fault, 0
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        self.calls += 1
+        chosen = self.calls == 4 * (STEP - 1) + MICROBATCH + 1
+        if chosen and self.place == "F":
+            self.fault()
+        outputs = self.chunk(*inputs)
+        if chosen and self.place in ("B", "BW"):
+            (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).register_hook(lambda _: self.fault())
+        return outputs
+
+
+def prepared(case: Case, chunk: nn.Module, fault: Callable[[], None], rank: int) -> nn.Module:
+    """The rank's module, in which the victim's fault waits where it is within an action."""
+    module = Faulty(zbkern.convert(chunk), case.place if rank == case.victim else "", fault)
+    if rank != case.victim:
+        return module
+    seen: list[int] = []
+
+    def later(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) == 4 * (STEP - 1) + MICROBATCH + 1:
+            fault()
+
+    if case.place == "forward hook":
+        module.register_forward_hook(later)
+    elif case.place in ("W", "gradient hook"):
+        parameter = chunk.linear.weight if case.place == "W" else chunk.linear.bias
+        parameter.register_post_accumulate_grad_hook(later)
+    elif case.place == "constructor":
+        engine.agree = lambda *arguments: (fault(), connect.agree(*arguments))  # type: ignore[attr-defined]
+    return module
+
+
+def run_case(case: Case, rank: int) -> None:
+    """Steps, an optimizer's steps and an evaluation, in which the victim fails somewhere."""
+    at = lambda place: do(case.fault) if (rank, place) == (case.victim, case.place) else None  # noqa: E731
+    build = schedules.one_f_one_b if case.place == "BW" else schedules.zb_h1
+    module = prepared(case, make_model(case.size)[rank], lambda: do(case.fault), rank)
+    inputs, targets = make_data(4)
+    at("before connecting")
+    with Pipeline(module, build(case.size, 4), nn.functional.mse_loss, timeout=TIMEOUT) as pipe:
+        optimizer = Optimizer(torch.optim.SGD(module.parameters(), 0.1), pipe)
+        for step in (1, 2, 3):
+            optimizer.zero_grad()
+            pipe.step(inputs, targets)
+            if step == 2:
+                at("between calls")
+                optimizer.optimizer.register_step_pre_hook(lambda *_: at("optimizer"))
+            optimizer.step()
+        at("evaluate")
+        pipe.evaluate(inputs, targets)
+        pipe.gather(rank)
+        at("close")
+
+
+def opened() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def rank_main(case: Case, rank: int, port: int, end: Any) -> None:
+    """Sends the error that this rank ended with, and what is open before and after."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    usual = timedelta(seconds=MEETING)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=usual)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.size, timeout=usual)
+    with Pipeline(make_model(case.size)[rank], schedules.zb_h1(case.size, 4), nn.functional.mse_loss) as pipe:
+        pipe.step(*make_data(4))
+    pipe = None  # type: ignore[assignment]
+    before, error = opened(), None
+    try:
+        run_case(case, rank)
+    except BaseException as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    end.send((error, before, opened()))
+    end.recv()  # alive until all have answered: what an exit closes must not help
+
+
+def run_ranks(case: Case) -> dict[int, tuple[str | None, tuple[int, int], tuple[int, int]]]:
+    """What every surviving rank sent; fails where one did not in time."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, ends = zip(*(context.Pipe() for _ in range(case.size)), strict=True)
+    processes = [
+        context.Process(target=rank_main, args=(case, rank, store.port, end), daemon=True)
+        for rank, end in enumerate(ends)
+    ]
+    try:
+        for process, end in zip(processes, ends, strict=True):
+            process.start()
+            end.close()
+        deadline, found = time.monotonic() + BOUND, {}
+        for rank, pipe in enumerate(pipes):
+            if rank == case.victim and case.fault in ("kill", "stop"):
+                continue
+            assert pipe.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} hangs"
+            found[rank] = pipe.recv()
+        for rank in found:
+            pipes[rank].send(None)
+        return found
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()  # a stopped one, too
+            process.join()
+
+
+def expected(case: Case) -> str:
+    """A pattern of the message that every survivor ends with."""
+    victim = case.victim
+    if case.place == "before connecting":
+        return rf"global ranks \[{victim}\] did not come"
+    if case.fault == "kill":
+        return f"rank {victim} exited unexpectedly"
+    if case.fault == "stop":
+        return f"rank {victim} did not send|for rank {victim}, which does not answer"
+    name = {"raise": "ArithmeticError", "memory": "MemoryError", "interrupt": "KeyboardInterrupt"}[case.fault]
+    place = "[,:]"
+    if case.place in ACTIONS:
+        kind = {"forward hook": "F", "gradient hook": "[BW]"}.get(case.place, case.place)
+        place = (
+            f", action {victim}{kind}{MICROBATCH}"
+            if case.place in ("F", "forward hook")
+            else f", action {victim}{kind}"
+        )
+    return f"rank {victim}{place}.*{name}"
+
+
+def check(case: Case) -> None:
+    for rank, (error, before, after) in run_ranks(case).items():
+        if rank == case.victim:
+            assert error is not None, f"the rank that fails raises: {case}"
+        elif error is None:  # it was done before the other one failed
+            assert case.place == "close", f"rank {rank} did not raise: {case}"
+        else:
+            assert error.startswith("PipelineError: "), error
+            assert re.search(expected(case), error), f"rank {rank}: {error}\n{case}"
+        if case.fault != "stop":  # threads wait for a frozen rank as long as it is there
+            assert after <= before, f"rank {rank} left something open: {before}, {after}: {case}"
+
+
+def fits(place: str, fault: str) -> bool:
+    """Before connecting and at the end, a rank that raises is gone for the others without a word of its own."""
+    return not (place == "before connecting" and fault not in ("kill", "stop"))
+
+
+EVERY = [
+    Case(place, fault, size, random.Random(f"{place}{fault}{size}").randrange(size))
+    for place in PLACES
+    for fault in FAULTS
+    for size in (2, 3, 4)
+    if fits(place, fault)
+]
+SAMPLE = [
+    Case("before connecting", "kill", 2, 1),
+    Case("constructor", "raise", 3, 1),
+    Case("F", "kill", 4, 3),
+    Case("B", "interrupt", 3, 2),
+    Case("W", "memory", 3, 0),
+    Case("BW", "raise", 3, 2),
+    Case("between calls", "raise", 3, 0),
+    Case("optimizer", "kill", 3, 2),
+    Case("F", "stop", 3, 1),
+]
+
+
+def named(case: Case) -> str:
+    return f"{case.place}-{case.fault}-{case.victim} of {case.size}".replace(" ", "_")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", SAMPLE, ids=named)
+def test_a_fault_is_known_to_all(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("case", EVERY, ids=named)
+def test_every_fault_is_known_to_all(case: Case) -> None:
+    check(case)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zbkern
+from tests.support.chunks import on_threads
+from zbkern.pipeline import Pipeline, PipelineError, schedules
+from zbkern.pipeline.transport.local import LocalTransport
+
+ONES = torch.ones(4, 2)
+
+
+class Calls(nn.Module):
+    """A layer around which a function of the test does the rest."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer = zbkern.convert(nn.Linear(2, 2))
+        self._function = function
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._function(self.layer, *arguments, **keywords)
+
+
+class Takes(nn.Module):
+    """One tensor, nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = zbkern.convert(nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def step(*modules: nn.Module, loss_fn: Any = nn.functional.mse_loss, inputs: Any = ONES) -> Any:
+    schedule = schedules.zb_v(1, 2)
+    with Pipeline(modules, schedule, loss_fn, LocalTransport.ring(1)[0]) as pipe:
+        return pipe.step(inputs, ONES)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda y: (y, y), r"chunk 1 must take what chunk 0 returns it.* its forward\(x: .*too many positional"),
+        (lambda y: {"hidden": y}, "what chunk 0 returns it.*does not: missing a required argument: 'x'"),
+        (lambda y: None, "chunk 0 must return at least one tensor; got none: is there a return"),
+        (lambda y: (), "chunk 0 must return at least one tensor"),
+        (lambda y: y.to_sparse(), r"chunk 0 must return dense tensors .*got torch.sparse_coo: call .to_dense"),
+    ],
+)
+def test_what_the_next_chunk_does_not_take_is_told(returned: Any, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        step(Calls(lambda layer, x: returned(layer(x))), Takes())
+
+
+def test_inputs_that_the_first_chunk_does_not_take_are_told() -> None:
+    with pytest.raises(PipelineError, match=r"chunk 0 must take what inputs give it.*missing a required argument: 'x'"):
+        step(Takes(), Takes(), inputs={"ids": ONES})
+
+
+def test_a_type_error_of_the_users_own_stays_as_it_is() -> None:
+    with pytest.raises(PipelineError, match="action 1F0: TypeError: mine"):
+        step(Takes(), Calls(lambda layer, x: _raise(TypeError("mine"))))
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda output, target: {"loss": output.mean()}, "got dict; return the loss alone"),
+        (lambda output, target: (output.mean(), 1), "got tuple; return the loss alone"),
+        (lambda output, target: output.mean().item(), "leave out .item()"),
+    ],
+)
+def test_a_loss_that_is_none_says_what_to_do(loss_fn: Any, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        step(Takes(), Takes(), loss_fn=loss_fn)
+
+
+def test_a_last_chunk_without_output_is_told() -> None:
+    with pytest.raises(PipelineError, match="chunk 1 must return what loss_fn takes; got None: is there a return"):
+        step(Takes(), Calls(lambda layer, x: None))
+
+
+def test_arguments_may_be_left_out_of_a_batch() -> None:
+    seen = []
+
+    def forward(layer: nn.Module, x: torch.Tensor, mask: Any) -> torch.Tensor:
+        seen.append((x.shape[0], mask))
+        return layer(x)
+
+    step(Calls(forward), Takes(), inputs={"x": ONES, "mask": None})
+    assert seen == [(2, None)] * 2
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_chunk_that_its_own_forward_cuts_off_is_told_once(caplog: pytest.LogCaptureFixture, frozen: bool) -> None:
+    cut = Calls(lambda layer, x: layer(x).detach()).requires_grad_(not frozen)
+    schedule = schedules.zb_h1(2, 2)
+
+    def rank_steps(transport: LocalTransport) -> None:
+        mine = cut if transport.rank == 0 else Takes()
+        with Pipeline(mine, schedule, nn.functional.mse_loss, transport) as pipe:
+            for _ in range(2):
+                pipe.step(ONES, ONES)
+
+    assert on_threads(2, rank_steps) == [None, None]
+    told = [record.getMessage().split(",")[0] for record in caplog.records]
+    assert told == ([] if frozen else ["chunk 0: its parameters get no gradient"])
+
+
+class Conjugate(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = torch.complex(super().forward(x), x)
+        return z.conj(), z.conj().imag  # torch notes on the tensors that they are a conjugate, and negative
+
+
+class Parts(nn.Linear):
+    def forward(self, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(z.conj().imag * 2 + z.real + y)
+
+
+def conjugates_step() -> None:
+    rank = torch.distributed.get_rank()
+    model = nn.ModuleList([Conjugate(2, 2), Parts(2, 2)])
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    x = torch.randn(4, 2, generator=generator)
+    expected = copy.deepcopy(model)
+    nn.functional.mse_loss(expected[1](*expected[0](x)), x).backward()
+    with Pipeline(zbkern.convert(model[rank]), schedules.zb_h1(2, 2), nn.functional.mse_loss) as pipe:
+        pipe.step(x if rank == 0 else None, x if rank == 1 else None)
+    torch.testing.assert_close(model[rank].weight.grad, expected[rank].weight.grad)
+
+
+@pytest.mark.dist
+def test_conjugates_over_gloo(two_ranks: Any) -> None:
+    two_ranks.run(conjugates_step)
+
+
+def tensor_parallel_step() -> list[str]:
+    """What the log says of a converted chunk whose parameters are DTensors, and whether the norm beside them counts."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    chunk = zbkern.convert(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)))
+    parallelize_module(chunk, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return said_of(chunk)
+
+
+def said_of(chunk: nn.Module) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zbkern").addHandler(handler)
+    try:
+        with Pipeline(chunk, schedules.zb_h1(1, 2), nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+            pipe.step(ONES, ONES)
+    finally:
+        logging.getLogger("zbkern").removeHandler(handler)
+    return said
+
+
+@pytest.mark.dist
+def test_a_converted_chunk_of_dtensors_is_not_told_to_convert(two_ranks: Any) -> None:
+    for (warning,) in two_ranks.run(tensor_parallel_step):
+        assert "chunk 0: no W waits" in warning
+        assert "DTensors" in warning
+        assert "convert" not in warning
+
+
+def test_a_converted_chunk_whose_layers_cannot_wait_is_sent_to_the_list() -> None:
+    (warning,) = said_of(nn.utils.parametrizations.weight_norm(zbkern.nn.Linear(2, 2)))
+    assert "docs/gradients.md" in warning
+    assert "convert" not in warning

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.chunks import WIDTH, results_on_threads
+from zbkern.pipeline import Pipeline, PipelineError, schedules
+
+
+def tied_step(main_grad: bool) -> None:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    table, middle = nn.Embedding(7, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+    tokens = torch.randint(7, (4, 3), generator=torch.Generator().manual_seed(2))
+
+    class Unembed(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return zbkern.functional.linear(x, self.weight)
+
+    def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    whole = copy.deepcopy(nn.Sequential(table, middle, Unembed(table.weight)))
+    for part in (tokens, tokens + (tokens < 6)):  # gradients add up over steps
+        loss_fn(whole(part), part).backward()
+    if main_grad:
+        table.weight.main_grad = torch.zeros_like(table.weight)
+    module = nn.Sequential(table, middle) if rank == 0 else Unembed(table.weight)
+    with Pipeline(zbkern.convert(module), schedules.zb_h1(2, 4), loss_fn, tied={"table": table.weight}) as pipe:
+        for part in (tokens, tokens + (tokens < 6)):
+            pipe.step(part if rank == 0 else None, part if rank == 1 else None)
+    found = table.weight.main_grad if main_grad else table.weight.grad
+    torch.testing.assert_close(found, whole[0].weight.grad)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_tied_weights_of_two_ranks_get_the_sum(two_ranks: Any, main_grad: bool) -> None:
+    two_ranks.run(tied_step, main_grad)
+
+
+def tied_and_different() -> list[str]:
+    """What the log says of copies that are equal, that differ, and of one without memory."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zbkern").addHandler(handler)
+    rank = torch.distributed.get_rank()
+    for values in (torch.ones(3), torch.ones(3) + rank, torch.ones(3, device="meta" if rank else "cpu")):
+        schedule = schedules.zb_h1(2, 2)
+        Pipeline(nn.Linear(2, 2), schedule, nn.functional.mse_loss, tied={"table": nn.Parameter(values)}).close()
+    logging.getLogger("zbkern").removeHandler(handler)
+    return said
+
+
+@pytest.mark.dist
+def test_tied_copies_that_differ_are_told(two_ranks: Any) -> None:
+    (warning,), nothing = two_ranks.run(tied_and_different)
+    assert warning.startswith("Pipeline: the copies of tied 'table' differ between ranks [0, 1]")
+    assert nothing == []
+
+
+class Table(nn.Module):
+    """An embedding and a layer, in one module."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.layer = embedding, nn.Linear(WIDTH, WIDTH)
+
+
+class Top(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.head = nn.Linear(*weight.shape[::-1], bias=False)
+        self.head.weight = weight
+
+
+def warnings_of(caplog: Any, modules: list[list[nn.Module]], tied: Any = lambda rank, modules: None) -> list[str]:
+    """What a Pipeline's constructor logs; modules: by rank."""
+    caplog.clear()
+    schedule = schedules.zb_v(2, 4) if len(modules[0]) == 2 else schedules.zb_h1(len(modules), 4)
+
+    def construct(transport: Any) -> None:
+        mine = modules[transport.rank]
+        Pipeline(mine, schedule, nn.functional.mse_loss, transport, tied=tied(transport.rank, mine)).close()
+
+    results_on_threads(len(modules), construct)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_forgotten_tie_is_told_with_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
+    table = nn.Embedding(700, WIDTH)
+    modules: list[list[nn.Module]] = [[Table(table)], [Top(nn.Parameter(table.weight.detach().clone()))]]
+    (said,) = warnings_of(caplog, modules)
+    assert "'embedding.weight' of chunk 0 on rank 0 and 'head.weight' of chunk 1 on rank 1 hold the same values" in said
+    ours, theirs = re.findall(r"tied=(\{.*?\}) on rank \d", said)
+    written = [eval(text, {"chunk": chunk}) for text, (chunk,) in zip((ours, theirs), modules, strict=True)]
+    assert warnings_of(caplog, modules, lambda rank, modules: written[rank]) == []
+    (said,) = warnings_of(caplog, modules, lambda rank, modules: written[0] if rank == 0 else None)
+    assert "tied={'embedding.weight': chunk.get_parameter('head.weight')} on rank 1" in said
+    (weights,) = zip(*(names.values() for names in written), strict=True)
+    misspelt, said = warnings_of(caplog, modules, lambda rank, modules: {"ab"[rank]: weights[rank]})
+    assert "one rank alone gives" in misspelt
+    assert "hold the same values" in said
+
+
+def test_two_parameters_of_one_storage_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    table = nn.Embedding(7, WIDTH)
+    middle = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    (said,) = warnings_of(caplog, [[Table(table), Top(nn.Parameter(table.weight.data))], middle])
+    assert said.endswith("say so with one Parameter for both modules; if not, start them from different seeds")
+    assert warnings_of(caplog, [[Table(table), Top(table.weight)], middle]) == []
+
+
+def test_names_that_do_not_meet_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    modules: list[list[nn.Module]] = [[nn.Linear(WIDTH, WIDTH)], [nn.Linear(WIDTH, WIDTH)]]
+    (said,) = warnings_of(caplog, modules, lambda rank, modules: {f"table{rank}": modules[0].weight})
+    assert "one rank alone gives, whose gradients are not summed: {0: ['table0'], 1: ['table1']} (by rank)" in said
+    assert warnings_of(caplog, modules, lambda rank, modules: {"table": modules[0].weight} if rank else None) == []
+
+
+@pytest.mark.parametrize("kind", ["different values", "zeros", "no embedding", "frozen", "meta", "scalar type"])
+def test_what_is_not_tied_is_not_told(caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    table, weight = nn.Embedding(7, WIDTH), nn.Parameter(torch.randn(7, WIDTH))
+    if kind != "different values":
+        weight.data = table.weight.data.clone()
+    if kind == "zeros":
+        table.weight.data.zero_(), weight.data.zero_()
+    first: nn.Module = Top(table.weight) if kind == "no embedding" else Table(table)
+    last: nn.Module = Top(weight)
+    if kind == "frozen":
+        first.requires_grad_(False)
+    if kind == "meta":
+        first = first.to("meta")
+    if kind == "scalar type":
+        last = last.bfloat16()
+    assert warnings_of(caplog, [[first], [last]]) == []
+
+
+def frozen_step() -> tuple[bool, float]:
+    """Whether a frozen copy got a gradient, and how far a step with weight decay moved it."""
+    torch.manual_seed(0)
+    module = zbkern.convert(nn.Linear(3, 3))
+    table = module.table = nn.Parameter(torch.ones(3), requires_grad=False)
+    with Pipeline(module, schedules.zb_h1(2, 2), nn.functional.mse_loss, tied={"table": table}) as pipe:
+        pipe.step(torch.ones(2, 3), torch.ones(2, 3))
+        torch.optim.AdamW(module.parameters(), weight_decay=0.5).step()
+    return table.grad is not None, (table - 1).abs().max().item()
+
+
+@pytest.mark.dist
+def test_a_frozen_tied_weight_stays_as_it_is(two_ranks: Any) -> None:
+    assert two_ranks.run(frozen_step) == [(False, 0.0)] * 2
+
+
+def tied_on_the_outer_ranks() -> list[list[float]]:
+    """The gradients of two pipelines, one after the other, whose first and last rank hold one weight."""
+    rank, found = torch.distributed.get_rank(), []
+    schedule = schedules.zb_h1(4, 4)
+    x = torch.ones(4, WIDTH)
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer = zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False))
+        tied = {"weight": layer.weight} if rank in (0, 3) else None
+        with Pipeline(layer, schedule, nn.functional.mse_loss, tied=tied, timeout=60) as pipe:
+            pipe.step(x if rank == 0 else None, x if rank == 3 else None)
+        found.append(layer.weight.grad.flatten().tolist())
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_with_and_without_tied_weights_meet_again(four_ranks: Any) -> None:
+    """Those without have no gradients to send, and find the others all the same when the next pipeline is made."""
+    results = four_ranks.run(tied_on_the_outer_ranks)
+    for first, second in results:
+        assert first == second
+    assert results[0] == results[3]
+    assert results[0] != results[1]
+
+
+def square_layer() -> tuple[nn.Linear, torch.Tensor]:
+    generator, layer = torch.Generator().manual_seed(0), nn.Linear(WIDTH, WIDTH, bias=False)
+    layer.weight.data = torch.randn(WIDTH, WIDTH, generator=generator) / 2
+    return layer, torch.randn(4, WIDTH, generator=generator)
+
+
+def tied_chain(transport: Any, steps: int, hook: Any = None, **options: Any) -> tuple[list[Any], list[str]]:
+    """Gradients of one weight that all ranks hold, after `steps` good steps, and the errors on the way."""
+    rank, last = transport.rank, transport.size - 1
+    layer, x = square_layer()
+    layer = zbkern.convert(layer)
+    if hook is not None:
+        layer.weight.register_post_accumulate_grad_hook(lambda _: hook(rank))
+    errors: list[str] = []
+    schedule = schedules.zb_h1(transport.size, 4)
+    with Pipeline(layer, schedule, nn.functional.mse_loss, transport, tied={"w": layer.weight}, **options) as pipe:
+        while steps:
+            try:
+                pipe.step(x if rank == 0 else None, x if rank == last else None)
+                steps -= 1
+            except PipelineError as error:
+                errors.append(str(error))
+                layer.zero_grad()
+    return layer.weight.grad.tolist(), errors
+
+
+def test_a_weight_that_every_rank_holds() -> None:
+    results = results_on_threads(3, lambda transport: tied_chain(transport, 2)[0])
+    layer, x = square_layer()
+    for _ in range(2):
+        nn.functional.mse_loss(layer(layer(layer(x))), x).backward()
+    assert results[0] == results[1] == results[2]
+    torch.testing.assert_close(torch.tensor(results[0]), layer.weight.grad)
+
+
+def test_a_holder_that_fails_while_the_other_waits_for_its_gradient() -> None:
+    landed: list[int] = []
+
+    def hook(rank: int) -> None:
+        landed.append(rank)
+        if rank == 0 and landed.count(0) == 4:  # its last W: the last rank has nothing more to do
+            raise ArithmeticError("a broken hook")
+
+    good = results_on_threads(2, lambda transport: tied_chain(transport, 1))
+    found = results_on_threads(2, lambda transport: tied_chain(transport, 1, hook, timeout=20))
+    for (gradient, errors), (expected, none) in zip(found, good, strict=True):
+        assert len(errors) == 1
+        assert "ArithmeticError: a broken hook" in errors[0]
+        assert none == []
+        torch.testing.assert_close(torch.tensor(gradient), torch.tensor(expected))
+
+
+def hanging_holder() -> str:
+    rank = torch.distributed.get_rank()
+    layer = zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False))
+    tied = {"weight": layer.weight} if rank in (0, 3) else None
+    x = torch.ones(4, WIDTH)
+    left = [8]
+
+    def hang(_: Any) -> None:
+        left[0] -= 1
+        if rank == 3 and not left[0]:  # in the last W of the second step: its own messages have left
+            time.sleep(5)
+
+    layer.weight.register_post_accumulate_grad_hook(hang)
+    try:
+        with Pipeline(layer, schedules.zb_h1(4, 4), nn.functional.mse_loss, tied=tied, timeout=2) as pipe:
+            for _ in range(3):
+                pipe.step(x if rank == 0 else None, x if rank == 3 else None)
+    except PipelineError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_a_holder_that_hangs_is_named_though_it_is_no_neighbour(four_ranks: Any) -> None:
+    messages = four_ranks.run(hanging_holder, timeout=30)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("rank 3, action 3W"), messages[0]

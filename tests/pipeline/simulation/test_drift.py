@@ -1,0 +1,160 @@
+"""Costs and losses read off timelines: of simulated ones they are known."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.chunks import make_data, make_model, on_threads, plain
+from zbkern.pipeline import Costs, Pipeline, schedules, simulate
+from zbkern.pipeline.planner.replanning import Replanner
+from zbkern.pipeline.simulation import drift
+from zbkern.pipeline.transport.local import LocalTransport
+
+COSTS = Costs(forward=(2, 3, 2, 4), backward=(2, 2.5, 2, 3), weight=(1, 1.5, 1, 2), communication=0.25)
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
+def test_costs_of_a_simulated_timeline_are_those_it_was_simulated_with(name: str, fill: str) -> None:
+    schedule = getattr(schedules, name)(4, 8)
+    found = drift.costs([simulate(schedule, COSTS, fill=fill, **({"slices": 4} if fill == "eager" else {}))])
+    for field in ("forward", "backward", "weight"):
+        assert getattr(found, field) == pytest.approx(getattr(COSTS, field))
+    assert found.communication == pytest.approx(0.25)
+
+
+def test_fused_passes_are_measured_as_two_halves() -> None:
+    found = drift.costs([simulate(schedules.one_f_one_b(4, 8), COSTS)])
+    assert found.forward == pytest.approx(COSTS.forward)
+    assert [b + w for b, w in zip(found.backward, found.weight, strict=True)] == pytest.approx([3, 4, 3, 5])
+
+
+def test_memory_is_kept() -> None:
+    memory = Costs(activation=7, held=3)
+    found = drift.costs([simulate(schedules.zb_h1(4, 8), COSTS)], memory)
+    assert (found.activation, found.held) == (7, 3)
+
+
+def test_a_step_as_planned_has_lost_nothing() -> None:
+    timeline = simulate(schedules.zb_h1(4, 8), COSTS)
+    for loss in drift.compare(timeline, COSTS).time_lost:
+        assert (loss.cost, loss.compute, loss.host) == pytest.approx((0, 0, 0))
+
+
+def test_a_slow_pass_is_found_and_the_ranks_behind_it_are_late() -> None:
+    schedule = schedules.zb_h1(4, 8)
+    slow = Costs(forward=COSTS.forward, backward=(2, 2.5, 3, 3), weight=COSTS.weight, communication=0.25)
+    found = drift.compare(simulate(schedule, slow), COSTS)
+    assert [loss.compute for loss in found.time_lost] == pytest.approx([0, 0, 8, 0])
+    assert {action.chunk for action, extra in found.actions() if extra > 1e-9} == {2}
+    for loss in found.time_lost:
+        assert loss.cost == pytest.approx(loss.compute + loss.late + loss.host, abs=0.6)
+        assert loss.host == pytest.approx(0, abs=0.5)
+    assert "furthest from the plan: 2B" in found.to_text()
+
+
+def test_an_idle_share_is_that_of_the_ranks_that_are_known() -> None:
+    whole = simulate(schedules.one_f_one_b(4, 8), Costs())
+    one = replace(whole, events=(whole.events[0], (), (), ()))
+    assert one.bubble_rate == pytest.approx(1 - whole.busy[0] / one.cost)
+    assert replace(whole, events=((), (), (), ())).bubble_rate == 0
+
+
+def test_without_a_step_there_is_nothing_to_compare() -> None:
+    ring = LocalTransport.ring(1)
+    with (
+        Pipeline(nn.Linear(2, 2), schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0]) as pipe,
+        pytest.raises(ValueError, match=r"rank 0 has none: run Pipeline.step first"),
+    ):
+        pipe.drift()
+
+
+def test_an_evaluation_leaves_the_timeline_of_the_last_step() -> None:
+    model, (inputs, targets) = make_model(1), make_data(2)
+    ring = LocalTransport.ring(1)
+    with Pipeline(model, schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0], record=True) as pipe:
+        pipe.step(inputs, targets)
+        before, samples = pipe.last_timeline, pipe.samples
+        pipe.evaluate(inputs, targets)
+        assert pipe.last_timeline.events == before.events
+        assert pipe.samples == samples
+        assert pipe.drift().measured.events == before.events
+        profiled = Costs(forward=1.0, backward=(2.0,), weight=3.0, merge_saving=0.5, activation=7.0)  # milliseconds
+        expected = Costs(forward=0.001, backward=(0.002,), weight=0.003, merge_saving=0.0005, activation=7.0)
+        assert pipe.drift(profiled).costs == expected
+        with pytest.raises(ValueError, match="targets must be given"):
+            pipe.evaluate(inputs)
+        assert model[0].training
+        assert pipe.last_timeline.events == before.events
+
+
+def test_a_timeline_and_a_schedule_are_printed_in_a_line() -> None:
+    timeline = simulate(schedules.one_f_one_b(4, 8), Costs())
+    assert repr(timeline) == "<Timeline of one_f_one_b: 4 ranks, cost 33, idle 27.3%>"
+    assert repr(timeline.schedule) == "<Schedule one_f_one_b: 4 ranks, 1 chunk each, 8 microbatches>"
+
+
+def test_pictures_of_both(tmp_path: Path) -> None:
+    found = drift.compare(simulate(schedules.zb_h1(4, 8), COSTS), COSTS)
+    for suffix in ("svg", "html", "json"):
+        text = found.save(tmp_path / f"drift.{suffix}").read_text()
+        assert "planned" in text
+        assert "measured" in text
+
+
+def test_a_better_schedule_for_changed_costs_within_the_memory_of_the_first() -> None:
+    schedule = schedules.one_f_one_b(4, 8)
+    replanner = Replanner(schedule, every=1, time_limit=0.2)
+    proposal = replanner.propose(simulate(schedule, COSTS))
+    assert proposal is not None
+    assert simulate(proposal, COSTS).cost < simulate(schedule, COSTS).cost
+    assert all(a <= b for a, b in zip(simulate(proposal).peak_memory, replanner.limit, strict=True))
+    assert replanner.propose(simulate(proposal, COSTS)) is None
+
+
+def test_replanning_every_number_of_steps_is_an_error_below_one() -> None:
+    with pytest.raises(ValueError, match="replan_every must be at least 1"):
+        Replanner(schedules.gpipe(2, 2), every=-1)
+
+
+def test_a_pipeline_that_replans_gives_the_same_gradients() -> None:
+    first = schedules.gpipe(2, 6)
+    model, (inputs, targets) = make_model(2), make_data(6)
+    expected = copy.deepcopy(model)
+    plain(expected, inputs, targets)
+    taken: list[str] = []
+
+    def rank_step(transport: LocalTransport) -> str:
+        rank = transport.rank
+        module = zbkern.convert(model[rank])
+        with Pipeline([module], first, nn.functional.mse_loss, transport, replan_every=1) as pipe:
+            for _ in range(3):
+                module.zero_grad()
+                pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+            taken.append(pipe.schedule.name)
+            assert pipe.drift().measured.cost > 0
+        return pipe.schedule.to_csv()
+
+    results = on_threads(2, rank_step)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    assert results[0] == results[1]
+    assert taken == ["plan-custom"] * 2
+    for ours, theirs in zip(model, expected, strict=True):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_costs_that_are_none_are_refused() -> None:
+    timeline = simulate(schedules.zb_h1(2, 2))
+    for function in (lambda: drift.compare(timeline, 3), lambda: drift.in_seconds(3)):
+        with pytest.raises(TypeError, match=r"costs must be a zbkern\.pipeline\.Costs.*; got int 3"):
+            function()

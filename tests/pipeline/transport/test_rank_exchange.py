@@ -1,0 +1,182 @@
+"""Stages that ranks come to together: what they give each other, and how an error on one reaches all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import Ranks
+from zbkern.pipeline import PipelineError
+from zbkern.pipeline.transport import rank_exchange
+from zbkern.pipeline.transport.rank_exchange import RankExchange
+
+pytestmark = pytest.mark.dist
+
+
+def test_one_process_is_all_ranks() -> None:
+    with RankExchange("call", None, 5.0) as ranks:
+        assert (ranks.rank, ranks.size) == (0, 1)
+        assert ranks.exchange("there", 3, lambda values: [2 * value for value in values]) == 6
+        assert ranks.exchange("there", 3) is None
+    with pytest.raises(ZeroDivisionError), RankExchange("call", None, 5.0):
+        raise ZeroDivisionError
+
+
+def give_and_take(sizes: list[int]) -> list[tuple[int, bool]]:
+    found = []
+    with RankExchange("call", None, 30.0) as ranks:
+        for size in sizes:
+            mine = bytes([ranks.rank + 1]) * size
+            both = ranks.exchange("there", mine, lambda values: [b"".join(values)] * len(values))
+            found.append((len(both), both == b"\1" * size + b"\2" * size))
+        keys = dist.distributed_c10d._get_default_store().num_keys()
+        ranks.exchange("keys counted")
+    return [*found, (keys, True)]
+
+
+def test_values_of_any_size_reach_all_and_are_gone_then(two_ranks: Any) -> None:
+    """A TCPStore takes no more than 8 MiB at once."""
+    sizes = [0, 1, 4 << 20, (8 << 20) + 1, 20 << 20]
+    small, large = two_ranks.run(give_and_take, [0, 1]), two_ranks.run(give_and_take, sizes)
+    for of_rank in large:
+        assert of_rank[:-1] == [(2 * size, True) for size in sizes]
+    # rank 1 counts when it has taken its last answer; what rank 0 gives to the next exchange may be there
+    assert abs(large[1][-1][0] - small[1][-1][0]) <= 2
+
+
+def caught(timeout: float, action: Any, call: str = "call", pause: float = 0.0) -> tuple[str, str, float]:
+    """(kind, message, seconds) of what this rank raises; the next call must be whole again."""
+    start, kind, message = time.monotonic(), "nothing", ""
+    try:
+        with RankExchange(call, None, timeout) as ranks:
+            ranks.exchange("first")
+            action(ranks)
+            ranks.exchange("second")
+    except BaseException as error:
+        kind, message = type(error).__name__, str(error)
+    seconds = time.monotonic() - start
+    time.sleep(max(0.0, pause - seconds))
+    with RankExchange("call", None, 30.0) as ranks:
+        total = ranks.exchange("after", ranks.rank + 1, lambda values: [sum(values)] * len(values))
+    assert total == sum(range(1, dist.get_world_size() + 1))
+    return kind, message, seconds
+
+
+def raise_on(failing: int, error: type[BaseException]) -> tuple[str, str, float]:
+    def action(ranks: RankExchange) -> None:
+        if ranks.rank == failing:
+            raise error("broken")
+
+    return caught(20.0, action)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_on_one_rank_is_one_on_all(two_ranks: Any, failing: int, error: type[BaseException]) -> None:
+    found = two_ranks.run(raise_on, failing, error)
+    assert found[failing][:2] == (error.__name__, "broken")
+    assert found[1 - failing][:2] == ("PipelineError", f"call: rank {failing}: {error.__name__}: broken")
+    assert found[1 - failing][2] < 10
+
+
+def late(failing: int) -> tuple[str, str, float]:
+    return caught(0.7, lambda ranks: time.sleep(2.5 if ranks.rank == failing else 0))
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_rank_that_does_not_come_is_named_on_all(four_ranks: Any, failing: int) -> None:
+    for kind, message, seconds in four_ranks.run(late, failing):
+        assert (kind, message) == ("PipelineError", f"call: rank {failing} did not come to 'second' in 0.7 s")
+        assert seconds < 6
+
+
+def different_calls() -> tuple[str, str, float]:
+    return caught(20.0, lambda ranks: None, call=f"call {dist.get_rank()}")
+
+
+def test_ranks_in_different_calls_are_told(two_ranks: Any) -> None:
+    for kind, message, _ in two_ranks.run(different_calls):
+        assert kind == "PipelineError"
+        assert "ranks make different calls; rank 0 is at 'call 0: first', rank 1 at 'call 1: first'" in message
+
+
+def stopped(failing: int) -> tuple[str, str, float]:
+    def action(ranks: RankExchange) -> None:
+        if ranks.rank == failing:
+            waker = subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            waker.wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_exchange, "_GRACE", 1.0)
+        return caught(0.7, action, pause=4.5)
+
+
+@pytest.mark.parametrize("failing", [0, 1])  # rank 0 hosts the store, whose clients wait for its answer for ever
+def test_a_rank_that_is_stopped_ends_the_others_in_time(two_ranks: Any, failing: int) -> None:
+    found = two_ranks.run(stopped, failing)
+    kind, message, seconds = found[1 - failing]
+    assert kind == "PipelineError"
+    if failing == 0:
+        assert (
+            message
+            == "call: the host of torch.distributed's store (rank 0, or torchrun) did not answer rank 1 in 1.7 s"
+        )
+    else:
+        assert message == "call: rank 1 did not come to 'second' in 0.7 s"
+        assert found[1][:2] == (kind, message)
+    assert seconds < 3.9
+
+
+def enter_stopped() -> int:
+    """Rank 1 enters a call while the host of the store is stopped; it gives up, and the next call is whole."""
+    entered = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_exchange, "_GRACE", 0.5)
+        if dist.get_rank() == 0:
+            waker = subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            waker.wait()
+        else:
+            time.sleep(0.5)
+            with pytest.raises(PipelineError, match="did not answer rank 1"), RankExchange("call", None, 5.0):
+                entered += 1
+            time.sleep(2.5)
+    with RankExchange("call", None, 5.0) as ranks:
+        ranks.exchange("there")
+    return entered
+
+
+def test_a_call_that_is_left_before_it_begins_does_not_count(two_ranks: Any) -> None:
+    assert two_ranks.run(enter_stopped) == [0, 0]
+
+
+def killed(failing: int, log: Path) -> None:
+    start = time.monotonic()
+    try:
+        with RankExchange("call", None, 1.5) as ranks:
+            ranks.exchange("first")
+            if ranks.rank == failing:
+                os.kill(os.getpid(), signal.SIGKILL)
+            ranks.exchange("second")
+    except PipelineError as error:
+        log.write_text(f"{time.monotonic() - start} {error}")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others_in_time(tmp_path: Path, failing: int) -> None:
+    ranks = Ranks(2)
+    with pytest.raises(AssertionError, match="its process ended"):
+        ranks.run(killed, failing, tmp_path / "log")
+    ranks.close()
+    seconds, _, message = (tmp_path / "log").read_text().partition(" ")
+    assert float(seconds) < 5
+    lost = "rank 1 has lost torch.distributed's store, which ends with its host (rank 0, or torchrun)"
+    assert ("call: rank 1 did not come to 'second' in 1.5 s" if failing else lost) in message

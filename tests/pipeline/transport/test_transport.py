@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
+from zbkern.pipeline.transport.base import Tag
+from zbkern.pipeline.transport.distributed import DistributedTransport
+from zbkern.pipeline.transport.process_groups import backend_of, meet
+
+
+def backends() -> list[str]:
+    both, one = (dist.new_group(backend=backend) for backend in ("cpu:gloo,cuda:gloo", "cpu:gloo"))
+    with pytest.raises(ValueError, match=r"no backend for cuda tensors \(cpu:gloo\)"):
+        backend_of(one, torch.device("cuda"))
+    with pytest.raises(ValueError, match="gloo cannot send CUDA tensors"):
+        backend_of(both, torch.device("cuda"))
+    return [backend_of(group, torch.device("cpu")) for group in (both, one)]
+
+
+def test_the_backend_is_that_of_the_device(two_ranks: Any) -> None:
+    assert two_ranks.run(backends) == [["gloo", "gloo"]] * 2
+
+
+class Both(NamedTuple):
+    hidden: torch.Tensor
+    mask: torch.Tensor | None
+
+
+def message() -> dict[str, Any]:
+    both = Both(torch.arange(6.0).view(2, 3), None)
+    return {"both": both, "rest": [torch.zeros(0), (torch.ones(2, dtype=torch.bool),)], "nothing": ()}
+
+
+def exchange() -> tuple[Any, list[str]]:
+    """What rank 1 got from rank 0, and the warnings of both of its threads."""
+    rank, tag = dist.get_rank(), Tag(0, "F", 1, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        transport = DistributedTransport(None, [0, 1], torch.device("cpu"))
+        if rank == 0:
+            transport.send(1, tag, message())
+        received = transport.receive(0, tag, 30) if rank == 1 else None
+        transport.close()
+    return received, [str(warning.message) for warning in caught]
+
+
+def test_a_tree_of_tensors_arrives_as_it_was_without_a_warning(two_ranks: Any) -> None:
+    (_, first), (received, second) = two_ranks.run(exchange)
+    assert first == second == []
+    expected = message()
+    assert received.keys() == expected.keys()
+    assert isinstance(received["both"], Both)
+    assert torch.equal(received["both"].hidden, expected["both"].hidden)
+    assert received["both"].mask is None
+    assert [type(part) for part in received["rest"]] == [torch.Tensor, tuple]
+    assert torch.equal(received["rest"][1][0], expected["rest"][1][0])
+    assert received["nothing"] == ()
+
+
+def open_and_close() -> list[tuple[int, int]]:
+    """File descriptors and threads of this process after each of several transports."""
+    counts = []
+    for number in range(4):
+        transport = DistributedTransport(None, [0, 1], torch.device("cpu"))
+        other = 1 - transport.rank
+        transport.send(other, Tag(0, "F", number, 0), torch.full((2,), float(number)))
+        assert transport.receive(other, Tag(0, "F", number, 0), 30).tolist() == [number] * 2
+        transport.close()
+        del transport
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="file descriptors are counted in /proc")
+def test_a_closed_transport_leaves_no_connection_and_no_thread(two_ranks: Any) -> None:
+    for counts in two_ranks.run(open_and_close):
+        assert max(counts[1:]) <= counts[0]
+
+
+def construct_in_vain() -> list[tuple[int, int]]:
+    """File descriptors and threads of this process after one constructor that fails, and after many."""
+    rank, counts = dist.get_rank(), []
+    for number in range(12):
+        schedule = schedules.zb_h1(2, 4 + rank)
+        with pytest.raises(ScheduleError):
+            Pipeline(torch.nn.Linear(2, 2), schedule, torch.nn.functional.mse_loss)
+        gc.collect()
+        if number in (1, 11):
+            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="file descriptors are counted in /proc")
+def test_a_constructor_that_fails_leaves_no_connection_and_no_thread(two_ranks: Any) -> None:
+    for first, last in two_ranks.run(construct_in_vain):
+        assert max(last[0] - first[0], last[1] - first[1]) <= 0
+
+
+def test_a_store_that_has_gone_is_told_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    del server
+    with pytest.raises(PipelineError, match="global rank 0 has ended, with the store"):
+        meet([0, 1])

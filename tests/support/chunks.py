@@ -1,0 +1,101 @@
+"""A model in chunks for tests of the engine, the same in one process, and ranks as threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.local import Delay, LocalTransport
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """Takes and returns a tuple, ends in a view, and has parameters that zbkern does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(self.linear(self.norm(x))) * self.scale
+        return (y + (x if skip is None else skip)).view(x.shape), x
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None) -> torch.Tensor:
+        return self.linear(x if skip is None else x + 0.1 * skip)
+
+
+def make_model(chunks: int) -> list[nn.Module]:
+    generator = torch.Generator().manual_seed(0)
+    model = [Block().double() for _ in range(chunks - 1)] + [Head().double()]
+    for module in model:
+        for parameter in module.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.double) / 2
+    return model
+
+
+def make_data(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows = 2 * microbatches
+    inputs = torch.randn(rows, 5, WIDTH, generator=generator, dtype=torch.double)
+    return inputs, torch.randn(rows, 5, 3, generator=generator, dtype=torch.double)
+
+
+def plain(model: list[nn.Module], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """One process, plain backward()."""
+    out: Any = (inputs,)
+    for module in model:
+        out = module(*out) if isinstance(out, tuple) else module(out)
+    loss = nn.functional.mse_loss(out, targets)
+    loss.backward()
+    return loss.detach()
+
+
+def on_threads(size: int, function: Any, delay: Delay | None = None) -> list[Any]:
+    """What function(transport) returned or raised on each rank; a thread per rank."""
+    results: list[Any] = [None] * size
+
+    def call(transport: LocalTransport) -> None:
+        try:
+            results[transport.rank] = function(transport)
+        except BaseException as error:
+            results[transport.rank] = error
+
+    ring = LocalTransport.ring(size, delay)
+    threads = [threading.Thread(target=call, args=(transport,), daemon=True) for transport in ring]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def results_on_threads(size: int, function: Callable[[LocalTransport], Any]) -> list[Any]:
+    """function(transport) on one thread per rank; raises what the first rank raised."""
+
+    def call(transport: LocalTransport) -> Any:
+        try:
+            return function(transport)
+        except BaseException as error:
+            transport.fail(repr(error))
+            raise
+
+    results = on_threads(size, call)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, PipelineError)):
+        raise error
+    return results

@@ -1,0 +1,209 @@
+"""Ranks with random gradients under an Optimizer, and the same weights in one process with torch's optimizer alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from tests.support.chunks import results_on_threads
+from zbkern.optim import AdamW
+from zbkern.pipeline.optimizer import Optimizer
+from zbkern.pipeline.transport.local import LocalTransport
+
+SHAPES = ((5, 3), (7,), (2, 4, 3))  # of the parameters of every rank
+MATRICES = ((5, 3), (7, 2), (4, 6))  # the same for optimizers of nothing else
+MAX_NORM = 1.0
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Late(torch.optim.Optimizer):
+    """State that is no tensor, a tensor that comes with the second step, and a count in the group."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.param_groups[0]["steps"] += 1
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            norms = state.setdefault("norms", [])
+            norms.append(float(parameter.grad.norm()))
+            direction = parameter.grad / sum(norms) / self.param_groups[0]["steps"]
+            if len(norms) > 1:
+                direction += state.setdefault("second", parameter.grad.clone())
+            parameter -= self.param_groups[0]["lr"] * direction
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "sgd nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adamw maximize": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "zbkern adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
+    "zbkern adamw maximize": lambda p: AdamW(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, decoupled_weight_decay=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "muon": lambda p: torch.optim.Muon(p, lr=0.01, weight_decay=0.1),
+    "late": Late,
+}
+
+
+class Case:
+    """Ranks with random gradients; on some ranks and steps they are large, or not finite.
+
+    by_turns: the first and the last parameter have a gradient every other step only, as experts without tokens.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        steps: int,
+        forced: dict[tuple[int, int], float],
+        make: Make = OPTIMIZERS["adamw foreach"],
+        dtype: torch.dtype = torch.float32,
+        scale: float | None = None,
+        schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        shapes: tuple[tuple[int, ...], ...] = SHAPES,
+        by_turns: bool = False,
+    ) -> None:
+        self.ranks, self.steps, self.forced = ranks, steps, forced
+        self.make, self.dtype, self.scale = make, dtype, scale
+        self.schedule, self.shapes, self.by_turns = schedule, shapes, by_turns
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        if self.scale is None:
+            return None
+        scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=2)
+        scaler.scale(torch.ones(()))
+        return scaler
+
+    def weights(self, rank: int) -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(rank)
+        return [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in self.shapes]
+
+    def gradients(self, rank: int, step: int, scale: float) -> list[Tensor | None]:
+        """Of norm 0.4 over all ranks, unless forced: (rank, step) -> what one element becomes."""
+        generator = torch.Generator().manual_seed(1000 * step + rank + 1)
+        made = [torch.randn(shape, generator=generator) for shape in self.shapes]
+        size = 0.4 / math.sqrt(self.ranks * sum(g.numel() for g in made))
+        made = [gradient * size for gradient in made]
+        if (rank, step) in self.forced:
+            made[1].view(-1)[2] = self.forced[rank, step]
+        absent = (0, 2)[step % 2] if self.by_turns else None
+        return [None if index == absent else (part * scale).to(self.dtype) for index, part in enumerate(made)]
+
+    def backward(self, weights: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -> None:
+        """Gives the weights of a rank their gradients."""
+        for parameter, gradient in zip(weights, self.gradients(rank, step, scale), strict=True):
+            parameter.grad = gradient
+
+    def learning_rate(self, step: int, base: float) -> float:
+        return base * (1 - 0.05 * step)
+
+
+def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]], list[float]]:
+    """One process and one torch optimizer, nothing of zbkern's: all ranks' weights after every step, and the norms."""
+    model = [case.weights(rank) for rank in range(case.ranks)]
+    low = [parameter for row in model for parameter in row]
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in low]
+    optimizer, scaler = case.make(masters), case.scaler()
+    base = optimizer.param_groups[0]["lr"]
+    schedule = case.schedule(optimizer) if case.schedule else None
+    history, found = [], []
+    for step in range(case.steps):
+        if schedule is None:
+            optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        gradients = [g for rank in range(case.ranks) for g in case.gradients(rank, step, scale)]
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = None if gradient is None else gradient.float()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        found.append(float(clip(masters, MAX_NORM)))
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif math.isfinite(found[-1]):
+            optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        with torch.no_grad():
+            for parameter, master in zip(low, masters, strict=True):
+                parameter.copy_(master)
+        history.append([parameter.detach().clone() for parameter in low])
+    return history, found
+
+
+def clip_in_float64(parameters: list[Tensor], max_norm: float) -> Tensor:
+    """torch's clip_grad_norm_ but for the norms of single gradients being added up in fp64."""
+    total = torch.stack([p.grad.norm().double() for p in parameters if p.grad is not None]).norm().float()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def ours(case: Case, **options: Any) -> tuple[list[list[Tensor]], list[list[float]], list[Optimizer]]:
+    """The same through Optimizer: all ranks' weights after every step, every rank's norms, and the optimizers."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], list[float], Optimizer]:
+        rank, weights, scaler = transport.rank, case.weights(transport.rank), case.scaler()
+        optimizer = Optimizer(
+            case.make(weights),
+            transport,
+            max_norm=MAX_NORM,
+            scaler=scaler,
+            master_weights=case.dtype != torch.float32,
+            timeout=20,
+            **options,
+        )
+        base = optimizer.param_groups[0]["lr"]
+        history, found = [], []
+        for step in range(case.steps):
+            optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            case.backward(weights, rank, step, scale)
+            optimizer.step()
+            optimizer.zero_grad()  # before the verdict, which may need the gradients
+            optimizer.param_groups[0]["lr"] = 1e9  # nor may the next step's learning rate reach this one
+            optimizer.validate()
+            history.append([parameter.detach().clone() for parameter in weights])
+            found.append(optimizer.last_norm)
+        return history, found, optimizer
+
+    rows = results_on_threads(case.ranks, rank_loop)
+    history = [[weight for row, _, _ in rows for weight in row[step]] for step in range(case.steps)]
+    return history, [found for _, found, _ in rows], [optimizer for _, _, optimizer in rows]
+
+
+def check(case: Case, exact: bool = True, **options: Any) -> list[Optimizer]:
+    """Ours equals the plain loop: to rounding with torch's norm, bit for bit with the same norm added up in fp64."""
+    history, found, optimizers = ours(case, **options)
+    for clip, same in ((torch.nn.utils.clip_grad_norm_, False), (clip_in_float64, exact)):
+        expected, norms_expected = plain_loop(case, clip)
+        for rank_norms in found:
+            torch.testing.assert_close(rank_norms, norms_expected, rtol=1e-6, atol=0, equal_nan=True)
+        for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
+            for index, (a, b) in enumerate(zip(weights, theirs, strict=True)):
+                rank = index // len(case.shapes)
+                if same:
+                    assert torch.equal(a, b), f"step {step}, rank {rank}: {(a - b).abs().max()}"
+                else:
+                    torch.testing.assert_close(a, b, msg=lambda m, s=step, r=rank: f"step {s}, rank {r}: {m}")
+    return optimizers

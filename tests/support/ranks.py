@@ -1,0 +1,101 @@
+"""Several gloo ranks for tests: started once, they run any module-level function of the tests on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+GRACE = 15  # seconds that ranks get to end after another one has failed
+# Ranks are forked from a process that has imported these, which takes seconds. torch's optimizers import dynamo.
+PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "zbkern.nn",
+    "zbkern.pipeline.checkpoint",
+    "zbkern.pipeline.runtime.engine",
+]
+
+
+class Ranks:
+    """`run(function, *arguments)` calls function(*arguments) on all ranks and returns their results, by rank."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._start()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+        """Raises AssertionError with the traceback of every rank that raised or did not answer in time."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        values: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(values) + len(failed) < self._size and time.monotonic() < deadline:
+            for rank, pipe in enumerate(self._pipes):
+                if rank in values or rank in failed or not pipe.poll(0.02):
+                    continue
+                try:
+                    good, answer = pipe.recv()
+                except EOFError:
+                    good, answer = False, "its process ended"
+                if good:
+                    values[rank] = answer
+                else:
+                    failed[rank] = answer
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        silent = [rank for rank in range(self._size) if rank not in values and rank not in failed]
+        if silent:  # they wait for somebody, and always will
+            self._kill()
+            self._start()
+            failed.update(dict.fromkeys(silent, f"no answer from {function.__name__}"))
+        if failed:
+            raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())))
+        return [values[rank] for rank in range(self._size)]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # a test has ended that rank
+                pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+        self._kill()
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        # here, not on rank 0: its port is then its own from the start, whatever else runs on this machine
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes, ends = zip(*(context.Pipe() for _ in range(self._size)), strict=True)
+        self._processes = [
+            context.Process(target=_serve, args=(rank, self._size, self._store.port, end), daemon=True)
+            for rank, end in enumerate(ends)
+        ]
+        for process, end in zip(self._processes, ends, strict=True):
+            process.start()
+            end.close()  # so that a process that ends closes the pipe
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _serve(rank: int, size: int, port: int, end: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    while (task := end.recv()) is not None:
+        function, arguments = task
+        try:
+            end.send((True, function(*arguments)))
+        except BaseException:
+            end.send((False, traceback.format_exc()))
+    dist.destroy_process_group()

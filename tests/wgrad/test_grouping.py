@@ -1,0 +1,105 @@
+"""Which W run as one launch: those of one weight, and those of weights whose launch takes several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zbkern
+from tests.support.queued import fill, recorder
+from zbkern import wgrad
+from zbkern.wgrad import grouping
+
+
+@pytest.mark.parametrize(("merge", "expected"), [(True, [3, 3]), (False, [1] * 6), ("exact", [1] * 6)])
+def test_merging_is_one_launch_per_weight(merge: bool | str, expected: list[int]) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    launches: list[int] = []
+    queue = zbkern.WGradQueue(merge=merge)
+    fill(queue, recorder(launches), parameters)
+    assert queue.run() == 6
+    assert launches == expected
+    for parameter in parameters:
+        assert parameter.grad.tolist() == [111.0, 111.0]
+
+
+def test_run_one_takes_the_oldest_with_its_weight() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    queue = zbkern.WGradQueue()
+    fill(queue, recorder([]), parameters)
+    queue.run_one()
+    assert parameters[0].grad.tolist() == [111.0, 111.0]
+    assert parameters[1].grad is None
+    queue.discard()
+    queue = zbkern.WGradQueue(merge=False)
+    fill(queue, recorder([]), [parameters[1]])
+    queue.run_one()
+    assert parameters[1].grad.tolist() == [1.0, 1.0]
+    assert queue.discard() == 2
+
+
+def test_exact_merge_is_bit_for_bit_what_separate_runs_give() -> None:
+    torch.manual_seed(0)
+    layers = [zbkern.nn.Linear(33, 17) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    xs = [torch.randn(9, 33) for _ in range(5)]
+    together, separate = zbkern.WGradQueue(merge="exact"), zbkern.WGradQueue(merge=False)
+    for key, x in enumerate(xs):
+        for layer, queue in zip(layers, (together, separate), strict=True):
+            with queue.defer(key):
+                layer(x).square().sum().backward()
+    together.run()
+    for key in range(5):
+        separate.run(key)
+    assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
+    assert torch.equal(layers[0].bias.grad, layers[1].bias.grad)
+
+
+def test_weights_whose_launch_takes_several_share_it() -> None:
+    """Those that are written and those that are added to apart, and never two groups with one parameter."""
+    calls: list[tuple[int, bool]] = []
+
+    def one(segments, outputs, accumulate):
+        several([(segments, outputs)], accumulate)
+
+    def several(layers, accumulate):
+        calls.append((len(layers), accumulate))
+        for segments, outputs in layers:
+            recorder([])(segments, outputs, accumulate)
+
+    one.several = several
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    parameters[1].grad = torch.ones(2)
+    queue = zbkern.WGradQueue()
+    fill(queue, one, parameters)
+    queue.run([0, 1])
+    assert calls == [(3, False), (1, True)]
+    queue.run()
+    assert calls[2:] == [(4, True)]
+    assert [parameter.grad[0].item() for parameter in parameters] == [111, 112, 111, 111]
+
+    calls.clear()
+    shared = (parameters[0],)
+    queue.add(wgrad.WGradTask(one, (torch.ones(2),), shared))
+    queue.add(wgrad.WGradTask(lambda *arguments: one(*arguments), (torch.ones(2),), (parameters[1],)))
+    queue.add(wgrad.WGradTask(one, (torch.ones(2), torch.ones(2)), (parameters[0], parameters[2])))
+    assert [len(batch) for batch, _ in grouping.batches(queue.tasks(), True)] == [1, 1, 1]
+    tied = [task for task in queue.tasks() if task.launch is one]
+    assert [len(batch) for batch, _ in grouping.batches(tied, True)] == [1, 1]
+    queue.discard()
+
+
+@pytest.mark.parametrize("merge", [False, "exact"])
+def test_weights_share_a_launch_only_when_merging(merge: bool | str) -> None:
+    def one(segments, outputs, accumulate):
+        recorder([])(segments, outputs, accumulate)
+
+    def never(layers, accumulate):
+        raise AssertionError
+
+    one.several = never
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    queue = zbkern.WGradQueue(merge=merge)
+    fill(queue, one, parameters)
+    queue.run()
+    assert [parameter.grad[0].item() for parameter in parameters] == [111, 111]

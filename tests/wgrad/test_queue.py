@@ -1,0 +1,291 @@
+"""The queue: order, scopes, failures, threads. Gradients are held against torch's own in float64."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import zbkern
+from tests.support.queued import batches, fill, make_pair, recorder
+from zbkern import testing, wgrad
+
+
+@pytest.mark.parametrize("merge", [True, False, "exact"])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_keys_gives_the_gradients_of_backward(merge: bool | str, seed: int) -> None:
+    model, twin = make_pair()
+    queue = zbkern.WGradQueue(merge=merge)
+    keys = list(range(4))
+    for key, x in zip(keys, batches(4), strict=True):
+        model(x).square().sum().backward()
+        with queue.defer(key):
+            twin(x).square().sum().backward()
+    assert queue.keys() == keys
+    assert queue.pending() == len(queue) == 8
+    assert all(parameter.grad is None for parameter in twin.parameters())
+    random.Random(seed).shuffle(keys)
+    for key in keys:
+        assert queue.run(key) == 2
+        assert queue.pending(key) == 0
+    assert len(queue) == 0
+    assert queue.bytes == 0
+    testing.assert_same_gradients(twin, model)
+
+
+def test_w_before_and_after_other_microbatches_b() -> None:
+    model, twin = make_pair()
+    queue = zbkern.WGradQueue()
+    first, second, third = batches(3)
+    for x in (first, second, third):
+        model(x).sum().backward()
+    losses = [twin(x).sum() for x in (first, second, third)]
+    with queue.defer("a"):
+        losses[0].backward()
+    queue.run_one()
+    with queue.defer("b"):
+        losses[1].backward()
+    losses[2].backward()  # not deferred: in between
+    queue.run()
+    testing.assert_same_gradients(twin, model)
+
+
+def test_keys_of_a_list_merge_and_the_others_wait() -> None:
+    model, twin = make_pair()
+    queue = zbkern.WGradQueue()
+    for key, x in enumerate(batches(3)):
+        model(x).sum().backward()
+        with queue.defer(key):
+            twin(x).sum().backward()
+    assert queue.pending([0, 2]) == 4
+    assert queue.run([0, 2]) == 4
+    assert queue.keys() == [1]
+    assert queue.run_one([1]) is True
+    assert queue.run_one([0]) is False
+    assert queue.run_one() is True
+    assert queue.run_one() is False
+    testing.assert_same_gradients(twin, model)
+
+
+def test_modification_in_place_between_b_and_w_is_an_error_and_loses_nothing() -> None:
+    model, twin = make_pair()
+    x, other = batches(2)
+    model(other).sum().backward()
+    twin[0].zbkern_name = "encoder.first"
+    queue = zbkern.WGradQueue()
+    with queue.defer("bad"):
+        twin(x).sum().backward()
+    with queue.defer("good"):
+        twin(other).sum().backward()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match=r"encoder\.first.*modified in place"):
+        queue.run("bad")
+    assert queue.pending("good") == 2
+    queue.discard("bad")
+    twin.zero_grad()
+    queue.run()
+    testing.assert_same_gradients(twin, model)
+
+
+def test_a_launch_that_fails_stays_and_names_the_layer() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    attempts = []
+
+    def launch(segments, outputs, accumulate):
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise ValueError("out of luck")
+        outputs[0].fill_(3.0)
+
+    queue = zbkern.WGradQueue()
+    queue.add(wgrad.WGradTask(launch, (torch.ones(2),), (parameter,), name="decoder.7.down"))
+    with pytest.raises(RuntimeError, match=r"decoder\.7\.down.*stays in the queue: out of luck"):
+        queue.run()
+    assert queue.pending() == 1
+    assert parameter.grad is None
+    assert queue.run() == 1
+    assert parameter.grad.tolist() == [3.0, 3.0]
+
+
+def test_a_failure_in_the_middle_keeps_what_ran_and_what_did_not() -> None:
+    good = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    bad = torch.nn.Parameter(torch.zeros(2))
+    armed = [True]
+
+    def launch(segments, outputs, accumulate):
+        if armed and outputs[0].shape == (2,) and segments[0][0][0] == 7:
+            raise ValueError("no")
+        outputs[0].copy_(segments[0][0])
+
+    queue = zbkern.WGradQueue(merge="exact")
+    for value, parameter in ((1.0, good[0]), (7.0, bad), (2.0, good[1])):
+        queue.add(wgrad.WGradTask(launch, (torch.full((2,), value),), (parameter,)))
+    with pytest.raises(RuntimeError):
+        queue.run()
+    assert queue.pending() == 2
+    armed.clear()
+    queue.run()
+    assert [p.grad[0].item() for p in (*good, bad)] == [1.0, 2.0, 7.0]
+
+
+def test_a_hook_that_raises_does_not_make_w_run_twice() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+
+    def hook(p: Tensor) -> None:
+        raise ValueError("hook")
+
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    queue = zbkern.WGradQueue()
+    fill(queue, recorder([]), [parameter], keys=1)
+    with pytest.raises(ValueError, match="hook"):
+        queue.run()
+    handle.remove()
+    assert queue.run() == 0
+    assert parameter.grad.tolist() == [1.0, 1.0]
+
+
+def test_defer_nests_and_survives_exceptions() -> None:
+    _, twin = make_pair()
+    outer, inner = zbkern.WGradQueue(), zbkern.WGradQueue()
+    (x,) = batches(1)
+    with outer.defer("outer"):
+        with inner.defer("inner"):
+            twin(x).sum().backward()
+        with pytest.raises(RuntimeError, match="twice"), inner.defer("failed"):
+            fails_in_backward().backward()
+        assert wgrad.current() == (outer, "outer")
+        twin(x).sum().backward()
+    assert wgrad.current() is None
+    assert (outer.keys(), inner.keys()) == (["outer"], ["inner"])
+    outer.discard()
+    inner.discard()
+
+
+def fails_in_backward() -> Tensor:
+    x = torch.ones(2, requires_grad=True)
+
+    def hook(gradient: Tensor) -> None:
+        raise RuntimeError("never twice")
+
+    x.register_hook(hook)
+    return x.sum()
+
+
+def test_one_scope_object_can_be_entered_again_inside_itself() -> None:
+    queue = zbkern.WGradQueue()
+    scope = queue.defer()
+    with scope:
+        with scope:
+            pass
+        assert not torch._C._is_multithreading_enabled()
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_threads_do_not_mix() -> None:
+    pairs = [make_pair(seed) for seed in range(4)]
+    queue = zbkern.WGradQueue()
+    failures: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    def work(index: int) -> None:
+        try:
+            model, twin = pairs[index]
+            start.wait()
+            for x in batches(20):
+                model(x).square().sum().backward()
+                if index == 3:  # this one never defers, beside three that do
+                    twin(x).square().sum().backward()
+                    continue
+                with queue.defer(index):
+                    twin(x).square().sum().backward()
+                if index == 0:
+                    queue.run(0)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert sorted(queue.keys()) == [1, 2]
+    assert queue.run() == 80
+    assert queue.bytes == 0
+    for model, twin in pairs:
+        testing.assert_same_gradients(twin, model)
+
+
+def test_what_is_left_over_is_not_lost_silently() -> None:
+    queue = zbkern.WGradQueue()
+    fill(queue, recorder([]), [torch.nn.Parameter(torch.zeros(2))], keys=2)
+    with pytest.warns(RuntimeWarning, match="2 W still pending"):
+        del queue
+    queue = zbkern.WGradQueue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del queue
+
+
+@pytest.mark.parametrize("argument", [{"max_bytes": -1}, {"max_bytes": 1.5}, {"merge": "always"}])
+def test_constructor_names_what_is_wrong(argument: dict) -> None:
+    with pytest.raises(ValueError, match=rf"WGradQueue: {next(iter(argument))} must be"):
+        zbkern.WGradQueue(**argument)
+
+
+def test_what_is_no_task_or_key_is_refused() -> None:
+    queue = zbkern.WGradQueue()
+    with pytest.raises(TypeError, match=r"WGradQueue\.add: task must be a WGradTask; got int"):
+        queue.add(3)
+    with pytest.raises(TypeError, match=r"key must not be a list, which `run` takes as several keys; got \[0, 1\]"):
+        queue.defer([0, 1])
+    assert queue.pending() == 0
+
+
+def test_flops_are_counted() -> None:
+    layer = zbkern.nn.Linear(8, 4)
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        layer(torch.randn(2, 3, 8)).sum().backward()
+    assert [task.flops for task in queue.tasks()] == [2 * 6 * 8 * 4]
+    queue.discard()
+
+
+@pytest.mark.parametrize("key", [{"microbatch": 0}, {0}, (0, [1])])
+def test_keys_that_cannot_be_kept_are_refused(key: object) -> None:
+    queue = zbkern.WGradQueue()
+    with pytest.raises(TypeError, match=r"WGradQueue.defer: key must be hashable, such as a number or a tuple; got"):
+        queue.defer(key)
+    for name in ("run", "run_one", "discard", "pending"):
+        with pytest.raises(TypeError, match=f"WGradQueue.{name}: key must be hashable"):
+            getattr(queue, name)(key)
+    assert queue.keys() == []
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_w_on_meta(autocast: bool) -> None:
+    layer, queue = zbkern.nn.Linear(4, 3, device="meta"), zbkern.WGradQueue()
+    with torch.autocast("cpu", enabled=autocast):
+        with queue.defer():
+            layer(torch.ones(2, 4, device="meta")).sum().backward()
+        assert queue.run() == 1
+    assert layer.weight.grad.is_meta
+    assert layer.weight.grad.shape == (3, 4)
+
+
+def test_a_queue_that_was_refused_leaves_the_others_as_they_are() -> None:
+    """A layer with hooks asks whether some queue exists."""
+    queue, layer, seen = zbkern.WGradQueue(), zbkern.nn.Linear(4, 3), []
+    for options in ({"stream": "side"}, {"max_bytes": -1}, {"merge": "maybe"}):
+        with pytest.raises((TypeError, ValueError)):
+            zbkern.WGradQueue(**options)
+    layer.weight.register_post_accumulate_grad_hook(seen.append)
+    with queue.defer():
+        layer(torch.ones(2, 4)).sum().backward()
+    assert not seen
+    queue.run()
+    assert len(seen) == 1

@@ -1,0 +1,1 @@
+"""The compiled extension's kernels: thin calls into `zbkern._cuda`."""

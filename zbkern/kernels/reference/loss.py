@@ -1,0 +1,94 @@
+"""The head with its cross-entropy in plain torch, a chunk of rows at a time. Contract: spec.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zbkern.kernels.reference.matmul import add_product, linear
+from zbkern.kernels.spec import CrossEntropyOptions
+
+
+def cross_entropy_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    options: CrossEntropyOptions,
+    loss: Tensor,
+    lse: Tensor,
+    dx: Tensor | None,
+) -> None:
+    """loss = (1 - s) (lse - z[target]) + s (lse - mean z) + z_loss lse^2 for every row, 0 where it is ignored.
+
+    s is label_smoothing. dx = dz weight with the gradient dz of that row's own loss.
+    """
+    for rows in _chunks(x.shape[0], options.chunk):
+        z = _logits(x[rows], weight, bias, loss.dtype)
+        torch.logsumexp(z, 1, out=lse[rows])
+        counts = target[rows] != options.ignore_index
+        chosen = z.gather(1, _valid(target[rows], counts)).squeeze(1)
+        smoothing = options.label_smoothing
+        value = lse[rows] - (1 - smoothing) * chosen
+        if smoothing:
+            value = value - smoothing * z.mean(1)
+        if options.z_loss:
+            value = value + options.z_loss * lse[rows].square()
+        loss[rows] = torch.where(counts, value, 0)
+        if dx is not None:
+            dz = _logit_gradient(z, target[rows], lse[rows], counts.to(z.dtype), options)
+            add_product(dx[rows], dz.to(x.dtype), weight, False)
+
+
+def cross_entropy_wgrad(
+    segments: Sequence[tuple[Tensor, ...]],
+    outputs: Sequence[Tensor | None],
+    accumulate: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: CrossEntropyOptions,
+) -> None:
+    """dweight (+)= sum dz^T x and dbias (+)= sum of dz; segments (x, target, lse, dloss), logits computed again."""
+    dweight, dbias = outputs
+    if not accumulate:
+        for output in outputs:
+            if output is not None:
+                output.zero_()
+    for x, target, lse, dloss in segments:
+        for rows in _chunks(x.shape[0], options.chunk):
+            z = _logits(x[rows], weight, bias, lse.dtype)
+            factor = torch.where(target[rows] != options.ignore_index, dloss[rows], 0)
+            dz = _logit_gradient(z, target[rows], lse[rows], factor, options)
+            if dweight is not None:
+                add_product(dweight, dz.to(x.dtype).t(), x[rows], True)
+            if dbias is not None:
+                dbias.add_(dz.sum(0))
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return linear(x, weight, bias).to(dtype)
+
+
+def _logit_gradient(z: Tensor, target: Tensor, lse: Tensor, factor: Tensor, options: CrossEntropyOptions) -> Tensor:
+    """dz = factor (softmax(z) (1 + 2 z_loss lse) - (1 - s) onehot(target) - s / V); destroys z."""
+    smoothing = options.label_smoothing
+    dz = z.sub_(lse.unsqueeze(1)).exp_()
+    if options.z_loss:
+        dz.mul_((1 + 2 * options.z_loss * lse).unsqueeze(1))
+    if smoothing:
+        dz.sub_(smoothing / dz.shape[1])
+    places = _valid(target, target != options.ignore_index)
+    dz.scatter_add_(1, places, torch.full_like(places, -1, dtype=dz.dtype).mul_(1 - smoothing))
+    return dz.mul_(factor.unsqueeze(1))
+
+
+def _valid(target: Tensor, counts: Tensor) -> Tensor:
+    """Targets as a column of legal indices; ignored ones point at 0 and are masked by the caller."""
+    return torch.where(counts, target, 0).unsqueeze(1)
+
+
+def _chunks(rows: int, size: int) -> Iterator[slice]:
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))

@@ -1,0 +1,1 @@
+"""Every kernel in Triton, for NVIDIA GPUs; `kernels.py` is the list that `dispatch` resolves."""

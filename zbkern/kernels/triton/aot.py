@@ -1,0 +1,271 @@
+"""Compiles the production variants of the Triton kernels for GPUs that are not here, and says what came out."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import multiprocessing
+import pkgutil
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import zbkern.kernels.triton
+from zbkern.kernels.triton import sass as triton_sass
+
+CAPABILITIES = (80, 90, 100)
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that one block may use (CUDA programming guide, technical specifications per compute capability)."""
+
+TENSOR_MEMORY = 512
+"""Columns of an SM's tensor memory, from 10.0 on. For a kernel that asks for more Triton writes an empty one."""
+
+INSTRUCTION_CACHE = 128 * 1024
+"""Bytes of code that an SM keeps near; of a loop that is larger each turn waits for its own instructions."""
+
+SCANNED = 90
+"""The capability whose machine code is looked at: nvdisasm takes half a second for the smallest kernel, and only Hopper
+has products that read and write registers while others go on."""
+
+NARROW_ACCESSES = 4
+"""Global accesses of one or two bytes that a kernel may have: a row's statistics and the like."""
+
+_PRODUCTS = {80: "mma", 90: "wgmma", 100: "tcgen05"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One variant compiled for one capability. stack: bytes per thread, 0 unless registers spill.
+
+    tensor_memory: columns of it. instructions: of the kinds that matter, how many are in the PTX. ahead: copies of
+    operands that begin before the loop that multiplies, None where there is no such loop: two operands in `stages`
+    stages make 2 (stages - 1). warnings: ptxas's, on products that it serialises (the C75xx family). code: what the
+    machine code says, None where there is no nvdisasm, and of other GPUs than SCANNED. aligned: its arguments allow
+    accesses of 16 bytes.
+    """
+
+    module: str
+    name: str
+    capability: int
+    warps: int
+    stages: int
+    registers: int
+    stack: int
+    shared: int
+    instructions: dict[str, int]
+    wgmma: bool
+    bulk: bool
+    ahead: int | None = None
+    tensor_memory: int = 0
+    warnings: Sequence[str] = ()
+    code: triton_sass.Findings | None = None
+    aligned: bool = True
+
+    def faults(self) -> list[str]:
+        """What a production kernel must not have."""
+        found = []
+        if self.stack:
+            found.append(f"spills: {self.stack} bytes of stack per thread")
+        if self.shared > SHARED_MEMORY[self.capability]:
+            found.append(f"{self.shared} bytes of shared memory, more than {SHARED_MEMORY[self.capability]}")
+        if self.tensor_memory > TENSOR_MEMORY:
+            found.append(f"{self.tensor_memory} columns of tensor memory, more than {TENSOR_MEMORY}")
+        product = _PRODUCTS[self.capability]
+        if self.wgmma and not self.instructions[product]:
+            found.append(f"multiplies matrices without {product}")
+        if self.bulk and self.capability >= 90 and not self.instructions["bulk copies"]:
+            found.append("uses descriptors without bulk tensor copies")
+        if self.ahead is not None and self.ahead < self.stages:
+            found.append(f"only {self.ahead} copies run ahead of its loop, in {self.stages} stages")
+        found += [f"ptxas says: {warning}" for warning in self.warnings]
+        return found + ([] if self.code is None else self._faults_of(self.code))
+
+    def _faults_of(self, code: triton_sass.Findings) -> list[str]:
+        found = list(code.hazards)
+        if code.products and code.alone == code.products:
+            found.append(f"waits for each of its {code.products} products before the next")
+        if self.aligned and code.narrow > NARROW_ACCESSES:
+            found.append(f"{code.narrow} of {code.accesses} global accesses are of one or two bytes")
+        if code.loop > INSTRUCTION_CACHE:
+            found.append(f"a loop of {code.loop} bytes, more than the {INSTRUCTION_CACHE} of the instruction cache")
+        return found
+
+
+def modules() -> list[str]:
+    """The modules that list variants."""
+    names = [f"zbkern.kernels.triton.{m.name}" for m in pkgutil.iter_modules(zbkern.kernels.triton.__path__)]
+    return [n for n in names if hasattr(importlib.import_module(n), "variants")]
+
+
+def reports(
+    capabilities: Sequence[int] = CAPABILITIES,
+    only: str = "",
+    processes: int | None = None,
+    listed: Sequence[str] = (),
+) -> Iterator[Report]:
+    """Compiles every variant whose name contains `only`, several at a time; Triton's cache makes a second run quick.
+
+    processes: None for one per core. listed: names of the modules that list variants, when not all of ours.
+    """
+    jobs = [
+        (module, index, capability)
+        for module in listed or modules()
+        for capability in capabilities
+        for index, variant in enumerate(importlib.import_module(module).variants(capability))
+        if only in variant.name
+    ]
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_compile, *zip(*jobs, strict=True)) if jobs else ()
+
+
+_INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "mma": r"\bmma\.sync",
+    "tcgen05": r"tcgen05\.mma",
+    "bulk copies": r"cp\.async\.bulk\.tensor",
+    "copies": r"cp\.async\.c[ag]\.",
+}
+
+
+def compiled(variant: Any, capability: int) -> Any:
+    """A variant as Triton compiles it for a capability: a CompiledKernel, with the code of every stage in `asm`."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as triton_compile
+
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    return triton_compile(_source(variant), target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _compile(module: str, index: int, capability: int) -> Report:
+    variant = importlib.import_module(module).variants(capability)[index]
+    kernel = compiled(variant, capability)
+    cubin, ptx = kernel.asm["cubin"], kernel.asm["ptx"]
+    registers, stack = _resources(cubin)
+    log, code = "", None
+    if variant.wgmma and _PRODUCTS[capability] == "wgmma":
+        log = _kept(kernel.hash, "ptxas.log", lambda: _ptxas_log(ptx, capability))
+    if capability == SCANNED and triton_sass.disassembler() is not None:
+        name = f"sass-{_digest_of_scan()}.json"
+        text = _kept(kernel.hash, name, lambda: json.dumps(asdict(triton_sass.scan(triton_sass.disassemble(cubin)))))
+        code = triton_sass.Findings(**json.loads(text))
+    return Report(
+        module=module.rpartition(".")[2],
+        name=variant.name,
+        capability=capability,
+        warps=variant.warps,
+        stages=variant.stages,
+        registers=registers,
+        stack=stack,
+        shared=kernel.metadata.shared,
+        instructions={name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()},
+        wgmma=variant.wgmma,
+        bulk=variant.bulk,
+        ahead=_ahead(kernel.asm["ttgir"]) if variant.wgmma else None,
+        tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
+        warnings=serialised(log),
+        code=code,
+        aligned=variant.aligned,
+    )
+
+
+def _kept(key: str, name: str, make: Callable[[], str]) -> str:
+    """A text about a compiled kernel, kept beside it in Triton's cache: made once per kernel, not once per report."""
+    from triton.runtime.cache import get_cache_manager
+
+    cache = get_cache_manager(key)
+    path = cache.get_file(name)
+    if path is not None:
+        return Path(path).read_text()
+    text = make()
+    cache.put(text, name, binary=False)
+    return text
+
+
+@functools.cache
+def _digest_of_scan() -> str:
+    return hashlib.sha256(Path(triton_sass.__file__).read_bytes()).hexdigest()[:16]
+
+
+def _ptxas_log(ptx: str, capability: int) -> str:
+    """What ptxas says about a kernel. Triton throws it away, so this is a second run, with Triton's options."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        architecture = f"--gpu-name={sm_arch_from_capability(capability)}"
+        tool = get_ptxas(capability) if inspect.signature(get_ptxas).parameters else get_ptxas()  # Triton 3.4 has one
+        command = [tool.path, "-lineinfo", "-v", architecture, file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def serialised(log: str) -> list[str]:
+    """The warnings in a log of ptxas about products that could have run side by side: C7500 to C7599."""
+    return [found[0].strip() for line in log.splitlines() if (found := re.search(r"\(C75\d\d\).*", line))]
+
+
+def _ahead(code: str) -> int | None:
+    """Asynchronous copies before the first innermost loop with a matrix product, in Triton's last GPU dialect.
+
+    A compiler that finds no way to run copies ahead issues each where it waits for it, and reports nothing.
+    """
+    lines = code.splitlines()
+    main = None
+    for index, line in enumerate(lines):
+        if "scf.for" not in line:
+            continue
+        indent = len(line) - len(line.lstrip())
+        for inside in lines[index + 1 :]:
+            if len(inside) - len(inside.lstrip()) <= indent or "scf.for" in inside:
+                break
+            if re.search(r"tt\.dot|warp_group_dot %|tc_gen5_mma", inside):
+                main = index
+                break
+        if main is not None:
+            return len(re.findall(r"async_(?:tma_)?copy_global_to_local", "\n".join(lines[:main])))
+    return None
+
+
+def _source(variant: Any) -> Any:
+    """What `Kernel` would compile for such arguments."""
+    from triton.compiler import ASTSource
+
+    function = variant.kernel.function
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list] = {}
+    for position, (name, value) in enumerate(
+        zip(function.arg_names, (*variant.types, *variant.constants), strict=True)
+    ):
+        if position >= len(variant.types) or not isinstance(value, str):
+            signature[name] = "constexpr"
+            constants[(position,)] = value
+            continue
+        kind, _, divisor = value.partition(":")
+        signature[name] = kind
+        if divisor == "16" or (kind.startswith("*") and not divisor):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    return ASTSource(function, signature, constants, attributes)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) per thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])

@@ -1,0 +1,325 @@
+"""The backward of attention in Triton: dq by tiles of queries, then dk and dv by tiles of keys. Contract: spec.py.
+
+Two launches that each compute the scores again: 7 products where one kernel would do with 5, but that one adds to dq
+from many programs, in an order that changes from run to run. Here every output has one writer.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zbkern.kernels.spec import AttentionOptions
+from zbkern.kernels.triton.attention_forward import (
+    LOG2_E,
+    SHAPES,
+    Shape,
+    check_head_size,
+    describe,
+    key_ranges,
+    load_rows,
+    multiply_rows,
+    positive,
+    regular,
+    rows_of,
+    sees,
+    size_block,
+    store_rows,
+    tile_of,
+)
+from zbkern.kernels.triton.attention_tiles import line_length, place, place_tiles
+from zbkern.kernels.triton.common import Kernel, Variant, dot
+from zbkern.kernels.triton.matmul_tile import precision
+
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+def attention_dgrad(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """dv = p^T dy; ds = p (dy v^T - sum(dy y)); dq = scale ds k; dk = scale ds^T q."""
+    tokens, heads, size = q.shape
+    if q.numel() == 0 or k.numel() == 0:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+        return
+    check_head_size(size)
+    dy, q, k, v, y = (regular(t) for t in (dy, q, k, v, y))
+    outputs = [(given, regular(given, copy=False)) for given in (dq, dk, dv)]
+    out_q, out_k, out_v = (out for _, out in outputs)
+    line = line_length(options.queries)
+    lines = lse.new_empty(2, heads, line)
+    group = heads // k.shape[1]
+    strides = tuple(stride for t in (q, dy, k, v) for stride in t.stride()[:2])
+    constants = (options.causal, size, size_block(size))
+    tile, tile_after = tile_of("dq", q, options), tile_of("dkdv", q, options)
+    assert tile.queries % tile_after.queries == 0, "dkdv would read statistics that dq has not written"
+    places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
+    factor, exponent = positive(q, options.scale)
+    streamed = describe((k, v), sequences, tile.keys, tile.piece)
+    described = streamed[0] is not k
+    arguments = (factor, dy, *streamed, y, out_q, lse, lines, *places, options.window, options.scale, exponent)
+    _dq(
+        (grid, heads),
+        (*arguments, tokens, line, group, *factor.stride()[:2], *strides[2:], *y.stride()[:2], *out_q.stride()[:2]),
+        (*constants, tile.queries, tile.keys, tile.piece, precision(q.dtype), described),
+        warps=tile.warps,
+        stages=tile.stages,
+    )
+    tile = tile_after
+    places, grid, sequences = place_tiles(options, "keys", tile.keys, q.device)
+    factor, exponent = positive(k, options.scale)
+    streamed = describe((q, dy), sequences, tile.queries, tile.piece)
+    described = streamed[0] is not q
+    if described:
+        lines = TensorDescriptor(lines, [2 * heads, line], [line, 1], [1, tile.queries])
+    strides = (*strides[:4], *factor.stride()[:2], *strides[6:], *out_k.stride()[:2], *out_v.stride()[:2])
+    for pair in ((out_k, None), (None, out_v)) if tile.split else ((out_k, out_v),):
+        arguments = (*streamed, factor, v, *pair, lines, *places, options.window, options.scale, exponent)
+        _dkdv(
+            (grid, k.shape[1]),
+            (*arguments, line, group, *strides),
+            (*constants, tile.queries, tile.keys, tile.piece, precision(q.dtype), described),
+            warps=tile.warps,
+            stages=tile.stages,
+        )
+    for given, out in outputs:
+        if out is not given:
+            given.copy_(out)
+
+
+@triton.jit
+def _dq_range(
+    total, q, dy, q_row, dy_row, q_rows, lse, delta, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial,
+    stop, query, queries, keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    BRANCH: tl.constexpr,
+):  # fmt: skip
+    """Adds ds k of the keys start..stop to a tile of dq. q, dy: the tile's, or with a PIECE where these begin.
+
+    BRANCH: as in the forward.
+    """
+    QUERIES: tl.constexpr = query.shape[0]
+    zeros = tl.zeros([QUERIES, KEYS], tl.float32)
+    for begin in tl.range(start, stop, KEYS):
+        some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, CLEAN, TMA)
+        if PIECE:
+            k_one, v_one = k + tl.cast(begin, tl.int64) * k_row, v + tl.cast(begin, tl.int64) * v_row
+            left = keys - begin
+            scores = multiply_rows(q, q_row, q_rows, k_one, k_row, left, QUERIES, KEYS, D, PIECE, PRECISION)
+            slopes = multiply_rows(dy, dy_row, q_rows, v_one, v_row, left, QUERIES, KEYS, D, PIECE, PRECISION)
+        else:
+            some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, D, SIZE, CLEAN, TMA)
+            scores = dot(q, tl.trans(some_k), zeros, PRECISION)
+            slopes = dot(dy, tl.trans(some_v), zeros, PRECISION)
+        ds = tl.exp2(scores * exponent - lse[:, None]) * (slopes - delta[:, None])
+        if not BRANCH or (begin < whole) | (begin + KEYS > partial):
+            key = begin + tl.arange(0, KEYS)
+            ds = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), ds, 0.0)
+        total = dot(ds.to(some_k.dtype), some_k, total, PRECISION)
+    return total
+
+
+@Kernel
+@triton.jit
+def _dq(
+    q, dy, k, v, y, dq, lse, lines, table, queries, keys, blocks, window, scale, exponent, tokens, length, group,
+    q_row, q_head, dy_row, dy_head, k_row, k_head, v_row, v_head, y_row, y_head, dq_row, dq_head,
+    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dq = scale ds k; q, dy, y, dq [T, Hq, D], k, v [T', Hk, D], lse [Hq, T], lines [2, Hq, length].
+
+    lines: for the next launch -lse in base 2 and sum(dy y), of queries that do not exist -inf and 0. One program:
+    QUERIES rows of one head against all keys they see, in the order of the forward and for its reason.
+    """
+    sequence, q_first, queries, k_first, keys, first, line = place(table, queries, keys, blocks, QUERIES, CAUSAL)
+    head = tl.program_id(1)
+    q = rows_of(q, sequence, q_first, queries, head, q_row, q_head, False)
+    dy = rows_of(dy, sequence, q_first, queries, head, dy_row, dy_head, False)
+    y = rows_of(y, sequence, q_first, queries, head, y_row, y_head, False)
+    dq = rows_of(dq, sequence, q_first, queries, head, dq_row, dq_head, False)
+    k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
+    v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
+    mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
+    above = load_rows(dy, sequence, q_first, head, first, queries, dy_row, QUERIES, D, SIZE, False, False)
+    out = load_rows(y, sequence, q_first, head, first, queries, y_row, QUERIES, D, SIZE, False, False)
+    sums = tl.sum(above.to(tl.float32) * out.to(tl.float32), 1)
+    if PIECE:
+        mine, above = q + tl.cast(first, tl.int64) * q_row, dy + tl.cast(first, tl.int64) * dy_row
+    query = first + tl.arange(0, QUERIES)
+    places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
+    level = tl.load(lse + places, query < queries, other=float("-inf")) * _LOG2_E
+    level = tl.where(level == float("-inf"), float("inf"), level)  # a query that sees nothing: all its weights are 0
+    places = tl.cast(head, tl.int64) * length + line + query
+    tl.store(lines + places, -level)
+    tl.store(lines + places + tl.cast(tl.num_programs(1), tl.int64) * length, sums)
+    total = tl.zeros([QUERIES, SIZE], tl.float32)
+    start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
+    APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
+    BRANCH: tl.constexpr = SIZE <= 128 or table is not None
+    until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
+    total = _dq_range(
+        total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
+        head // group, start, whole, partial, until, query, queries, keys, window, exponent,
+        CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False, TMA, BRANCH,
+    )  # fmt: skip
+    if APART:
+        total = _dq_range(
+            total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
+            head // group, tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
+            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
+        )  # fmt: skip
+    store_rows(dq, first, queries, dq_row, total * scale, QUERIES, D, SIZE)
+
+
+@triton.jit
+def _query_ranges(first, queries, keys, window, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """(start, whole, partial, stop): queries start..stop see some key of the tile, those of whole..partial see all.
+
+    `start` is a multiple of QUERIES. Only the keys that exist count.
+    """
+    shift = keys - queries
+    last = tl.minimum(first + KEYS, keys) - 1
+    start, whole, partial, stop = first * 0, first * 0, first * 0 + queries, first * 0 + queries
+    if CAUSAL:
+        start = tl.minimum(tl.maximum(first - shift, 0), queries) // QUERIES * QUERIES
+        whole = last - shift
+        if window is not None:
+            stop = tl.minimum(tl.maximum(last - shift + window, 0), queries)
+            partial = tl.minimum(first - shift + window, queries)
+    return start, whole, partial, stop
+
+
+@triton.jit
+def _load_line(lines, line, place, length, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS] numbers of one of the lines. As plain loads they would be fetched ahead one by one: 64 registers."""
+    if TMA:
+        return lines.load([line, place]).reshape(ROWS)
+    else:
+        return tl.load(lines + tl.cast(line, tl.int64) * length + place + tl.arange(0, ROWS))
+
+
+@triton.jit
+def _dkdv_range(
+    dk, dv, q, dy, lines, line, heads, length, k, v, k_row, v_row, k_rows, q_row, q_head, dy_row, dy_head, sequence,
+    q_first, head, group, start, whole, partial, stop, key, queries, keys, window, exponent, DK: tl.constexpr,
+    DV: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
+    PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Adds what the queries start..stop of all heads of a group give to a tile of dk and dv. Scores: [keys, queries].
+
+    Queries that do not exist have -inf in their line and so no weight, without a mask. One loop for all heads: between
+    two, the accumulators would have to leave Blackwell's tensor memory, and copies would not run ahead. With TMA all
+    causal scores are masked: behind a branch around that, ptxas waits for every wgmma (aot.py looks).
+    """
+    KEYS: tl.constexpr = key.shape[0]
+    zeros = tl.zeros([KEYS, QUERIES], tl.float32)
+    blocks = tl.cdiv(tl.maximum(stop - start, 0), QUERIES)
+    for step in tl.range(0, group * blocks, num_stages=1 if CLEAN else None):
+        one = head * group + step // blocks
+        begin = start + step % blocks * QUERIES
+        left = queries - begin
+        q_one = rows_of(q, sequence, q_first, queries, one, q_row, q_head, TMA)
+        dy_one = rows_of(dy, sequence, q_first, queries, one, dy_row, dy_head, TMA)
+        if not PIECE or DK:
+            some_q = load_rows(q_one, sequence, q_first, one, begin, queries, q_row, QUERIES, D, SIZE, CLEAN, TMA)
+        if PIECE:
+            q_part, dy_part = q_one + tl.cast(begin, tl.int64) * q_row, dy_one + tl.cast(begin, tl.int64) * dy_row
+            scores = multiply_rows(k, k_row, k_rows, q_part, q_row, left, KEYS, QUERIES, D, PIECE, PRECISION) * exponent
+        else:
+            scores = dot(k, tl.trans(some_q), zeros, PRECISION) * exponent
+        weights = tl.exp2(scores + _load_line(lines, one, line + begin, length, QUERIES, TMA)[None, :])
+        if CAUSAL:
+            if TMA or (begin < whole) | (begin + QUERIES > partial):
+                query = begin + tl.arange(0, QUERIES)
+                seen = sees(query[None, :], key[:, None], queries, keys, window, CAUSAL)
+                weights = tl.where(seen, weights, 0.0)
+        if not PIECE or DV:
+            above = load_rows(dy_one, sequence, q_first, one, begin, queries, dy_row, QUERIES, D, SIZE, CLEAN, TMA)
+        if DV:
+            dv = dot(weights.to(above.dtype), above, dv, PRECISION)
+        if DK:
+            # The sums are subtracted: an addition would become the product's accumulator, and not be fetched ahead.
+            if PIECE:
+                slopes = multiply_rows(v, v_row, k_rows, dy_part, dy_row, left, KEYS, QUERIES, D, PIECE, PRECISION)
+            else:
+                slopes = dot(v, tl.trans(above), zeros, PRECISION)
+            ds = weights * (slopes - _load_line(lines, heads + one, line + begin, length, QUERIES, TMA)[None, :])
+            dk = dot(ds.to(some_q.dtype), some_q, dk, PRECISION)
+    return dk, dv
+
+
+@Kernel
+@triton.jit
+def _dkdv(
+    q, dy, k, v, dk, dv, lines, table, queries, keys, blocks, window, scale, exponent, length, group,
+    q_row, q_head, dy_row, dy_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,
+    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dv = p^T dy and dk = scale ds^T q, summed over the query heads of a group; q, dy [T, Hq, D], others [T', Hk, D].
+
+    dk or dv may be None. One program: KEYS rows of one key head against all queries of its group that see them, head
+    after head. The first tile of a causal sequence is seen by most queries and starts first.
+    """
+    sequence, q_first, queries, k_first, keys, first, line = place(table, queries, keys, blocks, KEYS, False)
+    head = tl.program_id(1)
+    k = rows_of(k, sequence, k_first, keys, head, k_row, k_head, False)
+    v = rows_of(v, sequence, k_first, keys, head, v_row, v_head, False)
+    if PIECE:
+        mine, values = k + tl.cast(first, tl.int64) * k_row, v + tl.cast(first, tl.int64) * v_row
+    else:
+        mine = load_rows(k, sequence, k_first, head, first, keys, k_row, KEYS, D, SIZE, False, False)
+        values = load_rows(v, sequence, k_first, head, first, keys, v_row, KEYS, D, SIZE, False, False)
+    key = first + tl.arange(0, KEYS)
+    dk_sum = tl.zeros([KEYS, SIZE], tl.float32)
+    dv_sum = tl.zeros([KEYS, SIZE], tl.float32)
+    start, whole, partial, stop = _query_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
+    APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
+    until = tl.minimum(stop, queries // QUERIES * QUERIES) if APART else stop
+    heads = tl.num_programs(1) * group
+    dk_sum, dv_sum = _dkdv_range(
+        dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, k_row, v_row, keys - first, q_row, q_head,
+        dy_row, dy_head, sequence, q_first, head, group, start, whole, partial, until, key, queries, keys, window,
+        exponent, dk is not None, dv is not None, CAUSAL, D, SIZE, QUERIES, PIECE, PRECISION, False, TMA,
+    )  # fmt: skip
+    if APART:
+        dk_sum, dv_sum = _dkdv_range(
+            dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, k_row, v_row, keys - first, q_row, q_head,
+            dy_row, dy_head, sequence, q_first, head, group, tl.maximum(start, until), whole, partial, stop, key,
+            queries, keys, window, exponent, dk is not None, dv is not None,
+            CAUSAL, D, SIZE, QUERIES, PIECE, PRECISION, True, TMA,
+        )  # fmt: skip
+    if dk is not None:
+        out = rows_of(dk, sequence, k_first, keys, head, dk_row, dk_head, False)
+        store_rows(out, first, keys, dk_row, dk_sum * scale, KEYS, D, SIZE)
+    if dv is not None:
+        out = rows_of(dv, sequence, k_first, keys, head, dv_row, dv_head, False)
+        store_rows(out, first, keys, dv_row, dv_sum, KEYS, D, SIZE)
+
+
+def variants(capability: int) -> list[Variant]:
+    """As those of the forward."""
+    found = []
+    for shape in (Shape(capability, *row) for row in SHAPES):
+        tensor, places, rest = shape.tensor, (*shape.places, "fp32", "fp32"), ("i32:16", "i32", *("i32:16",) * 12)
+        tile = shape.tile("dq")
+        inputs = (tensor, tensor, *shape.streamed(tile, tile.keys), tensor, tensor)
+        found.append(shape.variant("dq", _dq, (*inputs, "*fp32", "*fp32", *places, "i32", *rest), tile))
+        tile = shape.tile("dkdv")
+        lines = f"tensordesc<fp32[1, {tile.queries}]>" if shape.tma and not tile.piece else "*fp32"
+        parts = {"dk": (tensor, None), "dv": (None, tensor)} if tile.split else {"dkdv": (tensor, tensor)}
+        for part, pair in parts.items():
+            types = (*shape.streamed(tile, tile.queries), tensor, tensor, *pair, lines, *places, *rest)
+            found.append(shape.variant(part, _dkdv, types, tile))
+    return found

@@ -1,0 +1,345 @@
+"""Attention in Triton: the forward, and what both directions share. Contract: spec.py.
+
+Scores are never in memory: a program keeps its rows' running maximum and sum (Dao, FlashAttention-2, arXiv 2307.08691).
+Which keys a tile of queries must look at is three ranges of blocks: the middle one, nearly all of the work, is seen
+whole and needs no mask.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zbkern.kernels import tiles
+from zbkern.kernels.spec import AttentionOptions
+from zbkern.kernels.triton.attention_tiles import one_length, place, place_tiles
+from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, dot
+from zbkern.kernels.triton.matmul_tile import precision
+
+LOG2_E = math.log2(math.e)
+
+_LN_2 = tl.constexpr(math.log(2))
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
+    """y = softmax(scale q k^T + mask) v; lse = log of the softmax's denominator. A query that sees no key gives 0."""
+    tokens, heads, size = q.shape
+    if y.numel() == 0 or k.numel() == 0:
+        y.zero_()
+        lse.fill_(-math.inf)
+        return
+    check_head_size(size)
+    q, k, v, out = regular(q), regular(k), regular(v), regular(y, copy=False)
+    q, exponent = positive(q, options.scale)
+    tile = tile_of("fwd", q, options)
+    places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
+    streamed = describe((k, v), sequences, tile.keys, tile.piece)
+    arguments = (q, *streamed, out, lse, *places, options.window, exponent, tokens, heads // k.shape[1], *strides)
+    sizes = (options.causal, size, size_block(size), tile.queries, tile.keys, tile.piece)
+    constants = (*sizes, precision(q.dtype), streamed[0] is not k)
+    _forward((grid, heads), arguments, constants, warps=tile.warps, stages=tile.stages)
+    if out is not y:
+        y.copy_(out)
+
+
+def positive(factor: Tensor, scale: float) -> tuple[Tensor, float]:
+    """(one factor of the scores, log2(e) times their scale), so that the scale is positive and the scores the same.
+
+    A negative one would turn the largest score into the smallest, and zero would turn -inf into nan.
+    """
+    if scale > 0:
+        return factor, scale * LOG2_E
+    return factor * (-1 if scale else 0), (-scale or 1.0) * LOG2_E
+
+
+def tile_of(launch: str, q: Tensor, options: AttentionOptions) -> tiles.AttentionTile:
+    """The tile of "fwd", "dq" or "dkdv"."""
+    packed = one_length(options.queries, options.keys) is None
+    dtype = str(q.dtype).removeprefix("torch.")
+    return tiles.attention(launch, q.shape[2], dtype, capability_of(q.device), packed)
+
+
+def check_head_size(size: int) -> None:
+    """Larger heads do not fit the registers of one program."""
+    if size > 256:
+        raise ValueError(f"attention: the Triton kernels take heads of up to 256; got {size}; use impl='torch'")
+
+
+def size_block(size: int) -> int:
+    """The head size as the kernels see it: a power of two, the rest masked."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def regular(tensor: Tensor, copy: bool = True) -> Tensor:
+    """The tensor itself where heads begin at multiples of 16 elements, which is what Triton can know, else a copy that
+    does so (or, without `copy`, room for one). One element at a time nothing is copied ahead, and registers spill."""
+    row, head, inner = tensor.stride()
+    if inner == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in (row, head)):
+        return tensor
+    tokens, heads, size = tensor.shape
+    room = tensor.new_empty(tokens, heads, triton.cdiv(size, 16) * 16)[..., :size]
+    return room.copy_(tensor) if copy else room
+
+
+def describe(
+    tensors: tuple[Tensor, ...], sequences: int, rows: int, piece: int
+) -> tuple[Tensor | TensorDescriptor, ...]:
+    """Descriptors that load blocks of so many rows of one head by TMA; the tensors themselves before 9.0, or where a
+    block is read in pieces.
+
+    Of [sequences, length, heads, D]: where all have one length, no block reads into the next sequence.
+    """
+    if piece or capability_of(tensors[0].device) < 90:
+        return tensors
+    found = []
+    for tensor in tensors:
+        tokens, heads, size = tensor.shape
+        row, head, _ = tensor.stride()
+        shape = [sequences, tokens // sequences, heads, size]
+        found.append(TensorDescriptor(tensor, shape, [shape[1] * row, row, head, 1], [1, rows, 1, size_block(size)]))
+    return tuple(found)
+
+
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """90 for 9.0, and in the interpreter."""
+    if INTERPRETED:
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@triton.jit
+def rows_of(base, sequence, first, length, head, row, head_stride, TMA: tl.constexpr):
+    """Where the rows of one head of one sequence begin; a descriptor finds that by itself."""
+    if TMA:
+        return base
+    else:
+        return base + (tl.cast(sequence, tl.int64) * length + first) * row + tl.cast(head, tl.int64) * head_stride
+
+
+@triton.jit
+def load_rows(
+    base, sequence, first, head, start, length, stride,
+    ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, SIZE] from row `start` of a head [length, D], 0 beyond.
+
+    base: the head's first row (`rows_of`), or a descriptor of [sequences, length, heads, D]. Where a table has all
+    sequences in one, a descriptor reads on into the next; CLEAN leaves out what it finds there.
+    """
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
+    if TMA:
+        value = base.load([sequence, first + start, head, 0]).reshape(ROWS, SIZE)
+        return tl.where(row < length - start, value, 0.0) if CLEAN else value
+    else:
+        pointers = base + tl.cast(start, tl.int64) * stride + row * stride + column
+        mask = row < length - start
+        return tl.load(pointers, mask & (column < D) if D < SIZE else mask, other=0)
+
+
+@triton.jit
+def multiply_rows(
+    a, a_stride, a_rows, b, b_stride, b_rows,
+    A: tl.constexpr, B: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a b^T [A, B] of rows [D] that begin at a and b, a_rows and b_rows of which exist; PIECE columns at a time.
+
+    Three products of tf32 parts would hold a row of 256 in 256 registers, for a loop that has no more of them.
+    """
+    i, j, total = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :], tl.zeros([A, B], tl.float32)
+    for start in range(0, D, PIECE):
+        column = start + tl.arange(0, PIECE)
+        left = tl.load(a + i * a_stride + column[None, :], (i < a_rows) & (column < D)[None, :], other=0)
+        right = tl.load(b + j * b_stride + column[:, None], (j < b_rows) & (column < D)[:, None], other=0)
+        total = dot(left, right, total, PRECISION)
+    return total
+
+
+@triton.jit
+def store_rows(base, start, length, stride, value, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):
+    """Writes value [ROWS, SIZE] from row `start` of base [length, D], as far as that goes."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
+    pointers = base + tl.cast(start, tl.int64) * stride + row * stride + column
+    tl.store(pointers, value.to(base.dtype.element_ty), (row < length - start) & (column < D))
+
+
+@triton.jit
+def key_ranges(first, queries, keys, window, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """(start, whole, partial, stop): the tile's queries see keys start..stop, all of them see whole..partial.
+
+    `start` is a multiple of KEYS. Only the queries that exist count.
+    """
+    shift = keys - queries
+    last = tl.minimum(first + QUERIES, queries) - 1
+    start, whole, partial, stop = first * 0, first * 0, first * 0 + keys, first * 0 + keys
+    if CAUSAL:
+        stop = tl.maximum(tl.minimum(keys, last + shift + 1), 0)
+        partial = tl.minimum(keys, first + shift + 1)
+        if window is not None:
+            start = tl.maximum(first + shift - window + 1, 0) // KEYS * KEYS
+            whole = last + shift - window + 1
+    return start, whole, partial, stop
+
+
+@triton.jit
+def sees(query, key, queries, keys, window, CAUSAL: tl.constexpr):
+    """Where that query may look at that key, both counted within their sequence; the sequences' ends are lined up."""
+    seen = key < keys
+    if CAUSAL:
+        last = query + (keys - queries)
+        seen = seen & (key <= last)
+        if window is not None:
+            seen = seen & (key > last - window)
+    return seen
+
+
+@triton.jit
+def _attend(
+    total, sums, largest, q, q_row, q_rows, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop,
+    query, queries, keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    BRANCH: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far.
+
+    q: the tile, or with a PIECE where it begins. One loop, in which a BRANCH masks what needs a mask: one after the
+    other for whole and partial blocks would keep the accumulators of each apart, and spill. Around large heads' scores
+    it makes ptxas wait for every product (aot.py looks): there, except in packed sequences, all blocks are masked.
+    """
+    for begin in tl.range(start, stop, KEYS):
+        if PIECE:
+            some_k = k + tl.cast(begin, tl.int64) * k_row
+            scores = multiply_rows(
+                q, q_row, q_rows, some_k, k_row, keys - begin, query.shape[0], KEYS, D, PIECE, PRECISION
+            )
+        else:
+            some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, False, TMA)
+            scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
+        if not BRANCH or (begin < whole) | (begin + KEYS > partial):
+            key = begin + tl.arange(0, KEYS)
+            scores = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), scores, float("-inf"))
+        found = tl.maximum(largest, tl.max(scores, 1))
+        # A query that has seen nothing yet: -inf - -inf would be nan.
+        level = tl.where(found == float("-inf"), 0.0, found * exponent)
+        weights = tl.exp2(scores * exponent - level[:, None])
+        shrink = tl.exp2(largest * exponent - level)
+        sums = sums * shrink + tl.sum(weights, 1)
+        some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, D, SIZE, CLEAN, TMA)
+        total = dot(weights.to(some_v.dtype), some_v, total * shrink[:, None], PRECISION)
+        largest = found
+    return total, sums, largest
+
+
+@Kernel
+@triton.jit
+def _forward(
+    q, k, v, y, lse, table, queries, keys, blocks, window, exponent, tokens, group,
+    q_row, q_head, k_row, k_head, v_row, v_head, y_row, y_head,
+    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """y = softmax(scale q k^T + mask) v and lse; q, y [T, Hq, D], k, v [T', Hk, D], lse [Hq, T].
+
+    One program: QUERIES rows of one head against all keys they see. Programs of one head follow each other, so that
+    its keys and values stay in the L2 cache.
+    """
+    sequence, q_first, queries, k_first, keys, first, _ = place(table, queries, keys, blocks, QUERIES, CAUSAL)
+    head = tl.program_id(1)
+    q = rows_of(q, sequence, q_first, queries, head, q_row, q_head, False)
+    y = rows_of(y, sequence, q_first, queries, head, y_row, y_head, False)
+    k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
+    v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
+    if PIECE:
+        mine = q + tl.cast(first, tl.int64) * q_row
+    else:
+        mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
+    query = first + tl.arange(0, QUERIES)
+    total = tl.zeros([QUERIES, SIZE], tl.float32)
+    sums = tl.zeros([QUERIES], tl.float32)
+    largest = tl.full([QUERIES], float("-inf"), tl.float32)
+    start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
+    APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
+    BRANCH: tl.constexpr = SIZE <= 128 or table is not None
+    until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
+    total, sums, largest = _attend(
+        total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group, start,
+        whole, partial, until, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False,
+        TMA, BRANCH,
+    )  # fmt: skip
+    if APART:
+        total, sums, largest = _attend(
+            total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group,
+            tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
+            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
+        )  # fmt: skip
+    some = sums != 0
+    total = total / tl.where(some, sums, 1.0)[:, None]
+    store_rows(y, first, queries, y_row, total, QUERIES, D, SIZE)
+    found = tl.where(some, (largest * exponent + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
+    places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
+    tl.store(lse + places, found, query < queries)
+
+
+SHAPES = (
+    # dtype, head size, causal, window, sequences of different lengths
+    ("bf16", 40, True, True, True),
+    ("bf16", 64, True, False, False),
+    ("bf16", 64, False, False, True),
+    ("bf16", 64, True, True, True),
+    ("bf16", 96, True, False, False),
+    ("bf16", 128, True, False, False),
+    ("bf16", 128, False, False, True),
+    ("bf16", 128, True, True, True),
+    ("bf16", 256, False, False, False),
+    ("bf16", 256, True, False, False),
+    ("bf16", 256, True, True, True),
+    ("fp32", 64, False, False, True),
+    ("fp32", 128, True, False, False),
+    ("fp32", 128, True, True, True),
+    ("fp32", 256, True, True, True),
+)
+"""What is compiled ahead of time: every head size that has tiles of its own, the longest code of each, and what has
+the fewest registers left."""
+
+
+class Shape:
+    """One of SHAPES on a GPU, and what the variants of all launches have in common."""
+
+    def __init__(self, capability: int, dtype: str, size: int, causal: bool, window: bool, packed: bool) -> None:
+        self.tma, self.tensor, self.dtype = capability >= 90, f"*{dtype}", dtype
+        self.places = ("*i32" if packed else None, "i32", "i32", "i32", "i32:16" if window else None)
+        self.name = f"{dtype} {size}" + " causal" * causal + " window" * window + " packed" * packed
+        self._causal, self._size = causal, size
+        self._choice = size, {"bf16": "bfloat16", "fp32": "float32"}[dtype], capability, packed
+
+    def tile(self, launch: str) -> tiles.AttentionTile:
+        return tiles.attention(launch, *self._choice)
+
+    def streamed(self, tile: tiles.AttentionTile, rows: int) -> tuple[str, str]:
+        """The types of two tensors of which blocks of so many rows are read."""
+        described = f"tensordesc<{self.dtype}[1, {rows}, 1, {size_block(self._size)}]>"
+        return (described if self.tma and not tile.piece else self.tensor,) * 2
+
+    def variant(self, part: str, kernel: Kernel, types: Sequence, tile: tiles.AttentionTile) -> Variant:
+        half, tma = self.dtype == "bf16", self.tma and not tile.piece
+        sizes = (self._causal, self._size, size_block(self._size), tile.queries, tile.keys, tile.piece)
+        constants = (*sizes, "ieee" if half else "tf32x3", tma)
+        name = f"attention {part} {self.name}"
+        return Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=half, bulk=tma)
+
+
+def variants(capability: int) -> list[Variant]:
+    """bf16, and float32 where it is multiplied as three products."""
+    found = []
+    for shape in (Shape(capability, *row) for row in SHAPES):
+        tile = shape.tile("fwd")
+        types = (shape.tensor, *shape.streamed(tile, tile.keys), shape.tensor, "*fp32", *shape.places)
+        found.append(shape.variant("fwd", _forward, (*types, "fp32", "i32", "i32", *("i32:16",) * 8), tile))
+    return found

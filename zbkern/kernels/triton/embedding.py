@@ -1,0 +1,111 @@
+"""Embedding in Triton: the gradient without atomics, so that every run gives the same bits. Contract: spec.py."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zbkern.kernels.triton.common import Kernel, Variant, offset, widen
+
+_MERGED = 4  # segments that one launch takes; more take several launches
+_RARE = (4, 512)  # rows x columns at a time: most tokens of a text are rare
+_FREQUENT = (32, 64)  # where there are more than 8 of each: runs are long, and walked from one end to the other
+
+
+def embedding_fwd(indices: Tensor, weight: Tensor, y: Tensor) -> None:
+    """y[i] = weight[indices[i]]. torch's own gather: it moves memory and nothing else, and finds indices that are
+    out of range."""
+    torch.index_select(weight, 0, indices, out=y)
+
+
+def embedding_wgrad(
+    segments: Sequence[tuple[Tensor, ...]],
+    outputs: Sequence[Tensor | None],
+    accumulate: bool,
+    padding_idx: int | None = None,
+) -> None:
+    """dweight[v] (+)= sum of dy[i] over all i with indices[i] = v, in their order; nothing for v = padding_idx.
+
+    Allocates 32 bytes per index, to sort them.
+    """
+    (dweight,) = outputs
+    if dweight is None:
+        return
+    if not accumulate:
+        dweight.zero_()
+    rest = [(indices, dy) for indices, dy in segments if indices.numel() and dy.shape[1]]
+    while rest:
+        strides = rest[0][1].stride()
+        some = [segment for segment in rest if segment[1].stride() == strides][:_MERGED]
+        rest = [segment for segment in rest if all(segment is not one for one in some)]
+        _add_rows(some, dweight, accumulate, padding_idx)
+        accumulate = True
+
+
+def _add_rows(
+    segments: Sequence[tuple[Tensor, Tensor]], dweight: Tensor, accumulate: bool, padding_idx: int | None
+) -> None:
+    tokens, order = torch.cat([indices for indices, _ in segments]).sort(stable=True)
+    parts = [dy for _, dy in segments]
+    ends = [sum(dy.shape[0] for dy in parts[: i + 1]) for i in range(len(parts))]
+    spare = _MERGED - len(parts)
+    count, features = ends[-1], dweight.shape[1]
+    arguments = (*parts, *parts[:1] * spare, *ends[:-1], *[count] * spare, tokens, order, dweight)
+    padding = -1 if padding_idx is None else padding_idx
+    arguments = (*arguments, padding, count, features, *parts[0].stride(), *dweight.stride())
+    rows, columns = _RARE if count <= 8 * dweight.shape[0] else _FREQUENT
+    grid = (count, triton.cdiv(features, columns))
+    _sum_runs(grid, arguments, (accumulate, len(parts), rows, columns), warps=4, stages=1)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["end0", "end1", "end2", "padding", "count"])
+def _sum_runs(
+    part0, part1, part2, part3, end0, end1, end2, tokens, order, dweight, padding, count, features,
+    row, column, out_row, out_column,
+    ACCUMULATE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dweight[v] (+)= sum of dy[order[i]] over the run of i with tokens[i] = v; tokens, order [count], sorted by token.
+
+    dy lies in up to four parts, rows of the first before end0. One program: COLUMNS columns of the run that begins at
+    its own i, ROWS rows at a time, from the first to the last; where no run begins there is nothing to do.
+    """
+    first = tl.program_id(0)
+    token = tl.load(tokens + first)
+    before = tl.load(tokens + first - 1, first > 0, other=-1)
+    if (token != before) & (token != padding):
+        j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (j < features)[None, :]
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        going = True
+        while going:
+            i = first + tl.arange(0, ROWS)
+            mine = (tl.load(tokens + i, i < count, other=-1) == token) & (i < count)
+            place = tl.load(order + i, mine, other=0)
+            source, origin = part0, tl.zeros_like(place)
+            if PARTS >= 2:
+                source, origin = tl.where(place >= end0, part1, source), tl.where(place >= end0, end0, origin)
+            if PARTS >= 3:
+                source, origin = tl.where(place >= end1, part2, source), tl.where(place >= end1, end1, origin)
+            if PARTS >= 4:
+                source, origin = tl.where(place >= end2, part3, source), tl.where(place >= end2, end2, origin)
+            base = source + (place - origin) * row
+            total += widen(tl.load(base[:, None] + offset(j, column)[None, :], mine[:, None] & inside, other=0))
+            first += ROWS
+            going = tl.sum(mine.to(tl.int32), 0) == ROWS
+        value = tl.sum(total, 0)
+        out = dweight + token * out_row + offset(j, out_column)
+        if ACCUMULATE:
+            value += widen(tl.load(out, j < features, other=0))
+        tl.store(out, value.to(dweight.dtype.element_ty), j < features)
+
+
+def variants(capability: int) -> list[Variant]:
+    """bf16 into fp32, the same on every GPU."""
+    types = (*("*bf16",) * 4, *("i32",) * 3, "*i64", "*i64", "*fp32", "i32", "i32", "i32:16", *("i32:16", 1) * 2)
+    return [
+        Variant(f"embedding_wgrad, {parts} segments, {name}", _sum_runs, types, (True, parts, *tile), 4, 1)
+        for parts, name, tile in ((1, "rare", _RARE), (_MERGED, "rare", _RARE), (_MERGED, "frequent", _FREQUENT))
+    ]

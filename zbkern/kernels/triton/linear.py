@@ -1,0 +1,201 @@
+"""Linear layers as Triton kernels: forward and dgrad, one persistent product with what surrounds it in its epilogue."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zbkern.kernels import tiles
+from zbkern.kernels.triton.common import Kernel, Variant, activate, activation_gradient, rows_dense, widen
+from zbkern.kernels.triton.matmul_tile import (
+    Matrix,
+    factor,
+    has_bulk_copies,
+    load,
+    multiply,
+    pieces,
+    place,
+    plan,
+    precision,
+    rounded,
+    store,
+)
+
+
+@triton.jit
+def _finish(
+    value, p, q, out, z, bias, P, Q, o_stride, z_stride,
+    ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile, or a piece of one: bias, activation (or the backward of one), addition, store."""
+    if bias is not None:
+        j = q + tl.arange(0, N)
+        value += widen(tl.load(bias + j, j < Q, 0.0))[None, :]
+    if BACKWARD:
+        below = widen(load(z, p, q, P, Q, z_stride, M, N, O_DESCRIPTOR))
+        value = activation_gradient(value, below, ACTIVATION)
+    elif z is not None:
+        store(z, value, p, q, P, Q, z_stride, M, N, O_DESCRIPTOR)
+        value = activate(rounded(value, z, O_DESCRIPTOR), ACTIVATION)
+    else:
+        value = activate(value, ACTIVATION)
+    if ACCUMULATE:
+        value += widen(load(out, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR))
+    store(out, value, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["P"])
+def _product(
+    a, b, out, z, bias, P, Q, R,
+    a_stride, b_stride, o_stride, z_stride,
+    A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
+    ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out [P, Q] (+)= epilogue(sum over r of A[p, r] B[r, q]).
+
+    One program computes every num_programs-th tile [M, N]. The two loops are fused, so that the operands of the next
+    tile arrive while this one is written; tiles go down bands of GROUP rows, whose operands then stay in L2.
+    """
+    count = tl.cdiv(P, M) * tl.cdiv(Q, N)
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+        p, q = place(tile, P, Q, M, N, GROUP)
+        accumulator = tl.zeros((M, N), tl.float32)
+        for step in range(tl.cdiv(R, K)):
+            accumulator, _ = multiply(
+                accumulator, a, b, p, q, step * K, P, Q, R, a_stride, b_stride,
+                A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
+            )  # fmt: skip
+        parts = pieces(accumulator, M, N, PARTS)
+        for i in tl.static_range(PARTS):
+            _finish(
+                parts[i], p, q + i * (N // PARTS), out, z, bias, P, Q, o_stride, z_stride,
+                ACCUMULATE, ACTIVATION, BACKWARD, O_DESCRIPTOR, M, N // PARTS,
+            )  # fmt: skip
+
+
+def linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    activation: str | None = None,
+    z: Tensor | None = None,
+    num_sms: int | None = None,
+) -> None:
+    """y = activation(x weight^T + bias); z, where given, takes the value before the activation."""
+    _run_product("fwd", x, weight.t(), y, z, bias, False, activation, False, num_sms)
+
+
+def linear_dgrad(
+    dy: Tensor,
+    weight: Tensor,
+    dx: Tensor,
+    accumulate: bool = False,
+    activation: str | None = None,
+    z: Tensor | None = None,
+    num_sms: int | None = None,
+) -> None:
+    """dx (+)= dy weight; with activation and z, (dy weight) activation'(z), the gradient below that activation."""
+    _run_product("dgrad", dy, weight, dx, z, None, accumulate, activation, activation is not None, num_sms)
+
+
+def _run_product(
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    z: Tensor | None,
+    bias: Tensor | None,
+    accumulate: bool,
+    activation: str | None,
+    backward: bool,
+    num_sms: int | None,
+) -> None:
+    (p, r), q = a.shape, b.shape[1]
+    if p == 0 or q == 0:
+        return
+    left, right = factor(a), factor(b)
+    rows, beside = rows_dense(out, copy=accumulate), None if z is None else rows_dense(z, copy=backward)
+    targets = [None if tensor is None else Matrix(tensor) for tensor in (rows, beside)]
+    bulk = has_bulk_copies(a.device)
+    reads = bulk and left.describable and right.describable
+    writes = bulk and all(target is None or target.describable for target in targets)
+    tile, programs = plan(op, p, q, r, a.dtype, a.device, reads and writes, num_sms)
+    factors: list[Any] = [left.tensor, right.tensor]
+    results: list[Any] = [rows, beside]
+    strides = [left.stride, right.stride, *(1 if target is None else target.stride for target in targets)]
+    if reads:
+        factors = [left.descriptor(tile.m, tile.k), right.descriptor(tile.k, tile.n)]
+        strides[:2] = 1, 1
+    if writes:
+        results = [target and target.descriptor(tile.m, tile.n // tile.parts()) for target in targets]
+        strides[2:] = 1, 1
+    bias = None if bias is None else bias.contiguous()
+    flags = (left.transposed, right.transposed, reads, writes, accumulate, activation or "", backward)
+    sizes = (tile.m, tile.n, tile.k, tile.group, tile.parts(writes))
+    _product(
+        programs,
+        (*factors, *results, bias, p, q, r, *strides),
+        (*flags, precision(a.dtype), *sizes),
+        tile.warps,
+        tile.stages,
+    )
+    if rows is not out:
+        out.copy_(rows)
+    if z is not None and beside is not None and beside is not z and not backward:
+        z.copy_(beside)
+
+
+def variants(capability: int) -> list[Variant]:
+    """Large bf16 layers with their epilogues, float32, and an output that bulk copies refuse."""
+    bulk = capability >= 90
+    sms = {80: 108, 90: 132, 100: 148}[capability]
+
+    def product(
+        op: str, epilogue: str = "", dtype: str = "bf16", z: bool = False, bias: bool = False, accumulate: bool = False,
+        writes: bool = bulk,
+    ) -> Variant:  # fmt: skip
+        long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
+        backward = op == "dgrad" and z
+        b_t = op == "fwd"
+        pointer, parts = f"*{dtype}", tile.parts(writes)
+
+        def operand(*block: int) -> str:
+            return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else pointer
+
+        target = operand(tile.m, tile.n // parts) if writes else f"{pointer}:1" if bulk else pointer
+        types = (
+            operand(tile.m, tile.k),
+            operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n),
+            target,
+            target if z else None,
+            pointer if bias else None,
+            *("i32", "i32:16" if writes or not bulk else "i32", "i32:16"),
+            *((1 if bulk else "i32:16",) * 2),
+            *((1 if writes else "i32" if bulk else "i32:16",) * 2),
+        )
+        constants = (
+            *(False, b_t, bulk, writes, accumulate, epilogue, backward),
+            "tf32x3" if dtype == "fp32" else "ieee",
+            *(tile.m, tile.n, tile.k, tile.group, parts),
+        )
+        name = f"linear_{op} {dtype}" + f" {epilogue}" * bool(epilogue) + " bias" * bias + " add" * accumulate
+        name += " pointers" * (not writes)
+        aligned = writes or not bulk
+        return Variant(name, _product, types, constants, tile.warps, tile.stages, True, bulk, aligned)
+
+    return [
+        product("fwd", bias=True),
+        product("fwd", "silu", z=True, bias=True),
+        product("dgrad"),
+        product("dgrad", accumulate=True),
+        product("dgrad", "gelu", z=True),
+        product("fwd", "silu", dtype="fp32", z=True, bias=True),
+        product("dgrad", dtype="fp32"),
+        *([product("dgrad", "gelu", z=True, writes=False)] if bulk else []),
+    ]

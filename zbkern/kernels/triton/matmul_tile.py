@@ -1,0 +1,230 @@
+"""One tile of a matrix product, in parts that the kernels of linear layers share.
+
+out [P, Q] = sum over r of A[p, r] B[r, q]. A program takes tiles [M, N] of the output in turn. Operands are matrices of
+rows and columns in memory, either way round: A is stored [P, R], or [R, P] if A_T; B is stored [R, Q], or [Q, R] if
+B_T. A matrix comes as a tensor descriptor, or as a pointer with the stride of its rows, whose elements are neighbours.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zbkern.kernels import tiles
+from zbkern.kernels.triton.common import INTERPRETED, dot, offset
+
+
+@triton.jit
+def place(tile, P, Q, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
+    """Where tile number `tile` begins: down bands of GROUP tile rows, so that its neighbours find operands in L2."""
+    rows = tl.cdiv(P, M)
+    band = GROUP * tl.cdiv(Q, N)
+    first = tile // band * GROUP
+    height = min(rows - first, GROUP)
+    inside = tile % band
+    return (first + inside % height) * M, inside // height * N
+
+
+@triton.jit
+def load(
+    source, row, column, rows, columns, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] from (row, column) on, zeros beyond the end."""
+    if DESCRIPTOR:
+        return source.load([row, column])
+    else:
+        i = (row + tl.arange(0, ROWS))[:, None]
+        j = (column + tl.arange(0, COLUMNS))[None, :]
+        return tl.load(source + (offset(i, stride) + j), (i < rows) & (j < columns), 0.0)
+
+
+@triton.jit
+def store(
+    target, value, row, column, rows, columns, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """value [ROWS, COLUMNS] to (row, column), nothing beyond the end, rounded to the target's dtype."""
+    if DESCRIPTOR:
+        target.store([row, column], value.to(target.dtype))
+    else:
+        i = (row + tl.arange(0, ROWS))[:, None]
+        j = (column + tl.arange(0, COLUMNS))[None, :]
+        tl.store(target + (offset(i, stride) + j), value.to(target.dtype.element_ty), (i < rows) & (j < columns))
+
+
+@triton.jit
+def rounded(value, target, DESCRIPTOR: tl.constexpr):
+    """value as it will be read from the target again, in float32."""
+    return value.to(target.dtype if DESCRIPTOR else target.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def operand(
+    source, row, column, rows, columns, stride,
+    TRANSPOSED: tl.constexpr, DESCRIPTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] from (row, column) on of a matrix, which is stored [columns, rows] if TRANSPOSED.
+
+    Pointers are laid out as the product wants them: sm_80 cannot copy ahead what is transposed after it was loaded.
+    """
+    if not TRANSPOSED:
+        return load(source, row, column, rows, columns, stride, ROWS, COLUMNS, DESCRIPTOR)
+    elif DESCRIPTOR:
+        return load(source, column, row, columns, rows, stride, COLUMNS, ROWS, DESCRIPTOR).T
+    else:
+        i = (row + tl.arange(0, ROWS))[:, None]
+        j = (column + tl.arange(0, COLUMNS))[None, :]
+        return tl.load(source + (i + offset(j, stride)), (i < rows) & (j < columns), 0.0)
+
+
+@triton.jit
+def multiply(
+    accumulator, a, b, p, q, r, P, Q, R, a_stride, b_stride,
+    A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """(accumulator + A[p:p+M, r:r+K] B[r:r+K, q:q+N], the part of A)."""
+    x = operand(a, p, r, P, R, a_stride, A_T, DESCRIPTORS, M, K)
+    y = operand(b, r, q, R, Q, b_stride, B_T, DESCRIPTORS, K, N)
+    return dot(x, y, accumulator, PRECISION), x
+
+
+@triton.jit
+def pieces(value, M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
+    """value [M, N] as 1, 2, 4 or 8 pieces from left to right: an epilogue has registers for one at a time."""
+    if PARTS == 1:  # not by calling itself: Triton 3.4 would never end
+        return (value,)
+    elif PARTS == 2:
+        return halves(value, M, N)
+    elif PARTS == 4:
+        return quarters(value, M, N)
+    else:
+        tl.static_assert(PARTS == 8)
+        left, right = halves(value, M, N)
+        return quarters(left, M, N // 2) + quarters(right, M, N // 2)
+
+
+@triton.jit
+def quarters(value, M: tl.constexpr, N: tl.constexpr):
+    left, right = halves(value, M, N)
+    return halves(left, M, N // 2) + halves(right, M, N // 2)
+
+
+@triton.jit
+def halves(value, M: tl.constexpr, N: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(value, (M, 2, N // 2)), (0, 2, 1)))
+
+
+class Matrix:
+    """A matrix as it lies in memory: whether transposed, the stride of its rows (or columns), how tiles are copied."""
+
+    __slots__ = ("describable", "stride", "tensor", "transposed")
+
+    def __init__(self, tensor: Tensor) -> None:
+        stride, inner = tensor.stride()
+        if tensor.shape[1] == 1:
+            inner = 1  # whatever torch says
+        self.tensor = tensor
+        self.transposed = stride == 1 and inner != 1
+        columns = tensor.shape[not self.transposed]
+        if self.transposed:
+            stride, inner = inner, stride
+        self.stride = stride
+        # what the GPU's own copies (TMA) ask for: contiguous rows, everything a multiple of 16 bytes
+        self.describable = (
+            inner == 1
+            and stride >= columns
+            and stride * tensor.element_size() % 16 == 0
+            and tensor.data_ptr() % 16 == 0
+            and tensor.numel() > 0
+        )
+
+    @property
+    def layout(self) -> tuple[bool, int, bool]:
+        """Equal for matrices that one launch may take as its segments."""
+        return self.transposed, self.stride, self.describable
+
+    def descriptor(self, rows: int, columns: int) -> TensorDescriptor:
+        """For tiles of [rows, columns] of the matrix, which are [columns, rows] in memory if it is transposed."""
+        m, n = self.tensor.shape
+        if self.transposed:
+            return _descriptor(self.tensor, [n, m], [self.stride, 1], [columns, rows])
+        return _descriptor(self.tensor, [m, n], [self.stride, 1], [rows, columns])
+
+
+def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """TensorDescriptor(...) without its checks, of what is `describable`: they are two thirds of its cost, and a W has
+    three of them. One kept for the next launch would keep its tensor's memory."""
+    found = object.__new__(TensorDescriptor)
+    found.base, found.shape, found.strides, found.block_shape = base, shape, strides, block
+    return found
+
+
+def factor(tensor: Tensor) -> Matrix:
+    """A matrix that is multiplied: itself where GPUs copy 16 bytes of it at a time, else as a copy of which they do.
+
+    One element at a time nothing is copied ahead of the product, and registers spill: the copy costs less.
+    """
+    matrix = Matrix(tensor)
+    # Triton knows of a stride only whether it is a multiple of 16 elements
+    if tensor.numel() == 0 or (matrix.describable and (has_bulk_copies(tensor.device) or matrix.stride % 16 == 0)):
+        return matrix
+    rows = tensor.t() if matrix.transposed else tensor
+    room = tensor.new_empty(rows.shape[0], triton.cdiv(rows.shape[1], 16) * 16)[:, : rows.shape[1]].copy_(rows)
+    return Matrix(room.t() if matrix.transposed else room)
+
+
+def has_bulk_copies(device: torch.device) -> bool:
+    """Tensor copies by the GPU itself (TMA): compute capability 9.0 and later, and in the interpreter."""
+    return capability_of(device) >= 90
+
+
+def capability_of(device: torch.device) -> int:
+    """90 for 9.0, and in the interpreter."""
+    return _machine(device)[0]
+
+
+@functools.cache
+def _machine(device: torch.device) -> tuple[int, int]:
+    """(compute capability: 90 for 9.0, SMs). The interpreter plays an H100 that has 4 of them."""
+    if INTERPRETED:
+        return 90, 4
+    properties = torch.cuda.get_device_properties(device)
+    return 10 * properties.major + properties.minor, properties.multi_processor_count
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    op: str,
+    p: int,
+    q: int,
+    r: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    describable: bool,
+    num_sms: int | None,
+    others: tuple[tuple[int, int], ...] = (),
+) -> tuple[tiles.Tile, int]:
+    """(tile, programs to start) for [p, q] and `others` in one launch. describable: factors and outputs all are."""
+    capability, available = _machine(device)
+    sms = min(available, num_sms or available)
+    tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, describable, others)
+    return tile, min(sms, tiles.count(tile, (p, q), *others))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 is multiplied: where torch may use tf32 as one product of tf32, else as three of its parts.
+
+    torch.set_float32_matmul_precision and allow_tf32 both set what is asked here; torch's own question after the former
+    raises an error where a program has set fp32_precision.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    allowed = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # from torch 2.9 on
+    if allowed is None:
+        return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if allowed == "tf32" else "tf32x3"

@@ -1,0 +1,377 @@
+"""Sums of products as one Triton kernel: what W of weights and microbatches, dx of layers, and groups of rows run on.
+
+One launch takes up to eight pairs of factors: eight products, or one product that sums over eight, or two over four.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zbkern.kernels import tiles
+from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, rows_dense, widen
+from zbkern.kernels.triton.matmul_tile import (
+    Matrix,
+    factor,
+    has_bulk_copies,
+    load,
+    multiply,
+    pieces,
+    place,
+    plan,
+    precision,
+    store,
+)
+
+SLOTS = 8
+"""Pairs of factors that one launch takes; more run as further launches."""
+
+
+@triton.jit
+def _land(
+    value, p, q, out, bias, P, Q, o_stride,
+    ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, BIAS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Writes or adds a tile. REDUCE: the addition happens on its way to memory, in L2."""
+    if BIAS:
+        j = q + tl.arange(0, N)
+        value += widen(tl.load(bias + j, j < Q, 0.0))[None, :]
+    if REDUCE:
+        out.atomic_add([p, q], value)
+    else:
+        if ACCUMULATE:
+            value += widen(load(out, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR))
+        store(out, value, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR)
+
+
+def _sums(
+    a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, r0, r1, r2, r3, r4, r5, r6, r7,
+    o0, o1, o2, o3, o4, o5, o6, o7, v0, v1, v2, v3, v4, v5, v6, v7,
+    p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7,
+    a_stride, b_stride, o_stride,
+    PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr,
+    COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out_i [P_i, Q_i] (+)= sum over the segments s of product i and rows r < r_s of A_s[p, r] B_s[r, q].
+
+    COLUMNS: v_i [P_i] (+)= sum over s, r of A_s[p, r], the gradient of a bias. BIAS: v_i [Q_i] is added to every row.
+    Segments SEGMENTS i to SEGMENTS (i + 1) are product i's. One program computes every num_programs-th tile [M, N],
+    through all products without a pause. Tiles, segments and steps are one loop: each step picks its operands by its
+    number, so copies run ahead across the borders of segments and tiles, and an output is read and written once. (As
+    nested loops the compiler fuses tiles and steps only where all tiles take as many; `turn` must come first, and from
+    a choice, not a branch, or no copy runs ahead at all: aot.py looks.)
+    """
+    a_s = (a0, a1, a2, a3, a4, a5, a6, a7)
+    b_s = (b0, b1, b2, b3, b4, b5, b6, b7)
+    r_s = (r0, r1, r2, r3, r4, r5, r6, r7)
+    outs = (o0, o1, o2, o3, o4, o5, o6, o7)
+    vectors = (v0, v1, v2, v3, v4, v5, v6, v7)
+    p_s = (p0, p1, p2, p3, p4, p5, p6, p7)
+    q_s = (q0, q1, q2, q3, q4, q5, q6, q7)
+    # Tuples grow by addition: Triton has no unpacking.
+    steps = (max(tl.cdiv(r0, K), 1),)  # the step after the last of each segment, counted through all products
+    for s in tl.static_range(1, PRODUCTS * SEGMENTS):
+        least = 1 if s % SEGMENTS == 0 else 0  # a product of no rows takes one step, which writes zeros
+        steps = steps + (steps[s - 1] + max(tl.cdiv(r_s[s], K), least),)  # type: ignore[assignment]  # noqa: RUF005
+    ends = (tl.cdiv(p0, M) * tl.cdiv(q0, N),)  # the tile after the last of each product
+    for i in tl.static_range(1, PRODUCTS):
+        ends = ends + (ends[i - 1] + tl.cdiv(p_s[i], M) * tl.cdiv(q_s[i], N),)  # type: ignore[assignment]  # noqa: RUF005
+    begin, length = 0, steps[SEGMENTS - 1]
+    total = tl.cdiv(max(ends[0] - tl.program_id(0), 0), tl.num_programs(0)) * length  # steps of this program's tiles
+    if PRODUCTS > 1:
+        total = 0
+        for tile in range(tl.program_id(0), ends[PRODUCTS - 1], tl.num_programs(0)):
+            own = steps[SEGMENTS - 1]
+            for i in tl.static_range(1, PRODUCTS):
+                if tile >= ends[i - 1]:
+                    own = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
+            total += own
+    out, vector, P, Q, p, q = o0, v0, p0, q0, 0, 0
+    a, b, rows = a0, b0, r0
+    tile = tl.program_id(0) - tl.num_programs(0)
+    turn = length - 1
+    accumulator = tl.zeros((M, N), tl.float32)
+    columns = tl.zeros((M,), tl.float32)
+    for _ in range(total):
+        turn = tl.where(turn == length - 1, 0, turn + 1)
+        if turn == 0:
+            tile += tl.num_programs(0)
+            first = 0
+            if PRODUCTS > 1:
+                out, P, Q = o0, p0, q0
+                if COLUMNS or BIAS:  # Triton 3.4 carries no None through a loop
+                    vector = v0
+                a, b, rows = a0, b0, r0
+                begin, length = 0, steps[SEGMENTS - 1]
+            for i in tl.static_range(1, PRODUCTS):
+                if tile >= ends[i - 1]:
+                    out, P, Q = outs[i], p_s[i], q_s[i]
+                    if COLUMNS or BIAS:
+                        vector = vectors[i]
+                    a, b, rows = a_s[SEGMENTS * i], b_s[SEGMENTS * i], r_s[SEGMENTS * i]
+                    first, begin = ends[i - 1], steps[SEGMENTS * i - 1]
+                    length = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
+            p, q = place(tile - first, P, Q, M, N, GROUP)
+        offset = turn
+        if SEGMENTS > 1:
+            a, b, rows, before = a0, b0, r0, 0
+            for s in tl.static_range(1, PRODUCTS * SEGMENTS):
+                if begin + turn >= steps[s - 1]:
+                    a, b, rows, before = a_s[s], b_s[s], r_s[s], steps[s - 1]
+            offset = begin + turn - before
+        accumulator, part = multiply(
+            accumulator, a, b, p, q, offset * K, P, Q, rows, a_stride, b_stride,
+            A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
+        )  # fmt: skip
+        if COLUMNS:
+            if q == 0:
+                columns += tl.sum(widen(part), 1)
+        if turn == length - 1:
+            parts = pieces(accumulator, M, N, PARTS)
+            for i in tl.static_range(PARTS):
+                _land(
+                    parts[i], p, q + i * (N // PARTS), out, vector, P, Q, o_stride,
+                    ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // PARTS,
+                )  # fmt: skip
+            if COLUMNS:
+                j = p + tl.arange(0, M)
+                mine = (j < P) & (q == 0)
+                if ACCUMULATE:
+                    columns += widen(tl.load(vector + j, mine, 0.0))
+                tl.store(vector + j, columns.to(vector.dtype.element_ty), mine)
+                columns = tl.zeros((M,), tl.float32)
+            accumulator = tl.zeros((M, N), tl.float32)
+
+
+# What changes from one microbatch to the next is never compiled in: the rows that W sums over, those that a group has.
+_over_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"r{i}" for i in range(SLOTS)]))
+_of_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"p{i}" for i in range(SLOTS)]))
+
+
+class Product(NamedTuple):
+    """out [P, Q] = sum of a b over pairs (a [P, R_i], b [R_i, Q]).
+
+    vector: for op="wgrad", [P] for the sum of all columns of every a; for "fwd", [Q] to be added to every row.
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    out: Tensor
+    vector: Tensor | None = None
+
+
+class _Part(NamedTuple):
+    """What one launch takes of a product."""
+
+    factors: list[tuple[Matrix, Matrix]]
+    result: Matrix
+    vector: Tensor | None
+    add: bool
+
+
+class _Kind(NamedTuple):
+    """Equal for parts that may share a launch."""
+
+    segments: int
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+    left: tuple
+    right: tuple
+    result: int
+    add: bool
+    reads: bool
+    writes: bool
+
+
+def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None = None, max_tiles: int = 0) -> None:
+    """Every product, or (accumulate) added to what its output has. Outputs are not empty, and share no memory.
+
+    num_sms: programs start for so many SMs, None for all. max_tiles: a program ends after so many tiles, 0 for no
+    bound; there are then more programs, and between two of them an SM is free for another stream's work.
+    """
+    given = products
+    products = [product._replace(out=rows_dense(product.out, copy=accumulate)) for product in given]
+    if len(products) == 1:  # what most W are: 10 us less than to sort them
+        for part in _parts(products[0], accumulate):
+            _launch(op, _kind(part), (part,), num_sms, max_tiles)
+    else:
+        _run_several(op, products, accumulate, num_sms, max_tiles)
+    for product, wanted in zip(products, given, strict=True):
+        if product.out is not wanted.out:
+            wanted.out.copy_(product.out)
+
+
+def _run_several(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
+    """Those of one kind share launches."""
+    rounds: list[dict[_Kind, list[_Part]]] = []  # the second part of a product adds to what the first has written
+    for product in products:
+        for turn, part in enumerate(_parts(product, accumulate)):
+            if turn == len(rounds):
+                rounds.append({})
+            rounds[turn].setdefault(_kind(part), []).append(part)
+    for groups in rounds:
+        for kind, parts in groups.items():
+            slots = SLOTS // 2 if kind.dtypes[0] == torch.float32 else SLOTS  # of float32, eight products spill
+            together = max(1, slots // kind.segments)
+            for first in range(0, len(parts), together):
+                _launch(op, kind, parts[first : first + together], num_sms, max_tiles)
+
+
+def _parts(product: Product, add: bool) -> Iterable[_Part]:
+    """Factors of one layout at a time, SLOTS at most; the first part writes (unless it adds), the others add."""
+    rest, result = [(factor(a), factor(b)) for a, b in product.pairs], Matrix(product.out)
+    while rest:
+        left, right = rest[0][0].layout, rest[0][1].layout
+        same = [pair for pair in rest if pair[0].layout == left and pair[1].layout == right][:SLOTS]
+        yield _Part(same, result, product.vector, add)
+        rest = [pair for pair in rest if pair not in same] if len(same) < len(rest) else []
+        add = True
+
+
+def _kind(part: _Part) -> _Kind:
+    left, right = part.factors[0]
+    out, vector, bulk = part.result.tensor, part.vector, has_bulk_copies(part.result.tensor.device)
+    reads = bulk and left.describable and right.describable
+    writes = bulk and part.result.describable
+    return _Kind(
+        _power_of_2(len(part.factors)),
+        (left.tensor.dtype, out.dtype, None if vector is None else vector.dtype),
+        (left.transposed,) if reads else left.layout,  # descriptors carry the strides
+        (right.transposed,) if reads else right.layout,
+        1 if writes else out.stride(0),
+        part.add,
+        reads,
+        writes,
+    )
+
+
+def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, max_tiles: int) -> None:
+    segments, dtypes, _, _, _, add, reads, writes = kind
+    left, right = parts[0].factors[0]
+    shapes = [tuple(part.result.tensor.shape) for part in parts]
+    rows = [[a.tensor.shape[1] for a, _ in part.factors] for part in parts]
+    p, q = shapes[0]
+    device, others = left.tensor.device, tuple(shapes[1:])
+    tile, programs = plan(op, p, q, max(map(sum, rows)), dtypes[0], device, reads and writes, num_sms, others)
+    if max_tiles:
+        programs = max(programs, -(-tiles.count(tile, *shapes) // max_tiles))
+
+    slots: list[tuple[Any, Any, int]] = []  # a, b, r
+    targets: list[tuple[Any, ...]] = []  # output, vector, p, q
+    for part, counts, shape in zip(parts, rows, shapes, strict=True):
+        pairs = [
+            (a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)) if reads else (a.tensor, b.tensor)
+            for a, b in part.factors
+        ]
+        slots += [(a, b, count) for (a, b), count in zip(pairs, counts, strict=True)]
+        slots += [(*pairs[0], 0)] * (segments - len(pairs))  # segments of no rows
+        out = part.result.descriptor(tile.m, tile.n // tile.parts()) if writes else part.result.tensor
+        targets.append((out, part.vector, *shape))
+    count = _power_of_2(len(parts))
+    targets += [(*targets[0][:2], 0, q)] * (count - len(parts))  # products of no rows
+    slots += [(*slots[0][:2], 0)] * (segments * count - len(slots))
+
+    strides = (1, 1, kind.result) if reads else (left.stride, right.stride, kind.result)
+    columns, bias = (dtypes[2] is not None and op == wanted for wanted in ("wgrad", "fwd"))
+    reduces = writes and add and dtypes[1] == torch.float32 and not INTERPRETED
+    flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces, columns, bias)
+    kernel = _over_rows if op == "wgrad" else _of_rows
+    kernel(
+        programs,
+        (*_columns(slots), *_columns(targets), *strides),
+        (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.parts(writes)),
+        tile.warps,
+        tile.stages,
+        _key(op, dtypes, slots, targets) if reads and writes else None,
+    )
+
+
+def _key(op: str, dtypes: tuple, slots: Sequence[tuple], targets: Sequence[tuple]) -> tuple:
+    """What Triton specialises on besides the constants: dtypes, the sizes that are compiled in, where vectors begin.
+
+    Its own way of finding that out, argument by argument, takes a third of a launch.
+    """
+    sizes = [size for target in targets for size in (target[2:] if op == "wgrad" else target[3:])]
+    if op != "wgrad":
+        sizes += [slot[2] for slot in slots]
+    known = [size % 16 == 0 or (size == 1 and -1) for size in sizes]
+    return (*dtypes, *known, *[vector.data_ptr() % 16 for _, vector, _, _ in targets if vector is not None])
+
+
+def _columns(entries: Sequence[tuple]) -> list[Any]:
+    """The kernel's arguments: all first values, then all second values, SLOTS of each."""
+    padding = [None] * (SLOTS - len(entries))
+    found: list[Any] = []
+    for column in zip(*entries, strict=True):
+        found += column
+        found += padding
+    return found
+
+
+def _power_of_2(count: int) -> int:
+    """The next one; Triton's own, which kernels can call, takes 12 us."""
+    return 1 << (count - 1).bit_length()
+
+
+def variants(capability: int) -> list[Variant]:
+    """W of large bf16 layers: one weight, merged, several weights; one in float32; outputs that bulk copies refuse."""
+    bulk = capability >= 90
+    sms = {80: 108, 90: 132, 100: 148}[capability]
+
+    def sums(
+        op: str, products: int, segments: int, dtype: str = "bf16", out: str = "fp32", accumulate: bool = True,
+        vector: bool = False, writes: bool = bulk,
+    ) -> Variant:  # fmt: skip
+        long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
+        a_t, b_t = op == "wgrad", op == "fwd"
+
+        def operand(*block: int) -> str:
+            return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else f"*{dtype}"
+
+        def slots(kind: str | None, count: int) -> tuple[str | None, ...]:
+            return (kind,) * count + (None,) * (SLOTS - count)
+
+        used, parts = products * segments, tile.parts(writes)
+        target = f"*{out}:1" if bulk else f"*{out}"
+        if writes:
+            target = f"tensordesc<{out}[{tile.m}, {tile.n // parts}]>"
+        types = (
+            *slots(operand(tile.k, tile.m) if a_t else operand(tile.m, tile.k), used),
+            *slots(operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n), used),
+            *slots("i32" if op == "wgrad" else "i32:16", used),
+            *slots(target, products),
+            *slots(f"*{out}" if vector else None, products),
+            *slots("i32:16" if op == "wgrad" else "i32", products),
+            *slots("i32:16" if writes or not bulk else "i32", products),
+            *((1 if bulk else "i32:16",) * 2),
+            1 if writes else "i32" if bulk else "i32:16",
+        )
+        reduces = writes and accumulate and out == "fp32"
+        constants = (
+            *(products, segments, a_t, b_t, bulk, writes, accumulate, reduces, vector and a_t, vector and b_t),
+            "tf32x3" if dtype == "fp32" else "ieee",
+            *(tile.m, tile.n, tile.k, tile.group, parts),
+        )
+        name = f"linear_{op} {dtype} to {out}, {products} x {segments}" + " bias" * vector + " add" * accumulate
+        name += " pointers" * (not writes)
+        kernel = _over_rows if op == "wgrad" else _of_rows
+        aligned = writes or not bulk
+        return Variant(name, kernel, types, constants, tile.warps, tile.stages, True, bulk, aligned)
+
+    return [
+        sums("wgrad", 1, 1),
+        sums("wgrad", 1, 4, vector=True),
+        sums("wgrad", 1, 8, out="bf16"),
+        sums("wgrad", 8, 1),
+        sums("wgrad", 2, 4, vector=True),
+        sums("wgrad", 1, 1, dtype="fp32", accumulate=False),
+        sums("dgrad", 1, 4, out="bf16", accumulate=False),
+        sums("fwd", 8, 1, out="bf16", accumulate=False, vector=True),
+        sums("dgrad", 8, 1, out="bf16", accumulate=False),
+        *([sums("wgrad", 8, 1, writes=False)] if bulk else []),
+    ]

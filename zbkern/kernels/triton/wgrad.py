@@ -1,0 +1,103 @@
+"""The gradients of linear layers that are sums of products: W of one weight or several, and dx of several layers."""
+
+from collections.abc import Iterable, Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zbkern.kernels.triton.common import Kernel, Variant, offset, widen
+from zbkern.kernels.triton.matmul_tile import Matrix
+from zbkern.kernels.triton.multi_matmul import Product, run
+
+
+@Kernel
+@triton.jit(do_not_specialize=["M"])
+def _sum_rows(
+    dy, dbias, M, N, outer, inner, step,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dbias [N] (+)= sum over rows of dy [M, N]. One program: all rows of COLUMNS columns at a time, in order."""
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, COLUMNS), tl.num_programs(0)):
+        j = tile * COLUMNS + tl.arange(0, COLUMNS)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, M, ROWS):
+            i = first + tl.arange(0, ROWS)
+            place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
+            total += widen(tl.load(place, (i < M)[:, None] & (j < N)[None, :], 0.0))
+        value = tl.sum(total, 0)
+        if ADD:
+            value += widen(tl.load(dbias + j * step, j < N, 0.0))
+        tl.store(dbias + j * step, value.to(dbias.dtype.element_ty), j < N)
+
+
+def linear_wgrad(
+    segments: Sequence[tuple[Tensor, ...]],
+    outputs: Sequence[Tensor | None],
+    accumulate: bool,
+    num_sms: int | None = None,
+    max_tiles: int = 0,
+) -> None:
+    """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
+
+    Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes.
+    """
+    linear_wgrads(((segments, outputs),), accumulate, num_sms, max_tiles)
+
+
+def linear_wgrads(
+    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
+    accumulate: bool,
+    num_sms: int | None = None,
+    max_tiles: int = 0,
+) -> None:
+    """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
+    products = []
+    for segments, (dweight, dbias) in layers:
+        pairs = [(dy.t(), x) for x, dy in segments if x.shape[0]]
+        if not pairs:
+            if not accumulate:
+                for output in (dweight, dbias):
+                    if output is not None:
+                        output.zero_()
+            continue
+        exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
+        if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
+            sum_rows([dy for _, dy in segments], dbias, accumulate, num_sms, max_tiles)
+            dbias = None
+        if dweight is not None and dweight.numel():
+            if exchanged:  # the same product with its factors exchanged
+                dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
+            products.append(Product(pairs, dweight, dbias))
+    run("wgrad", products, accumulate, num_sms, max_tiles)
+
+
+linear_wgrad.several = linear_wgrads  # type: ignore[attr-defined]  # how a queue finds it
+
+
+def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
+    """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
+    if dx.numel():
+        run("dgrad", [Product(segments, dx)], False, num_sms)
+
+
+def sum_rows(
+    gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool, num_sms: int | None = None, max_tiles: int = 0
+) -> None:
+    """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no product takes it along."""
+    tiles = triton.cdiv(dbias.shape[0], 64)
+    programs = min(tiles, num_sms or tiles)
+    if max_tiles:
+        programs = max(programs, triton.cdiv(tiles, max_tiles))
+    for dy in gradients:
+        m, n = dy.shape
+        arguments = (dy, dbias, m, n, *dy.stride(), *dbias.stride())
+        _sum_rows(programs, arguments, (accumulate, 32, 64), warps=4, stages=3)
+        accumulate = True
+
+
+def variants(capability: int) -> list[Variant]:
+    """A bias gradient that no product takes along, the same on every GPU; the products are triton_linear_sums's."""
+    return [
+        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", "i32:16", 1, 1), (True, 32, 64), 4, 3),
+    ]

@@ -1,0 +1,264 @@
+"""The state of a model and its optimizer by the names of the whole model, which do not depend on who holds what."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbkern.pipeline.optimizer.undo import hyperparameters, parameters
+
+Rename = Callable[[int, str], str]
+
+
+class NamedState:
+    """This rank's modules and optimizer as a flat dict of tensors, and back. Keys:
+
+        model.NAME                parameters and buffers
+        master.NAME               fp32 master weights, of an Optimizer or in the torch optimizer's state
+        optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor
+        value.ENTRY.NAME          the same where it is something else
+        group.RANK.INDEX          hyperparameters, and the names of the parameters that have them
+
+    modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
+    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's. Raises ValueError when two
+    tensors of a chunk get one name, or when a parameter of the optimizer is in no module.
+    """
+
+    def __init__(self, modules: Any, optimizer: Any, rename: Rename | None, rank: int) -> None:
+        self.rank = rank
+        self._chunks = _chunks(modules)
+        self._rename = rename if rename is not None else _as_it_is
+        self._inner = getattr(optimizer, "optimizer", optimizer)  # torch's, inside of ours
+        self._masters: list[tuple[Tensor, Tensor]] = getattr(optimizer, "masters", [])
+        groups = getattr(self._inner, "param_groups", [])
+        self._inner_has_masters = any(group.get("master_weights") for group in groups)
+        names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
+        for chunk, module in self._chunks.items():
+            for key, value in module.named_parameters(remove_duplicate=False):
+                names.setdefault(id(value), []).append(self._rename(chunk, key))
+        self._tied = {name for p in getattr(modules, "tied", {}).values() for name in names.get(id(p), [])}
+        self._check_unique()
+        names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
+        self._names = names
+        self._own: dict[str, Tensor] = {}  # the optimizer's parameters, in its order
+        for parameter in [] if self._inner is None else parameters(self._inner):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"checkpoint: a parameter of the optimizer, of shape {list(parameter.shape)}, is in none of the "
+                    "modules; pass all modules of this rank"
+                )
+            self._own.update(dict.fromkeys(names[id(parameter)], parameter))
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter."""
+        return next((p.device for module in self._chunks.values() for p in module.parameters()), torch.device("cpu"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything of this rank; parameters and states are the tensors themselves, not copies."""
+        found = self._model()
+        if self._inner is None:
+            return found
+        for name, parameter in self._own.items():
+            for entry, value in self._inner.state.get(parameter, {}).items():
+                plain = isinstance(value, Tensor)
+                kind = f"{'optimizer' if plain else 'value'}.{entry}" if entry != "master" else entry
+                found[f"{kind}.{name}"] = value if plain else pack(value, f"the optimizer's {entry!r} of {name!r}")
+        found.update({f"master.{name}": master for _, master in self._masters for name in self._names[id(master)]})
+        settings = zip(self._inner.param_groups, hyperparameters(self._inner), strict=True)
+        for index, (group, values) in enumerate(settings):
+            names = [name for parameter in group["params"] for name in self._names[id(parameter)]]
+            found[f"group.{self.rank}.{index}"] = pack({"names": names, "values": values}, "param_groups")
+        return found
+
+    def targets(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What to load into, for the tensors that `stored` describes by `.size` and `.properties.dtype`.
+
+        The model's own tensors, and new ones for the optimizer. Groups are read from all ranks: those of this rank's
+        parameters may have been anywhere. Raises ValueError when the model has a tensor that is not stored so.
+        """
+        found = self._model()
+        for key, tensor in found.items():
+            if key not in stored:
+                raise ValueError(
+                    f"checkpoint: {key.partition('.')[2]!r} is not in it; saved were {some(_of_model(stored))}"
+                )
+            if tensor.dtype == torch.uint8 and tensor.dim() == 1:  # packed: as long as it was then
+                found[key] = torch.empty(stored[key].size, dtype=torch.uint8)
+            elif stored[key].size != tensor.shape:
+                raise ValueError(
+                    f"checkpoint: {key.partition('.')[2]!r} is {list(tensor.shape)} here and "
+                    f"{list(stored[key].size)} in it; load it into the model that was saved"
+                )
+        if self._inner is None:
+            return found
+        for key, what in stored.items():
+            kind, name = _parse(key)
+            kept = kind == "optimizer" or (kind == "master" and self._inner_has_masters)
+            if kept and name in self._own and what.size == self._own[name].shape:
+                like = self._own[name]  # a shard where the parameter is one
+                found[key] = torch.empty_like(like, dtype=what.properties.dtype, requires_grad=False)
+            elif kind == "group" or (kind in ("optimizer", "value") and name in self._own):
+                found[key] = torch.empty(what.size, dtype=what.properties.dtype)
+        for _, master in self._masters:
+            if (key := f"master.{self._names[id(master)][0]}") in stored:
+                found[key] = torch.empty_like(master)
+        return found
+
+    def names(self) -> list[tuple[str, int, bool]]:
+        """(name, chunk, whether tied) of this rank's part of the model, for `check_unique`."""
+        return [
+            (name, chunk, name in self._tied)
+            for chunk, module in self._chunks.items()
+            for name in (self._rename(chunk, key) for key in module.state_dict())
+        ]
+
+    def take(self, loaded: Mapping[str, Tensor]) -> None:
+        """Puts what `targets` made, and somebody has filled, into modules and torch optimizer."""
+        for chunk, module in self._chunks.items():
+            entries = {}
+            for key, value in module.state_dict().items():
+                found = loaded[f"model.{self._rename(chunk, key)}"]
+                entries[key] = found if isinstance(value, Tensor) else unpack(found)
+            module.load_state_dict(entries)
+        if self._inner is None:
+            return
+        order = {id(parameter): index for index, parameter in enumerate(parameters(self._inner))}
+        state: dict[int, dict[str, Any]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for key, value in loaded.items():
+            kind, name = _parse(key)
+            if kind in ("optimizer", "value"):
+                entry = key.split(".")[1]
+                state.setdefault(order[id(self._own[name])], {})[entry] = (
+                    value if kind == "optimizer" else unpack(value)
+                )
+            elif kind == "master" and self._inner_has_masters:
+                state.setdefault(order[id(self._own[name])], {})["master"] = value
+            elif kind == "group":
+                settings = unpack(value)
+                values.update(dict.fromkeys(settings["names"], settings["values"]))
+        groups = self._inner.state_dict()["param_groups"]
+        for group, described in zip(self._inner.param_groups, groups, strict=True):
+            if group["params"]:
+                described.update(values.get(self._names[id(group["params"][0])][0], {}))
+        self._inner.load_state_dict({"state": state, "param_groups": groups})
+        with torch.no_grad():
+            for parameter, master in self._masters:
+                master.copy_(loaded.get(f"master.{self._names[id(master)][0]}", parameter))
+
+    def _model(self) -> dict[str, Tensor]:
+        return {
+            f"model.{self._rename(chunk, key)}": value if isinstance(value, Tensor) else pack(value, key)
+            for chunk, module in self._chunks.items()
+            for key, value in module.state_dict().items()
+        }
+
+    def _check_unique(self) -> None:
+        for chunk, module in self._chunks.items():
+            keys: dict[str, str] = {}
+            for key in module.state_dict():
+                name = self._rename(chunk, key)
+                if (other := keys.setdefault(name, key)) != key:
+                    raise ValueError(
+                        f"checkpoint: rename gives {other!r} and {key!r} of chunk {chunk} one name, {name!r}, and the "
+                        "whole model needs a name for each"
+                    )
+
+
+def check_unique(ranks: Iterable[Iterable[tuple[str, int, bool]]]) -> set[str]:
+    """The names of the whole model, from `NamedState.names` of every rank.
+
+    Raises ValueError where chunks share one: tensors of one name would become one in the checkpoint; for a tied
+    parameter that is right.
+    """
+    seen: dict[str, int] = {}
+    for name, chunk, shared in (found for rank in ranks for found in rank):
+        if seen.setdefault(name, chunk) != chunk and not shared:
+            raise ValueError(
+                f"checkpoint: chunks {seen[name]} and {chunk} both have a tensor {name!r}, and the whole model "
+                "needs a name for each; pass rename=function(chunk, key), such as "
+                'rename=lambda chunk, key: f"chunks.{chunk}.{key}"'
+            )
+    return set(seen)
+
+
+def unused(stored: Iterable[str], names: Container[str]) -> list[str]:
+    """The names of the model's tensors that are stored and that no rank has."""
+    return [name for name in _of_model(stored) if name not in names]
+
+
+def pack(value: Any, what: str) -> Tensor:
+    """Numbers, strings, tensors, and tuples, lists and dicts of them as a tensor of bytes, uint8 [n].
+
+    what: its name in errors. Raises TypeError for what `unpack` would refuse: a checkpoint that cannot be read would
+    take the place of one that can.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(_plain(value), buffer)
+        packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        unpack(packed)
+    except Exception as error:
+        for place, leaf in _parts(value):
+            pack(leaf, f"{what}{place}")
+        raise TypeError(
+            f"checkpoint.save: {what} must be a number, a string, a tensor, or a tuple, list or dict of them, which "
+            f"are read without running anybody's code; got {type(value).__name__}"
+        ) from error
+    return packed
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    return [(f"[{i}]", part) for i, part in enumerate(value)] if isinstance(value, (list, tuple)) else []
+
+
+def _plain(value: Any) -> Any:
+    """The same with numpy's numbers, such as a learning rate from a cosine, as Python's."""
+    if type(value) is dict:
+        return {key: _plain(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value.item() if type(value).__module__ == "numpy" and not getattr(value, "shape", None) else value
+
+
+def unpack(packed: Tensor) -> Any:
+    """What was packed: numbers, strings, tensors, and tuples, lists and dicts of them."""
+    return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
+
+
+def _chunks(modules: Any) -> Mapping[int, nn.Module]:
+    if isinstance(modules, nn.Module):
+        return {0: modules}
+    modules = getattr(modules, "modules", modules)
+    if not isinstance(modules, Mapping) or not all(isinstance(module, nn.Module) for module in modules.values()):
+        raise TypeError(
+            "checkpoint: modules must be a Pipeline, {chunk number: module}, or one module; got "
+            f"{type(modules).__name__}"
+        )
+    return modules
+
+
+def _parse(key: str) -> tuple[str, str]:
+    """(kind, NAME) of a key; NAME is empty for kinds that have none."""
+    kind, _, rest = key.partition(".")
+    return kind, rest if kind in ("model", "master") else rest.partition(".")[2]
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of them, quoted, and how many more there are."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _of_model(stored: Iterable[str]) -> list[str]:
+    return [name for kind, name in map(_parse, stored) if kind == "model"]
+
+
+def _as_it_is(chunk: int, key: str) -> str:
+    return key

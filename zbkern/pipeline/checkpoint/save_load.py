@@ -1,0 +1,236 @@
+"""Checkpoints by the names of the whole model, which torch.distributed.checkpoint's tools read, too.
+
+No key says which stage wrote it, so a checkpoint loads with any number of stages, under any schedule, in one process.
+`save` writes into a folder of its own and renames it when everything in it is on the disk: whatever interrupts it, the
+checkpoints before are whole, and what is called a checkpoint is complete. `load` verifies a checksum of all that it
+reads, and nothing in a checkpoint can run code. What fails on one rank is an error on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan
+
+from zbkern.pipeline.checkpoint import dcp_format, directory
+from zbkern.pipeline.checkpoint.dcp_format import Piece
+from zbkern.pipeline.checkpoint.named_state import NamedState, Rename, check_unique, pack, some, unpack, unused
+from zbkern.pipeline.transport.base import check_timeout
+from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
+
+logger = logging.getLogger("zbkern")
+
+
+class Loaded(NamedTuple):
+    """What `load` found: the step of the checkpoint, and the `extra` that was saved with it."""
+
+    step: int
+    extra: Any
+
+
+def save(
+    folder: str | os.PathLike,
+    step: int,
+    modules: Any,
+    optimizer: Any = None,
+    extra: Any = None,
+    *,
+    rename: Rename | None = None,
+    keep: int = 1,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+) -> Path:
+    """Writes `folder`/step-00000042 and returns its path on every rank once it is complete and on the disk; collective.
+
+    folder: on a file system that all ranks share. modules: a Pipeline; or {chunk number in model order: module} of this
+    rank; or one module, the whole model. optimizer: an Optimizer or a torch optimizer of their parameters. extra: what
+    else a run needs to go on, the same on all ranks, such as the data position: numbers, strings, tensors, and lists
+    and dicts of them. rename: rename(chunk, key) is the name in the whole model of what the chunk's module calls `key`;
+    needed where every chunk numbers its layers from zero. keep: how many checkpoints stay, the newest. group: the ranks
+    that take part, None for all; without torch.distributed this process alone. timeout: seconds that ranks wait for
+    each other before and after they write; None for the Pipeline's, or 1800. States of random number generators
+    (torch's, Python's) are saved by rank.
+    Raises ValueError when two tensors get one name, when a parameter of the optimizer is in no module, or when ranks
+    have different steps or folders, TypeError for an `extra` that could not be read again, and OSError: on the rank
+    that finds it, PipelineError with the rank and the error on the others, and on all when a rank does not come. The
+    older checkpoints are then as they were, and ranks can save again. What cannot be deleted is a warning.
+    """
+    with RankExchange("checkpoint.save", group, _timeout(timeout, modules)) as ranks:
+        check_timeout(ranks.call, _timeout(timeout, modules))
+        folder = Path(folder)
+        _check_count("step", step, 0)
+        _check_count("keep", keep, 1)
+        state = NamedState(modules, optimizer, rename, ranks.rank)
+        ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
+        if hasattr(optimizer, "validate"):
+            optimizer.validate()  # before a weight is read
+        tensors = state.tensors()
+        tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
+        pack(extra, "extra")  # checked on every rank, although rank 0's is saved
+        if state.rank == 0:
+            own = optimizer.common_state() if hasattr(optimizer, "common_state") else {}
+            tensors["common"] = pack({"step": step, "extra": extra, "optimizer": own}, "the state")
+        planner = dcp.DefaultSavePlanner()
+        planner.set_up_planner(tensors, is_coordinator=state.rank == 0)
+
+        def begin(plans: list[SavePlan]) -> list[tuple[str, SavePlan]]:
+            name = directory.begin(folder, step).name
+            return [(name, plan) for plan in planner.create_global_plan(plans)[0]]
+
+        name, plan = ranks.exchange("tensors listed", planner.create_local_plan(), begin)
+        scratch = folder / name
+        _check_shared(scratch)
+        pieces = dcp_format.write_tensors(scratch, state.rank, planner.finish_plan(plan), planner)
+
+        def commit(pieces: list[list[Piece]]) -> None:
+            dcp_format.finish(scratch, planner.metadata, pieces)
+            directory.commit(scratch, step, keep)
+
+        ranks.exchange("tensors written", pieces, commit)
+        return folder / directory.name_of(step)
+
+
+def load(
+    folder: str | os.PathLike,
+    modules: Any,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    rename: Rename | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+) -> Loaded | None:
+    """Loads the newest checkpoint, or that of `step`, into modules and optimizer; None where there is none; collective.
+
+    Arguments as for `save`; stages, schedule and placement may differ from those that saved. Random number generators
+    go on where those of the same rank stopped; a rank that did not exist keeps its own.
+    Raises ValueError when there is no checkpoint of `step`, when it does not hold this model, when a checksum does not
+    fit, or when it was written without checksums; on other ranks as `save`. Nothing has been changed then, but by a
+    tensor whose checksum does not fit: load another step. Warns where it holds more than the model.
+    """
+    with RankExchange("checkpoint.load", group, _timeout(timeout, modules)) as ranks:
+        check_timeout(ranks.call, _timeout(timeout, modules))
+        folder = Path(folder)
+        if step is not None:
+            _check_count("step", step, 0)
+        state = NamedState(modules, optimizer, rename, ranks.rank)
+        everywhere: set[str] = set()  # on rank 0
+
+        def choose(values: list[Any]) -> list[tuple[str, int]] | None:
+            _check_agreement([value for value, _ in values])
+            everywhere.update(name for (_, names), _ in values for name, _, _ in names)
+            path = directory.find(folder, step)
+            if path is None:
+                _check_absent(folder, step, [seen for _, seen in values])
+                return None
+            return [(path.name, dcp_format.read_index(path).checksum)] * ranks.size
+
+        seen = directory.find(folder, step)
+        chosen = ranks.exchange(
+            "arguments checked", ((step, state.names()), None if seen is None else seen.name), choose
+        )
+        if chosen is None:
+            return None
+        path, checksum = folder / chosen[0], chosen[1]
+        _check_shared(path)
+        index = dcp_format.read_index(path)
+        if index.checksum != checksum:
+            raise ValueError(f"checkpoint.load: {path} is another one on rank 0; {_ONE_PLACE}")
+        stored = index.tensors
+        wanted = state.targets(stored)
+        if state.rank == 0 and (without := unused(stored, everywhere)):
+            logger.warning("%s holds %d tensors that no rank's model has: %s", path, len(without), some(without))
+        mine = f"random.{state.rank}"
+        for key in ("common", mine):
+            if key in stored:
+                wanted[key] = torch.empty(stored[key].size, dtype=torch.uint8)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(wanted, index.metadata, is_coordinator=state.rank == 0)
+        plan = planner.create_local_plan()
+        ranks.exchange("model compared")
+        if hasattr(optimizer, "abandon"):
+            optimizer.abandon()
+        if hasattr(modules, "completed"):  # a Pipeline: from here its ranks are at one step again
+            modules.completed = 0
+        dcp_format.read_tensors(path, index, planner.finish_plan(plan), planner)
+        common = unpack(wanted.pop("common"))
+        kept = wanted.pop(mine, None)
+        state.take(wanted)
+        if hasattr(optimizer, "load_common_state"):
+            optimizer.load_common_state(common["optimizer"])
+        if kept is not None:
+            _set_random_state(unpack(kept), state.device)
+        else:
+            logger.info("rank %d: %s has no random state for this rank, which keeps its own", state.rank, path)
+        ranks.exchange("tensors read")
+        return Loaded(common["step"], common["extra"])
+
+
+def latest(folder: str | os.PathLike) -> Path | None:
+    """The newest checkpoint of a folder, None where there is none. Raises ValueError for what is no folder."""
+    return directory.find(Path(folder), None)
+
+
+# ---- arguments, and what ranks must agree on
+
+_ONE_PLACE = "folder must be one place shared by all ranks"
+
+
+def _timeout(timeout: float | None, modules: Any) -> float:
+    if timeout is not None:
+        return timeout
+    return modules.timeout if hasattr(modules, "completed") else TIMEOUT  # a Pipeline's
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"checkpoint: {name} must be a whole number, at least {least}; got {value!r}")
+    if value < least:
+        raise ValueError(f"checkpoint: {name} must be at least {least}; got {value}")
+
+
+def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, bool]]]]) -> None:
+    """Raises ValueError where ranks have different steps, or chunks one name; by rank (step, `NamedState.names`)."""
+    for rank, (step, _) in enumerate(values):
+        if step != values[0][0]:
+            raise ValueError(
+                f"checkpoint: step must be the same on all ranks; rank 0 has {values[0][0]}, rank {rank} {step}"
+            )
+    check_unique(names for _, names in values)
+
+
+def _check_absent(folder: Path, step: int | None, seen: list[str | None]) -> None:
+    """Raises ValueError where another rank has what rank 0 has not, or that has to be there. seen: names, by rank."""
+    for rank, name in enumerate(seen):
+        if name is not None:
+            raise ValueError(f"checkpoint.load: rank {rank} sees {folder / name}, and rank 0 does not; {_ONE_PLACE}")
+    if step is not None:
+        steps = ", ".join(map(str, directory.complete(folder))) or "none"
+        raise ValueError(f"checkpoint.load: {folder} has no checkpoint of step {step}; there are {steps}")
+
+
+def _check_shared(path: Path) -> None:
+    if not path.is_dir():
+        raise ValueError(f"checkpoint: rank 0 sees {path}, and this rank does not; {_ONE_PLACE}")
+
+
+# ---- random numbers
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

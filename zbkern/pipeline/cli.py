@@ -1,0 +1,246 @@
+"""`zbkern plan`: a schedule for given costs and memory, or a named one; printed, compared and written to files.
+
+An error is one line that names the argument and what to do about it, and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zbkern.pipeline import draw, report, schedules
+from zbkern.pipeline.draw import style, trace
+from zbkern.pipeline.planner import Plan, plan
+from zbkern.pipeline.planner.plan import chunks_per_rank
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.simulation import comparison
+from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.pipeline.simulation.timeline import Timeline
+
+SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt")
+_PLACEMENTS = ("linear", "loop", "v", "zigzag")
+_HELP = {
+    "--stages": "pipeline ranks, p",
+    "--microbatches": "microbatches per step, m",
+    "--costs": "JSON file that Costs.save wrote, of one chunk or of every chunk; without it every pass takes 1",
+    "--memory": "the most a rank may hold: 1.5x is 1.5 times what one microbatch holds in the whole model (1F1B needs "
+    "1x), a plain number is in the unit of the costs' activation; without it there is no limit",
+    "--chunks": "chunks per rank (default 1, or those of --schedule)",
+    "--placement": f"where the chunks are: {', '.join(_PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
+    "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
+    "--time-limit": "seconds to search for (default 10)",
+    "--schedule": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
+    "--compare": "also a table of all published schedules and the plan",
+    "--out": "files to write, by suffix: .svg .html .png (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
+    "(for torch.distributed.pipelining), .txt (the whole grid)",
+}
+
+
+def add_to(commands: Any) -> None:
+    """Adds `plan` to the subparsers of the command line."""
+    parser = commands.add_parser("plan", help="find a schedule, compare schedules, draw them")
+
+    def add(name: str, **keywords: Any) -> None:
+        parser.add_argument(name, help=_HELP[name], **keywords)
+
+    add("--stages", type=_count, required=True, metavar="P")
+    add("--microbatches", type=_count, required=True, metavar="M")
+    add("--costs", metavar="FILE")
+    add("--memory", type=_memory, metavar="LIMIT")
+    add("--chunks", type=_count, metavar="V")
+    add("--placement", type=_placement, metavar="NAME")
+    add("--objective", choices=("cost", "makespan"), default="cost")
+    add("--time-limit", type=_seconds, default=10.0, metavar="SECONDS")
+    add("--schedule", choices=schedules.NAMES, metavar="NAME")
+    add("--compare", action="store_true")
+    add("--out", type=Path, nargs="+", action="extend", default=[], metavar="FILE")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does what the parsed arguments say, and returns the exit status."""
+    try:
+        _check_outputs(arguments.out)
+        _check_sizes(arguments)
+        chunks = _chunks(arguments)
+        costs = _costs(arguments.costs, arguments.stages * chunks)
+        whole = sum(costs.per_chunk(arguments.stages * chunks).activation)
+        limit = None if arguments.memory is None else arguments.memory.limit(whole)
+        found = (_named if arguments.schedule else _searched)(arguments, chunks, costs, limit)
+        print(report.describe(found, arguments.objective, limit, whole, shutil.get_terminal_size((120, 24)).columns))
+        if arguments.compare:
+            published, unknown = comparison.timelines(costs, arguments.stages, arguments.microbatches, chunks)
+            if not arguments.schedule:
+                published.append(found.timeline)
+            print("\n" + report.table(published, arguments.objective, limit, whole))
+            print("\n" + comparison.how_rechunked(costs, arguments.stages * chunks))
+            if unknown:
+                print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
+        for path in arguments.out:
+            print(f"wrote {_write(found.timeline, costs, path)}")
+    except _WrongArgument as error:
+        print(f"zbkern plan: argument {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class _WrongArgument(Exception):
+    def __init__(self, argument: str, message: str) -> None:
+        super().__init__(f"{argument}: {message}")
+
+
+class _Memory(NamedTuple):
+    """A limit, absolute or in units of what one microbatch holds in the whole model."""
+
+    value: float
+    relative: bool
+
+    def limit(self, whole: float) -> float:
+        return self.value * whole if self.relative else self.value
+
+
+def _check_sizes(arguments: argparse.Namespace) -> None:
+    try:
+        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1)
+    except ScheduleError as error:
+        raise _WrongArgument("--stages", str(error)) from error
+
+
+def _chunks(arguments: argparse.Namespace) -> int:
+    """Chunks per rank."""
+    name = arguments.schedule
+    if name is None:
+        return arguments.chunks or chunks_per_rank(arguments.placement, arguments.stages)
+    if arguments.placement is not None:
+        raise _WrongArgument("--placement", f"{name} has its own; leave out --placement, or --schedule")
+    chunks = comparison.build(name, arguments.stages, 1, arguments.chunks).chunks
+    if arguments.chunks not in (None, chunks):
+        others = " or ".join(comparison.INTERLEAVED)
+        raise _WrongArgument("--chunks", f"{name} has {chunks} per rank; leave --chunks out, or use {others}")
+    return chunks
+
+
+def _costs(path: str | None, chunks: int) -> Costs:
+    if path is None:
+        return Costs()
+    try:
+        costs = Costs.load(path)
+        costs.per_chunk(chunks)
+    except OSError as error:
+        raise _WrongArgument("--costs", f"cannot read {path}: {error.strerror}") from error
+    except (TypeError, ValueError) as error:
+        example = '{"forward": 1.0, "backward": 1.0, "weight": 1.0}'
+        raise _WrongArgument("--costs", f"{path}: {error}; a whole file could be {example}") from error
+    return costs
+
+
+def _searched(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
+    stages, microbatches, placement = arguments.stages, arguments.microbatches, arguments.placement
+    if sys.stderr.isatty() and arguments.time_limit >= 1:
+        print(f"searching for up to {arguments.time_limit:g} s", file=sys.stderr)
+    try:
+        return plan(
+            costs,
+            stages,
+            microbatches,
+            chunks,
+            placement,
+            limit,
+            arguments.time_limit,
+            objective=arguments.objective,
+        )
+    except ScheduleError as error:
+        raise _WrongArgument("--memory", str(error)) from error
+    except ValueError as error:  # everything else has been checked
+        raise _WrongArgument("--placement", f"{error}; --chunks is {chunks}") from error
+
+
+def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
+    """The schedule of --schedule, with the lower bound for any order of its chunks in the limit, if there is one."""
+    schedule = comparison.build(arguments.schedule, arguments.stages, arguments.microbatches, chunks)
+    timeline = simulate(schedule, costs)
+    peak = max(timeline.peak_memory)
+    if limit is not None and report.exceeds(peak, limit):
+        raise _WrongArgument(
+            "--memory",
+            f"{schedule.name} holds {style.amount(peak)} on one rank, more than {style.amount(limit)}; raise the "
+            "limit, or leave --schedule out for a plan within it",
+        )
+    stages, objective = arguments.stages, arguments.objective
+    other = plan(
+        costs, stages, schedule.microbatches, chunks, schedule.placement, limit, time_limit=0, objective=objective
+    )
+    idle = report.idle(timeline, objective)
+    reached = timeline.cost if objective == "cost" else timeline.makespan
+    return Plan(schedule, timeline, min(idle, other.lower_bound), idle - other.lower_bound < 1e-9, reached)
+
+
+def _check_outputs(paths: Sequence[Path]) -> None:
+    """Before the search, since nobody wants to wait for an error."""
+    for path in paths:
+        if not path.name.endswith(SUFFIXES):
+            raise _WrongArgument("--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
+        if not path.parent.is_dir():
+            raise _WrongArgument("--out", f"cannot write {path}: there is no folder {path.parent}; create it first")
+        if path.suffix == ".png" and importlib.util.find_spec("cairosvg") is None:
+            raise _WrongArgument(
+                "--out", f"{path} needs the package cairosvg: pip install 'zbkern[draw]', or take .svg"
+            )
+
+
+def _write(timeline: Timeline, costs: Costs, path: Path) -> Path:
+    schedule = timeline.schedule
+    try:
+        if path.suffix == ".txt":
+            path.write_text(schedule.to_text() + "\n", encoding="utf-8")
+        elif path.suffix == ".csv":
+            dialect = "torch" if path.name.endswith(".torch.csv") else "zbkern"
+            path.write_text(schedule.to_csv(dialect), encoding="utf-8")
+        elif path.suffix == ".json":
+            trace.save([timeline], path)
+        else:
+            draw.save([timeline], path, costs=[costs])
+    except OSError as error:
+        raise _WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another place") from error
+    return path
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,21}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 1; got {text[:60]!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, "a number of seconds such as 10")
+
+
+def _memory(text: str) -> _Memory:
+    relative = text.endswith("x")
+    return _Memory(_number(text.removesuffix("x"), "a limit such as 1.5x, or 12 in the unit of activation"), relative)
+
+
+def _number(text: str, expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}")
+    return value
+
+
+def _placement(text: str) -> str | tuple[int, ...]:
+    if text in _PLACEMENTS:
+        return text
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        return tuple(map(int, text.split(",")))
+    raise argparse.ArgumentTypeError(f"expected {', '.join(_PLACEMENTS)} or a rank per chunk; got {text!r}")

@@ -1,0 +1,156 @@
+"""Gradient norms over all stages of a pipeline, and clipping by them; weights that several ranks hold count once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from zbkern.pipeline.optimizer.undo import gradient_of, local_part
+
+
+def grad_norm(
+    parameters: Tensor | Iterable[Tensor], group: Any = None, tied: Mapping[str, Tensor] | None = None
+) -> float:
+    """The 2-norm of the gradients of all ranks' parameters, as if they were one vector; collective.
+
+    parameters: this rank's. group: the pipeline's ranks: a Pipeline, a Transport, a process group, or None for all.
+    tied: {name: parameter} of weights that several ranks hold with the same gradient; taken from a Pipeline when
+    group is one. Gradients are read from `main_grad` where a parameter has one; the norms of single ones are taken in
+    fp32 at least and added up in fp64. Shards (DTensor) count as the whole they belong to. NaN or infinite when a
+    gradient is.
+    """
+    return _grad_norm("grad_norm", _listed("grad_norm", parameters), group, tied)
+
+
+def _grad_norm(caller: str, parameters: list[Tensor], group: Any, tied: Mapping[str, Tensor] | None) -> float:
+    _check_group(caller, group)
+    tied = getattr(group, "tied", None) if tied is None else tied
+    if tied is not None and not isinstance(tied, Mapping):
+        raise TypeError(f'{caller}: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
+    shared = {id(parameter): name for name, parameter in (tied or {}).items()}
+    found = [(id(parameter), gradient) for parameter, gradient in _gradients(parameters)]
+    own = [gradient for key, gradient in found if key not in shared]
+    names = {shared[key]: float(sum_of_squares([gradient])) for key, gradient in found if key in shared}
+    total, seen = 0.0, {}
+    for value, named in _gather((float(sum_of_squares(own)), names), group):
+        total += value
+        seen.update(named)
+    return math.sqrt(total + sum(seen.values()))
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    group: Any = None,
+    tied: Mapping[str, Tensor] | None = None,
+) -> float:
+    """Scales the gradients so that their norm over all ranks is at most `max_norm`; returns the norm it was.
+
+    The twin of torch.nn.utils.clip_grad_norm_ for parameters that are spread over the ranks of a pipeline; arguments as
+    for `grad_norm`; collective. Gradients whose norm is not finite stay as they are. Raises ValueError for a max_norm
+    that is not above 0.
+    """
+    check_max_norm("clip_grad_norm_", max_norm)
+    parameters = _listed("clip_grad_norm_", parameters)
+    norm = _grad_norm("clip_grad_norm_", parameters, group, tied)
+    scale_gradients_([gradient for _, gradient in _gradients(parameters)], clip_coefficient(norm, max_norm))
+    return norm
+
+
+def check_max_norm(caller: str, max_norm: Any) -> None:
+    """Raises TypeError for what is not a number, and ValueError for one that is not above 0."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+        raise TypeError(f"{caller}: max_norm must be a number above 0; got {max_norm!r}; pass the largest norm allowed")
+    if not float(max_norm) > 0:
+        raise ValueError(f"{caller}: max_norm must be above 0; got {max_norm}; pass math.inf to clip nothing")
+
+
+def _check_group(caller: str, group: Any) -> None:
+    if group is not None and not hasattr(group, "gather"):
+        raise TypeError(
+            f"{caller}: group must be a Pipeline, a Transport, a process group of the pipeline's ranks, or None for "
+            f"all ranks; got {type(group).__name__}"
+        )
+
+
+def _listed(caller: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    found = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else [*parameters]
+    for parameter in found:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                f"{caller}: parameters must be this rank's, as module.parameters() gives them; got "
+                f"{type(parameter).__name__} (a Pipeline goes in as group=)"
+            )
+    return found
+
+
+def _gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            yield parameter, gradient
+
+
+def sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, fp64 [], on the device of the gradients; not finite when one is not.
+
+    Also infinite when a single gradient's norm is beyond the range of fp32.
+    """
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    for gradient in gradients:
+        where = None
+        if isinstance(gradient, DTensor):
+            if any(placement.is_partial() for placement in gradient.placements):
+                whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+                gradient = gradient.redistribute(placements=whole)
+            where = gradient.device_mesh, gradient.placements
+            gradient = gradient.to_local()
+        kinds.setdefault((gradient.device, gradient.dtype, where), []).append(gradient)
+    sums = []
+    for (_, dtype, where), alike in kinds.items():
+        norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32)))
+        total = norms.double().square().sum()
+        sums.append(total if where is None else _over_shards(total, *where))
+    if not sums:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([value.to(sums[0].device) for value in sums]).sum()
+
+
+def _over_shards(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """The sum over the shards of a mesh; replicas count once."""
+    sums = [placement if placement.is_replicate() else Partial() for placement in placements]
+    return DTensor.from_local(part, mesh, sums, run_check=False).full_tensor()
+
+
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
+    """What gradients of this norm are multiplied by: at most 1; as torch.nn.utils.clip_grad_norm_ has it, in fp32.
+
+    Never grows with the norm: what says "clip" for a part of the gradients says so for all of them.
+    """
+    if max_norm is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).item())
+
+
+def scale_gradients_(gradients: list[Tensor], factor: float) -> None:
+    """Multiplies the gradients in place; of a DTensor, in any placement, its local part."""
+    if factor == 1 or not gradients:
+        return
+    with torch.no_grad():
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # which has another `gather`, of tensors
+        return group.gather(value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

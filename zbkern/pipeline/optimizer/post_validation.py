@@ -1,0 +1,468 @@
+"""Optimizer: steps before the norm over all stages is known, and validates the step afterwards.
+
+The norm of all gradients and the check for non-finite values need every stage, and an all-reduce before the step would
+make every stage wait for the slowest. Instead each rank receives the sum of squares of the ranks before it, adds its
+own and sends it on; if the sum so far requires neither clipping nor skipping, the rank steps at once. The last rank
+knows the total and sends it back while the forwards of the next step begin. If the total requires clipping or skipping,
+the ranks that have stepped roll the step back, and step again with scaled gradients, or not at all. The result is that
+of a synchronous step.
+
+Post-validation: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4. A sum of squares only grows
+from rank to rank, so a rank whose partial sum requires clipping is right; only one whose partial sum does not may have
+to roll back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbkern.pipeline.optimizer.clipping import check_max_norm, clip_coefficient, scale_gradients_, sum_of_squares
+from zbkern.pipeline.optimizer.master_weights import (
+    Gradients,
+    copy_masters_to_params,
+    install_masters,
+    unscale,
+    update_scale,
+)
+from zbkern.pipeline.optimizer.undo import UNDO, PendingStep, gradient_of, hyperparameters, parameters
+from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
+from zbkern.pipeline.schedules.warmup import rank_order
+from zbkern.pipeline.transport.base import PipelineError, check_timeout
+from zbkern.pipeline.transport.connect import connect_row
+
+
+class NormTag(NamedTuple):
+    """Tag of a message: the sum of squares of the `previous` ranks, sent forward, or of `all`, sent back."""
+
+    number: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"the squared gradient norm of {self.what} stages, optimizer step {self.number}"
+
+
+class Optimizer(OptimizerWrapper):
+    """Drives a torch optimizer of this rank's parameters as one with those of all other ranks of a pipeline.
+
+    >>> optimizer = Optimizer(torch.optim.AdamW(chunk.parameters()), pipe, max_norm=1.0)    # doctest: +SKIP
+    >>> optimizer.zero_grad()
+    >>> loss = pipe.step(inputs, targets)
+    >>> optimizer.step()
+
+    It is a torch.optim.Optimizer itself, with the groups, state and hooks of the one it drives: learning-rate schedules
+    take it, and a step that is done late or again uses the hyperparameters and gradients it was called with. Hooks on
+    the step run once per step that counts (docs/pipeline.md).
+
+    optimizer: any torch optimizer whose `step()` needs no closure. pipe: the Pipeline; or its ranks in the order of the
+    model, as a process group, a Transport, or None for all ranks: then call `validate()` before weights are read.
+    max_norm: gradients are scaled down to this 2-norm over all ranks; None for never. A step with gradients that are
+    not finite (or of a norm beyond fp32) is skipped. scaler: the torch.amp.GradScaler that has scaled the loss: step()
+    does what its `unscale_`, `step` and `update` would do. master_weights: parameters below fp32 get fp32 copies, which
+    the torch optimizer updates in their place; gradients are read from `main_grad` where a parameter has one. Not for a
+    torch optimizer that keeps such copies itself, as zbkern.optim.AdamW(master_weights=True) does. undo: how a step
+    is rolled back: "snapshot" (exact, any optimizer, memory of parameters and state once more), "inverse" (torch's
+    AdamW and SGD, zbkern.optim.AdamW; no memory, equal up to rounding), or None: never step before validation. A
+    `main_grad` is copied until the step is validated where the step may be done again with it. adaptive: after a step
+    that was clipped or skipped, validate the next one before stepping, as norms of consecutive steps are alike. tied:
+    {name: parameter} of weights that several ranks hold with equal gradients, which count once; taken from a Pipeline.
+    timeout: seconds to wait for a message; a Pipeline's by default. Raises TypeError or ValueError for arguments out of
+    range, for an undo that does not fit the optimizer, and for an optimizer with a max_norm of its own. All ranks
+    construct theirs together.
+
+    Attributes: `last_norm`, the norm of the last validated step, before clipping (None at first); `undone`, how often
+    this rank took a step back; `clipped`, `skipped`: how many validated steps were; `optimizer`: the torch optimizer;
+    `masters`: (parameter, its fp32 copy) pairs.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        pipe: Any = None,
+        *,
+        max_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        master_weights: bool = False,
+        undo: str | None = "snapshot",
+        adaptive: bool = True,
+        tied: Mapping[str, Tensor] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, OptimizerWrapper):
+            raise TypeError(
+                "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
+                f"{type(optimizer).__name__}"
+            )
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"Optimizer: scaler must be a torch.amp.GradScaler or None; got {type(scaler).__name__}")
+        if max_norm is not None:
+            check_max_norm("Optimizer", max_norm)
+        if (own := getattr(optimizer, "max_norm", None)) is not None:
+            raise ValueError(
+                f"Optimizer: {type(optimizer).__name__}(max_norm={own}) clips by the norm of its own "
+                "parameters, not of those of all ranks; give max_norm to Optimizer instead"
+            )
+        if getattr(pipe, "optimizer", None) is not None:
+            raise ValueError(
+                "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
+                "to one torch optimizer; set pipe.optimizer = None to replace it"
+            )
+        if undo is not None and undo not in UNDO:
+            raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
+        if timeout is not None:
+            check_timeout("Optimizer", timeout)
+        super().__init__(optimizer)
+        self.max_norm = max_norm
+        self.adaptive = adaptive
+        self.timeout = getattr(pipe, "timeout", 1800.0) if timeout is None else timeout
+        self.last_norm: float | None = None
+        self.undone = self.clipped = self.skipped = 0
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._unscaled = Gradients([])
+        self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
+        tied = getattr(pipe, "tied", {}) if tied is None else tied
+        self._has_masters = master_weights
+        self.masters = install_masters(optimizer) if master_weights else []
+        self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
+        planned = hasattr(pipe, "schedule")
+        self._transport = pipe.transport if planned else connect_row(pipe, self._device)
+        # the order in which the sum travels is that in which the model meets the ranks
+        ranks = rank_order(pipe.schedule) if planned else list(range(self._transport.size))
+        self._owned = self._transport if not planned and self._transport is not pipe else None
+        place = ranks.index(self._transport.rank)
+        self._previous = ranks[place - 1] if place > 0 else None
+        self._next = ranks[place + 1] if place + 1 < len(ranks) else None
+        self._uncounted = self._held_by(ranks[:place], dict(tied))
+        self._number = self._settled = self._taken = 0
+        self._total: Tensor | None = None
+        self._pending: PendingStep | None = None
+        self._cautious = False
+        self._pipe = pipe if planned else None
+        if self._pipe is not None:
+            self._pipe.optimizer = self
+
+    # ---- what a training loop calls
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of this rank's parameters, a `main_grad` always in place.
+
+        A step that is not validated yet keeps what it needs of them.
+        """
+        gradients = [p.grad for p in self._model_parameters() if p.grad is not None]
+        if not set_to_none:
+            if self._pending is not None:
+                with self._failing_together():
+                    self._pending.copy_gradients(gradients)
+            for gradient in gradients:
+                gradient.zero_()
+        for parameter in self._model_parameters():
+            if set_to_none:
+                parameter.grad = None
+            if (main_grad := getattr(parameter, "main_grad", None)) is not None:
+                main_grad.zero_()
+
+    def step(self) -> None:  # type: ignore[override]  # no closure
+        """Steps at once if the norm of this rank and those before it allows that; `validate` corrects it if needed."""
+        if self.__dict__.pop("found_inf", None) is not None:
+            raise TypeError(
+                "Optimizer.step: was called by a GradScaler, which sees the gradients of this rank only; give it to "
+                "Optimizer(scaler=...), and call optimizer.step() instead of its unscale_, step and update"
+            )
+        self.validate()
+        self._number += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
+        with self._failing_together():
+            gradients = self._collect()
+            total = self._pass_on(sum_of_squares([g for p, g in gradients if id(p) not in self._uncounted]))
+            step = PendingStep(gradients, hyperparameters(self.optimizer))
+            if self._next is None:
+                self._pending = step
+                self._pass_back(total)
+                self._conclude(total)
+                return
+            if self._may_step(total):
+                with step.in_place(self.optimizer, step.before):
+                    self._undo.save(self.optimizer)
+                    self._update()
+                step.has_stepped, step.after = True, hyperparameters(self.optimizer)
+            if step.has_stepped and self.max_norm is None and not self._undo.needs_gradients and not self._post_hooks:
+                step.drop_gradients()  # it will be kept or skipped, never done again
+            else:
+                main_grads = (getattr(parameter, "main_grad", None) for parameter in self._model_parameters())
+                step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
+            self._pending = step
+
+    def validate(self) -> None:
+        """Waits for the norm over all ranks and clips or skips the last step accordingly. No-op if that is done.
+
+        A Pipeline calls this in time; so does the next `step`. Call it before you read weights in any other way: to
+        evaluate, to save. Every rank must call it: the norm reaches a rank through the ranks after it.
+        """
+        if self._pending is None:
+            return
+        with self._failing_together():
+            assert self._next is not None  # the last rank validates within step()
+            total = self._transport.receive(self._next, NormTag(self._number, "all"), self.timeout)
+            self._pass_back(total)
+            self._conclude(total)
+
+    def try_validate(self) -> bool:
+        """Validates if that is possible without waiting; True when no step is pending."""
+        if self._pending is not None and self._transport.ready(NormTag(self._number, "all")):
+            self.validate()
+        return self._pending is None
+
+    @property
+    def pending(self) -> bool:
+        """True until the last step is validated."""
+        return self._pending is not None
+
+    def take_rollbacks(self) -> int:
+        """How many steps since the last call were clipped or skipped, the same number on all ranks.
+
+        Forwards that any rank began before such a step was validated have to be run again.
+        """
+        new, self._taken = self.clipped + self.skipped - self._taken, self.clipped + self.skipped
+        return new
+
+    @property
+    def has_stepped(self) -> bool:
+        """True when the weights are those of the last step, as far as this rank can tell."""
+        return self._pending is None or self._pending.has_stepped
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the torch optimizer's; validates the last step first. Other ranks call this or `validate`."""
+        self.validate()
+        self.optimizer.add_param_group(param_group)
+        if self._has_masters:
+            new = install_masters(self.optimizer)
+            self.masters += new
+            self._uncounted |= {id(master) for parameter, master in new if id(parameter) in self._uncounted}
+        if self._undo is not None:
+            self._undo = type(self._undo)(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's state, master weights and the scaler's; validates the last step first.
+
+        As with torch, tensors are those that later steps change: copy what is to stay.
+        """
+        self.validate()
+        masters = [master for _, master in self.masters]
+        return {"optimizer": self.optimizer.state_dict(), "masters": masters, "common": self.common_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave, with the same parameters on this rank; on all ranks.
+
+        Raises ValueError, with nothing changed, for other states and for those of other kinds of optimizers.
+        """
+        needed = {"optimizer", "masters", "common"}
+        if not isinstance(state, Mapping) or needed - state.keys():
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(
+                f"Optimizer.load_state_dict: state must be what Optimizer.state_dict() gave, with {sorted(needed)}; "
+                f"got {got}; a torch optimizer's own state goes into Optimizer.optimizer.load_state_dict()"
+            )
+        ours, saved = ([list(master.shape) for master in m] for m in ((m for _, m in self.masters), state["masters"]))
+        if ours != saved:
+            raise ValueError(
+                f"Optimizer.load_state_dict: state must have master weights of shapes {ours}; got {saved}; load it "
+                "with the master_weights= and the parameters that it was saved with"
+            )
+        self._load_inner(state["optimizer"])
+        self.abandon()
+        with torch.no_grad():
+            for (_, master), value in zip(self.masters, state["masters"], strict=True):
+                master.copy_(value)
+        copy_masters_to_params(self.masters)
+        self.load_common_state(state["common"])
+
+    def _load_inner(self, state: dict[str, Any]) -> None:
+        inner = self.optimizer
+        before = inner.state, inner.param_groups
+        needed = [inner.defaults.keys() & group.keys() for group in inner.param_groups]
+        inner.load_state_dict(state)
+        missing = {n for names, group in zip(needed, inner.param_groups, strict=True) for n in names - group.keys()}
+        if missing:
+            inner.state, inner.param_groups = before
+            raise ValueError(
+                f"Optimizer.load_state_dict: the state is not that of {type(inner).__name__}: its param_groups have no "
+                f"{', '.join(sorted(missing))}; load it into the kind of optimizer that saved it"
+            )
+
+    def common_state(self) -> dict[str, Any]:
+        """The part of the state that is the same on all ranks."""
+        return {"scaler": self._scaler.state_dict() if self._scaler is not None else {}, "cautious": self._cautious}
+
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `common_state` gave; what is missing (it was another kind of optimizer) stays as it is."""
+        if self._scaler is not None and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])
+        self._cautious = state.get("cautious", self._cautious)
+
+    def abandon(self) -> None:
+        """Forgets a pending step, because everything is about to be loaded; on all ranks."""
+        self._pending, self._settled = None, self._number
+        self._taken = self.clipped + self.skipped
+
+    def recover(self) -> None:
+        """Validates the last step after a failure, over a transport that works again; collective.
+
+        Raises PipelineError on all ranks if that is impossible: some have stepped, and others did not get that far.
+        """
+        mine = None if self._settled == self._number else "pending" if self._pending is not None else "broken"
+        total = None if self._total is None else self._total.tolist()
+        ranks = self._transport.gather((self._number, mine, total), self.timeout)
+        newest = max(number for number, _, _ in ranks)
+        known = [total for number, state, total in ranks if (number, state) == (newest, None)]
+        if not known or "broken" in {state for _, state, _ in ranks}:  # nobody knows it before all ranks have begun it
+            raise PipelineError(
+                f"optimizer step {newest} may have been done on some ranks only when a rank failed; load a checkpoint, "
+                "or start again where there is none yet"
+            )
+        if self._pending is not None:
+            self._conclude(torch.tensor(known[0], dtype=torch.float64, device=self._device))
+        self._number = self._settled = newest
+        self._taken = self.clipped + self.skipped
+
+    def close(self) -> None:
+        """Ends the connections that were made for a process group; call it on every rank."""
+        if self._owned is not None:
+            self._owned.close()
+
+    # ---- the protocol
+
+    def _pass_on(self, own: Tensor) -> Tensor:
+        """The sum of squares of this rank and of all before it, fp64 []; sent to the next rank."""
+        own = own.to(self._device)
+        if self._previous is not None:
+            message = NormTag(self._number, "previous")
+            own = self._transport.receive(self._previous, message, self.timeout) + own
+        if self._next is not None:
+            self._transport.send(self._next, NormTag(self._number, "previous"), own)
+        return own
+
+    def _pass_back(self, total: Tensor) -> None:
+        if self._previous is not None:
+            self._transport.send(self._previous, NormTag(self._number, "all"), total)
+
+    def _may_step(self, total: Tensor) -> bool:
+        """Whether to step before validation, given the sum of squares of this rank and those before it.
+
+        A hook that runs before steps may change gradients or weights, which could not be rolled back.
+        """
+        if self._undo is None or getattr(self.optimizer, "_optimizer_step_pre_hooks", None):
+            return False
+        return not (self.adaptive and self._cautious) and self._no_clipping_needed(total)
+
+    def _no_clipping_needed(self, total: Tensor) -> bool:
+        """True when gradients with this sum of squares are finite and need no clipping."""
+        norm = math.sqrt(total.item())
+        return math.isfinite(norm) and clip_coefficient(norm, self.max_norm) == 1
+
+    def _conclude(self, total: Tensor) -> None:
+        """Validates the pending step with the sum of squares of all ranks: keeps it, clips it or skips it."""
+        step, self._pending, self._total = self._pending, None, total
+        assert step is not None
+        self.last_norm = norm = math.sqrt(total.item())
+        finite, factor = math.isfinite(norm), clip_coefficient(norm, self.max_norm)
+        good = finite and factor == 1
+        self._cautious = not good
+        if not (good and step.has_stepped):
+            with step.in_place(self.optimizer, step.before):
+                if step.has_stepped:
+                    self._undo.restore(self.optimizer)
+                    copy_masters_to_params(self.masters)
+                    self.undone += 1
+                if finite:
+                    scale_gradients_([gradient for _, gradient in step.gradients], factor)
+                    self._update()
+                    self._run_post_hooks()
+        elif self._post_hooks:
+            with step.in_place(self.optimizer, step.after):
+                self._run_post_hooks(read_only=True)
+        self.skipped += not finite
+        self.clipped += factor < 1
+        if self._scaler is not None:
+            update_scale(self._scaler, self._unscaled, not finite, self._device)
+        self._settled = self._number
+
+    def _update(self) -> None:
+        """The torch optimizer's step, but for hooks that run after it."""
+        hooks = self._post_hooks
+        if hooks:
+            self.optimizer._optimizer_step_post_hooks = OrderedDict()
+        try:
+            self.optimizer.step()
+        finally:
+            if hooks:
+                self.optimizer._optimizer_step_post_hooks = hooks
+        copy_masters_to_params(self.masters)
+
+    @property
+    def _post_hooks(self) -> Any:
+        return getattr(self.optimizer, "_optimizer_step_post_hooks", None)
+
+    def _run_post_hooks(self, read_only: bool = False) -> None:
+        """Once per step that counts, with its final weights.
+
+        read_only: forwards may have begun with these weights, and would not see what a hook writes into them.
+        """
+        if not self._post_hooks:
+            return
+        weights = [*parameters(self.optimizer), *self._model_parameters()]
+        before = [weight._version for weight in weights]
+        for hook in list(self._post_hooks.values()):
+            hook(self.optimizer, (self.optimizer,), {})
+        if [weight._version for weight in weights] == before:
+            return
+        if read_only:
+            raise RuntimeError(
+                "Optimizer: a hook that was registered by register_step_post_hook has changed weights with which "
+                "forwards may have begun; construct the Optimizer with undo=None, which steps after validation"
+            )
+        copy_masters_to_params(self.masters)
+
+    # ---- gradients
+
+    def _collect(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
+        found = []
+        for parameter, model_parameter in zip(parameters(self.optimizer), self._model_parameters(), strict=True):
+            gradient = gradient_of(model_parameter)
+            if gradient is not None:
+                found.append((parameter, gradient if parameter is model_parameter else gradient.to(parameter.dtype)))
+        if self._scaler is not None:
+            self._unscaled = unscale(self._scaler, [gradient for _, gradient in found], self._device)
+        return found
+
+    def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
+        models = {id(master): parameter for parameter, master in self.masters}
+        return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
+
+    def _held_by(self, ranks: Sequence[int], tied: Mapping[str, Tensor]) -> set[int]:
+        """Ids of the parameters that one of these ranks holds, too."""
+        names = self._transport.gather(sorted(tied))
+        earlier = {name for rank in ranks for name in names[rank]}
+        held = {id(parameter) for name, parameter in tied.items() if name in earlier}
+        return held | {id(master) for parameter, master in self.masters if id(parameter) in held}
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self._pipe is not None:
+                self._pipe.abandon()
+            if isinstance(error, PipelineError):
+                raise
+            reason = f"rank {self._transport.rank}, optimizer step {self._number}: {type(error).__name__}: {error}"
+            self._transport.fail(reason)
+            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
+                raise
+            raise PipelineError(reason) from error

@@ -1,0 +1,296 @@
+"""The constructive search: a list scheduler, run with many rules, keeps what is best.
+
+Every rank decides what to run next from what has arrived: a forward, a backward, or a W. With one rule for all ranks
+this is the greedy search of arXiv 2401.10241, section 3.1 (fill the warm-up with forwards, then one F and one B, W in
+gaps and when memory is full, a few yes/no choices all tried), for any number of chunks, with two choices more: how long
+a gap must be for a W, and how many forwards each chunk may be ahead of its backwards. Unlike there, ranks decide in the
+order of time, each knowing only what has been sent to it by then. `refine` then searches for a rule of its own for
+every rank. A schedule made by rules is as regular as they are, so that its cost hardly depends on the number of
+microbatches, and few rules have to be tried, however many: with 16 stages, one chunk and 128 microbatches some hundred
+tries come to the lower bound, where moving pass by pass stays above the published search.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Ordering, Problem, Rows, fits
+from zbkern.pipeline.planner.rng import Random
+
+_NEVER = 2**61
+_FREE = 2**30  # a cap that is none
+_FORESEEN = 3  # chunks
+_SLOPES = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
+_WAITS = ((0, False), (1, False), (2, False), (3, False), (4, False), (2, True), (4, True))
+Each = tuple[int, ...]  # one per rank or per chunk
+
+
+class Rule(NamedTuple):
+    """How the ranks decide, for any number of microbatches; one entry per rank, and of `caps` per chunk.
+
+    priority: with a forward and a backward ready, run 0 the backward, 1 the forward, 2 the one that was not run last.
+    patience: a W may start when the next input is at least this many quarters of its length away, or not yet sent.
+    late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
+    its backwards. foresight: a W also waits for a gradient not yet sent, until the earliest that it can be here, a few
+    chunks back. fuse: all backwards are fused.
+    """
+
+    priority: Each
+    patience: Each
+    late_forward: Each
+    late_backward: Each
+    caps: Each
+    foresight: bool
+    fuse: bool
+
+
+_CHOICES = {"priority": 3, "patience": 5, "late_forward": 2, "late_backward": 2}  # of a rank, and how many each has
+
+
+def rules(problem: Problem, caps: Sequence[Each] | None = None) -> Iterator[Rule]:
+    """All rules that are tried, the same for all ranks, with any of these caps."""
+
+    def same(choice: int) -> Each:
+        return (choice,) * problem.ranks
+
+    late = (1, 0) if problem.chunks > problem.ranks else (1,)
+    fuse = (False, True) if problem.may_fuse else (False,)
+    caps = [forward_caps(problem, slope) for slope in _SLOPES] if caps is None else caps
+    for priority, (patience, foresight), cap, forward, backward, fused in product(
+        range(3), _WAITS, caps, late, late, fuse
+    ):
+        yield Rule(same(priority), same(patience), same(forward), same(backward), cap, foresight, fused)
+
+
+def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Ordering | None:
+    """The orders that `rule` comes to; None when it comes to a dead end, out of memory, or to a cost above `cutoff`."""
+    cutoff = _NEVER if cutoff is None else cutoff
+    if native.core is not None:
+        orders = Ordering(*native.core.list_schedule(problem, *rule, cutoff))
+        found = orders if orders.rows else None
+    else:
+        found = _Lists(problem, rule).run(cutoff)
+    # Only a B that leaves more than it found can exceed the limit.
+    grows = any(held > activation for held, activation in zip(problem.held, problem.activation, strict=True))
+    return None if found is not None and grows and not fits(problem, found) else found
+
+
+def refine(
+    problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0, seconds: float = math.inf
+) -> tuple[Ordering, Rule] | None:
+    """The best orders found with other rules near this one, and their rule; None when it comes to none itself.
+
+    A try changes one choice, or the caps, of some neighbouring ranks at random, and stays when that is no worse.
+    target: a cost at which to stop. seconds: stop after this long.
+    """
+    end = time.monotonic() + seconds
+    random = Random(seed)
+    best = list_schedule(problem, rule)
+    if best is None:
+        return None
+    rule = rule._replace(caps=tuple(min(cap, problem.microbatches) for cap in rule.caps))
+    for _ in range(tries):
+        if best.cost <= target or time.monotonic() > end:
+            break
+        changed = _changed(problem, rule, random)
+        orders = list_schedule(problem, changed, best.cost) if changed != rule else None
+        if orders is not None:
+            best, rule = orders, changed
+    return best, rule
+
+
+def _changed(problem: Problem, rule: Rule, random: Random) -> Rule:
+    way = random.below(20)
+    if way == 0:
+        return rule._replace(foresight=not rule.foresight)
+    if way < 10:
+        change = 1 if random.percent(50) else -1
+        caps = [min(max(cap + change, 1), problem.microbatches) for cap in rule.caps]
+        return rule._replace(caps=_some(rule.caps, caps, random))
+    names = list(_CHOICES)[: 4 if problem.chunks > problem.ranks else 2]
+    name = names[random.below(len(names))]
+    choice = [random.below(_CHOICES[name])] * problem.ranks
+    changed: dict[str, Any] = {name: _some(getattr(rule, name), choice, random)}
+    return rule._replace(**changed)
+
+
+def _some(old: Each, new: Sequence[int], random: Random) -> Each:
+    """`old`, with up to three neighbouring entries of `new`."""
+    first = random.below(len(old))
+    end = first + 1 + random.below(3)
+    return (*old[:first], *new[first:end], *old[end:])
+
+
+class _Lists:
+    """One run of the list scheduler. csrc/planner_lists.cpp is its compiled twin."""
+
+    def __init__(self, problem: Problem, rule: Rule) -> None:
+        ranks, chunks, microbatches = problem.ranks, problem.chunks, problem.microbatches
+        self.problem, self.rule = problem, rule
+        self.chunks = [problem.chunks_of(rank) for rank in range(ranks)]
+        self.forward_at = [[_NEVER] * microbatches for _ in range(chunks)]
+        self.backward_at = [[_NEVER] * microbatches for _ in range(chunks)]
+        self.forward_at[0] = [0] * microbatches
+        self.backward_at[-1] = [0] * microbatches
+        self.done = [[0] * chunks for _ in range(3)]  # [kind][chunk]
+        self.clock, self.memory, self.held = [0] * ranks, [0] * ranks, [0] * ranks
+        self.start: list[Any] = [None] * ranks
+        self.idle, self.last_was_forward = [False] * ranks, [False] * ranks
+        self.pending: list[list[int]] = [[] for _ in range(ranks)]  # the chunks of its B whose W has not run
+        self.rows: Rows = [[] for _ in range(ranks)]
+        self.cost = 0
+
+    def run(self, cutoff: int) -> Ordering | None:
+        left = self.problem.passes
+        while left:
+            rank = min(
+                (rank for rank, idle in enumerate(self.idle) if not idle), key=self.clock.__getitem__, default=None
+            )
+            if rank is None:
+                return None
+            left -= self._step(rank)
+            if self.cost > cutoff:
+                return None
+        return Ordering(self.cost, self.rows, [int(self.rule.fuse)] * (self.problem.chunks * self.problem.microbatches))
+
+    def _ready(self, rank: int) -> tuple[int | None, int | None, int, int]:
+        """The chunk whose forward may run now, the one whose backward may, and when the next input arrives.
+
+        Last, when the next gradient that is not sent yet can arrive; never, when that is not foreseen.
+        """
+        problem, now = self.problem, self.clock[rank]
+        forwards, backwards = self.done[FORWARD], self.done[BACKWARD]
+        forward = backward = None
+        coming = expected = _NEVER
+        # The first microbatch with a forward left here must always find room, or the pipeline locks up.
+        oldest = min(forwards[chunk] for chunk in self.chunks[rank])
+        for chunk in self.chunks[rank]:
+            if backwards[chunk] < forwards[chunk]:
+                at = self.backward_at[chunk][backwards[chunk]]
+                if at >= _NEVER and self.rule.foresight:
+                    at = self._foreseen(chunk, backwards[chunk])
+                    expected = min(expected, at if at > now else _NEVER)
+                elif at > now:
+                    coming = min(coming, at)
+                elif backward is None or self.rule.late_backward[rank]:
+                    backward = chunk
+            if forwards[chunk] < problem.microbatches and forwards[chunk] - backwards[chunk] < self.rule.caps[chunk]:
+                at = self.forward_at[chunk][forwards[chunk]]
+                need = problem.activation[chunk] + sum(
+                    problem.activation[other]
+                    for other in self.chunks[rank]
+                    if other != chunk and forwards[other] <= oldest
+                )
+                if at >= _NEVER or self.memory[rank] - self.held[rank] + need > problem.limit[rank]:
+                    continue
+                if at > now:
+                    coming = min(coming, at)
+                elif forward is None or self.rule.late_forward[rank]:
+                    forward = chunk
+        return forward, backward, coming, expected
+
+    def _foreseen(self, chunk: int, microbatch: int) -> int:
+        """The earliest that this gradient can arrive, if the backward before it is at most `_FORESEEN` chunks away."""
+        problem, source = self.problem, chunk + 1
+        while self.backward_at[source][microbatch] >= _NEVER:
+            source += 1
+            if source > chunk + _FORESEEN:
+                return _NEVER
+        if self.done[FORWARD][source] <= microbatch:
+            return _NEVER
+        at = self.backward_at[source][microbatch]
+        for each in range(source, chunk, -1):
+            at = max(at, self.clock[problem.placement[each]]) + problem.communication[each - 1]
+            at += problem.fused[each] if self.rule.fuse else problem.backward[each]
+        return at
+
+    def _step(self, rank: int) -> int:
+        """One decision of `rank`; how many passes it ran."""
+        problem, now = self.problem, self.clock[rank]
+        forward, backward, coming, expected = self._ready(rank)
+        next_ = min(coming, expected)
+        priority = self.rule.priority[rank]
+        forward_first = priority == 1 or (priority == 2 and not self.last_was_forward[rank])
+        if forward is not None and (backward is None or forward_first):
+            full = self.memory[rank] + problem.activation[forward] > problem.limit[rank]
+            kind = WEIGHT if full else FORWARD
+        elif backward is not None:
+            more = 0 if self.rule.fuse else problem.held[backward] - problem.activation[backward]
+            full = bool(self.pending[rank]) and self.memory[rank] + more > problem.limit[rank]
+            kind = WEIGHT if full else BACKWARD
+        elif self.pending[rank] and (
+            next_ >= _NEVER or 4 * (next_ - now) >= self.rule.patience[rank] * problem.weight[self.pending[rank][0]]
+        ):
+            kind = WEIGHT
+        else:
+            if next_ < _NEVER:
+                self.clock[rank] = next_
+            else:
+                self.idle[rank] = True
+            return 0
+        chunk = {FORWARD: forward, BACKWARD: backward}.get(kind)
+        return self._execute(rank, kind, self.pending[rank].pop(0) if chunk is None else chunk)
+
+    def _execute(self, rank: int, kind: int, chunk: int) -> int:
+        problem, fuse, now = self.problem, self.rule.fuse, self.clock[rank]
+        microbatch = self.done[kind][chunk]
+        self.done[kind][chunk] += 1
+        self.rows[rank].append((kind * problem.chunks + chunk) * problem.microbatches + microbatch)
+        ran = 1
+        if kind == FORWARD:
+            length = problem.forward[chunk]
+            self.memory[rank] += problem.activation[chunk]
+        elif kind == BACKWARD:
+            length = problem.fused[chunk] if fuse else problem.backward[chunk]
+            self.memory[rank] -= problem.activation[chunk]
+            if fuse:
+                self.rows[rank].append((WEIGHT * problem.chunks + chunk) * problem.microbatches + microbatch)
+                ran = 2
+            else:
+                self.memory[rank] += problem.held[chunk]
+                self.held[rank] += problem.held[chunk]
+                self.pending[rank].append(chunk)
+        else:
+            length = problem.weight[chunk]
+            self.memory[rank] -= problem.held[chunk]
+            self.held[rank] -= problem.held[chunk]
+        if self.start[rank] is None:
+            self.start[rank] = now
+        self.clock[rank] = end = now + length
+        if kind != WEIGHT:
+            self.last_was_forward[rank] = kind == FORWARD
+        self.cost = max(self.cost, end - (0 if problem.makespan else self.start[rank]))
+        consumer = chunk + 1 if kind == FORWARD else chunk - 1
+        if kind != WEIGHT and 0 <= consumer < problem.chunks:
+            arrivals = self.forward_at if kind == FORWARD else self.backward_at
+            arrivals[consumer][microbatch] = end + problem.communication[min(chunk, consumer)]
+            peer = problem.placement[consumer]
+            if self.idle[peer]:
+                self.idle[peer] = False
+                self.clock[peer] = max(self.clock[peer], now)
+        return ran
+
+
+def forward_caps(problem: Problem, slope: int) -> Each:
+    """How many forwards each chunk may be ahead of its backwards: more, the further it is from the last chunk.
+
+    slope: how fast they fall towards the last chunk, in percent of what fits the memory; 0 for no caps.
+    """
+    caps = [_FREE] * problem.chunks
+    if slope == 0:
+        return tuple(caps)
+    for rank in range(problem.ranks):
+        home = problem.chunks_of(rank)
+        weighted = sum(problem.activation[chunk] * (problem.chunks - 1 - chunk) for chunk in home)
+        if weighted == 0:
+            continue
+        spare = max(0, problem.limit[rank] - sum(problem.activation[chunk] for chunk in home))
+        for chunk in range(problem.chunks):
+            cap = 1 + slope * spare * (problem.chunks - 1 - chunk) // (100 * weighted)
+            caps[chunk] = min(caps[chunk], cap)
+    return tuple(caps)

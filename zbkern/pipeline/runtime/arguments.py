@@ -1,0 +1,135 @@
+"""What users hand to a Pipeline: checked before anything begins, and a batch cut into its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.simulator import FILLS
+from zbkern.pipeline.transport.base import check_timeout
+
+
+def check(
+    schedule: Schedule,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    fill: str,
+    tied: Mapping[str, Tensor] | None,
+    timeout: float,
+    fill_with: Callable[[], bool] | None,
+    nonfinite: str,
+    replan_every: int,
+    costs: Costs | None,
+) -> None:
+    """Raises TypeError, ValueError or ScheduleError for what cannot be an argument of a Pipeline."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"Pipeline: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"Pipeline: loss_fn must be callable as loss_fn(output, target); got {loss_fn!r}")
+    if fill not in FILLS:
+        raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
+    if tied is not None and not (
+        isinstance(tied, Mapping)
+        and all(isinstance(name, str) and isinstance(weight, Tensor) for name, weight in tied.items())
+    ):
+        raise TypeError(f'Pipeline: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
+    check_timeout("Pipeline", timeout)
+    if fill_with is not None and not callable(fill_with):
+        raise TypeError(f"Pipeline: fill_with must be callable without arguments, or None; got {fill_with!r}")
+    if nonfinite not in ("ignore", "raise"):
+        raise ValueError(f'Pipeline: nonfinite must be "ignore" or "raise"; got {nonfinite!r}')
+    if not isinstance(replan_every, int) or replan_every < 0:
+        raise ValueError(
+            f"Pipeline: replan_every must be a whole number of steps, or 0 for never; got {replan_every!r}"
+        )
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"Pipeline: costs must be a zbkern.pipeline.Costs or None; got {type(costs).__name__}")
+    schedule.validate()
+
+
+def check_place(
+    schedule: Schedule,
+    rank: int,
+    size: int,
+    modules: Sequence[torch.nn.Module],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+) -> None:
+    """Raises ScheduleError, ValueError or TypeError where these are not the modules and the loss of this rank."""
+    if size != schedule.stages:
+        raise ScheduleError(
+            f"Pipeline: the schedule has {schedule.stages} stages and the group {size} ranks; "
+            f"build the schedule with stages={size}"
+        )
+    chunks = schedule.chunks_of(rank)
+    if len(modules) != len(chunks):
+        raise ValueError(
+            f"Pipeline: rank {rank} holds chunks {chunks} of this schedule and needs {len(chunks)} modules, "
+            f"in model order; got {len(modules)}"
+        )
+    if len(schedule.placement) - 1 in chunks and loss_fn is None:
+        raise TypeError(f"Pipeline: loss_fn must be callable on rank {rank}, which holds the last chunk; got None")
+
+
+def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The chunks of a rank; one module is one chunk. Raises TypeError for anything else."""
+    found = [modules] if isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable) else [*modules]
+    for module in found:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"{caller}: modules must be this rank's chunks, each a torch.nn.Module; got {type(module).__name__}"
+            )
+    return found
+
+
+def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Module]) -> torch.device:
+    """The device asked for, by number, else that of the first parameter."""
+    if device is None:
+        parameter = next((p for module in modules for p in module.parameters()), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # threads have a current device each
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def split(name: str, value: Any, count: int) -> list[Any]:
+    """A pytree of tensors in `count` equal parts along dimension 0; a list must have the parts already.
+
+    None in a tree is an argument left out, of every part. name: what the value is called in errors. Raises ValueError
+    or TypeError for what cannot be split.
+    """
+    if value is None:
+        raise ValueError(f"Pipeline.step: {name} must be given on this rank; got None")
+    if isinstance(value, list):
+        if len(value) != count:
+            raise ValueError(
+                f"Pipeline.step: {name} is a list of {len(value)} microbatches and the schedule has {count}; "
+                "pass one entry per microbatch, or one tensor to be split"
+            )
+        return value
+    leaves, spec = pytree.tree_flatten(value)
+    wrong = [x for x in leaves if not (x is None or (isinstance(x, Tensor) and x.dim() > 0))]
+    if wrong or not leaves:
+        got = repr(value) if not leaves else "a scalar" if isinstance(wrong[0], Tensor) else type(wrong[0]).__name__
+        raise TypeError(
+            f"Pipeline.step: {name} must hold tensors with a batch dimension; got {got}; a list with one entry per "
+            "microbatch may hold anything"
+        )
+    parts: list[list[Any]] = []
+    for leaf in leaves:
+        if leaf is None:
+            parts.append([None] * count)
+            continue
+        if leaf.shape[0] % count:
+            raise ValueError(
+                f"Pipeline.step: dimension 0 of {name} must be a multiple of the {count} microbatches; got "
+                f"{list(leaf.shape)}; change the batch size or pass a list of microbatches"
+            )
+        parts.append(list(leaf.split(leaf.shape[0] // count)) if leaf.shape[0] else [leaf] * count)
+    return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]

@@ -1,0 +1,310 @@
+"""Replicas: stages under DistributedDataParallel or FSDP2 inside of a Pipeline, reduced once a step, under W.
+
+The microbatches of a step add up on each replica. After the last B of a chunk its gradients wait for nothing but W,
+and what is reduced together (a parameter for DDP, which makes buckets of them; a group for FSDP2) starts as soon as its
+last W has landed, while the others run. All replicas start their reductions in one order, that of the model from its
+end, whatever order their W take: communicators are not matched in any other way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zbkern.data_parallel import end_backward, parameter_groups, unsharded
+from zbkern.wgrad import WGradQueue, WGradTask, accumulation
+
+Waiting = Mapping[int, int]  # id of a parameter -> how many of its W are still to run
+
+
+class Replicas:
+    """The data-parallel side of this rank's chunks. Without such chunks every method does nothing."""
+
+    def __init__(self, modules: Mapping[int, nn.Module], queue: WGradQueue) -> None:
+        found = {chunk: _share_of(chunk, modules[chunk]) for chunk in sorted(modules, reverse=True)}
+        self._shares = {chunk: share for chunk, share in found.items() if share is not None}  # the last chunk first
+        # What the stages call: inside of DDP, so that its hooks and a reduction per backward are out of the way.
+        self.modules = {c: self._shares[c].module if c in self._shares else m for c, m in modules.items()}
+        taken: set[int] = set()
+        for share in reversed(self._shares.values()):
+            share.leave(taken)
+        self._queue = queue
+        parameters = (parameter for module in modules.values() for parameter in module.parameters())
+        self._has_shards = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+        self.clear()
+        if self._shares:
+            queue.listeners.append(self._landed)
+
+    def __bool__(self) -> bool:
+        return bool(self._shares)
+
+    @property
+    def gathers(self) -> bool:
+        """True when forwards are collective over other pipelines, whose ranks must then run the same ones.
+
+        That is so under FSDP2, and with tensor-parallel layers (DTensor).
+        """
+        return self._has_shards or any(share.gathers for share in self._shares.values())
+
+    def begin(self, microbatches: int) -> None:
+        """Before the first forward of a step: from here on gradients stay on this replica."""
+        self.clear()
+        self._left: dict[int, int] = dict.fromkeys(self._shares, microbatches)
+        for share in self._shares.values():
+            share.begin()
+
+    def backward_done(self, chunk: int) -> None:
+        """After each B; the last one of a chunk lets its reductions start."""
+        if chunk not in self._left:
+            return
+        self._left[chunk] -= 1
+        if self._left[chunk]:
+            return
+        self._shares[chunk].open()
+        for task in self._queue.tasks():
+            if task.key[0] == chunk:
+                self._waiting.update(id(parameter) for parameter in task.parameters if parameter is not None)
+        self._advance()
+
+    def finish(self) -> None:
+        """After the last W of a step: reduces what is left, and waits for all."""
+        for share in self._shares.values():
+            share.finish()
+
+    def clear(self) -> None:
+        """Forgets a step that was begun."""
+        self._left = {}
+        self._waiting: Counter[int] = Counter()
+
+    def void(self) -> None:
+        """After forwards that nobody will go back through: weights are gathered anew, they may have changed."""
+        for share in self._shares.values():
+            share.void()
+
+    def _landed(self, tasks: Sequence[WGradTask]) -> None:
+        if not self._waiting:
+            return
+        for task in tasks:
+            for parameter in task.parameters:
+                if id(parameter) in self._waiting:
+                    self._waiting[id(parameter)] -= 1
+                    if not self._waiting[id(parameter)]:
+                        del self._waiting[id(parameter)]
+        self._advance()
+
+    def _advance(self) -> None:
+        """Starts what is ready, in the one order that all replicas keep."""
+        for chunk, share in self._shares.items():
+            # W run as time has it, and the gathers of another chunk's B must not come before them here and after there
+            gathers_come = share.gathers_in_backward and any(self._left.values())
+            if self._left[chunk] or gathers_come or not share.advance(self._waiting):
+                return
+
+
+class _Share(Protocol):
+    """One chunk of a replica."""
+
+    module: nn.Module
+    gathers: bool  # forwards are collective
+
+    @property
+    def gathers_in_backward(self) -> bool: ...
+
+    def leave(self, taken: set[int]) -> None: ...
+    def begin(self) -> None: ...
+    def open(self) -> None:
+        """No more B: gradients that have landed may be reduced."""
+
+    def advance(self, waiting: Waiting) -> bool:
+        """Starts the reductions up to the first that waits; True when no other is held up."""
+
+    def finish(self) -> None: ...
+    def void(self) -> None: ...
+
+
+class _Replicated:
+    """A stage in DistributedDataParallel. Its reducer waits for the accumulation of every parameter, once: `_announce`.
+
+    When it has seen all parameters it waits for its reductions, so the last one is kept for `finish`. A weight that a
+    later share of this rank has, too (an embedding that is the head), is that one's to reduce: here it counts as
+    zeros, and this reducer is through before the other begins, because both listen to the same accumulation.
+    """
+
+    gathers = gathers_in_backward = False
+
+    def __init__(self, chunk: int, ddp: nn.parallel.DistributedDataParallel) -> None:
+        for option in ("find_unused_parameters", "static_graph"):
+            if getattr(ddp, option):
+                raise ValueError(
+                    f"Pipeline: the module of chunk {chunk} is in DistributedDataParallel with {option}=True, which is "
+                    "of no use here: every parameter is reduced once a step, used or not; leave it away"
+                )
+        if ddp.mixed_precision is not None:
+            raise ValueError(
+                f"Pipeline: the module of chunk {chunk} is in DistributedDataParallel with mixed_precision, which "
+                "works by hooks on its forward; convert the module's dtype, or use autocast in it"
+            )
+        self.module = ddp.module
+        self._chunk = chunk
+        self._ddp = ddp
+        named = ddp.module.named_parameters()
+        self._parameters = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore][::-1]
+        reduced = ddp._get_ddp_logging_data()["num_parameter_tensors"]
+        if reduced != len(self._parameters):  # its reducer would wait for others, or leave some out
+            raise ValueError(
+                f"Pipeline: the module of chunk {chunk} has {len(self._parameters)} parameters that take gradients and "
+                f"its DistributedDataParallel reduces {reduced}: some were frozen, or no longer, after it was wrapped; "
+                "freeze before wrapping"
+            )
+        self._not_mine: list[Tensor] = []
+        self._next = len(self._parameters)
+        self._prepared = False
+
+    def leave(self, taken: set[int]) -> None:
+        """The parameters of later shares, by id; adds its own."""
+        self._not_mine = [parameter for parameter in self._parameters if id(parameter) in taken]
+        taken.update(map(id, self._parameters))
+
+    def begin(self) -> None:
+        self._next = len(self._parameters)
+        self._ddp.reducer.prepare_for_forward()
+        self._ddp.reducer._rebuild_buckets()
+        if self._ddp._check_sync_bufs_pre_fwd():
+            self._ddp._sync_buffers()
+
+    def open(self) -> None:
+        if not self._ddp.require_backward_grad_sync:  # the user's no_sync(): gradients add up to a later step
+            return
+        wrong = next((p for p in self._parameters if not p.requires_grad or hasattr(p, "main_grad")), None)
+        if wrong is not None:
+            raise ValueError(
+                f"Pipeline: DistributedDataParallel cannot reduce a parameter of shape {list(wrong.shape)} in chunk "
+                f"{self._chunk} that was frozen after it was wrapped, or has a main_grad; freeze before wrapping"
+            )
+        self._next, self._prepared = 0, False
+
+    def advance(self, waiting: Waiting) -> bool:
+        others = set(map(id, self._not_mine))
+        start, end = self._next, len(self._parameters) - (0 if others else 1)
+        for parameter in self._parameters[start:end]:
+            if id(parameter) in waiting and id(parameter) not in others:
+                break
+            self._next += 1
+        self._announce(start, self._next)
+        return self._next >= end
+
+    def finish(self) -> None:
+        start, self._next = self._next, len(self._parameters)
+        self._announce(start, self._next)
+
+    def void(self) -> None:
+        """Nothing: every replica has the weights, and no reduction has begun."""
+
+    def _announce(self, start: int, end: int) -> None:
+        if start == end:
+            return
+        if not self._prepared:
+            self._ddp.reducer.prepare_for_backward([])
+            self._prepared = True
+        aside = [(parameter, parameter.grad) for parameter in self._not_mine]
+        for parameter in self._not_mine:
+            parameter.grad = None
+        _announce(self._parameters[start:end])
+        for parameter, gradient in aside:
+            parameter.grad = gradient
+
+
+def _announce(parameters: Sequence[Tensor]) -> None:
+    """Accumulates once more, what is there already or zeros: this is what the reducer listens to."""
+    arrivals: list[tuple[Tensor, Tensor]] = []
+    for parameter in parameters:
+        if parameter.grad is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            arrivals.append((parameter, torch.zeros_like(parameter, requires_grad=False)))
+        else:
+            arrivals.append((parameter, parameter.grad))
+            parameter.grad = None  # so that autograd takes the tensor instead of adding to it
+    if arrivals:
+        accumulation.accumulate_via_autograd(arrivals)
+
+
+class _Sharded:
+    """A stage that is, or holds, modules of FSDP2. After a backward weights stay gathered for the next microbatch.
+
+    With reshard_after_forward=False they are gathered once a step.
+    """
+
+    gathers = True
+
+    def __init__(self, module: nn.Module, roots: Sequence[Any]) -> None:
+        self.module = module
+        self._roots = roots
+        self._groups: list[Any] = []
+
+    def leave(self, taken: set[int]) -> None:
+        """Nothing: FSDP2 knows no parameter of two groups."""
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        return any(group._reshard_after_forward for root in self._roots for group in parameter_groups(root))
+
+    def begin(self) -> None:
+        self._synchronise(False)
+
+    def open(self) -> None:
+        self._synchronise(True)
+        self._groups = [group for root in reversed(self._roots) for group in reversed(parameter_groups(root))]
+
+    def advance(self, waiting: Waiting) -> bool:
+        while self._groups:
+            if any(id(parameter) in waiting for parameter in unsharded(self._groups[0])):
+                return False
+            self._groups.pop(0).post_backward()
+        return True
+
+    def finish(self) -> None:
+        self.advance({})
+        for root in self._roots:
+            end_backward(root)
+
+    def void(self) -> None:
+        sharded: list[Any] = [part for part in self.module.modules() if _is_sharded(part)]
+        for part in sharded:
+            part.reshard()
+
+    def _synchronise(self, last: bool) -> None:
+        for root in self._roots:
+            root.set_is_last_backward(last)
+            root.set_reshard_after_backward(last)
+            root.set_requires_gradient_sync(last)
+
+
+def _share_of(chunk: int, module: nn.Module) -> _Share | None:
+    if not torch.distributed.is_available():
+        return None
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return _Replicated(chunk, module)
+    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
+        raise ValueError(
+            f"Pipeline: the module of chunk {chunk} has DistributedDataParallel inside; wrap the whole module in it"
+        )
+    roots = list(_outermost(module))
+    return _Sharded(module, roots) if roots else None
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has such a module has imported it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """The roots of FSDP2 in a module: those that no other holds."""
+    if _is_sharded(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)

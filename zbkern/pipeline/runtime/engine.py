@@ -1,0 +1,433 @@
+"""Pipeline: runs a schedule, one loop over this rank's actions, and fills waits with W.
+
+A gradient is sent as soon as its B is done, before any W. With fill="planned" W runs where the schedule says, and
+neighbouring W of one chunk as one launch per weight. With fill="eager" only the order of F and B is the schedule's: W
+runs task by task whenever the rank would otherwise wait, or when it must make room for the next F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbkern.pipeline.optimizer.undo import ForwardState
+from zbkern.pipeline.planner.replanning import Replanner
+from zbkern.pipeline.runtime.arguments import check, check_place, device_of, module_list, split
+from zbkern.pipeline.runtime.data_parallel import Replicas
+from zbkern.pipeline.runtime.failure import agree_to_go_on, input_of, memory_at
+from zbkern.pipeline.runtime.recorder import Recorder
+from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
+from zbkern.pipeline.runtime.tied_weights import TiedWeights
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.program import forwards, merge_neighbours, peak_microbatches
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.warmup import speculative_forwards
+from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.drift import Drift, compare, in_seconds
+from zbkern.pipeline.simulation.timeline import Event, Sample, Timeline, measured
+from zbkern.pipeline.transport.base import PipelineError, Tag
+from zbkern.pipeline.transport.connect import agree, closing_on_error, connect, place
+from zbkern.pipeline.transport.distributed import Transport
+from zbkern.wgrad import WGradQueue
+
+
+class Pipeline:
+    """This rank's part of a pipeline: its chunks of the model, driven by a schedule.
+
+    modules: this rank's chunks in model order; convert them (`zbkern.convert`) so that their W can wait. They may then
+    be wrapped in DistributedDataParallel or sharded by `fully_shard`, over ranks that hold the same chunks of other
+    pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). loss_fn: called as loss_fn(output,
+    target) for one microbatch on the last chunk's rank, None will do elsewhere. group: the pipeline's ranks, None for
+    all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
+    at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
+    their gradients. timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
+    init_process_group was told. fill_with: called where the rank would wait and no W is left; it does a little work of
+    yours and returns True while there is more. nonfinite: "raise" ends the step with the microbatch whose loss is not
+    finite (it waits for the device once per loss), "ignore" leaves that to an Optimizer, which skips. record: keep
+    samples of the W queue and of memory (`samples`). replan_every: steps after which costs are measured and, if another
+    schedule is better for them within the memory of this one, it takes over; 0 for never. costs: whose `activation` and
+    `held` that memory is reckoned with.
+    Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank
+    does not come.
+
+    A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
+    call `step` again on every rank, unless a process was lost.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module],
+        schedule: Schedule,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        group: dist.ProcessGroup | Transport | None = None,
+        device: torch.device | str | None = None,
+        fill: str = "planned",
+        max_wgrad_bytes: int | None = None,
+        tied: Mapping[str, Tensor] | None = None,
+        timeout: float = 1800.0,
+        fill_with: Callable[[], bool] | None = None,
+        nonfinite: str = "ignore",
+        record: bool = False,
+        replan_every: int = 0,
+        costs: Costs | None = None,
+    ) -> None:
+        modules = module_list("Pipeline", modules)
+        check(schedule, loss_fn, fill, tied, timeout, fill_with, nonfinite, replan_every, costs)
+        rank, size = place(group)
+        check_place(schedule, rank, size, modules, loss_fn)
+        self.fill = fill
+        self.timeout = timeout
+        self.fill_with = fill_with
+        self.nonfinite = nonfinite
+        self.device = device_of(device, modules)
+        self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
+        self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
+        if replan_every and self._replicas.gathers:
+            raise ValueError(
+                "Pipeline: replan_every must be 0 with FSDP2 or tensor-parallel stages: pipelines that measure other "
+                f"times would take other schedules, and communicate in another order; got {replan_every}"
+            )
+        self._last = last = len(schedule.placement) - 1
+        self._stages = {
+            chunk: Stage(module, chunk, self.queue, loss_fn if chunk == last else None, schedule.microbatches)
+            for chunk, module in self._replicas.modules.items()
+        }
+        self.rank = rank
+        self.tied = dict(tied or {})
+        self._transport = connect(group, schedule, self.device, self.tied)
+        with closing_on_error(self._transport, owned=self._transport is not group):
+            agree(schedule, replan_every, self._transport)
+            self._tied = TiedWeights(self.tied, self._transport, self.modules)
+        self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
+        self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
+        self._take(schedule)
+        self._arrived: Any = None  # the input of the forward that runs
+        self._step = 0  # in the tags of its messages
+        self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
+        self._failed = self._closed = False
+        self._recorder = Recorder(rank, self.device, self.queue, record)
+
+    def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
+        """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
+
+        inputs: needed on the first chunk's rank; targets: on the last chunk's: pytrees of tensors that are split along
+        dimension 0 into `schedule.microbatches` equal parts, or lists of that many parts already split. Returns
+        the mean loss over microbatches on the last chunk's rank, None elsewhere. Gradients add up over steps, as they
+        do over calls of `backward()`.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
+        self._begin("step", inputs, targets)
+        begun = self._run_ahead() if self.optimizer is not None else 0
+        self._tied.begin()
+        self._run(self._program[begun:], self._reduce)
+        if self._replanner is not None and self._replanner.count():
+            better = self._replanner.agree(self.gather_timeline(), self.gather, self.rank)
+            if better is not None:
+                self._take(better)
+        return self._loss()
+
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
+        """The mean loss of the same arguments, forward only, with the modules in evaluation mode meanwhile.
+
+        Timelines and samples stay those of the last step.
+        """
+        if self.optimizer is not None:
+            self.optimizer.validate()
+        recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
+        try:
+            self._begin("evaluate", inputs, targets)
+            with torch.no_grad(), evaluation_mode(self.modules.values()):
+                self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
+        finally:
+            self._recorder = recorder
+            self._replicas.void()
+        return self._loss()
+
+    @property
+    def modules(self) -> dict[int, torch.nn.Module]:
+        """This rank's modules by the number of their chunk."""
+        return {chunk: stage.module for chunk, stage in self._stages.items()}
+
+    @property
+    def transport(self) -> Transport:
+        """The connection to the other ranks."""
+        return self._transport
+
+    @property
+    def last_timeline(self) -> Timeline:
+        """When this rank's actions of the last step ran, in seconds since its first; other ranks' rows are empty."""
+        rows: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
+        rows[self.rank] = self._recorder.events()
+        return measured(self.schedule, rows)
+
+    def gather(self, value: Any) -> list[Any]:
+        """One picklable value of every rank, by rank; collective. Raises PipelineError as a step does."""
+        try:
+            return self._transport.gather(value, self.timeout)
+        except PipelineError:
+            self.abandon()
+            raise
+
+    def gather_timeline(self) -> Timeline:
+        """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective."""
+        events, samples = zip(*self.gather((self._recorder.events(), self.samples)), strict=True)
+        return measured(self.schedule, events, samples if any(samples) else ())
+
+    @property
+    def samples(self) -> list[Sample]:
+        """With record=True: after every action of the last step, what the queue and the device's memory held."""
+        return self._recorder.samples()
+
+    def abandon(self) -> None:
+        """Drops what was begun, after a failure; the next step opens the connections anew."""
+        self._failed = True
+        self._forget()
+
+    def close(self) -> None:
+        """Sees the optimizer's last step done, and ends the connections; on every rank, or as a context manager.
+
+        Raises PipelineError where another rank has failed since this one's last call.
+        """
+        try:
+            if self.optimizer is not None and not self._failed:
+                self.optimizer.validate()
+        finally:
+            self._closed = True
+            self._transport.close()
+        if not self._failed and self._transport.failure is not None:
+            self._failed = True
+            raise PipelineError(self._transport.failure)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._failed = True
+            told = isinstance(error, PipelineError)
+            self._transport.fail(str(error) if told else f"rank {self.rank}: {type(error).__name__}: {error}")
+        self.close()
+
+    def drift(self, costs: Costs | None = None) -> Drift:
+        """The last step of all ranks next to its plan: where the time went; collective.
+
+        costs: what was planned with, in milliseconds, as `profile` gives them; the step's own medians when None.
+        """
+        return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
+
+    # ---- the loop
+
+    def _take(self, schedule: Schedule) -> None:
+        """From the next step on, this schedule; of the same chunks in the same places."""
+        self.schedule = schedule
+        actions = schedule.actions[self.rank]
+        self._program = list(merge_neighbours(actions))
+        self._room = peak_microbatches(actions)
+        self._ahead = speculative_forwards(schedule)[self.rank]
+
+    def _begin(self, call: str, inputs: Any, targets: Any) -> None:
+        if self._closed:
+            raise RuntimeError("Pipeline.step: this pipeline was closed; construct another, on every rank")
+        if self.queue.pending():
+            raise RuntimeError(
+                f"Pipeline.step: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
+                "run or discard pipe.queue first"
+            )
+        if self._failed:
+            if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
+                raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
+            self._transport.reopen()
+            if self.optimizer is not None:
+                self.optimizer.recover()
+            calls = self.gather((call, self.completed))
+            self.completed = max(completed for _, completed in calls)
+            agree_to_go_on(calls)
+            self._failed, self._step = False, 0  # every rank counts anew
+        try:
+            self._transport.begin(call)
+        except PipelineError:  # of a rank that this one needed nothing of in its last call
+            self.abandon()
+            raise
+        count = self.schedule.microbatches
+        try:
+            self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
+            self._targets = split("targets", targets, count) if self._last in self._stages else []
+        except (TypeError, ValueError) as error:  # the others have begun, and would hear no more than that it ended
+            self.abandon()
+            self._transport.fail(f"rank {self.rank}: {error}")
+            raise
+        self._losses: list[Tensor] = []
+        self._recorder.clear()
+        self._in_flight = 0
+        self._step += 1
+        self._count_setbacks()
+        self._replicas.begin(count)
+
+    def _run_ahead(self) -> int:
+        """Runs forwards until the last optimizer step has its verdict; how many of them count.
+
+        All ranks hear the same verdict. Where it changes the weights, all start over, with other tags.
+        """
+        begun, optimizer, before = 0, self.optimizer, None
+        while optimizer.pending if self._replicas.gathers else not optimizer.try_validate():
+            if begun == self._ahead or not optimizer.has_stepped:
+                optimizer.validate()
+                continue
+            before = before or ForwardState([stage.module for stage in self._stages.values()], self.device)
+            self._run([self._program[begun]])
+            begun += 1
+        if self._count_setbacks() and before is not None:
+            before.restore()
+            torch.clear_autocast_cache()  # casts of weights that have changed
+            self._forget()
+            self._recorder.clear()
+            self._in_flight = begun = 0
+        return begun
+
+    def _count_setbacks(self) -> bool:
+        """True when forwards begun before are void; their messages, sent or still to come, have old tags from now."""
+        new = 0 if self.optimizer is None else self.optimizer.take_rollbacks()
+        self._step += new
+        if new:
+            self._transport.forget(self._step)
+        return new > 0
+
+    def _reduce(self) -> None:
+        """What a step ends with: the gradients of replicas, and of weights that several ranks hold."""
+        self._transport.activity.begin("reduction over replicas")
+        self._replicas.finish()
+        self._transport.activity.begin("sum over tied weights")
+        self._tied.sum_gradients(self._step, self.timeout)
+
+    def _run(self, program: Iterable[tuple[Action, ...]], finish: Callable[[], object] | None = None) -> None:
+        activity, recorder = self._transport.activity, self._recorder
+        try:
+            for group in program:
+                action = group[0]
+                activity.begin(action)
+                with recorder.label(action):
+                    self._HANDLERS[action.kind](self, *group)
+            while self.queue.pending():  # eager: what no wait had room for
+                self._run_oldest()
+            self.queue.join()
+            if finish is not None:
+                finish()
+            activity.begin("none")
+        except PipelineError as error:
+            self.abandon()
+            self._transport.fail(str(error))  # says nothing new where the transport raised it
+            raise
+        except BaseException as error:
+            more = memory_at(error, self._room, self._in_flight, self.queue, self.device)
+            more = more or input_of(error, activity.action, self.schedule.placement, self._arrived)
+            reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{more}"
+            self.abandon()
+            self._transport.fail(reason)
+            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
+                raise
+            raise PipelineError(reason) from error
+
+    def _forward(self, action: Action) -> None:
+        _, chunk, microbatch, _ = action
+        if self.fill == "eager":
+            self._make_room()
+        inputs = self._arrived = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
+        start = self._recorder.now()
+        target = self._targets[microbatch] if chunk == self._last else None
+        outputs = self._stages[chunk].forward(microbatch, inputs, target)
+        self._in_flight += 1
+        if chunk == self._last:
+            self._losses.append(outputs.detach())
+            if self.nonfinite == "raise" and not torch.isfinite(outputs):
+                raise FloatingPointError(f"the loss of microbatch {microbatch} is {outputs.item()}")
+        else:
+            self._send(chunk + 1, "F", microbatch, outputs)
+        self._arrived = None
+        self._recorder.done((action,), start)
+
+    def _backward(self, action: Action) -> None:
+        kind, chunk, microbatch, _ = action
+        gradients = None if chunk == self._last else self._await("B", action)
+        start = self._recorder.now()
+        outputs = self._stages[chunk].backward_input(microbatch, gradients)
+        if kind == "BW":
+            self._replicas.backward_done(chunk)
+            self._stages[chunk].weight(microbatch)
+        self._in_flight -= 1
+        if chunk > 0:
+            self._send(chunk - 1, "B", microbatch, outputs)
+        if kind == "B":
+            self._replicas.backward_done(chunk)
+        self._recorder.done((action,), start)
+
+    def _weight(self, *actions: Action) -> None:
+        chunk, part = actions[0].chunk, actions[0].part
+        if self._stages[chunk].splits is False:
+            self._stages[chunk].warn_of_fused_backward()
+        if self.fill == "eager":
+            return
+        start = self._recorder.now()
+        if part is None:
+            self._stages[chunk].weight(*(action.microbatch for action in actions))
+        else:
+            self._stages[chunk].weight_part(actions[0].microbatch, *part)
+        self._recorder.done(actions, start)
+
+    _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {"F": _forward, "B": _backward, "W": _weight, "BW": _backward}
+
+    # ---- waiting, sending, filling
+
+    def _await(self, kind: str, action: Action) -> Any:
+        tag = Tag(self._step, kind, action.chunk, action.microbatch)
+        if self.fill == "eager":
+            while self.queue.pending() and not self._ready(tag):
+                self._run_oldest()
+        if self.fill_with is not None:
+            while not self._ready(tag) and self.fill_with():
+                pass
+        neighbour = action.chunk - 1 if kind == "F" else action.chunk + 1
+        return self._transport.receive(self.schedule.placement[neighbour], tag, self.timeout)
+
+    def _ready(self, tag: Tag) -> bool:
+        """Whether the message is there by the time the device wants it, and not the host, which may be far ahead."""
+        self._recorder.catch_up()
+        return self._transport.ready(tag)
+
+    def _send(self, chunk: int, kind: str, microbatch: int, message: Any) -> None:
+        tag = Tag(self._step, kind, chunk, microbatch)
+        peer = self.schedule.placement[chunk]
+        if peer == self.rank:
+            self._transport.deliver(tag, message)
+        else:
+            self._transport.send(peer, tag, message)
+
+    def _make_room(self) -> None:
+        """Runs W until the next F holds no more microbatches, begun or waiting for W, than the plan's own peak."""
+        while self.queue.pending() and self._in_flight + len(self.queue.keys()) >= self._room:
+            self._run_oldest(self.queue.keys()[0])
+
+    def _run_oldest(self, key: Any = None) -> None:
+        chunk, microbatch = self.queue.keys()[0]
+        action = Action("W", chunk, microbatch)
+        start = self._recorder.now()
+        with self._recorder.label(action):
+            self.queue.run_one(key)
+        self._recorder.done((action,), start)
+
+    def _loss(self) -> Tensor | None:
+        self.completed += 1
+        self._inputs = self._targets = []
+        return torch.stack(self._losses).sum() if self._losses else None
+
+    def _forget(self) -> None:
+        """Drops what was begun."""
+        self._arrived = None
+        self.queue.discard()
+        self._replicas.void()
+        for stage in self._stages.values():
+            stage.reset()

@@ -1,0 +1,56 @@
+"""After a failure: what its message says of memory and of the input, and whether ranks can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.transport.base import PipelineError
+from zbkern.wgrad import WGradQueue
+
+
+def memory_at(error: BaseException, planned: int, begun: int, queue: WGradQueue, device: torch.device) -> str:
+    """What the message of an error for lack of memory adds, empty for others.
+
+    planned: microbatches that the schedule holds at its peak on this rank; begun: those that it held.
+    """
+    # on a CPU torch raises a RuntimeError of its allocator's
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "DefaultCPUAllocator" not in str(error):
+        return ""
+    held = f"; the schedule holds {planned} microbatches at its peak on this rank, {begun} were begun"
+    held += f", {queue.pending()} W pinned {queue.bytes / 2**20:.0f} MiB"
+    if device.type == "cuda":
+        held += f", {torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB were allocated at most"
+    return held + "; a plan with a lower memory_limit or max_wgrad_bytes needs less"
+
+
+def input_of(error: BaseException, action: object, placement: Sequence[int], arrived: Any) -> str:
+    """What the message of a forward's error adds: what arrived there, which another rank's model may have made wrong.
+
+    placement: the rank of every chunk. Empty for errors that no wrong input raises, and for the first chunk's.
+    """
+    if not (isinstance(error, (RuntimeError, TypeError, ValueError)) and isinstance(action, Action)):
+        return ""
+    if action.kind != "F" or action.chunk == 0:
+        return ""
+    tensors = [leaf for leaf in pytree.tree_leaves(arrived) if isinstance(leaf, torch.Tensor)]
+    kinds = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tensors)
+    return f"; its input, of chunk {action.chunk - 1} on rank {placement[action.chunk - 1]}, was {kinds}"
+
+
+def agree_to_go_on(calls: Sequence[tuple[str, int]]) -> None:
+    """Raises PipelineError where ranks would go on differently after a failure.
+
+    calls: by rank, what it is about to do and how often it has. A rank hears of a failure wherever it is, which may be
+    the call before or after the one that failed.
+    """
+    if len(set(calls)) > 1:
+        raise PipelineError(
+            "ranks are not at the same step after a failure, because some had completed it; load a checkpoint and make "
+            "the same call on all; by rank, what is called and after how many: "
+            + ", ".join(f"{call} after {completed}" for call, completed in calls)
+        )

@@ -1,0 +1,68 @@
+"""Recorder: when this rank's actions ran in the last step, and what its W queue held meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from zbkern.pipeline.runtime.clock import Clock
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.simulation.timeline import Event, Sample
+from zbkern.wgrad import WGradQueue
+
+
+class Recorder:
+    """Marks are taken without waiting for the device; events and samples are worked out when somebody asks."""
+
+    def __init__(self, rank: int, device: torch.device, queue: WGradQueue, sample: bool) -> None:
+        self._rank = rank
+        self._device = device
+        self._queue = queue
+        self._sample = sample
+        self._clock = Clock(device)
+        self.now = self._clock.now
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the last step."""
+        self._marks: list[tuple[tuple[Action, ...], Any, Any]] = []
+        self._samples: list[tuple[Any, int, int, int]] = []
+        self._clock.renew()
+
+    def done(self, actions: tuple[Action, ...], start: Any) -> None:
+        """These actions ran as one launch from `start` until now."""
+        end = self.now()
+        self._marks.append((actions, start, end))
+        if self._sample:
+            allocated = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+            self._samples.append((end, self._queue.pending(), self._queue.bytes, allocated))
+
+    def catch_up(self) -> None:
+        """Waits until the device has begun the action that was launched last, so that little is ahead of the host."""
+        if self._marks:
+            self._clock.wait(self._marks[-1][1])
+
+    def label(self, action: Action) -> AbstractContextManager[Any]:
+        """A range with the action's name, as in CSV, where torch's profiler (or its NVTX form) is on."""
+        if torch.autograd._profiler_enabled():
+            return torch.profiler.record_function(str(action))
+        return _NOTHING
+
+    def events(self) -> list[Event]:
+        """The marks as events; actions that ran as one launch share its time equally."""
+        events = []
+        for actions, start, end in self._marks:
+            begin, finish = self._clock.seconds(start), self._clock.seconds(end)
+            share = (finish - begin) / len(actions)
+            events += [Event(self._rank, a, begin + i * share, begin + (i + 1) * share) for i, a in enumerate(actions)]
+        return events
+
+    def samples(self) -> list[Sample]:
+        """What the queue held after every action; empty unless recording."""
+        return [Sample(self._clock.seconds(end), *sizes) for end, *sizes in self._samples]
+
+
+_NOTHING = contextlib.nullcontext()

@@ -1,0 +1,55 @@
+"""Who needs whose result: F the F of the chunk before, B and BW the B of the chunk behind, W nothing of other chunks.
+
+A result is named (kind, chunk, microbatch), with kind "F" or "B"; "B" stands for a BW, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from zbkern.pipeline.schedules.actions import Action
+
+Result = tuple[str, int, int]
+
+
+def result(action: Action) -> Result | None:
+    """What `action` makes for other chunks; None for a W."""
+    kind, chunk, microbatch, _ = action
+    return None if kind == "W" else ("F" if kind == "F" else "B", chunk, microbatch)
+
+
+def producer(action: Action, chunks: int) -> Result | None:
+    """The result of another chunk that `action` needs; None for a W, and where the input is data or the loss.
+
+    chunks: of the whole pipeline.
+    """
+    kind, chunk, microbatch, _ = action
+    if kind == "F":
+        return ("F", chunk - 1, microbatch) if chunk > 0 else None
+    return ("B", chunk + 1, microbatch) if kind != "W" and chunk < chunks - 1 else None
+
+
+def order_of_running(rows: Sequence[Sequence[Action]], chunks: int) -> Iterator[tuple[int, Action]]:
+    """(rank, action) of all that can run, each after what it needs: every rank as far as its row gets.
+
+    Ends early where ranks wait for each other. rows: the actions of each rank; chunks: of the whole pipeline.
+    """
+    done: set[Result | None] = {None}
+    waiting: dict[Result | None, list[int]] = {}
+    position = [0] * len(rows)
+    runnable = deque(range(len(rows)))
+    while runnable:
+        rank = runnable.popleft()
+        row = rows[rank]
+        while position[rank] < len(row):
+            action = row[position[rank]]
+            need = producer(action, chunks)
+            if need not in done:
+                waiting.setdefault(need, []).append(rank)
+                break
+            position[rank] += 1
+            yield rank, action
+            made = result(action)
+            done.add(made)
+            runnable.extend(waiting.pop(made, ()))

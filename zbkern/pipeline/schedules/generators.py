@@ -1,0 +1,290 @@
+"""Every published schedule as a function of stages and microbatches: which action each rank runs, in which order.
+
+p is the number of stages (ranks) and m that of microbatches; ranks, chunks and microbatches count from 0. A schedule
+says nothing about time: `simulate` does, given costs. The figures in the docstrings are for F = B = W and no
+communication, and memory counts whole-rank activations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from zbkern.pipeline.schedules import building_blocks
+from zbkern.pipeline.schedules.actions import Action, ScheduleError
+from zbkern.pipeline.schedules.schedule import Schedule
+
+NAMES = (
+    "gpipe",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved",
+    "interleaved_zero_bubble",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "one_f_one_b_v",
+    "dualpipe_v",
+)
+"""Every generator of this module that takes (stages, microbatches)."""
+
+MOST_PASSES = 10_000_000
+"""F, B and W of a step, all ranks together: ten times those of 1024 ranks and 300 microbatches, some gigabytes."""
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards (arXiv 1811.06965). Memory m; bubble (p-1)(F+B+W)."""
+    check_counts("gpipe", stages, microbatches)
+    return _one_chunk("gpipe", microbatches, [microbatches] * stages)
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """1F1B: a backward as soon as one can run (arXiv 2006.09503). Memory p; bubble (p-1)(F+B+W)."""
+    check_counts("one_f_one_b", stages, microbatches)
+    return _one_chunk("one_f_one_b", microbatches, [stages - rank for rank in range(stages)])
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """ZB-H1 (arXiv 2401.10241, section 2): 1F1B, W `rank` microbatches after B. Memory p; bubble (p-1)(F+B-W)."""
+    check_counts("zb_h1", stages, microbatches)
+    return _one_chunk("zb_h1", microbatches, [stages - rank for rank in range(stages)], lambda rank: rank)
+
+
+def zb_h2(stages: int, microbatches: int) -> Schedule:
+    """ZB-H2 (arXiv 2401.10241, section 2): twice the warm-up, W 2 * `rank` after B. Memory 2p-1; bubble (p-1)(F+B-2W).
+
+    With fewer than 2p-1 microbatches it is all warm-up, and has more bubbles than the formula says.
+    """
+    check_counts("zb_h2", stages, microbatches)
+    ahead = [2 * (stages - rank) - 1 for rank in range(stages)]
+    return _one_chunk("zb_h2", microbatches, ahead, lambda rank: 2 * rank)
+
+
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B (arXiv 2104.04473): rank r holds chunks r, r+p, r+2p, ... Bubble (p-1)(F+B+W)/chunks.
+
+    Microbatches go through in groups of p, all of a group through one chunk before the next chunk; when m is not a
+    multiple of p, in m // p groups of nearly equal size. Memory (1 + (p-1)/(p chunks)) p for groups of p.
+    """
+    check_counts("interleaved", stages, microbatches, chunks)
+    rows = _interleaved(stages, microbatches, chunks, per_hop=2, weight_delay=None)
+    return Schedule.build(rows, _loop_placement(stages, chunks), microbatches, "interleaved")
+
+
+def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """ZB-H1 with several chunks per rank, as torch's ScheduleInterleavedZeroBubble: W runs `rank` backwards late.
+
+    Memory p; bubble (p-1)(F+B-W)/chunks when m is a multiple of p.
+    """
+    check_counts("interleaved_zero_bubble", stages, microbatches, chunks)
+    rows = _interleaved(stages, microbatches, chunks, per_hop=1, weight_delay=lambda rank: rank)
+    return Schedule.build(rows, _loop_placement(stages, chunks), microbatches, "interleaved_zero_bubble")
+
+
+def zb_v(stages: int, microbatches: int) -> Schedule:
+    """ZB-V (arXiv 2401.10241, section 6): two chunks per rank in a V. Memory p on every rank; no bubble.
+
+    With fewer than 2p-1 microbatches it is the schedule for 2p-1 without the ones that are not there.
+    """
+    check_counts("zb_v", stages, microbatches)
+    return _v("zb_v", stages, microbatches, max(microbatches, 2 * stages - 1), _fill_zb_v)
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+    """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, cut in half): a forward beside a fused backward in the steady state.
+
+    Each such pair stands as F then BW; an engine may overlap them. Memory p + 1/2; bubble (p-1)/2 if they are not
+    overlapped. With fewer than 2p microbatches it is the schedule for 2p without the ones that are not there.
+    """
+    check_counts("dualpipe_v", stages, microbatches)
+    return _v("dualpipe_v", stages, microbatches, max(microbatches, 2 * stages), _fill_dualpipe_v)
+
+
+def v_half(stages: int, microbatches: int) -> Schedule:
+    """V-Half (arXiv 2405.15362): half of 1F1B's memory, about p/2 + 1, and half of its bubbles, about 1.5p.
+
+    Made for F = B = W; with other costs it loses some time in every microbatch.
+    """
+    check_counts("v_half", stages, microbatches)
+    shift = 3 if stages % 2 == 0 else 0
+    block = [
+        (2 * rank, 3 * stages - rank - 2, 3 * stages + shift + 2 * rank - 1, 6 * stages + shift - rank - 2)
+        for rank in range(stages)
+    ]
+    return _from_orders("v_half", building_blocks.split_order(block, microbatches), microbatches)
+
+
+def v_min(stages: int, microbatches: int) -> Schedule:
+    """V-Min (arXiv 2405.15362): a third of 1F1B's memory, about p/3 + 1, and two thirds of its bubbles, about 2p.
+
+    Made for F = B = W; with other costs it loses some time in every microbatch.
+    """
+    check_counts("v_min", stages, microbatches)
+    shift = 2 if stages % 3 == 0 else 0
+    block = [
+        (rank, 2 * stages - rank - 1, 2 * stages + shift + rank, 4 * stages + shift - rank - 1)
+        for rank in range(stages)
+    ]
+    return _from_orders("v_min", building_blocks.split_order(block, microbatches), microbatches)
+
+
+def one_f_one_b_v(stages: int, microbatches: int) -> Schedule:
+    """1F1B-V (arXiv 2405.15362): fused backward, two chunks per rank in a V. Memory about 2p/3, bubble about 2.5p."""
+    check_counts("one_f_one_b_v", stages, microbatches)
+    block = [[rank, 2 * stages - rank - 1, 0, 0] for rank in range(stages)]
+    slot = 2 * stages + (3 if stages % 3 == 0 else 0)
+    steps = [(rank, 2) for rank in range(stages)] + [(rank, 3) for rank in reversed(range(stages))]
+    for count, (rank, each) in enumerate(steps, start=-(stages + 2) % 3 + 1):
+        block[rank][each] = slot
+        slot += 5 if count % 3 == 0 else 2
+    return _from_orders("one_f_one_b_v", building_blocks.fused_order(block, microbatches), microbatches)
+
+
+def _interleaved(
+    stages: int, microbatches: int, chunks: int, per_hop: int, weight_delay: Callable[[int], int] | None
+) -> list[list[Action]]:
+    groups = _groups(stages, microbatches)
+    largest = max(map(len, groups))
+    rows = []
+    for rank in range(stages):
+        local = list(range(rank, stages * chunks, stages))
+        forwards = [(chunk, microbatch) for group in groups for chunk in local for microbatch in group]
+        backwards = [(chunk, microbatch) for group in groups for chunk in reversed(local) for microbatch in group]
+        ahead = (chunks - 1) * largest + per_hop * (stages - 1 - rank) + 1
+        rows.append(_pairs(forwards, backwards, ahead, None if weight_delay is None else weight_delay(rank)))
+    return rows
+
+
+def _groups(stages: int, microbatches: int) -> list[range]:
+    """Consecutive microbatches in m // p groups (one at least) whose sizes differ by one at most, larger ones first."""
+    count = max(1, microbatches // stages)
+    size, larger = divmod(microbatches, count)
+    starts = [index * size + min(index, larger) for index in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def _pairs(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], ahead: int, weight_delay: int | None
+) -> list[Action]:
+    """`ahead` forwards before the first backward, then one of each; W `weight_delay` backwards late, or fused."""
+    row = [Action("F", *each) for each in forwards[: ahead - 1]]
+    for index, backward in enumerate(backwards):
+        row += [Action("F", *each) for each in forwards[ahead - 1 + index : ahead + index]]
+        row.append(Action("BW" if weight_delay is None else "B", *backward))
+        if weight_delay is not None and index >= weight_delay:
+            row.append(Action("W", *backwards[index - weight_delay]))
+    if weight_delay:
+        row += [Action("W", *each) for each in backwards[-weight_delay:]]
+    return row
+
+
+class _Row:
+    """One rank's actions, written in the shorthand of the papers: "F0" is the next F of its first chunk, "BW1" the next
+    BW of its second, and "W" the oldest W that a B has left."""
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        self.actions: list[Action] = []
+        self._chunks = chunks
+        self._done: Counter[str] = Counter()
+        self._weights: deque[Action] = deque()
+
+    def add(self, *steps: str) -> None:
+        for step in steps:
+            if step == "W":
+                if self._weights:
+                    self.actions.append(self._weights.popleft())
+                continue
+            kind, chunk = step[:-1], self._chunks[int(step[-1])]
+            counter = step.replace("BW", "B")
+            self.actions.append(Action(kind, chunk, self._done[counter]))
+            self._done[counter] += 1
+            if kind == "B":
+                self._weights.append(self.actions[-1]._replace(kind="W"))
+
+    def repeat(self, times: int, *steps: str) -> None:
+        for _ in range(times):
+            self.add(*steps)
+
+    def count(self, step: str) -> int:
+        return self._done[step]
+
+
+def _fill_zb_v(row: _Row, rank: int, stages: int, microbatches: int) -> None:
+    row.repeat(2 * (stages - rank) - 1, "F0")
+    row.repeat(rank, "F1", "F0")
+    row.repeat(stages - rank, "F1", "B1", "W1")
+    while row.count("F0") < microbatches or row.count("F1") < microbatches:
+        row.repeat(row.count("F0") < microbatches, "F0")
+        row.add("B0", "W0", "F1", "B1", "W1")
+    row.repeat(rank, "B0", "B1")
+    row.repeat(stages - rank, "B0", "W0")
+    row.repeat(microbatches - row.count("W1"), "W1")
+    row.repeat(microbatches - row.count("W0"), "W0")
+
+
+def _fill_dualpipe_v(row: _Row, rank: int, stages: int, microbatches: int) -> None:
+    later = stages - rank - 1
+    row.repeat(2 * later, "F0")
+    row.repeat(rank + 1, "F0", "F1")
+    row.repeat(later, "B1", "W", "F1")
+    row.repeat(microbatches - 2 * stages + rank + 1, "F0", "BW1", "F1", "BW0")
+    row.repeat(later, "BW1", "F1", "BW0")
+    for step in range(2 * (rank + 1)):  # the second half leaves its W for the gaps that follow
+        row.add(("B" if step > rank else "BW") + str(1 - step % 2))
+    row.repeat(later, "W", "B0")
+    row.repeat(rank + 1, "W")
+
+
+def _v(name: str, stages: int, microbatches: int, padded: int, fill: Callable[[_Row, int, int, int], None]) -> Schedule:
+    """Rank r holds chunks r and 2p-1-r; `fill` writes its row for `padded` microbatches, of which the first m stay."""
+    rows = []
+    for rank in range(stages):
+        row = _Row((rank, 2 * stages - 1 - rank))
+        fill(row, rank, stages, padded)
+        rows.append([action for action in row.actions if action.microbatch < microbatches])
+    return Schedule.build(rows, _v_placement(stages), microbatches, name)
+
+
+def _from_orders(name: str, orders: Sequence[Sequence[tuple[str, int, int]]], microbatches: int) -> Schedule:
+    stages = len(orders)
+    rows = [
+        [Action(kind, 2 * stages - 1 - rank if local else rank, microbatch) for kind, local, microbatch in order]
+        for rank, order in enumerate(orders)
+    ]
+    return Schedule.build(rows, _v_placement(stages), microbatches, name)
+
+
+def _one_chunk(
+    name: str, microbatches: int, ahead: Sequence[int], weight_delay: Callable[[int], int] | None = None
+) -> Schedule:
+    """One chunk per rank: rank r starts ahead[r] forwards before its first backward."""
+    rows = []
+    for rank, count in enumerate(ahead):
+        passes = [(rank, microbatch) for microbatch in range(microbatches)]
+        rows.append(_pairs(passes, passes, count, None if weight_delay is None else weight_delay(rank)))
+    return Schedule.build(rows, range(len(ahead)), microbatches, name)
+
+
+def _loop_placement(stages: int, chunks: int) -> list[int]:
+    return [chunk % stages for chunk in range(stages * chunks)]
+
+
+def _v_placement(stages: int) -> list[int]:
+    return [*range(stages), *reversed(range(stages))]
+
+
+def check_counts(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
+    """Raises TypeError or ScheduleError, in the name of the function `name`, for sizes that no schedule can have."""
+    for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"{name}: {what} must be an int; got {type(count).__name__} {count!r}")
+        if count < 1:
+            raise ScheduleError(f"{name}: {what} must be at least 1; got {count}")
+    passes = 3 * stages * microbatches * chunks
+    if passes > MOST_PASSES:
+        raise ScheduleError(
+            f"{name}: 3 x stages x microbatches x chunks must be at most {MOST_PASSES} passes; {stages} x "
+            f"{microbatches} x {chunks} come to {passes}: lower stages, microbatches or chunks"
+        )

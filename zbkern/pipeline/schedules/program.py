@@ -1,0 +1,40 @@
+"""What a rank's row of a schedule becomes before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from zbkern.pipeline.schedules.actions import Action
+
+
+def merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:
+    """The program of a rank: whole W of one chunk that follow each other are one entry, everything else its own."""
+    run: list[Action] = []
+    for action in actions:
+        if run and not (action.kind == "W" and action.part is None and action.chunk == run[0].chunk):
+            yield tuple(run)
+            run = []
+        if action.kind == "W" and action.part is None:
+            run.append(action)
+        else:
+            yield (action,)
+    if run:
+        yield tuple(run)
+
+
+def peak_microbatches(actions: Sequence[Action]) -> int:
+    """The most microbatches that the plan holds at once on this rank, begun or waiting for their W."""
+    held = peak = 0
+    for kind, _, _, part in actions:
+        if kind == "F":
+            held += 1
+            peak = max(peak, held)
+        elif kind == "BW" or (kind == "W" and (part is None or part[0] == part[1] - 1)):
+            held -= 1
+    return peak
+
+
+def forwards(chunks: Iterable[int], microbatches: int) -> list[Action]:
+    """All forwards of these chunks by distance from the first input: an order in which every rank can reach its own."""
+    found = [Action("F", chunk, microbatch) for chunk in chunks for microbatch in range(microbatches)]
+    return sorted(found, key=lambda action: (action.chunk + action.microbatch, action.chunk))

@@ -1,0 +1,92 @@
+"""`Schedule`: an ordered list of actions for every rank, and where the chunks are.
+
+It can be printed, parsed, validated, simulated, drawn and run; each is a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zbkern.pipeline.schedules import csv as csv_text
+from zbkern.pipeline.schedules import grid, validation
+from zbkern.pipeline.schedules.actions import Action
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ordered actions of every rank, and the rank of every chunk in model order.
+
+    actions[rank] is what that rank does, in order; placement[chunk] is the rank that holds the chunk; microbatches is
+    how many each step has; name is what tables and titles call it.
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    microbatches: int
+    name: str = "custom"
+
+    def __repr__(self) -> str:
+        chunks = f"{self.chunks} chunk{'s' if self.chunks > 1 else ''} each"
+        return f"<Schedule {self.name}: {self.stages} ranks, {chunks}, {self.microbatches} microbatches>"
+
+    @property
+    def stages(self) -> int:
+        """Number of ranks."""
+        return len(self.actions)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks per rank."""
+        return len(self.placement) // self.stages
+
+    def chunks_of(self, rank: int) -> list[int]:
+        """The chunks that `rank` holds, in model order."""
+        return [chunk for chunk, home in enumerate(self.placement) if home == rank]
+
+    @classmethod
+    def build(
+        cls, actions: Iterable[Iterable[Action]], placement: Sequence[int], microbatches: int, name: str = "custom"
+    ) -> Schedule:
+        """A validated schedule from any iterables."""
+        schedule = cls(tuple(tuple(row) for row in actions), tuple(placement), microbatches, name)
+        schedule.validate()
+        return schedule
+
+    def validate(self) -> None:
+        """Proves that the schedule can run: complete, in place, in order, and free of deadlock.
+
+        Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all slices of one count), on
+        the chunk's rank; and the ranks, each in its order, can run to the end. Raises ScheduleError naming the first
+        action that offends, with the part of the grid around it and the action marked. A schedule never changes, so
+        that a second call costs nothing.
+        """
+        if "_valid" not in self.__dict__:
+            validation.validate(self)
+            object.__setattr__(self, "_valid", True)
+
+    def to_text(self, width: int | None = None) -> str:
+        """A grid for a terminal: a row per rank, a column per unit of time when every pass takes one (BW two).
+
+        width: characters per line; longer grids continue in further blocks. None for lines of any length.
+        """
+        return grid.grid(self, width)
+
+    def to_csv(self, dialect: str = "zbkern") -> str:
+        """A line per rank, its actions separated by commas.
+
+        dialect: "zbkern" writes `str(action)` and starts with comment lines that carry name, microbatches and
+        placement; "torch" writes what torch.distributed.pipelining loads, where I is our B and B our BW.
+        Raises ScheduleError when the dialect cannot say it (torch has no slices of W).
+        """
+        return csv_text.write(self, dialect)
+
+    @classmethod
+    def from_csv(cls, csv: str, dialect: str = "zbkern", name: str | None = None) -> Schedule:
+        """The schedule that `to_csv` wrote, validated; placement and microbatches follow from the actions.
+
+        From torch's dialect it takes the compute actions, and of a pair that torch overlaps one after the other.
+        Raises ScheduleError for text that is not a valid schedule.
+        """
+        rows, placement, microbatches, written = csv_text.read(csv, dialect)
+        return cls.build(rows, placement, microbatches, name or written)

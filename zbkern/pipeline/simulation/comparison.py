@@ -1,0 +1,111 @@
+"""Every published schedule for one model and one machine, so that they can be compared: same work, same memory unit."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+
+from zbkern.pipeline import schedules
+from zbkern.pipeline.draw.style import amount, number
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.pipeline.simulation.timeline import Timeline
+
+INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
+"""The generators that take any number of chunks per rank."""
+
+
+def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """The schedule of a name in `schedules.NAMES`; chunks per rank matter to the interleaved ones alone (default 2)."""
+    more = {"chunks": chunks} if chunks is not None and name in INTERLEAVED else {}
+    return getattr(schedules, name)(stages, microbatches, **more)
+
+
+def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
+    """The costs of the same model in `wanted` chunks, for costs of `chunks`: cut evenly along the model.
+
+    What the first or the last chunk has beyond the others (beyond the median of those between, where there are any) is
+    the embedding or the head, which nothing can cut: it stays whole, in the first or the last new chunk. That holds for
+    each cost by itself. A hop takes as long as before, however small the chunk. Raises ValueError when every edge has a
+    latency of its own, since other chunks have other edges.
+    """
+    if chunks == wanted:
+        return costs
+    if isinstance(costs.communication, tuple):
+        raise ValueError(
+            f"rechunk: costs.communication has one number per edge of {chunks} chunks, and {wanted} chunks have other "
+            "edges; give one number"
+        )
+    fields = asdict(costs)
+    communication = fields.pop("communication")
+    cut = {name: _rechunk(value, chunks, wanted) for name, value in fields.items()}
+
+    def of_chunks(name: str) -> list[float]:
+        value = cut[name]
+        return value if isinstance(value, list) else [value] * wanted
+
+    if any(isinstance(cut[name], list) for name in ("backward", "weight", "split_overhead", "merge_saving")):
+        # an overhead or a saving is of passes that may have been cut another way, and at most as long as they
+        passes = [b + w for b, w in zip(of_chunks("backward"), of_chunks("weight"), strict=True)]
+        cut["split_overhead"] = [min(pair) for pair in zip(of_chunks("split_overhead"), passes, strict=True)]
+        cut["merge_saving"] = [min(pair) for pair in zip(of_chunks("merge_saving"), of_chunks("weight"), strict=True)]
+    return Costs(communication=communication, **cut)
+
+
+def how_rechunked(costs: Costs, chunks: int) -> str:
+    """How `rechunk` divides these costs of `chunks` chunks, in a sentence."""
+    whole: list[str] = []
+    for end, place in enumerate(("first", "last")):
+        parts = []
+        for name in ("forward", "backward", "weight", "activation"):
+            value = getattr(costs, name)
+            extra = _excess(value)[end] if isinstance(value, tuple) and chunks > 1 else 0.0
+            if extra > 0:
+                parts.append(f"{name} {amount(extra) if name == 'activation' else number(extra)}")
+        if parts:
+            whole.append(f"{', '.join(parts)} of the {place} chunk")
+    if not whole:
+        return "other numbers of chunks: the same model, all of it cut evenly"
+    return f"other numbers of chunks: the same model cut evenly; embedding and head stay whole: {'; '.join(whole)}"
+
+
+def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> tuple[list[Timeline], list[str]]:
+    """Each published schedule's timeline, and the names of those that the costs say nothing about.
+
+    costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `rechunk`).
+    The interleaved ones have `chunks` chunks per rank, two at least.
+    """
+    found, unknown = [], []
+    for name in schedules.NAMES:
+        schedule = build(name, stages, microbatches, max(2, chunks))
+        try:
+            found.append(simulate(schedule, rechunk(costs, stages * chunks, len(schedule.placement))))
+        except ValueError:
+            unknown.append(name)
+    return found, unknown
+
+
+def _rechunk(value: float | tuple[float, ...], chunks: int, wanted: int) -> float | list[float]:
+    if isinstance(value, float):
+        return value * chunks / wanted
+    first, last = _excess(value) if chunks > 1 else (0.0, 0.0)
+    even = [*value]
+    even[0] -= first
+    even[-1] -= last
+    found = [
+        sum(
+            each * max(0.0, min((old + 1) / chunks, (new + 1) / wanted) - max(old / chunks, new / wanted)) * chunks
+            for old, each in enumerate(even)
+        )
+        for new in range(wanted)
+    ]
+    found[0] += first
+    found[-1] += last
+    return found
+
+
+def _excess(values: tuple[float, ...]) -> tuple[float, float]:
+    """What the first and the last are above the median of those between, or of two above the other."""
+    common = statistics.median(values[1:-1] or [min(values)])
+    return max(0.0, values[0] - common), max(0.0, values[-1] - common)

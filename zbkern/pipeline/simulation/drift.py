@@ -1,0 +1,184 @@
+"""What a measured timeline says: the costs of its passes, and where it lost time against a planned one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.dependencies import producer
+from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.pipeline.simulation.timeline import Timeline, save_together
+
+
+def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
+    """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
+
+    memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (slices or layers of a
+    W) counts as their sum. communication is the least time from the end of a pass to the begin of the next one
+    anywhere, mean of both directions, so that a difference between two ranks' clocks cancels.
+    """
+    schedule = timelines[0].schedule
+    chunks = range(len(schedule.placement))
+    spans: dict[tuple[str, int], list[float]] = {}
+    gaps: list[float] = []
+    for timeline in timelines:
+        found = _passes(timeline)
+        for (kind, chunk, _), lengths in found.items():
+            spans.setdefault((kind, chunk), []).append(lengths[2])
+        for low, high in pairwise(chunks):
+            if schedule.placement[low] != schedule.placement[high]:
+                pairs = range(schedule.microbatches)
+                there = min(found["F", high, m][0] - found["F", low, m][1] for m in pairs)
+                back = min(_backward(found, low, m)[0] - _backward(found, high, m)[1] for m in pairs)
+                gaps.append(max(0.0, (there + back) / 2))
+    medians = {key: statistics.median(values) for key, values in spans.items()}
+    times = [tuple(medians.get((kind, chunk), 0.0) for chunk in chunks) for kind in ("F", "B", "W")]
+    for chunk in chunks:  # a fused pass: both halves in one
+        if ("BW", chunk) in medians and ("B", chunk) not in medians:
+            times[1] = _with(times[1], chunk, medians["BW", chunk] / 2)
+            times[2] = _with(times[2], chunk, medians["BW", chunk] / 2)
+    return replace(
+        memory or Costs(),
+        forward=times[0],
+        backward=times[1],
+        weight=times[2],
+        communication=min(gaps, default=0.0),
+        split_overhead=0.0,
+        merge_saving=0.0,
+    )
+
+
+def in_seconds(milliseconds: Costs) -> Costs:
+    """Costs as `profile` measures them, in the unit of a Pipeline's timelines."""
+    if not isinstance(milliseconds, Costs):
+        raise TypeError(
+            f"in_seconds: costs must be a zbkern.pipeline.Costs in milliseconds, as profile() gives them; got "
+            f"{type(milliseconds).__name__} {milliseconds!r}"
+        )
+    times = ("forward", "backward", "weight", "communication", "split_overhead", "merge_saving")
+    values = {name: getattr(milliseconds, name) for name in times}
+    return replace(
+        milliseconds,
+        **{name: tuple(v / 1e3 for v in t) if isinstance(t, tuple) else t / 1e3 for name, t in values.items()},
+    )
+
+
+def compare(measured: Timeline, given: Costs | None = None) -> Drift:
+    """A measured step next to the simulation of its schedule, with these costs or with its own medians."""
+    if given is not None and not isinstance(given, Costs):
+        raise TypeError(f"compare: costs must be a zbkern.pipeline.Costs or None; got {type(given).__name__} {given!r}")
+    for rank, row in enumerate(measured.events):
+        if not row:
+            raise ValueError(
+                f"compare: the measured timeline must hold a step of every rank; rank {rank} has none: run "
+                "Pipeline.step first, and take Pipeline.gather_timeline() or Pipeline.drift()"
+            )
+    planned_with = given or costs([measured])
+    planned = simulate(measured.schedule, planned_with)
+    return Drift(replace(planned, unit=measured.unit), measured, planned_with)
+
+
+@dataclass(frozen=True)
+class TimeLost:
+    """Where one rank's time went beyond the plan: `cost` measured minus planned is about the sum of the others.
+
+    compute: passes that took longer than planned (negative: shorter). late: waiting for messages, beyond the waiting
+    that was planned. host: time between passes in which everything needed was there. In the timeline's unit.
+    """
+
+    rank: int
+    cost: float
+    compute: float
+    late: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A measured step next to the plan for it, simulated with `costs`."""
+
+    planned: Timeline
+    measured: Timeline
+    costs: Costs
+
+    @property
+    def time_lost(self) -> tuple[TimeLost, ...]:
+        """Per rank, where the time went."""
+        return tuple(self._time_lost(rank) for rank in range(self.measured.schedule.stages))
+
+    def actions(self) -> list[tuple[Action, float]]:
+        """Every pass with its measured minus its planned duration, largest first."""
+        planned, measured = _passes(self.planned), _passes(self.measured)
+        found = [(Action(*key), busy - planned[key][2]) for key, (_, _, busy) in measured.items() if key in planned]
+        return sorted(found, key=lambda pair: -pair[1])
+
+    def to_text(self, worst: int = 5) -> str:
+        """A table of the losses in percent of the planned cost, and the passes that exceed the plan most."""
+        whole = self.planned.cost
+        lines = [
+            f"measured {self.measured.cost:.4g}, planned {whole:.4g} {self.measured.unit}: "
+            f"{self.measured.cost / whole - 1:+.1%}; idle {self.measured.bubble_rate:.1%}, "
+            f"planned {self.planned.bubble_rate:.1%}",
+            "rank    cost  compute     late     host",
+        ]
+        for loss in self.time_lost:
+            shares = (loss.cost, loss.compute, loss.late, loss.host)
+            lines.append(f"{loss.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
+        slow = ", ".join(f"{action} {extra / whole:+.1%}" for action, extra in self.actions()[:worst])
+        return "\n".join([*lines, f"furthest from the plan: {slow}"])
+
+    def save(self, path: str | Path) -> Path:
+        """Both timelines in one picture or trace, by the suffix: .svg, .html, .png, or .json (Perfetto)."""
+        return save_together([self.planned, self.measured], path, ["planned", "measured"])
+
+    def _time_lost(self, rank: int) -> TimeLost:
+        mine, plan = self.measured.events[rank], self.planned.events[rank]
+        busy = sum(e.end - e.start for e in mine) - sum(e.end - e.start for e in plan)
+        late = host = 0.0
+        passes = _passes(self.measured)
+        travel = self.costs.per_chunk(len(self.measured.schedule.placement)).communication
+        for before, event in pairwise(mine):
+            gap = max(0.0, event.start - before.end)
+            arrival = _arrival(event.action, passes, travel, self.measured.schedule.placement)
+            waited = min(gap, max(0.0, arrival - before.end))
+            late, host = late + waited, host + gap - waited
+        idle = sum(max(0.0, after.start - before.end) for before, after in pairwise(plan))
+        spans = [row[-1].end - row[0].start if row else 0.0 for row in (mine, plan)]
+        return TimeLost(rank, spans[0] - spans[1], busy, late - idle, host)
+
+
+_Passes = dict[tuple[str, int, int], tuple[float, float, float]]
+
+
+def _passes(timeline: Timeline) -> _Passes:
+    """(kind, chunk, microbatch) -> start of its first event, end of its last, and the sum of their lengths."""
+    found: _Passes = {}
+    for row in timeline.events:
+        for event in row:
+            key = event.action[:3]
+            start, end, busy = found.get(key, (event.start, event.end, 0.0))
+            found[key] = min(start, event.start), max(end, event.end), busy + event.end - event.start
+    return found
+
+
+def _backward(found: _Passes, chunk: int, microbatch: int) -> tuple[float, float, float]:
+    return found.get(("B", chunk, microbatch)) or found["BW", chunk, microbatch]
+
+
+def _arrival(action: Action, passes: _Passes, travel: Sequence[float], placement: Sequence[int]) -> float:
+    """When the message that an action needs is there; some need none."""
+    needed = producer(action, len(placement))
+    if needed is None:
+        return 0.0
+    kind, other, microbatch = needed
+    sent = passes[needed] if kind == "F" else _backward(passes, other, microbatch)
+    return sent[1] + (travel[min(action.chunk, other)] if placement[action.chunk] != placement[other] else 0.0)
+
+
+def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
+    return (*values[:index], value, *values[index + 1 :])

@@ -1,0 +1,30 @@
+"""What a rank holds: the rule by which every pass of a schedule takes and gives back memory."""
+
+from __future__ import annotations
+
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.simulation.costs import ChunkCosts
+
+
+class Memory:
+    """What one rank holds, now and at most so far, in the unit of `Costs.activation`.
+
+    F adds the chunk's activation; B leaves `held`, and BW nothing; W releases `held`, a slice of n its n-th part.
+    """
+
+    def __init__(self, costs: ChunkCosts) -> None:
+        self._costs = costs
+        self.now = self.peak = 0.0
+
+    def account(self, action: Action) -> None:
+        kind, chunk, _, part = action
+        activation, held = self._costs.activation[chunk], self._costs.held[chunk]
+        if kind == "F":
+            self.now += activation
+        elif kind == "B":
+            self.now += held - activation  # may be more: W needs output gradients, which came after F
+        elif kind == "BW":
+            self.now -= activation
+        else:
+            self.now -= held if part is None else held / part[1]
+        self.peak = max(self.peak, self.now)

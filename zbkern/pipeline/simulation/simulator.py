@@ -1,0 +1,182 @@
+"""simulate: when every action of a schedule runs, given its costs; as planned, or with W filled in as the clock says.
+
+F of a chunk waits for F of the chunk before it, B (or BW) for B of the chunk after it, and every action for the one
+before it on its rank. A message between chunks on different ranks takes the edge's communication; on one rank nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
+from zbkern.pipeline.simulation.memory import Memory
+from zbkern.pipeline.simulation.timeline import Event, Timeline
+
+FILLS = ("planned", "eager")
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    fill: str = "planned",
+    slices: int = 1,
+    memory_limit: float | Sequence[float] | None = None,
+    jitter: float = 0.0,
+    seed: int = 0,
+) -> Timeline:
+    """The timeline of one step: all events, cost, bubble rate and memory per rank.
+
+    costs: `Costs()`, all passes of unit length, when not given. fill: "planned" runs every W where the schedule has it;
+    "eager" keeps only the order of F and B and runs the oldest pending W, in `slices` slices, whenever the next input
+    has not arrived, and before an F that would exceed `memory_limit` (one number, or one per rank; by default the
+    schedule's own peak): what the engine does with fill="eager". jitter: each pass takes its cost times a normal
+    variate of mean 1 and this deviation, at least 0; the sample depends on `seed` and not on the order or the fill, so
+    that both can be compared on it.
+
+    Memory: F adds the chunk's activation when it starts; B leaves `held` when it ends, and BW nothing; W releases
+    `held` when it ends, a slice of n its n-th part. A W that directly follows a W of its chunk gains `merge_saving`
+    (whole W only; never with fill="eager", which runs them one by one).
+
+    Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"simulate: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"simulate: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
+    if not isinstance(slices, int):
+        raise TypeError(f"simulate: slices must be an int; got {type(slices).__name__} {slices!r}")
+    if fill not in FILLS:
+        raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
+    if not isinstance(jitter, (int, float)):
+        raise TypeError(f"simulate: jitter must be a number; got {type(jitter).__name__} {jitter!r}")
+    if slices < 1 or not jitter >= 0:
+        raise ValueError(f"simulate: slices must be at least 1 and jitter at least 0; got {slices} and {jitter}")
+    if fill == "planned" and (slices != 1 or memory_limit is not None):
+        raise ValueError(
+            'simulate: slices and memory_limit belong to fill="eager"; with "planned" the schedule decides'
+        )
+    schedule.validate()
+    flat = (costs or Costs()).per_chunk(len(schedule.placement))
+    run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed))
+    if fill == "eager":
+        run.fill_eagerly(slices, _limits(schedule, flat, memory_limit))
+    return run.timeline()
+
+
+class _Run:
+    """One simulation: what runs has its inputs, so that its start is known."""
+
+    def __init__(self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float]) -> None:
+        self._schedule, self._costs, self._durations = schedule, costs, durations
+        self._rows: list[Sequence[Action]] = list(schedule.actions)
+        self._events: list[list[Event]] = [[] for _ in self._rows]
+        self._ends: dict[Result | None, float] = {}
+        self._memory = [Memory(costs) for _ in self._rows]
+        self._eager: list[_Pending] | None = None
+
+    def fill_eagerly(self, slices: int, limits: Sequence[float]) -> None:
+        self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
+        self._eager = [_Pending(slices, limit) for limit in limits]
+
+    def timeline(self) -> Timeline:
+        for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
+            arrival = self._arrival(rank, action)
+            if self._eager is not None and action.kind != "W":
+                self._fill(rank, self._eager[rank], action, arrival)
+            self._execute(rank, action, arrival)
+        if self._eager is not None:
+            for rank, pending in enumerate(self._eager):
+                while pending.queue:
+                    self._execute(rank, pending.queue.popleft())
+        events = tuple(tuple(row) for row in self._events)
+        peak = tuple(memory.peak for memory in self._memory)
+        return Timeline(self._schedule, events, peak)
+
+    def _execute(self, rank: int, action: Action, arrival: float = 0.0) -> None:
+        events = self._events[rank]
+        start = max(events[-1].end if events else 0.0, arrival)
+        end = start + self._length(events, action)
+        events.append(Event(rank, action, start, end))
+        self._memory[rank].account(action)
+        self._ends[result(action)] = end
+        if self._eager is not None and action.kind == "B":
+            self._eager[rank].add(action)
+
+    def _length(self, events: Sequence[Event], action: Action) -> float:
+        kind, chunk, microbatch, part = action
+        length = self._durations[kind, chunk, microbatch]
+        if part is not None:
+            return length / part[1]
+        if kind == "W" and self._eager is None and events:
+            before = events[-1].action
+            if before.kind == "W" and before.chunk == chunk and before.part is None:
+                return max(0.0, length - self._costs.merge_saving[chunk])
+        return length
+
+    def _arrival(self, rank: int, action: Action) -> float:
+        """When the input of an action is on its rank."""
+        need = producer(action, len(self._schedule.placement))
+        if need is None:
+            return 0.0
+        distant = self._schedule.placement[need[1]] != rank
+        return self._ends[need] + (self._costs.communication[min(action.chunk, need[1])] if distant else 0.0)
+
+    def _fill(self, rank: int, pending: _Pending, action: Action, arrival: float) -> None:
+        """Runs pending W: as many as an F needs gone to have room, then until the input is there."""
+        memory, events = self._memory[rank], self._events[rank]
+        room = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
+        while pending.queue and (memory.now > room or events[-1].end < arrival):
+            self._execute(rank, pending.queue.popleft())
+
+
+class _Pending:
+    """The W of one rank that wait to be filled in, oldest first."""
+
+    def __init__(self, slices: int, limit: float) -> None:
+        self.queue: deque[Action] = deque()
+        self.limit = limit
+        self._slices = slices
+
+    def add(self, action: Action) -> None:
+        for index in range(self._slices):
+            part = None if self._slices == 1 else (index, self._slices)
+            self.queue.append(Action("W", action.chunk, action.microbatch, part))
+
+
+def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) -> dict[tuple[str, int, int], float]:
+    generator = random.Random(seed)
+    lengths = {"F": costs.forward, "B": costs.backward, "W": costs.weight, "BW": costs.fused}
+    durations = {}
+    for microbatch in range(schedule.microbatches):
+        for chunk in range(len(schedule.placement)):
+            for kind, cost in lengths.items():
+                factor = max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
+                durations[kind, chunk, microbatch] = cost[chunk] * factor
+    return durations
+
+
+def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float] | None) -> list[float]:
+    ranks = schedule.stages
+    if isinstance(given, str):
+        raise TypeError(f"simulate: memory_limit must be one number or one per rank; got {given!r}")
+    if given is None:
+        limits = []
+        for row in schedule.actions:
+            memory = Memory(costs)
+            for action in row:
+                memory.account(action)
+            limits.append(memory.peak)
+    else:
+        limits = [float(given)] * ranks if isinstance(given, (int, float)) else [float(limit) for limit in given]
+    if len(limits) != ranks:
+        raise ValueError(f"simulate: memory_limit must be one number or one per rank ({ranks}); got {len(limits)}")
+    if not all(limit >= 0 for limit in limits):
+        raise ValueError(f"simulate: memory_limit must be at least 0; got {limits}")
+    slack = 1e-9 * max(limits, default=0.0)  # sums of fractions of one number differ in the last digits
+    return [limit + slack for limit in limits]

@@ -1,0 +1,1 @@
+"""How tensors travel between ranks: torch.distributed, or threads of one process."""

@@ -1,0 +1,97 @@
+"""From what users name their ranks by, a process group or a Transport, to the Transport that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.warmup import rank_order
+from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.distributed import DistributedTransport, Transport
+from zbkern.pipeline.transport.process_groups import meet
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+
+def is_transport(group: Any) -> TypeIs[Transport]:
+    return hasattr(group, "deliver")
+
+
+def place(group: Any) -> tuple[int, int]:
+    """This rank and the number of ranks; raises ValueError where torch.distributed does not run."""
+    if is_transport(group):
+        return group.rank, group.size
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "Pipeline: torch.distributed is not initialised; call torch.distributed.init_process_group() "
+            "in a script that torchrun starts"
+        )
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable[str] = ()) -> Transport:
+    """To the ranks that this one exchanges activations with, the optimizer's norms, or gradients of tied weights."""
+    if is_transport(group):
+        return group
+    rank = dist.get_rank(group)
+    names = meet(dist.get_process_group_ranks(group or dist.group.WORLD), sorted(tied))
+    edges = {*pairwise(schedule.placement), *pairwise(rank_order(schedule))}
+    for name in {name for row in names for name in row}:
+        first, *others = (holder for holder, row in enumerate(names) if name in row)
+        edges |= {(first, other) for other in others}
+    return DistributedTransport(group, {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}, device)
+
+
+@contextlib.contextmanager
+def closing_on_error(transport: Transport, owned: bool) -> Iterator[None]:
+    """Inside, an error of a constructor ends the transport, where it was made for it, after the other ranks know."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, (PipelineError, ScheduleError)):  # which all ranks raise
+            transport.fail(f"rank {transport.rank}, constructing its Pipeline: {type(error).__name__}: {error}")
+        if owned:
+            transport.close()
+        raise
+
+
+def agree(schedule: Schedule, replan_every: int, transport: Transport) -> None:
+    """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain.
+
+    So they would with different `replan_every`.
+    """
+    found = transport.gather((repr(schedule), _checksum(schedule), replan_every))
+    others = [rank for rank, (_, checksum, _) in enumerate(found) if checksum != found[0][1]]
+    if others:
+        raise ScheduleError(
+            f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][0]}, rank {others[0]} another "
+            f"{found[others[0]][0]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
+            "else on every rank, so plan on one and send the schedule with torch.distributed.broadcast_object_list"
+        )
+    periods = [period for _, _, period in found]
+    if len(set(periods)) > 1:
+        raise ScheduleError(f"Pipeline: replan_every must be the same on all ranks; got, by rank, {periods}")
+
+
+@functools.lru_cache(maxsize=8)  # ranks that are threads have one schedule: 24 ms at 64 ranks and 128 microbatches
+def _checksum(schedule: Schedule) -> int:
+    return zlib.crc32(replace(schedule, name="").to_csv().encode())
+
+
+def connect_row(group: Any, device: torch.device) -> Transport:
+    """To the ranks before and after this one."""
+    if is_transport(group):
+        return group
+    place(group)
+    return DistributedTransport(group, (), device)

@@ -1,0 +1,408 @@
+"""How tensors travel between ranks: what the engine needs of a transport, and `DistributedTransport`.
+
+A message is a pytree of tensors under a `Tag`. Sending never blocks. Receiving is posted ahead for good: one thread per
+peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag. A
+rank that fails tells its peers the same way, and they tell theirs, so every rank ends with the first rank's message.
+The last word of a rank goes out before anything here raises, so that a rank that only heard of a failure, and ends, is
+never taken for its origin. A rank that waits too long finds out who is stuck (stalls.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.transport.base import PipelineError, Tag, Values
+from zbkern.pipeline.transport.framing import (
+    GatherMessage,
+    LastWord,
+    Message,
+    Sizes,
+    StallQuery,
+    StallReply,
+    TensorHeader,
+    frame,
+    receive_message,
+)
+from zbkern.pipeline.transport.mailbox import Activity, Mailbox
+from zbkern.pipeline.transport.process_groups import backend_of, close_groups, finish, meet, meeting_time, open_group
+from zbkern.pipeline.transport.stalls import StallDetector
+
+logger = logging.getLogger("zbkern")
+
+_USUAL, _OTHER = 1, 2  # tags of tensors; 0 is that of headers
+_PAUSE = 0.002  # seconds between looks at what has been sent
+_TOLD = 10.0  # seconds in which a rank whose connection broke has heard why, however busy the machine
+
+
+class Transport(Protocol):
+    """What the engine needs of a transport."""
+
+    rank: int
+    size: int
+    activity: Activity
+
+    @property
+    def failure(self) -> str | None:
+        """Why every call raises, None while no rank has failed."""
+
+    def begin(self, call: str) -> None:
+        """Begins this rank's next call, such as a step. Raises PipelineError when a rank has failed.
+
+        Messages carry the call that they are sent in: where another rank makes a different one, both fail.
+        """
+
+    def send(self, peer: int, tag: Any, message: Any) -> None:
+        """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are.
+
+        Raises PipelineError when the peer is gone.
+        """
+
+    def deliver(self, tag: Any, message: Any) -> None:
+        """Files a message of this rank for itself: neighbouring chunks on one rank hand tensors over directly."""
+
+    def ready(self, tag: Any) -> bool:
+        """True when `receive` would return at once."""
+
+    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
+        """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
+
+    def forget(self, step: int) -> None:
+        """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
+
+    def fail(self, reason: str) -> None:
+        """Tells every rank that this one has failed; the first reason that a rank hears or tells stays."""
+
+    def reopen(self) -> None:
+        """Makes a transport that has failed usable again, without the messages that were under way; collective.
+
+        Raises PipelineError when a rank was lost: only a restart brings it back.
+        """
+
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        """One picklable value of every rank, by rank; collective.
+
+        Raises PipelineError as `receive` does. timeout: None for as long as ranks wait for each other to start.
+        """
+
+    def close(self) -> None:
+        """Ends the transport; collective."""
+
+
+class DistributedTransport:
+    """Point to point over torch.distributed: gloo between CPUs, NCCL between GPUs with headers over gloo.
+
+    group: the ranks of this pipeline, None for all. peers: the ranks this one exchanges messages with, besides those
+    before and after it. Each direction (to higher ranks, to lower ranks) has a communicator of its own: no order of
+    NCCL calls can deadlock, and gloo's thread, which spins while somebody sends on the connection that it wants to
+    read, seldom does. A header with tag, shapes and dtypes precedes each message, always through gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, peers: Iterable[int], device: torch.device) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.activity = Activity(self.rank)
+        self._group = group
+        self.device = device
+        self._on_cpu = device.type == "cpu"
+        neighbours = {self.rank - 1, self.rank + 1} & set(range(self.size))
+        self._peers = sorted(({*peers} | neighbours) - {self.rank})
+        self._open()
+
+    def _open(self) -> None:
+        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        meet(ranks)
+        self._headers_up, self._headers_down = (open_group(ranks, "gloo") for _ in range(2))
+        self._up, self._down = self._headers_up, self._headers_down
+        if not self._on_cpu:
+            self._up, self._down = (open_group(ranks, backend_of(self._group, self.device)) for _ in range(2))
+        self._mailbox = Mailbox(self.rank)
+        self._stalls = StallDetector(self.activity, self._mailbox, self._query, self._reply, self._stuck)
+        self._lost, self._gathers = False, 0
+        self._usual_to: dict[int, Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
+        self._telling = threading.Lock()
+        self._last_word: LastWord | None = None
+        self._untold = list(self._peers)  # who has not heard it
+        self._header_lock = threading.Lock()
+        self._sends: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._finish_sends, name="zbkern-send", daemon=True)
+        self._receivers = [
+            threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
+            for peer in self._peers
+        ]
+        for thread in (self._sender, *self._receivers):
+            thread.start()
+        atexit.register(self.close)
+
+    def begin(self, call: str) -> None:
+        difference = self._mailbox.begin(call)
+        if difference is not None:
+            self.fail(difference)
+            raise PipelineError(difference)
+
+    def send(self, peer: int, tag: Tag, message: Any) -> None:
+        leaves, spec = pytree.tree_flatten(message)
+        tensors = [leaf.detach().contiguous() if isinstance(leaf, Tensor) else None for leaf in leaves]
+        shapes = [
+            None if tensor is None else (tensor.dtype, tuple(tensor.shape), leaf.requires_grad)
+            for tensor, leaf in zip(tensors, leaves, strict=True)
+        ]
+        # not the spec itself: torch 2.13 warns when one is unpickled
+        skeleton = None if isinstance(message, Tensor) else pytree.tree_unflatten([0] * len(leaves), spec)
+        header = TensorHeader(*self._mailbox.call, tag, shapes, False, skeleton)
+        sizes = header.sizes
+        if self._on_cpu and sizes == self._usual_to.get(peer):
+            header = header._replace(usual=True)
+        self._usual_to.setdefault(peer, sizes)
+        with self._reaching(peer):
+            works = self._start_send(peer, header)
+            slot = _USUAL if header.usual else _OTHER
+            works += self._start_tensors(peer, [t for t in tensors if t is not None], slot)
+        self._sends.put(works)
+
+    def deliver(self, tag: Tag, message: Any) -> None:
+        self._mailbox.put(tag, (message, []), self.rank, self._mailbox.call)
+
+    def ready(self, tag: Tag) -> bool:
+        message = self._mailbox.peek(tag)
+        return message is not None and all(work.is_completed() for work in message[1])
+
+    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
+        self.activity.awaits = peer
+        try:
+            message, works = self._mailbox.take(peer, tag, timeout)
+        except TimeoutError:
+            self._stalls.timed_out(peer, tag, timeout)
+            raise PipelineError(self._mailbox.failure) from None
+        except PipelineError as error:  # of a peer that closed, perhaps: the others hear that it did
+            self.fail(str(error))
+            raise
+        finally:
+            self.activity.awaits = None
+        self._settle(message, works)
+        return message
+
+    def forget(self, step: int) -> None:
+        for message, works in self._mailbox.forget(step):
+            self._settle(message, works)
+
+    def _settle(self, message: Any, works: list[dist.Work]) -> None:
+        """The current stream waits for what still arrives; the memory stays until this stream is done with it."""
+        for work in works:
+            work.wait()
+        if works:
+            stream = torch.cuda.current_stream(self.device)
+            for leaf in pytree.tree_leaves(message):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(stream)
+
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        # from rank to rank and back, because an allgather of gloo would wait for a frozen rank without a word
+        self.begin("gather")
+        timeout = meeting_time() if timeout is None else timeout
+        self._gathers += 1
+        earlier, everything = Values(self._gathers, False), Values(self._gathers, True)
+        values = [pickle.dumps(value)]
+        if self.rank > 0:
+            values = self.receive(self.rank - 1, earlier, timeout) + values
+        if self.rank < self.size - 1:
+            self._send_values(self.rank + 1, earlier, values)
+            values = self.receive(self.rank + 1, everything, timeout)
+        if self.rank > 0:
+            self._send_values(self.rank - 1, everything, values)
+        return [pickle.loads(pickled) for pickled in values]
+
+    # ---- the end
+
+    def fail(self, reason: str) -> None:
+        self._end(LastWord("failed", reason))
+
+    @property
+    def failure(self) -> str | None:
+        return self._mailbox.failure
+
+    def reopen(self) -> None:
+        if self._lost:
+            raise PipelineError(f"the pipeline cannot go on without a restart: {self._mailbox.failure}")
+        self.close()
+        self._open()
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._end(LastWord("closed", ""))
+        deadline = time.monotonic() + (5 if self._mailbox.failure is None else 2)  # a frozen rank never answers
+        for thread in (self._sender, *self._receivers):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        close_groups([self._up, self._down])
+        self._headers_up = self._headers_down = self._up = self._down = None
+
+    def _end(self, word: LastWord) -> None:
+        """Says this rank's last word to every peer, and only then lets its calls raise. Peers answer with theirs.
+
+        Of several the first is said. What an interruption left unsaid is said by the next, that of `close` at last.
+        """
+        self._lost = self._lost or word.ending == "lost"
+        with self._telling:
+            if self._last_word is None:
+                self._last_word = word
+            while self._untold:
+                self._tell(self._untold[-1], self._last_word)
+                self._untold.pop()
+            self._sends.put(None)
+            if word.ending != "closed":
+                self._mailbox.fail(self._last_word.reason or word.reason)
+
+    def _tell(self, peer: int, word: LastWord) -> None:
+        try:
+            works = self._start_send(peer, word)
+            if self._on_cpu:  # what the peer has posted a receive for
+                empty = [torch.empty(size, dtype=dtype) for dtype, size in self._usual_to.get(peer, [])]
+                works += self._start_tensors(peer, empty, _USUAL)
+            self._sends.put(works)
+        except RuntimeError as error:  # that peer is gone; the others still want to know
+            logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
+
+    def _stuck(self, reason: str) -> None:
+        self._heard(LastWord("failed", reason))
+
+    def _heard(self, word: LastWord) -> None:
+        """A rank has failed, of which no call of this one's tells the user at once."""
+        if self._mailbox.failure is None:
+            logger.error("rank %d: pipeline stopped: %s", self.rank, word.reason)
+        self._end(word)
+
+    # ---- sending
+
+    def _query(self, peer: int, tag: str, waited: float) -> None:
+        self._send_if_there(peer, StallQuery(tag, waited))
+
+    def _reply(self, peer: int, waiting: int, awaited: int) -> None:
+        self._send_if_there(peer, StallReply(waiting, awaited))
+
+    def _send_if_there(self, peer: int, message: Message) -> None:
+        with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
+            self._sends.put(self._start_send(peer, message))
+
+    def _send_values(self, peer: int, tag: Values, values: list[bytes]) -> None:
+        with self._reaching(peer):
+            self._sends.put(self._start_send(peer, GatherMessage(self._mailbox.call, tag, values)))
+
+    @contextlib.contextmanager
+    def _reaching(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
+            reason = self._mailbox.why_gone(peer, _TOLD) or f"rank {peer} cannot be reached: {error}"
+            self.fail(reason)
+            raise PipelineError(reason) from error
+
+    def _start_send(self, peer: int, message: Message) -> list[tuple[dist.Work, Tensor]]:
+        group = self._headers_up if peer > self.rank else self._headers_down
+        with self._header_lock:  # both parts of one message before those of another thread's
+            return [(group.send([part], peer, 0), part) for part in frame(message)]
+
+    def _start_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> list[tuple[dist.Work, Tensor]]:
+        group = self._up if peer > self.rank else self._down
+        return [(group.send([tensor], peer, slot), tensor) for tensor in tensors if tensor.numel()]
+
+    def _finish_sends(self) -> None:
+        """Thread: lets go of sent tensors as soon as they have left, give or take a pause."""
+        with self._stream_of_its_own() as stream:  # no other stream waits for a send
+            while (works := self._sends.get()) is not None:
+                self._finish(works)
+                if stream is not None:
+                    departure = torch.cuda.Event(blocking=True)
+                    departure.record(stream)
+                    departure.synchronize()
+                works = None
+                if self._sends.empty():
+                    time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
+
+    def _finish(self, works: list[tuple[dist.Work, Tensor]]) -> None:
+        for work, tensor in works:
+            try:
+                finish(work, tensor.device)
+            except Exception as error:  # the receiver is gone; its receiver thread here says so
+                logger.debug("rank %d: a send was not finished: %s", self.rank, error)
+
+    # ---- receiving
+
+    def _receive_tensors(self, peer: int, sizes: Sizes, slot: int) -> _Posted:
+        group = self._up if peer < self.rank else self._down
+        tensors = [torch.empty(size, dtype=dtype, device=self.device) for dtype, size in sizes]
+        return tensors, [group.recv([tensor], peer, slot) for tensor in tensors if tensor.numel()]
+
+    def _receive_from(self, peer: int) -> None:
+        """Thread: files everything `peer` sends until it closes or fails."""
+        group = self._headers_up if peer < self.rank else self._headers_down
+        posted: _Posted | None = None
+        try:
+            with self._stream_of_its_own():  # a receive begins at once, not after the work that is queued on another
+                while not isinstance(message := receive_message(group, peer), LastWord):
+                    if isinstance(message, TensorHeader):
+                        posted = self._receive_tree(peer, message, posted)
+                    elif isinstance(message, GatherMessage):
+                        self._file(peer, message, (message.values, []))
+                    elif isinstance(message, StallQuery):
+                        self._stalls.on_query(peer, *message)
+                    else:
+                        self._stalls.on_reply(*message)
+            if message.ending == "closed":
+                self._mailbox.closed(peer)
+            else:
+                self._heard(message)
+            for work in posted[1] if posted else []:
+                finish(work, self.device)
+        except Exception as error:
+            logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
+            if self._last_word is None:
+                self._heard(LastWord("lost", f"rank {peer} exited unexpectedly: its connection closed without notice"))
+
+    def _receive_tree(self, peer: int, header: TensorHeader, posted: _Posted | None) -> _Posted | None:
+        """Files a message of tensors; returns the receive that is posted for the next one.
+
+        Where nobody waits for a receive to be posted, a message takes half the time: the sender's call sends it. So
+        one is there for the next message of the usual sizes, those of the first; only on a CPU, because NCCL's would
+        keep multiprocessors busy.
+        """
+        shapes, skeleton, usual, sizes = header.shapes, header.skeleton, header.usual, header.sizes
+        tensors, works = posted if usual and posted else self._receive_tensors(peer, sizes, _OTHER)
+        if self._on_cpu:
+            while works:
+                finish(works.pop(0), self.device)
+        found = iter(tensors)
+        leaves = [None if shape is None else next(found).requires_grad_(shape[2]) for shape in shapes]
+        tree = leaves[0] if skeleton is None else pytree.tree_unflatten(leaves, pytree.tree_structure(skeleton))
+        self._file(peer, header, (tree, works))
+        if self._on_cpu and (usual or posted is None):
+            return self._receive_tensors(peer, sizes, _USUAL)
+        return posted
+
+    def _file(self, peer: int, message: TensorHeader | GatherMessage, content: tuple[Any, list[dist.Work]]) -> None:
+        difference = self._mailbox.put(message.tag, content, peer, message.call)
+        if difference is not None:
+            self._heard(LastWord("failed", difference))
+
+    @contextlib.contextmanager
+    def _stream_of_its_own(self) -> Iterator[torch.cuda.Stream | None]:
+        """For one of the threads: on CUDA, a stream that nothing else uses."""
+        if self.device.type != "cuda":
+            yield None
+            return
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield stream
+
+
+_Posted = tuple[list[Tensor], list["dist.Work"]]

@@ -1,0 +1,136 @@
+"""What every transport has: a Mailbox for what arrived and was not asked for yet, and an Activity for others to see."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from zbkern.pipeline.transport.base import Call, PipelineError, Tag, Values
+
+
+class Mailbox:
+    """Messages that have arrived and were not asked for yet, and the calls that they were sent in. Thread-safe."""
+
+    def __init__(self, rank: int) -> None:
+        self.call = Call(0, "connecting")  # this rank's
+        self._rank = rank
+        self._ahead: dict[int, dict[str, int]] = {}  # by turn, the calls that others are in already, and who is
+        self._messages: dict[Any, Any] = {}
+        self._changed = threading.Condition()
+        self._closed: set[int] = set()
+        self._first_step = 0
+        self.failure: str | None = None
+
+    def begin(self, name: str) -> str | None:
+        """This rank's next call. Returns what `compare` does. Raises PipelineError when a rank has failed meanwhile."""
+        with self._changed:
+            if self.failure is not None:
+                raise PipelineError(self.failure)
+            self.call = Call(self.call.turn + 1, name)
+            ahead = self._ahead.pop(self.call.turn, {})
+            return next((self._difference(rank, other) for other, rank in ahead.items() if other != name), None)
+
+    def put(self, tag: Any, message: Any, sender: int, call: Call) -> str | None:
+        """Files a message that `sender` sent in its `call`. Returns what is wrong where this rank's is another one."""
+        with self._changed:
+            if not (isinstance(tag, Tag) and tag.step < self._first_step):
+                self._messages[tag] = message
+                self._changed.notify_all()
+            return self.compare(sender, call)
+
+    def compare(self, sender: int, call: Call) -> str | None:
+        """What is wrong where `sender`, in `call`, and this rank make different calls; `begin` tells of later ones."""
+        if call == self.call:
+            return None
+        with self._changed:
+            if call.turn > self.call.turn:
+                self._ahead.setdefault(call.turn, {})[call.name] = sender
+            if call.turn != self.call.turn or call.name == self.call.name:
+                return None
+            return self._difference(sender, call.name)
+
+    def _difference(self, sender: int, name: str) -> str:
+        return (
+            f"ranks make different calls: call {self.call.turn} of this pipeline is {name} on rank {sender} and "
+            f"{self.call.name} on rank {self._rank}; make the same calls in the same order on all ranks"
+        )
+
+    def fail(self, reason: str) -> bool:
+        """Makes every present and later `take` raise; the first reason stays. True when this was the first."""
+        with self._changed:
+            first, self.failure = self.failure is None, self.failure or reason
+            self._changed.notify_all()
+        return first
+
+    def closed(self, peer: int) -> None:
+        """Nothing more will come from that rank."""
+        with self._changed:
+            self._closed.add(peer)
+            self._changed.notify_all()
+
+    def forget(self, step: int) -> list[Any]:
+        """Drops the messages of steps before `step`, those that come later, too; returns what was there."""
+        with self._changed:
+            self._first_step = step
+            old = [tag for tag in self._messages if isinstance(tag, Tag) and tag.step < step]
+            return [self._messages.pop(tag) for tag in old]
+
+    def peek(self, tag: Any) -> Any:
+        return self._messages.get(tag)
+
+    def take(self, peer: int, tag: Any, timeout: float) -> Any:
+        """The message. Raises PipelineError when a rank has failed or `peer` has closed, TimeoutError after a while.
+
+        A gather that has everything ends well, although a rank that had it sooner may have failed since.
+        """
+
+        def over() -> bool:
+            return tag in self._messages or self.failure is not None or peer in self._closed
+
+        with self._changed:
+            self._changed.wait_for(over, timeout)
+            if tag in self._messages and (self.failure is None or isinstance(tag, Values)):
+                return self._messages.pop(tag)
+            if self.failure is not None:
+                raise PipelineError(self.failure)
+            if peer in self._closed:
+                raise PipelineError(f"rank {peer} closed its pipeline while rank {self._rank} awaited {tag} from it")
+            raise TimeoutError
+
+    def why_gone(self, peer: int, timeout: float) -> str | None:
+        """Why `peer` can no longer be reached, waiting up to `timeout` seconds to be told."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None or peer in self._closed, timeout)
+            if self.failure is None and peer in self._closed:
+                return f"rank {peer} closed its pipeline while rank {self._rank} had a message for it"
+            return self.failure
+
+    def wait_for_failure(self, timeout: float) -> str | None:
+        """The reason why everything ends, waiting up to `timeout` seconds for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, timeout)
+        return self.failure
+
+
+class Activity:
+    """What a rank is doing: `action` since `start`, or waiting for a message of rank `awaits`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.awaits: int | None = None
+        self.begin("none")
+
+    def begin(self, action: object) -> None:
+        self.action = action
+        self.start = time.monotonic()
+
+    def stuck(self, tag: str, waited: float) -> str:
+        """What a rank that waits for nobody says when another one has waited too long."""
+        seconds = time.monotonic() - self.start
+        return f"rank {self.rank}, action {self.action}: stuck for {seconds:.1f} s; {tag} was awaited for {waited:g} s"
+
+    def silent(self, peer: int, tag: str, waited: float, link: tuple[int, int] | None) -> str:
+        """What a rank says that has waited too long. link: the last rank that answered, and for which it waits."""
+        end = "nor an answer" if link is None else f"for rank {link[0]} waits for rank {link[1]}, which does not answer"
+        return f"rank {self.rank}, action {self.action}: rank {peer} did not send {tag} in {waited:g} s, {end}"

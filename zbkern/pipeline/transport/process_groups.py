@@ -1,0 +1,131 @@
+"""Communicators of a pipeline's own, which torch.distributed does not register.
+
+torch.distributed.new_group names a group after the number of groups that this process is in (before torch 2.15): ranks
+that are in different numbers of them wait for each other for ever; and a name comes back when a group is destroyed,
+with what the store still has under it. These count their openings in the store, and end with `close_groups` and the
+last reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zbkern.pipeline.transport.base import PipelineError
+
+_FOREVER = timedelta(days=365)
+_LATE = "late"  # where a meeting keeps the ranks that had not come; those have numbers for keys
+
+
+def open_group(ranks: Sequence[int], backend: str) -> Any:
+    """A communicator of these global ranks; collective among them. Has send and recv; `finish` waits for their works.
+
+    Raises PipelineError where one of them ends while they connect.
+    """
+    kind: Any = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(backend)
+    if kind is None:
+        return dist.new_group(ranks, timeout=_FOREVER, backend=backend, use_local_synchronization=True)
+    place = place_in_store(ranks, "group"), ranks.index(dist.get_rank()), len(ranks)
+    if backend == "nccl":  # connects when it is first used
+        return getattr(dist, kind)(*place, _FOREVER)
+    try:  # gloo has one time-out to connect and for messages: `finish` has another for these
+        return getattr(dist, kind)(*place, timedelta(seconds=meeting_time()))
+    except RuntimeError as error:
+        raise PipelineError(
+            f"Pipeline: {_missing(error, ranks)} ended, or froze, while ranks connected; start all again "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _missing(error: RuntimeError, ranks: Sequence[int]) -> str:
+    """Whose address gloo waited for, by the key in the store that it names: "keys: /.../3"."""
+    key = re.search(r"keys: \S*/(\d+)$", str(error).splitlines()[0])
+    return f"global rank {ranks[int(key[1])]}" if key and int(key[1]) < len(ranks) else "a rank"
+
+
+def finish(work: dist.Work, device: torch.device) -> None:
+    """Waits for a message as long as it takes; on a GPU the current stream does."""
+    if device.type == "cpu":
+        work.wait(_FOREVER)
+    else:
+        work.wait()
+
+
+def meet(ranks: Sequence[int], value: Any = None) -> list[Any]:
+    """One small JSON value of each of these global ranks, in their order, by way of the store; collective.
+
+    Raises PipelineError, on all ranks sooner or later, where one has not come within `meeting_time`, or where the store
+    is gone. Connections are opened after this, because gloo would not say who has not come.
+    """
+    with _needing_store():
+        store = place_in_store(ranks, "values")
+        store.set(str(dist.get_rank()), json.dumps(value))
+        try:
+            store.wait([str(rank) for rank in ranks])
+        except RuntimeError:
+            store.set(_LATE, json.dumps([rank for rank in ranks if not store.check([str(rank)])]))
+        if store.check([_LATE]):
+            late = json.loads(store.get(_LATE))
+            raise PipelineError(
+                f"Pipeline: global ranks {late} did not come to connect in {meeting_time():g} s, "
+                "the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
+            )
+        return [json.loads(store.get(str(rank))) for rank in ranks]
+
+
+@contextlib.contextmanager
+def _needing_store() -> Iterator[None]:
+    """Inside, a store that is gone is a PipelineError that says who has taken it along."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        host = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "global rank 0"
+        raise PipelineError(
+            f"Pipeline: {host} has ended, with the store of torch.distributed that ranks meet in; start all ranks again"
+            f" ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def meeting_time() -> float:
+    """Seconds that ranks wait for each other to come to a meeting: what init_process_group was told."""
+    return dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
+
+
+def place_in_store(ranks: Sequence[int], what: str) -> dist.PrefixStore:
+    """Where in the job's store these ranks meet: at their n-th call for the same, which they make in the same order."""
+    name, store = f"zbkern/{'_'.join(map(str, ranks))}/{what}", dist.distributed_c10d._get_default_store()
+    with _needing_store():
+        turn = store.add(f"{name}/taken by {dist.get_rank()}", 1)
+    return dist.PrefixStore(f"{name}/{turn}", store)
+
+
+def close_groups(groups: Iterable[Any]) -> None:
+    """Ends communicators. gloo's close their connections once nobody refers to them; NCCL's hold on to the device."""
+    for group in groups:
+        if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
+            group.shutdown()
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend of this group's tensors on this device; a group may have one for each kind of device."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    backends = dict(pair.split(":", 1) for pair in config.split(","))
+    if device.type not in backends:
+        raise ValueError(
+            f"Pipeline: the process group has no backend for {device.type} tensors ({config}); call "
+            f"torch.distributed.init_process_group() without a backend, or with one for {device.type}"
+        )
+    if device.type == "cuda" and backends["cuda"] == "gloo":  # it would read the addresses as the host's
+        raise ValueError(
+            f"Pipeline: gloo cannot send CUDA tensors from one rank to another, and the process group has it for them "
+            f'({config}); call torch.distributed.init_process_group() without a backend, or with "cpu:gloo,cuda:nccl"'
+        )
+    return backends[device.type]

@@ -1,0 +1,396 @@
+"""The deferred half of a backward: `WGradTask`, one W that has not run yet, and `WGradQueue`, which holds them.
+
+A zbkern layer's backward computes the gradient of its input at once and, while a queue is deferring on this thread,
+hands the gradient of its weights over as a task. Everything that can change between B and W is decided when the task
+runs (`landing.py`): whether the gradient is added or written, and whether it lives in `.grad` or in `.main_grad`.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from zbkern.wgrad import accumulation, grouping, side_stream
+from zbkern.wgrad.task import Launch as Launch
+from zbkern.wgrad.task import Segment as Segment
+from zbkern.wgrad.task import WGradTask as WGradTask
+
+
+class WGradQueue:
+    """Holds the W of every backward that ran inside `defer`, and runs it when asked, in any order.
+
+    max_bytes: pinned bytes above which the oldest W run at once instead of waiting; None for no limit.
+    merge: True runs the pending tasks of one weight as one launch (equal to separate launches up to rounding);
+    "exact" runs them one after the other in the order of their backwards, bit for bit as separate launches; False
+    never groups. listeners: called with the tasks of each launch once their gradients have landed. Every method may be
+    called from any thread; a scope of `defer` belongs to the thread that opened it.
+
+    stream: a CUDA stream on which W runs beside other work (`streams.py` says how, and what its priority is worth);
+    None for the current one. Gradients are then complete where `join` or `run()` of everything was called; until
+    then nothing else may touch them, a backward that does not defer included. Gradients with hooks, which may look at
+    them at once, are computed on the current stream.
+
+    >>> queue = WGradQueue()
+    >>> with queue.defer(key=0):          # doctest: +SKIP
+    ...     loss.backward()               # B only: input gradients
+    >>> queue.run()                       # W: now every .grad is what plain backward() gives
+    """
+
+    def __init__(
+        self, max_bytes: int | None = None, merge: bool | str = True, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self._side: side_stream.SideStream | None = None
+        self._tasks: dict[WGradTask, None] = {}  # a dict keeps the order and forgets one task in constant time
+        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 0):
+            raise ValueError(
+                f"WGradQueue: max_bytes must be a number of bytes >= 0, or None for no limit; got {max_bytes!r}"
+            )
+        if merge not in (True, False, "exact"):
+            raise ValueError(f'WGradQueue: merge must be True, False or "exact"; got {merge!r}')
+        self.max_bytes = max_bytes
+        self.merge = merge
+        self.peak_bytes = 0
+        self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
+        self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes, itself
+        self._bytes = 0
+        self._lock = threading.RLock()
+        _count(1)  # before what may raise: __del__ counts it out
+        self.stream = stream
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where W runs; None for the current stream. May be set while no W is pending, else raises RuntimeError."""
+        return None if self._side is None else self._side.stream
+
+    @stream.setter
+    def stream(self, stream: torch.cuda.Stream | None) -> None:
+        with self._lock:
+            if self._tasks:
+                raise RuntimeError(
+                    f"WGradQueue.stream: {len(self)} W are pending, whose inputs no event marks for another stream; "
+                    "run() or discard() them first"
+                )
+            if stream is not None and not hasattr(stream, "wait_event"):
+                raise TypeError(f"WGradQueue: stream must be a torch.cuda.Stream or None; got {stream!r}")
+            self.join()
+            self._side = None if stream is None else side_stream.SideStream(stream)
+
+    def defer(self, key: Hashable = None) -> _Scope:
+        """Inside, every `backward()` of this thread runs B only; its W wait here under `key`.
+
+        Autograd runs on the calling thread meanwhile (also for CUDA), so scopes of several threads do not mix. The
+        forward may be inside, too: its graph then has no edges to the weights of zbkern layers, which makes B of small
+        layers a fifth faster; backward() gives what it always gives, but torch.autograd.grad towards those weights
+        raises, and backward(inputs=[weight]) does not reach them (docs/gradients.md).
+        """
+        _check_key("defer", key)
+        return _Scope(self, key)
+
+    def add(self, task: WGradTask, key: Hashable = None) -> None:
+        """Takes a task over. Layers call this; so can a layer of your own (see `current`)."""
+        if not isinstance(task, WGradTask):
+            raise TypeError(f"WGradQueue.add: task must be a WGradTask; got {type(task).__name__}")
+        _check_key("add", key)
+        task.key = key
+        with self._lock:
+            if self._side is not None and task.tensors[0].device == self._side.stream.device:
+                task.ready = self._side.mark()
+                self._unpin(self._side.landed())
+            self._tasks[task] = None
+            pinned, pins = self._pinned, task.pins
+            for tensor in task.tensors:
+                storage = tensor.untyped_storage()
+                address = storage._cdata
+                if address in pinned:
+                    pin = pinned[address]
+                    pin[0] += 1
+                else:
+                    size = storage.nbytes()
+                    pin = pinned[address] = [1, size, address]
+                    self._bytes += size
+                pins.append(pin)
+            if self.max_bytes is not None and self._bytes > self.max_bytes:
+                self._run_early()
+            if self._bytes > self.peak_bytes:
+                self.peak_bytes = self._bytes
+
+    def run(self, key: Hashable | list[Hashable] = None) -> int:
+        """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many tasks."""
+        with self._lock:
+            selected = self._select("run", key)
+            if selected:
+                self._run(grouping.batches(selected, self.merge), selected[0])
+            if key is None:
+                self.join()
+        return len(selected)
+
+    def join(self) -> None:
+        """Makes the current stream wait for the W on the queue's own stream: from here on their gradients are there."""
+        if self._side is not None:
+            with self._lock:
+                self._unpin(self._side.join())
+
+    def run_one(self, key: Hashable | list[Hashable] = None) -> bool:
+        """Runs the oldest task (of the given keys), with every pending task of its weight among them when merging.
+
+        Returns False when there is none.
+        """
+        with self._lock:
+            selected = self._select("run_one", key) if key is not None else self._tasks
+            first = next(iter(selected), None)
+            if first is None:
+                return False
+            if first.has_hooks:
+                batch = next(grouping.batches(self._select("run_one", [first.key]), self.merge))
+            elif self.merge:
+                weight = first.weight
+                batch = [[task for task in selected if task.weight == weight]], False
+            else:
+                batch = [[first]], False
+            self._run([batch], first)
+        return True
+
+    def discard(self, key: Hashable | list[Hashable] = None) -> int:
+        """Drops the W of one key, of a list, or all: their gradients are lost. Returns how many."""
+        with self._lock:
+            dropped = self._select("discard", key)
+            self._remove(dropped)
+        return len(dropped)
+
+    def pending(self, key: Hashable | list[Hashable] = None) -> int:
+        """Number of tasks that wait, of one key, of a list, or of all."""
+        with self._lock:
+            return len(self._tasks) if key is None else len(self._select("pending", key))
+
+    def keys(self) -> list[Any]:
+        """The keys that have tasks waiting, oldest first."""
+        with self._lock:
+            return list(dict.fromkeys(task.key for task in self._tasks))
+
+    def tasks(self) -> tuple[WGradTask, ...]:
+        """The tasks that wait, oldest first."""
+        with self._lock:
+            return tuple(self._tasks)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the storages that W keep alive, waiting or running on the queue's stream, each storage once."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __bool__(self) -> bool:
+        return True  # an empty queue is still a queue: `queue or default` must not replace it
+
+    def __repr__(self) -> str:
+        return f"WGradQueue(pending={len(self)}, bytes={self.bytes}, peak_bytes={self.peak_bytes})"
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_lock") or _count is None:  # the constructor refused its arguments; interpreter exit
+            return
+        _count(-1)
+        self.join()
+        if self._tasks:
+            warnings.warn(
+                f"a WGradQueue was deleted with {len(self._tasks)} W still pending (first: {next(iter(self._tasks))}): "
+                "these gradients are lost; call run() before the optimizer step, or discard() to drop them on purpose",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _select(self, caller: str, key: Hashable | list[Hashable]) -> list[WGradTask]:
+        """The tasks of these keys; for those who hold the lock."""
+        if key is None:
+            return [*self._tasks]
+        keys = key if isinstance(key, list) else [key]
+        for each in keys:
+            _check_key(caller, each)
+        return [task for task in self._tasks if task.key in keys]
+
+    def _run(self, batches: Iterable[tuple[grouping.Batch, bool]], first: WGradTask) -> None:
+        if torch._C._is_any_autocast_enabled():  # W computes in the dtypes that B left
+            device = first.tensors[0].device.type
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return self._run(batches, first)
+        with torch.set_grad_enabled(False):  # half the time of no_grad()
+            for batch, hooked in batches:
+                self._run_batch(batch, hooked)
+        return None
+
+    def _run_batch(self, batch: grouping.Batch, hooked: bool) -> None:
+        """Runs groups that are one launch; the tasks leave the queue once their gradients have landed."""
+        tasks = batch[0] if len(batch) == 1 else [task for group in batch for task in group]
+        for task in tasks:
+            version = 0
+            for tensor in task.tensors:
+                version += tensor._version
+            if version != task.version:
+                raise RuntimeError(
+                    f"WGradQueue: a tensor that {task} needs was modified in place between B and W; "
+                    "run the queue before the modification, or modify a copy"
+                )
+        first, side, gradients = tasks[0], None, None
+        if len(tasks) > 1 and self.merge == "exact" and not hooked:
+            for task in tasks:
+                self._run_batch([[task]], hooked)
+            return
+        try:
+            if hooked:
+                self.join()
+                gradients = accumulation.sum_gradients(tasks)
+            elif first.ready is not None:
+                side = self._side
+                self._launch_beside(batch, tasks)
+            else:
+                accumulation.accumulate(batch)
+        except Exception as error:
+            raise _failed(first, error) from error
+        for task in tasks:
+            del self._tasks[task]
+        if side is None:
+            self._unpin(tasks)
+        if gradients:  # the tasks are gone by now: if a hook raises, the gradient has landed all the same
+            accumulation.accumulate_via_autograd(gradients)
+        if self.listeners:
+            with nullcontext() if side is None else side_stream.on(side.stream):  # after W, whichever stream it is on
+                for listener in self.listeners:
+                    listener(tasks)
+
+    def _launch_beside(self, batch: list[list[WGradTask]], tasks: list[WGradTask]) -> None:
+        side = self._side
+        assert side is not None
+        targets = [accumulation.Target(group[0]) for group in batch]
+        marks = [task.ready for task in tasks]
+        if any(target.fresh for target in targets):
+            marks.append(side.mark())
+        # No priority takes a multiprocessor from a block that runs, so these end after a tile: 44 us on an H100 where W
+        # sums over 4096 rows.
+        side.launch(lambda: accumulation.launch(batch, targets, max_tiles=1), marks, tasks)
+        if any(target.replaces for target in targets):
+            self.join()
+        for target in targets:
+            target.arrive()
+
+    def _run_early(self) -> None:
+        """Runs the oldest W until the limit holds. Where hooks listen, the gradient is computed but kept.
+
+        They hear of it when the task is asked for: this backward may have more to add to the same parameter.
+        """
+        assert self.max_bytes is not None
+        for task in list(self._tasks):
+            if self._bytes > self.max_bytes:
+                self.join()
+            if self._bytes <= self.max_bytes:
+                return
+            if not task.has_hooks:
+                self._run([([[task]], False)], task)
+            elif task.launch is not accumulation.add_gradients:
+                with torch.no_grad():
+                    gradients = accumulation.sum_gradients([task])
+                self._remove([task])
+                if gradients:
+                    parameters, sums = zip(*gradients, strict=True)
+                    self.add(
+                        WGradTask(accumulation.add_gradients, sums, parameters, 0, task.name, task.ddp_managed),
+                        task.key,
+                    )
+        if self._bytes > self.max_bytes:
+            self.join()
+
+    def _remove(self, tasks: Iterable[WGradTask]) -> None:
+        for task in tasks:
+            del self._tasks[task]
+        self._unpin(tasks)
+
+    def _unpin(self, tasks: Iterable[WGradTask]) -> None:
+        for task in tasks:
+            for pin in task.pins:
+                if pin[0] > 1:
+                    pin[0] -= 1
+                else:
+                    del self._pinned[pin[2]]
+                    self._bytes -= pin[1]
+
+
+class _Scope:
+    """What `WGradQueue.defer` returns: a class, because a generator's context takes three times as long."""
+
+    __slots__ = ("_where",)
+
+    def __init__(self, queue: WGradQueue, key: Hashable) -> None:
+        self._where = queue, key
+
+    def __enter__(self) -> WGradQueue:
+        _scopes.stack.append((self._where, torch.autograd.set_multithreading_enabled(False)))
+        return self._where[0]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _scopes.stack.pop()[1].__exit__(kind, error, trace)
+
+
+class _Scopes(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[tuple[WGradQueue, Hashable], torch.autograd.set_multithreading_enabled]] = []
+
+
+_scopes = _Scopes()
+_endings: weakref.WeakValueDictionary[int, WGradQueue] = weakref.WeakValueDictionary()  # by running backward
+possible = False  # some queue exists, so W may be deferred
+_alive = 0
+_counting = threading.Lock()
+
+
+def _count(change: int) -> None:
+    global _alive, possible
+    with _counting:
+        _alive += change
+        possible = _alive > 0
+
+
+def current() -> tuple[WGradQueue, Hashable] | None:
+    """The queue and key of the innermost `defer` scope of this thread, or None."""
+    stack = _scopes.stack
+    return stack[-1][0] if stack else None
+
+
+def run_in_backward(task: WGradTask) -> None:
+    """Runs a task that nobody defers: now, or where hooks listen when this backward ends and all contributions are in.
+
+    Autograd, too, calls a parameter's hooks once per backward.
+    """
+    if not task.has_hooks:
+        accumulation.accumulate([[task]])
+        return
+    backward = torch._C._current_graph_task_id()
+    queue = _endings.get(backward)
+    if queue is None:
+        queue = _endings[backward] = WGradQueue()
+        # Only the callback owns the queue: if the backward fails, both go, and its gradients with them, as in torch.
+        torch.autograd.Variable._execution_engine.queue_callback(queue.run)  # type: ignore[arg-type]
+    queue.add(task)
+
+
+def _check_key(method: str, key: Hashable) -> None:
+    if isinstance(key, list):
+        raise TypeError(f"WGradQueue.{method}: key must not be a list, which `run` takes as several keys; got {key!r}")
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(
+            f"WGradQueue.{method}: key must be hashable, such as a number or a tuple; got {key!r}"
+        ) from None
+
+
+def _failed(task: WGradTask, error: Exception) -> RuntimeError:
+    return RuntimeError(f"WGradQueue: W of {task} failed and stays in the queue: {error}")
