@@ -140,12 +140,13 @@ class Interception(TorchFunctionMode):
         if isinstance(found, Tensor) and id(found) in self._views:
             return found  # a cast to the dtype that it has
         method = getattr(Tensor, function.__name__, function)
-        views = view.then(method, _plain_indices(args[1:]), kwargs)
-        if isinstance(views, ParameterView):
-            self._remember(found, views)
-        else:
-            for tensor, part in zip(found, views, strict=True):
-                self._remember(tensor, part)
+        step = (method, _plain_indices(args[1:]), tuple(sorted(kwargs.items())))
+        if isinstance(found, Tensor):
+            self._remember(found, ParameterView(view.parameter, (*view.steps, step), found.detach()))
+            return found
+        for index, part in enumerate(found):
+            pick = (products.pick, (index,), ())
+            self._remember(part, ParameterView(view.parameter, (*view.steps, step, pick), part.detach()))
         return found
 
     def _values(self, argument: Any) -> Any:
@@ -168,7 +169,7 @@ class Interception(TorchFunctionMode):
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
-            x, view = x.to(dtype), view if view.value.dtype == dtype else view.then(Tensor.to, (dtype,), {})
+            x, view = x.to(dtype), view if view.value.dtype == dtype else view.then(Tensor.to, dtype)
         return autograd.apply(Product, self._call(view, x), x, kind, view, options)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -188,7 +189,7 @@ class Interception(TorchFunctionMode):
             assert views[0] is not None
             return self.product(products.MATMUL_LEFT, right, views[0])
         if right.dim() == 2:
-            return self.product(products.LINEAR, left, views[1].then(Tensor.t, (), {}))
+            return self.product(products.LINEAR, left, views[1].then(Tensor.t))
         return self.product(products.MATMUL, left, views[1])
 
     def addmm(self, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor | None:

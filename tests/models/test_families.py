@@ -5,7 +5,6 @@ Configurations are tiny and weights random; shares are by elements of parameters
 
 from __future__ import annotations
 
-import copy
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,22 +21,50 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="fam
 
 # Whatever of these a configuration has becomes small
 SMALL: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64, "head_dim": 8,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1
-    ,
-    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
-    "v_head_dim": 8, "qk_head_dim": 8, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64,
-    "d_model": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 48, "num_layers": 2, "word_embed_proj_dim": 32,
-    "attention_hidden_size": 32, "state_size": 4, "ffn_hidden_size": 48, "rotary_dim": 4,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "qk_head_dim": 8,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "ffn_dim": 48,
+    "num_layers": 2,
+    "word_embed_proj_dim": 32,
+    "attention_hidden_size": 32,
+    "state_size": 4,
+    "ffn_hidden_size": 48,
+    "rotary_dim": 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 61,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"), 0.0),
     **dict.fromkeys(("dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"), 0.0),
 }
@@ -102,23 +129,24 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def model_of(name: str) -> nn.Module:
-    """A small model of the family that computes a loss; skips where none of the attempts gives one."""
+def models_of(name: str) -> tuple[nn.Module, nn.Module]:
+    """Two equal small models of the family that compute a loss; skips where none of the attempts gives one."""
     reasons = []
     for without, other in ATTEMPTS:
         torch.manual_seed(0)
         try:
-            model = small(name, without, other).float().train()
-            loss_of(model)
+            loss_of(small(name, without, other).float())
         except Exception as error:  # whatever a configuration that does not fit raises
             reasons.append(f"{type(error).__name__}: {error}")
-        else:
-            return model
+            continue
+        model, twin = (small(name, without, other).float().train() for _ in range(2))
+        twin.load_state_dict(model.state_dict())
+        return model, twin
     pytest.skip(f"no small configuration: {reasons[0]}")
 
 
-def check(model: nn.Module) -> None:
-    twin = zbkern.convert(copy.deepcopy(model))
+def check(model: nn.Module, twin: nn.Module) -> None:
+    zbkern.convert(twin)
     loss = loss_of(model)
     loss.backward()
     queue = zbkern.WGradQueue()
@@ -136,18 +164,19 @@ def check(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", USUAL)
 def test_usual(name: str) -> None:
-    check(model_of(name))
+    check(*models_of(name))
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_every_implementation_of_experts(experts: str) -> None:
-    model = model_of("mixtral")
-    model.set_experts_implementation(experts)
-    check(model)
+    models = models_of("mixtral")
+    for model in models:
+        model.set_experts_implementation(experts)
+    check(*models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in families() if name not in USUAL])
 def test_family(name: str) -> None:
     with at_most(40):
-        check(model_of(name))
+        check(*models_of(name))

@@ -31,14 +31,9 @@ class ParameterView:
     steps: tuple[Step, ...]
     value: Tensor
 
-    def then(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The view, or the tuple of views, that one more step makes."""
-        step = (function, args, tuple(sorted(kwargs.items())))
-        value = function(self.value, *args, **kwargs)
-        if isinstance(value, Tensor):
-            return ParameterView(self.parameter, (*self.steps, step), value)
-        parts = [(*self.steps, step, (_pick, (index,), ())) for index in range(len(value))]
-        return [ParameterView(self.parameter, steps, part) for steps, part in zip(parts, value, strict=True)]
+    def then(self, function: Callable[..., Tensor], *args: Any) -> ParameterView:
+        """The view that one more step makes."""
+        return ParameterView(self.parameter, (*self.steps, (function, args, ())), function(self.value, *args))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -46,7 +41,8 @@ class ParameterView:
         return tuple((function, repr(args), repr(kwargs)) for function, args, kwargs in self.steps)
 
 
-def _pick(parts: Sequence[Tensor], index: int) -> Tensor:
+def pick(parts: Sequence[Tensor], index: int) -> Tensor:
+    """A step: one of the results of a function that returns several."""
     return parts[index]
 
 
