@@ -6,7 +6,7 @@ Configurations are tiny and weights random; shares are by elements of parameters
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,7 +145,7 @@ def models_of(name: str) -> tuple[nn.Module, nn.Module]:
     pytest.skip(f"no small configuration: {reasons[0]}")
 
 
-def check(model: nn.Module, twin: nn.Module) -> None:
+def check(model: nn.Module, twin: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor] = loss_of) -> None:
     zbkern.convert(twin)
     loss = loss_of(model)
     loss.backward()
@@ -180,3 +180,73 @@ def test_every_implementation_of_experts(experts: str) -> None:
 def test_family(name: str) -> None:
     with at_most(40):
         check(*models_of(name))
+
+
+BLOCK = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+DROP = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def clip(T: Any) -> nn.Module:
+    text = {"vocab_size": 61, **BLOCK, "max_position_embeddings": 16, "eos_token_id": 2}
+    return T.CLIPModel(T.CLIPConfig(text_config=text, vision_config={**BLOCK, "image_size": 16, "patch_size": 4}))
+
+
+def whisper(T: Any) -> nn.Module:
+    coders = {f"{coder}_{name}": value for coder in ("encoder", "decoder") for name, value in CODERS.items()}
+    lengths = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = T.WhisperConfig(vocab_size=61, d_model=32, dropout=0.0, **coders, **lengths, **tokens)
+    return T.WhisperForConditionalGeneration(config)
+
+
+def swin(T: Any) -> nn.Module:
+    sizes = {
+        "image_size": 16,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    }
+    return T.SwinForImageClassification(T.SwinConfig(**sizes, drop_path_rate=0.0, **DROP))
+
+
+def convnext(T: Any) -> nn.Module:
+    config = T.ConvNextConfig(depths=[1, 1], hidden_sizes=[8, 16], num_stages=2, drop_path_rate=0.0)
+    return T.ConvNextForImageClassification(config)
+
+
+def recurrent(T: Any) -> nn.Module:
+    return nn.Sequential(nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True), Last(nn.LSTM(16, 8)))
+
+
+class Last(nn.Module):
+    """The output of an LSTM, without its state."""
+
+    def __init__(self, inner: nn.LSTM) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+@pytest.mark.parametrize("make", [clip, whisper, swin, convnext, recurrent], ids=lambda make: make.__name__)
+def test_other_models(make: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(3, 60, (2, 12), generator=generator)
+    images, labels = torch.randn(2, 3, 16, 16, generator=generator), torch.tensor([0, 1])
+    batch: dict[str, Any] = {
+        "clip": {"input_ids": text, "pixel_values": images, "return_loss": True},
+        "whisper": {"input_features": torch.randn(2, 8, 40, generator=generator), "labels": text},
+        "recurrent": {"input": torch.randn(2, 5, 16, generator=generator)},
+    }.get(make.__name__, {"pixel_values": images, "labels": labels})
+    torch.manual_seed(0)
+    model, twin = (make(transformers).train() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        found = model(**batch)
+        return found.square().mean() if isinstance(found, torch.Tensor) else found.loss
+
+    check(model, twin, loss)
