@@ -65,6 +65,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
     "linear, half of a matrix": ({"w": (16, 8)}, lambda p, x: F.linear(x, p["w"][8:])),
     "linear, bias of two dimensions": ({"w": (8, 8), "b": (3, 8)}, lambda p, x: F.linear(x, p["w"], p["b"][1])),
     "@": (SQUARE, lambda p, x: x @ p["w"]),
+    "matmul by names": (SQUARE, lambda p, x: torch.matmul(input=x, other=p["w"])),
     "@ from the left": (SQUARE, lambda p, x: (p["w"] @ x.mT).mT),
     "@ of the transposed": (SQUARE, lambda p, x: x @ p["w"].T),
     "mm": (SQUARE, lambda p, x: torch.mm(x, p["w"].t())),
@@ -79,6 +80,10 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
     "conv1d": ({"w": (8, 1, 3), "b": (8,)}, lambda p, x: F.conv1d(x.mT[None], p["w"], p["b"], 1, 1, groups=8)[0].mT),
     "conv1d, same": ({"w": (4, 8, 3)}, lambda p, x: F.conv1d(x.mT[None], p["w"], padding="same")[0].mT),
     "conv1d, weight reshaped": ({"w": (8, 3)}, lambda p, x: F.conv1d(x.mT[None], p["w"][:, None], groups=8)[0].mT),
+    "conv1d by names": (
+        {"w": (8, 1, 3)},
+        lambda p, x: F.conv1d(input=x.mT[None], weight=p["w"], stride=2, padding=1, groups=8)[0].mT,
+    ),
     "conv2d": ({"w": (4, 1, 2, 2)}, lambda p, x: F.conv2d(x[None, None], p["w"], stride=2).flatten(1)),
     "conv_transpose1d": ({"w": (8, 4, 2)}, lambda p, x: F.conv_transpose1d(x.mT[None], p["w"], stride=2)[0].mT),
     "embedding": ({"w": (5, 8)}, lambda p, x: x + F.embedding(torch.arange(len(x)) % 3, p["w"])),

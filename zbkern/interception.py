@@ -9,6 +9,7 @@ torch gives it, at once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,21 +32,12 @@ VIEWS = {
 # Functions that only look at a tensor, or whose result has no gradient
 QUESTIONS = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "type"),
-    *("is_floating_point", "is_complex", "is_contiguous", "get_device", "is_pinned", "detach", "__len__", "__repr__"),
-    *(
-        "__format__",
-        "__hash__",
-        "__bool__",
-        "item",
-        "tolist",
-        "numpy",
-        "untyped_storage",
-        "is_inference",
-        "__reduce_ex__",
-    ),
-    *("has_names", "is_nonzero", "is_same_size", "equal", "allclose", "requires_grad_", "retain_grad", "register_hook"),
+    *("is_floating_point", "is_complex", "is_contiguous", "get_device", "is_pinned", "is_inference", "has_names"),
+    *("__len__", "__repr__", "__format__", "__hash__", "__bool__", "__reduce_ex__", "item", "tolist", "numpy"),
+    *("detach", "untyped_storage", "requires_grad_", "retain_grad", "register_hook", "is_tensor", "is_nonzero"),
+    *("is_same_size", "equal", "allclose", "isnan", "isinf", "isfinite", "broadcast_tensors"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),
-    *("new_ones", "new_full", "new_tensor", "isnan", "isinf", "isfinite", "is_tensor", "broadcast_tensors"),
+    *("new_ones", "new_full", "new_tensor"),
 }
 
 
@@ -89,7 +81,7 @@ class Interception(TorchFunctionMode):
         if name in VIEWS and (view := self._view(args[0])) is not None:
             return self._follow(view, function, args, kwargs)
         handler = HANDLERS.get(name)
-        if handler is not None:
+        if handler is not None and (not kwargs or kwargs.keys() <= _KEYWORDS[name]):
             result = handler(self, *args, **kwargs)
             if result is not None:
                 return result
@@ -211,15 +203,8 @@ class Interception(TorchFunctionMode):
     def grouped_mm(
         self, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor | None:
-        view = self._view(weight)
-        if (
-            view is None
-            or self._view(x) is not None
-            or offs is None
-            or bias is not None
-            or x.dim() != 2
-            or weight.dim() != 3
-        ):
+        view = self._view(weight) if offs is not None and bias is None and out_dtype is None else None
+        if view is None or self._view(x) is not None or x.dim() != 2 or weight.dim() != 3:
             return None
         return self.product(products.GROUPED, x, view, offs)
 
@@ -280,37 +265,14 @@ def _numbers(value: Any, count: int) -> list[int]:
     return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
 
 
-def _convolution(dimensions: int) -> Callable[..., Tensor | None]:
-    def handler(
-        self: Interception,
-        input: Tensor,
-        weight: Tensor,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor | None:
-        return self.convolution(dimensions, False, input, weight, bias, stride, padding, dilation, 0, groups)
+def _convolution(dimensions: int, transposed: bool) -> Callable[..., Tensor | None]:
+    order = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    names = ("bias", "stride", "padding", *order)
+    defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
 
-    return handler
-
-
-def _transposed_convolution(dimensions: int) -> Callable[..., Tensor | None]:
-    def handler(
-        self: Interception,
-        input: Tensor,
-        weight: Tensor,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Tensor | None:
-        return self.convolution(
-            dimensions, True, input, weight, bias, stride, padding, dilation, output_padding, groups
-        )
+    def handler(self: Interception, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        given = dict(zip(names, args, strict=False))
+        return self.convolution(dimensions, transposed, input, weight, **{**defaults, **given, **kwargs})
 
     return handler
 
@@ -323,6 +285,15 @@ HANDLERS: dict[str, Callable[..., Tensor | None]] = {
     "einsum": Interception.einsum,
     **dict.fromkeys(("_grouped_mm", "grouped_mm"), Interception.grouped_mm),
     "embedding": Interception.embedding,
-    **{f"conv{n}d": _convolution(n) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _transposed_convolution(n) for n in (1, 2, 3)},
+    **{f"conv{n}d": _convolution(n, False) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _convolution(n, True) for n in (1, 2, 3)},
+}
+"""By a torch function's name, what computes it with a W of its own, or returns None for a case that it does not know."""
+
+_KEYWORDS = {
+    **{name: frozenset(inspect.signature(handler).parameters) for name, handler in HANDLERS.items()},
+    **dict.fromkeys(
+        (name for name in HANDLERS if name.startswith("conv")),
+        frozenset(("input", "weight", "bias", "stride", "padding", "output_padding", "dilation", "groups")),
+    ),
 }
