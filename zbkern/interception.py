@@ -288,7 +288,7 @@ HANDLERS: dict[str, Callable[..., Tensor | None]] = {
     **{f"conv{n}d": _convolution(n, False) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _convolution(n, True) for n in (1, 2, 3)},
 }
-"""By a torch function's name, what computes it with a W of its own, or returns None for a case that it does not know."""
+"""By a torch function's name: computes it with a W of its own, or returns None for a case that it does not know."""
 
 _KEYWORDS = {
     **{name: frozenset(inspect.signature(handler).parameters) for name, handler in HANDLERS.items()},
