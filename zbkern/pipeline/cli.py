@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import draw, report, schedules
-from zbkern.pipeline.draw import style, trace
 from zbkern.pipeline.planner import Plan, plan
 from zbkern.pipeline.planner.plan import chunks_per_rank
 from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.simulator import simulate
@@ -171,8 +171,8 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     if limit is not None and report.exceeds(peak, limit):
         raise _WrongArgument(
             "--memory",
-            f"{schedule.name} holds {style.amount(peak)} on one rank, more than {style.amount(limit)}; raise the "
-            "limit, or leave --schedule out for a plan within it",
+            f"{schedule.name} holds {amount(peak, costs.memory_unit)} on one rank, more than "
+            f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
         )
     stages, objective = arguments.stages, arguments.objective
     other = plan(
@@ -204,8 +204,6 @@ def _write(timeline: Timeline, costs: Costs, path: Path) -> Path:
         elif path.suffix == ".csv":
             dialect = "torch" if path.name.endswith(".torch.csv") else "zbkern"
             path.write_text(schedule.to_csv(dialect), encoding="utf-8")
-        elif path.suffix == ".json":
-            trace.save([timeline], path)
         else:
             draw.save([timeline], path, costs=[costs])
     except OSError as error:

@@ -55,7 +55,7 @@ def test_save_takes_the_kind_from_the_suffix(tmp_path: Path) -> None:
     timeline = simulate(schedules.zb_h2(2, 4))
     assert timeline.save(tmp_path / "a.svg").read_text().startswith("<svg")
     assert timeline.save(tmp_path / "a.html").read_text().startswith("<!doctype html>")
-    with pytest.raises(ValueError, match=r"\.svg, \.html or \.png"):
+    with pytest.raises(ValueError, match=r"\.svg, \.html, \.png or \.json"):
         draw.save([timeline], tmp_path / "a.gif")
 
 

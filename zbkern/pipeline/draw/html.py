@@ -11,10 +11,13 @@ import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from zbkern.pipeline.draw import style
-from zbkern.pipeline.simulation.costs import Costs
-from zbkern.pipeline.simulation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from zbkern.pipeline.simulation.costs import Costs
+    from zbkern.pipeline.simulation.timeline import Timeline
 
 
 def html(
@@ -22,22 +25,20 @@ def html(
 ) -> str:
     """The page; titles and costs as in `draw.save`. The wheel zooms, dragging moves, hovering tells, a double click
     shows everything again."""
-    titles, tracks = style.checked(timelines, titles, costs)
+    shown = style.drawing(timelines, titles, costs)
     data = {
         "unit": timelines[0].unit,
-        "timelines": [
-            _timeline(timeline, title, rows) for timeline, title, rows in zip(timelines, titles, tracks, strict=True)
-        ],
+        "memoryUnit": shown.memory_unit,
+        "timelines": [_timeline(*each) for each in zip(timelines, shown.titles, shown.memory, strict=True)],
     }
     # a title with </script or <!--<script would move the end of the script
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     legend = "".join(
-        f'<span><i style="background:{fill}"></i>{escape(name)}</span>'
-        for name, fill in style.legend(timelines, max((h for t in tracks for r in t for _, h in r), default=0.0))
+        f'<span><i style="background:{fill}"></i>{escape(name)}</span>' for name, fill in style.legend(shown)
     )
     colours = {"idle": style.IDLE, "outside": style.OUTSIDE, "held": style.HELD}
     page = resources.files("zbkern.pipeline.draw").joinpath("viewer.html").read_text(encoding="utf-8")
-    parts = {"TITLE": escape(", ".join(titles)), "LEGEND": legend, "COLOURS": json.dumps(colours), "DATA": text}
+    parts = {"TITLE": escape(", ".join(shown.titles)), "LEGEND": legend, "COLOURS": json.dumps(colours), "DATA": text}
     return re.sub(r"@([A-Z]+)@", lambda match: parts[match[1]], page)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.draw.style import amount
 from zbkern.pipeline.planner import bounds, portfolio, robustness
 from zbkern.pipeline.planner.incumbents import Budget, Pool
 from zbkern.pipeline.planner.problem import Problem, schedule_of
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -95,7 +95,7 @@ def plan(
     flat = costs.per_chunk(len(homes))
     unlimited = microbatches * sum(map(max, flat.activation, flat.held))
     limits = _limits(memory_limit, stages, unlimited)
-    _check_room(flat, homes, limits)
+    _check_room(flat, homes, limits, costs.memory_unit)
     limits = [min(limit, unlimited) for limit in limits]
     problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
@@ -192,7 +192,7 @@ def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float
     return limits
 
 
-def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float]) -> None:
+def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float], unit: str | None) -> None:
     """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.
 
     A B that is not fused may leave more than it found; W then runs before the next B.
@@ -208,6 +208,7 @@ def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float])
     for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
         if need > limit * (1 + _ROUNDING):
             raise ScheduleError(
-                f"plan: no schedule fits memory_limit={amount(limit)} on rank {rank}: one microbatch in all chunks of "
-                f"a rank holds {amount(need)}; the smallest limit that any schedule fits is {amount(max(needs))}"
+                f"plan: no schedule fits memory_limit={amount(limit, unit)} on rank {rank}: one microbatch in all "
+                f"chunks of a rank holds {amount(need, unit)}; the smallest limit that any schedule fits is "
+                f"{amount(max(needs), unit)}"
             )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
+from dataclasses import replace
+from typing import Any
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.draw.style import amount, number
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.schedules.units import amount, duration
+from zbkern.pipeline.simulation.costs import Costs, numbers
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
@@ -37,9 +38,9 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
             f"rechunk: costs.communication has one number per edge of {chunks} chunks, and {wanted} chunks have other "
             "edges; give one number"
         )
-    fields = asdict(costs)
-    communication = fields.pop("communication")
-    cut = {name: _rechunk(value, chunks, wanted) for name, value in fields.items()}
+    cut: dict[str, Any] = {
+        name: _rechunk(getattr(costs, name), chunks, wanted) for name in numbers() if name != "communication"
+    }
 
     def of_chunks(name: str) -> list[float]:
         value = cut[name]
@@ -50,7 +51,7 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
         passes = [b + w for b, w in zip(of_chunks("backward"), of_chunks("weight"), strict=True)]
         cut["split_overhead"] = [min(pair) for pair in zip(of_chunks("split_overhead"), passes, strict=True)]
         cut["merge_saving"] = [min(pair) for pair in zip(of_chunks("merge_saving"), of_chunks("weight"), strict=True)]
-    return Costs(communication=communication, **cut)
+    return replace(costs, **cut)
 
 
 def how_rechunked(costs: Costs, chunks: int) -> str:
@@ -62,7 +63,8 @@ def how_rechunked(costs: Costs, chunks: int) -> str:
             value = getattr(costs, name)
             extra = _excess(value)[end] if isinstance(value, tuple) and chunks > 1 else 0.0
             if extra > 0:
-                parts.append(f"{name} {amount(extra) if name == 'activation' else number(extra)}")
+                said = amount(extra, costs.memory_unit) if name == "activation" else duration(extra, costs.time_unit)
+                parts.append(f"{name} {said}")
         if parts:
             whole.append(f"{', '.join(parts)} of the {place} chunk")
     if not whole:

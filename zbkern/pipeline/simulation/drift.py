@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from zbkern.pipeline import draw
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
+from zbkern.pipeline.schedules.units import TIME_UNITS, duration
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.simulator import simulate
-from zbkern.pipeline.simulation.timeline import Timeline, save_together
+from zbkern.pipeline.simulation.timeline import Timeline
 
 
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
@@ -50,22 +53,24 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         communication=min(gaps, default=0.0),
         split_overhead=0.0,
         merge_saving=0.0,
+        time_unit=timelines[0].unit or None,
     )
 
 
-def in_seconds(milliseconds: Costs) -> Costs:
-    """Costs as `profile` measures them, in the unit of a Pipeline's timelines."""
-    if not isinstance(milliseconds, Costs):
+def in_seconds(given: Costs) -> Costs:
+    """The same costs in seconds, the unit of a Pipeline's timelines; times without a unit count as milliseconds."""
+    if not isinstance(given, Costs):
         raise TypeError(
             f"in_seconds: costs must be a zbkern.pipeline.Costs in milliseconds, as profile() gives them; got "
-            f"{type(milliseconds).__name__} {milliseconds!r}"
+            f"{type(given).__name__} {given!r}"
         )
+    per_second = TIME_UNITS[given.time_unit or "ms"]
     times = ("forward", "backward", "weight", "communication", "split_overhead", "merge_saving")
-    values = {name: getattr(milliseconds, name) for name in times}
-    return replace(
-        milliseconds,
-        **{name: tuple(v / 1e3 for v in t) if isinstance(t, tuple) else t / 1e3 for name, t in values.items()},
-    )
+    seconds: dict[str, Any] = {}
+    for name in times:
+        value = getattr(given, name)
+        seconds[name] = tuple(each / per_second for each in value) if isinstance(value, tuple) else value / per_second
+    return replace(given, time_unit="s", **seconds)
 
 
 def compare(measured: Timeline, given: Costs | None = None) -> Drift:
@@ -121,7 +126,7 @@ class Drift:
         """A table of the losses in percent of the planned cost, and the passes that exceed the plan most."""
         whole = self.planned.cost
         lines = [
-            f"measured {self.measured.cost:.4g}, planned {whole:.4g} {self.measured.unit}: "
+            f"measured {self.measured.cost:.4g}, planned {duration(whole, self.measured.unit)}: "
             f"{self.measured.cost / whole - 1:+.1%}; idle {self.measured.bubble_rate:.1%}, "
             f"planned {self.planned.bubble_rate:.1%}",
             "rank    cost  compute     late     host",
@@ -134,7 +139,7 @@ class Drift:
 
     def save(self, path: str | Path) -> Path:
         """Both timelines in one picture or trace, by the suffix: .svg, .html, .png, or .json (Perfetto)."""
-        return save_together([self.planned, self.measured], path, ["planned", "measured"])
+        return draw.save([self.planned, self.measured], path, ["planned", "measured"])
 
     def _time_lost(self, rank: int) -> TimeLost:
         mine, plan = self.measured.events[rank], self.planned.events[rank]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
@@ -62,11 +63,13 @@ def simulate(
             'simulate: slices and memory_limit belong to fill="eager"; with "planned" the schedule decides'
         )
     schedule.validate()
-    flat = (costs or Costs()).per_chunk(len(schedule.placement))
+    costs = costs or Costs()
+    flat = costs.per_chunk(len(schedule.placement))
     run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed))
     if fill == "eager":
         run.fill_eagerly(slices, _limits(schedule, flat, memory_limit))
-    return run.timeline()
+    unit, memory_unit = costs.time_unit or "", costs.memory_unit or ""
+    return replace(run.timeline(), unit=unit, memory_unit=memory_unit)
 
 
 class _Run:
