@@ -32,6 +32,7 @@ from zbkern.pipeline import (
     plan,
     profile,
     simulate,
+    trace,
 )
 from zbkern.pipeline import schedules as S
 from zbkern.pipeline.transport.local import LocalTransport
@@ -326,9 +327,9 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("plan(C, 2, 2, placement=[0, 0])", ValueError, "plan: placement must name every rank below 2 1 times, once per"),
     ("plan(C, 2, 2, placement=[0, 5])", ValueError, "plan: placement must name every rank below 2 1 times, once per"),
     ("plan(C, 2, 2, memory_limit=0.1)", ScheduleError, "plan: no schedule fits memory_limit=0.1 on rank 0: one"),
-    ("plan(C, 2, 2, memory_limit='a')", ValueError, "could not convert string to float: 'a'"),
-    ("plan(C, 2, 2, time_limit=-1)", ValueError, "plan: jitter and time_limit must be at least 0; got 0.0 and -1"),
-    ("plan(C, 2, 2, jitter=-1)", ValueError, "plan: jitter and time_limit must be at least 0; got -1 and 10.0"),
+    ("plan(C, 2, 2, memory_limit='a')", TypeError, "plan: memory_limit must be one number or one per rank; got str"),
+    ("plan(C, 2, 2, time_limit=-1)", ValueError, "plan: time_limit must be at least 0; got -1"),
+    ("plan(C, 2, 2, jitter=-1)", ValueError, "plan: jitter must be at least 0; got -1"),
     ("plan(C, 2, 2, samples=0, jitter=0.1)", ValueError, "plan: samples must be at least 1; got 0"),
     ("plan(C, 2, 2, effort=-1)", ValueError, "plan: effort must be at least 0; got -1"),
     ("plan(C, 2, 2, effort='a')", TypeError, "plan: effort must be an int; got str 'a'"),
@@ -402,6 +403,30 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("profile([layer()], [0], mse, group=one())", ValueError, "Pipeline.step: inputs must be given on this rank; got"),
     ("ShardedReduction(layer(), WGradQueue())", TypeError, "ShardedReduction: model must have been through"),
     ("ShardedReduction(3, WGradQueue())", TypeError, "ShardedReduction: model must have been through fully_shard; got"),
+    # costs, schedules, plans and pictures
+    ("Costs(10**400)", ValueError, "Costs: forward must be from 0 to 1e+100, in whatever unit makes it so; got inf"),
+    ("Costs().per_chunk(0)", ValueError, "Costs.per_chunk: chunks must be at least 1; got 0"),
+    ("Costs(time_unit='minutes')", ValueError, "Costs: time_unit must be 's' or 'ms' or 'us', or None; got 'minutes'"),
+    ("Costs(memory_unit=1)", ValueError, "Costs: memory_unit must be 'bytes', or None; got 1"),
+    ("S.zb_h1(2, 2).chunks_of(5)", ScheduleError, "Schedule zb_h1: chunks_of: rank must be from 0 to 1; got 5"),
+    ("S.zb_h1(2, 2).chunks_of('a')", ScheduleError, "Schedule zb_h1: chunks_of: rank must be from 0 to 1; got 'a'"),
+    ("plan(C, 2, 2, placement=3)", TypeError, "plan: placement must be one of ('linear', 'loop', 'v', 'zigzag') or"),
+    ("plan(C, 2, 2, memory_limit=[4, None])", TypeError, "plan: memory_limit must be one number or one per rank; got"),
+    ("plan(C, 2, 2, time_limit='a')", TypeError, "plan: time_limit must be a number; got str 'a'"),
+    ("plan(C, 2, 2, time_limit=float('nan'))", ValueError, "plan: time_limit must be at least 0; got nan"),
+    ("plan(C, 2, 2, jitter='a')", TypeError, "plan: jitter must be a number; got str 'a'"),
+    ("plan(C, 2, 2, seed='a')", TypeError, "plan: seed must be an int; got str 'a'"),
+    ("plan(C, 2, 2, seed=-1)", ValueError, "plan: seed must be at least 0; got -1"),
+    ("plan(C, 2, 2, seed=2**40)", ValueError, "plan: seed must be below 4294967296; got 1099511627776"),
+    ("simulate(S.zb_h1(2, 2), seed='a')", TypeError, "simulate: seed must be an int; got str 'a'"),
+    ("simulate(S.zb_h1(2, 2), fill='eager', memory_limit='a')", TypeError, "simulate: memory_limit must be one number"),
+    ("draw.save('a', 'x.svg')", TypeError, "draw: timelines must be a list of Timelines, such as [simulate(schedule)]"),
+    ("draw.save(simulate(S.zb_h1(2, 2)), 'x.svg')", TypeError, "draw: timelines must be a list of Timelines, such as"),
+    ("draw.save([simulate(S.zb_h1(2, 2))], 'x.svg', costs=C)", TypeError, "draw: costs must be a list with the Costs"),
+    ("draw.svg([3])", TypeError, "draw: timelines must be a list of Timelines, such as [simulate(schedule)]; got list"),
+    ("trace.save('a', 'x.json')", TypeError, "trace: timelines must be a list of Timelines, such as [simulate("),
+    ("trace.save([], 'x.json')", ValueError, "trace: timelines is empty; give at least one"),
+    ("trace.save([simulate(S.zb_h1(2, 2))], 3)", TypeError, "trace.save: path must be a str or Path, such as"),
 ]
 # fmt: on
 

@@ -18,6 +18,10 @@ class Budget:
     def left(self) -> float:
         return max(0.0, self._end - time.monotonic())
 
+    def part(self, share: float) -> Budget:
+        """One that ends when this share of what is left is over; rounds are not divided."""
+        return Budget(self.left * share, self._rounds)
+
     def allows(self, round_: int) -> bool:
         return self.left > 0 if self._rounds is None else round_ < self._rounds
 

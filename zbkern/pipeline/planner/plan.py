@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner import bounds, portfolio, robustness
@@ -20,6 +21,7 @@ from zbkern.pipeline.simulation.timeline import Timeline
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
 OBJECTIVES = ("cost", "makespan")
 
+_SEEDS = 2**32  # each search makes seeds of its own of 64 bits from it
 _ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
 
 
@@ -76,17 +78,25 @@ def plan(
     is never worse than a shorter. `effort`, a number of rounds (0: the constructive answer alone, a second or so for a
     large problem), ends it instead of the clock: then the plan is the same on every machine. Where zbkern was installed
     without a C++ compiler there is the constructive answer alone, from fewer rules, and a warning says so. Every
-    published schedule that fits takes part, so that none of them is better (with more than 40,000 passes only when
-    there is time). Sources: arXiv 2401.10241, 2405.15362.
+    published schedule that fits takes part, so that none of them is better: within `time_limit` as long as there is
+    time to make the next one, and without a clock up to 40,000 passes (F, B and W of all microbatches and chunks).
+    The answer is checked and simulated when the time is over, which takes some 10 microseconds a pass. Sources: arXiv
+    2401.10241, 2405.15362.
 
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
     """
     if not isinstance(costs, Costs):
         raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
+    if placement is not None and not isinstance(placement, Sequence):
+        raise TypeError(
+            f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
+            f"{type(placement).__name__} {placement!r}"
+        )
     if chunks is None:
         chunks = chunks_per_rank(placement, stages)
-    _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
+    schedules.check_counts("plan", stages, microbatches, chunks)
+    _check_search(objective, jitter, samples, seed, time_limit, effort)
     if time_limit == 0 and effort is None:
         effort = 0
     share = time_limit / (2 + len(robustness.SLACKS)) if jitter else time_limit  # one part is for the simulations
@@ -115,28 +125,26 @@ def plan(
     return Plan(schedule, timeline, lower, optimal, reached if mean is None else mean, rounds)
 
 
-def _check(
-    stages: int,
-    microbatches: int,
-    chunks: int,
-    objective: str,
-    jitter: float,
-    samples: int,
-    time_limit: float,
-    effort: int | None,
+def _check_search(
+    objective: str, jitter: float, samples: int, seed: int, time_limit: float, effort: int | None
 ) -> None:
-    schedules.check_counts("plan", stages, microbatches, chunks)
-    for what, count, least in (("samples", samples, 1), ("effort", 0 if effort is None else effort, 0)):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"plan: {what} must be an int; got {type(count).__name__} {count!r}")
-        if count < least:
-            raise ValueError(f"plan: {what} must be at least {least}; got {count}")
     if objective not in OBJECTIVES:
         raise ValueError(f"plan: objective must be one of {OBJECTIVES}; got {objective!r}")
-    if not 0 <= jitter < math.inf or not time_limit >= 0:
-        raise ValueError(
-            f"plan: jitter and time_limit must be at least 0 and jitter finite; got {jitter}, {time_limit}"
-        )
+    counts = {"samples": (samples, 1), "seed": (seed, 0), "effort": (0 if effort is None else effort, 0)}
+    for name, (count, least) in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"plan: {name} must be an int; got {type(count).__name__} {count!r}")
+        if count < least:
+            raise ValueError(f"plan: {name} must be at least {least}; got {count}")
+    if seed >= _SEEDS:
+        raise ValueError(f"plan: seed must be below {_SEEDS}; got {seed}")
+    for name, value in (("jitter", jitter), ("time_limit", time_limit)):
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"plan: {name} must be a number; got {type(value).__name__} {value!r}")
+        if not value >= 0:
+            raise ValueError(f"plan: {name} must be at least 0; got {value}")
+    if jitter == math.inf:
+        raise ValueError("plan: jitter must be finite; got inf")
 
 
 def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:
@@ -179,10 +187,14 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
 def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float) -> list[float]:
     if given is None:
         return [unlimited] * stages
-    if isinstance(given, str):
-        raise TypeError(f"plan: memory_limit must be one number or one per rank; got str {given!r}")
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
+    for limit in each:
+        if not isinstance(limit, Real) or isinstance(limit, bool):
+            raise TypeError(
+                f"plan: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
+            )
     try:
-        limits = [float(each) for each in given] if isinstance(given, Sequence) else [float(given)] * stages
+        limits = [float(limit) for limit in each]
     except OverflowError:
         raise ValueError("plan: memory_limit must be below 1e308, or None for no limit; got a larger int") from None
     if len(limits) != stages:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -27,11 +28,13 @@ SETTINGS = SearchSettings()
 
 
 def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
-    """Fills the pool; how many rounds came to their end. No published schedule that fits is better than the first."""
-    candidates = construct(problem, pool, budget)
+    """Fills the pool; how many rounds came to their end.
+
+    No published schedule that fits is better than the first of the pool, where there was time to make them all.
+    """
+    candidates = construct(problem, pool, budget.part(0.5))
     if problem.passes <= SETTINGS.published_passes or budget.allows(0):
-        for orders in published(problem):
-            pool.add(orders)
+        add_published(problem, pool, budget)
     if not pool.orders:  # one microbatch after the other fits whenever anything does
         for fuse in (False, True)[: 1 + problem.may_fuse]:
             if native.core is not None:
@@ -55,8 +58,7 @@ def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
             if small is None:
                 best = Pool(1, cost_bound(fewer))
                 small = Population(fewer, construct(fewer, best, budget), best, budget)
-                for orders in published(fewer):
-                    best.add(orders)
+                add_published(fewer, best, budget)
             small.round(passes // 2, turn, budget, passes)
             if small.refined is not None:
                 pool.add(small.refined.schedule(problem.microbatches))
@@ -344,31 +346,35 @@ def _held_by_1f1b(problem: Problem) -> int:
     return max(_whole_microbatch(problem)) * problem.ranks
 
 
-def published(problem: Problem) -> Iterator[Ordering]:
-    """Every published schedule with this placement that fits the limit."""
-    ranks, microbatches = problem.ranks, problem.microbatches
-    makers: list[Callable[[], Schedule]] = []
-    down = tuple(range(ranks))
-    per_rank = problem.chunks // ranks
-    if problem.placement == down:
-        for make in (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2):
-            makers.append(partial(make, ranks, microbatches))
-    elif problem.placement == down + down[::-1]:
-        v_shaped = (
-            schedules.zb_v, schedules.v_half, schedules.v_min, schedules.one_f_one_b_v, schedules.dualpipe_v
-        )  # fmt: skip
-        for make in v_shaped:
-            makers.append(partial(make, ranks, microbatches))
-    elif problem.placement == down * per_rank:
-        for make in (schedules.interleaved, schedules.interleaved_zero_bubble):
-            makers.append(partial(make, ranks, microbatches, per_rank))
-    for maker in makers:
+def add_published(problem: Problem, pool: Pool, budget: Budget) -> None:
+    """Adds every published schedule with this placement that fits the limit, as long as there is time for the next."""
+    slowest = 0.0
+    for make in _published(problem):
+        if pool.orders and budget.left < 2 * slowest:
+            break
+        begin = time.monotonic()
         try:
-            schedule = maker()
+            orders = orders_of(make())
         except ScheduleError:  # it needs more microbatches
             continue
-        orders = orders_of(schedule)
         if fits(problem, orders):
-            found = costed(problem, orders)
-            if found is not None:
-                yield found
+            pool.add(costed(problem, orders))
+        slowest = max(slowest, time.monotonic() - begin)
+
+
+def _published(problem: Problem) -> list[Callable[[], Schedule]]:
+    """The generators of all published schedules with this placement, the quickest first."""
+    ranks, microbatches = problem.ranks, problem.microbatches
+    down = tuple(range(ranks))
+    per_rank = problem.chunks // ranks
+    generators: tuple[Callable[..., Schedule], ...] = ()
+    more: tuple[int, ...] = ()
+    if problem.placement == down:
+        generators = (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2)
+    elif problem.placement == down + down[::-1]:
+        generators = (
+            schedules.zb_v, schedules.dualpipe_v, schedules.one_f_one_b_v, schedules.v_min, schedules.v_half
+        )  # fmt: skip
+    elif problem.placement == down * per_rank:
+        generators, more = (schedules.interleaved, schedules.interleaved_zero_bubble), (per_rank,)
+    return [partial(generator, ranks, microbatches, *more) for generator in generators]

@@ -54,4 +54,4 @@ class SearchSettings:
     trial_passes_in_python: int = 100_000
     """The same without the compiled core."""
     published_passes: int = 40_000
-    """Up to so many passes the published schedules are always made: a second or two."""
+    """Up to so many passes the published schedules are made even for the constructive answer alone: a second or two."""

@@ -9,7 +9,7 @@ from typing import Any
 from zbkern.pipeline import schedules
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration
-from zbkern.pipeline.simulation.costs import Costs, numbers
+from zbkern.pipeline.simulation.costs import Costs, number_fields
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
@@ -39,7 +39,7 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
             "edges; give one number"
         )
     cut: dict[str, Any] = {
-        name: _rechunk(getattr(costs, name), chunks, wanted) for name in numbers() if name != "communication"
+        name: _rechunk(getattr(costs, name), chunks, wanted) for name in number_fields() if name != "communication"
     }
 
     def of_chunks(name: str) -> list[float]:

@@ -57,7 +57,7 @@ class Costs:
     memory_unit: str | None = None
 
     def __post_init__(self) -> None:
-        for name in numbers():
+        for name in number_fields():
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
         _check_unit("time_unit", self.time_unit, tuple(TIME_UNITS))
         _check_unit("memory_unit", self.memory_unit, MEMORY_UNITS)
@@ -72,7 +72,9 @@ class Costs:
             raise TypeError(f"Costs.per_chunk: chunks must be an int; got {type(chunks).__name__} {chunks!r}")
         if chunks < 1:
             raise ValueError(f"Costs.per_chunk: chunks must be at least 1; got {chunks}")
-        flat = {name: _spread(name, getattr(self, name), chunks - (name == "communication")) for name in numbers()}
+        flat = {
+            name: _spread(name, getattr(self, name), chunks - (name == "communication")) for name in number_fields()
+        }
         fused = tuple(
             backward + weight - overhead
             for backward, weight, overhead in zip(
@@ -133,7 +135,7 @@ class Costs:
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-def numbers() -> tuple[str, ...]:
+def number_fields() -> tuple[str, ...]:
     """The names of those fields of `Costs` that hold numbers; the others name their units."""
     return tuple(field.name for field in fields(Costs) if not field.name.endswith("_unit"))
 

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
@@ -50,8 +51,9 @@ def simulate(
         raise TypeError(f"simulate: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
     if costs is not None and not isinstance(costs, Costs):
         raise TypeError(f"simulate: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
-    if not isinstance(slices, int):
-        raise TypeError(f"simulate: slices must be an int; got {type(slices).__name__} {slices!r}")
+    for name, value in (("slices", slices), ("seed", seed)):
+        if not isinstance(value, int):
+            raise TypeError(f"simulate: {name} must be an int; got {type(value).__name__} {value!r}")
     if fill not in FILLS:
         raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
     if not isinstance(jitter, (int, float)):
@@ -166,8 +168,6 @@ def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) 
 
 def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float] | None) -> list[float]:
     ranks = schedule.stages
-    if isinstance(given, str):
-        raise TypeError(f"simulate: memory_limit must be one number or one per rank; got {given!r}")
     if given is None:
         limits = []
         for row in schedule.actions:
@@ -176,7 +176,13 @@ def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float
                 memory.account(action)
             limits.append(memory.peak)
     else:
-        limits = [float(given)] * ranks if isinstance(given, (int, float)) else [float(limit) for limit in given]
+        each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * ranks
+        for limit in each:
+            if not isinstance(limit, Real):
+                raise TypeError(
+                    f"simulate: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
+                )
+        limits = [float(limit) for limit in each]
     if len(limits) != ranks:
         raise ValueError(f"simulate: memory_limit must be one number or one per rank ({ranks}); got {len(limits)}")
     if not all(limit >= 0 for limit in limits):
