@@ -18,6 +18,7 @@ from typing import Any
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, Ordering, Problem
+from zbkern.pipeline.schedules.dependencies import advance
 
 
 def anneal(
@@ -52,20 +53,15 @@ class Timing:
         self._problem, self._orders = problem, orders
         self.starts: list[list[int]] = [[] for _ in orders.rows]
         self.ends: list[Any] = [None] * problem.passes
-        clock, progress = [0] * problem.ranks, True
-        while progress:
-            progress = False
-            for rank, row in enumerate(orders.rows):
-                for place in range(len(self.starts[rank]), len(row)):
-                    needs, lag = self._input(row[place])
-                    if needs is not None:
-                        if self.ends[needs] is None:
-                            break
-                        clock[rank] = max(clock[rank], self.ends[needs] + lag)
-                    self.starts[rank].append(clock[rank])
-                    clock[rank] += self._length(row, place)
-                    self.ends[row[place]] = clock[rank]
-                    progress = True
+        clock = [0] * problem.ranks
+        for rank, number in advance(orders.rows, lambda number: self._input(number)[0], lambda number: number):
+            needs, lag = self._input(number)
+            if needs is not None:
+                clock[rank] = max(clock[rank], self.ends[needs] + lag)
+            place = len(self.starts[rank])
+            self.starts[rank].append(clock[rank])
+            clock[rank] += self._length(orders.rows[rank], place)
+            self.ends[number] = clock[rank]
         if None in self.ends:
             raise ValueError("planner: these orders cannot run: ranks wait for each other")
         self.cost = max(
