@@ -51,8 +51,8 @@ def _timeline(timeline: Timeline, title: str, tracks: Sequence[style.Track]) -> 
         chunks, found = timeline.schedule.chunks_of(rank), []
         for _, action, start, end in row:
             fill = style.shade(action.kind, chunks.index(action.chunk), len(chunks))
-            place = fills.setdefault(fill, len(fills))
-            found.append([_short(start - first), _short(end - first), place, str(action), action.microbatch])
+            index = fills.setdefault(fill, len(fills))
+            found.append([_short(start - first), _short(end - first), index, str(action), action.microbatch])
         rows.append(found)
     return {
         "title": title,

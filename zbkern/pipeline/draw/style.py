@@ -84,10 +84,10 @@ def legend(shown: Drawing) -> list[tuple[str, str]]:
     return [*entries, (f"memory held, at most {amount(most, shown.memory_unit)}", HELD)] if most else entries
 
 
-def shade(kind: str, place: int, count: int) -> str:
-    """The colour of a kind for chunk `place` of a rank's `count`: later ones are lighter."""
+def shade(kind: str, index: int, count: int) -> str:
+    """The colour of a kind for chunk `index` of a rank's `count`: later ones are lighter."""
     channels = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(c + (255 - c) * 0.75 * place / count):02x}" for c in channels)
+    return "#" + "".join(f"{round(c + (255 - c) * 0.75 * index / count):02x}" for c in channels)
 
 
 def is_light(colour: str) -> bool:

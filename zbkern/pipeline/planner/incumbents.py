@@ -27,7 +27,7 @@ class Budget:
 
 
 class Pool:
-    """The best orders found, of different cost, best first."""
+    """The best orders found so far, each of another cost, best first; `bound`: a lower bound on any cost."""
 
     def __init__(self, keep: int, bound: int) -> None:
         self.orders: list[Ordering] = []
@@ -43,5 +43,5 @@ class Pool:
         return self.beats(self.bound)
 
     def beats(self, bound: int) -> bool:
-        """Whether nothing above this bound can be better than the best here."""
+        """Whether the best here costs no more than this bound."""
         return bool(self.orders) and self.orders[0].cost <= bound

@@ -101,13 +101,13 @@ def plan(
         effort = 0
     share = time_limit / (2 + len(robustness.SLACKS)) if jitter else time_limit  # one part is for the simulations
     whole, budget = Budget(time_limit, effort), Budget(share, effort)
-    name, homes = placement_of(placement, stages, chunks)
-    flat = costs.per_chunk(len(homes))
+    name, owners = placement_of(placement, stages, chunks)
+    flat = costs.per_chunk(len(owners))
     unlimited = microbatches * sum(map(max, flat.activation, flat.held))
     limits = _limits(memory_limit, stages, unlimited)
-    _check_room(flat, homes, limits, costs.memory_unit)
+    _check_room(flat, owners, limits, costs.memory_unit)
     limits = [min(limit, unlimited) for limit in limits]
-    problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
+    problem = Problem.build(flat, owners, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
     pool = Pool(8 if jitter else 1, bound)
     rounds = portfolio.search(problem, pool, budget, seed)
@@ -160,19 +160,19 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
     if given is None:
         given = "linear" if chunks == 1 else "v" if chunks == 2 else "zigzag"
     if not isinstance(given, str):
-        homes = tuple(given)
-        if len(homes) != stages * chunks or any(homes.count(rank) != chunks for rank in down):
-            counts = {homes.count(rank) for rank in down}
-            if len(counts) == 1 and len(homes) == stages * (each := counts.pop()) > 0:
+        owners = tuple(given)
+        if len(owners) != stages * chunks or any(owners.count(rank) != chunks for rank in down):
+            counts = {owners.count(rank) for rank in down}
+            if len(counts) == 1 and len(owners) == stages * (each := counts.pop()) > 0:
                 raise ValueError(
-                    f"plan: placement {homes} names {len(homes)} chunks, {each} of each of {stages} ranks, and "
+                    f"plan: placement {owners} names {len(owners)} chunks, {each} of each of {stages} ranks, and "
                     f"chunks={chunks}; leave chunks out, or give chunks={each}"
                 )
             raise ValueError(
                 f"plan: placement must name every rank below {stages} {chunks} times, once per chunk of each "
-                f"(chunks={chunks}); got {homes}"
+                f"(chunks={chunks}); got {owners}"
             )
-        return "custom", homes
+        return "custom", owners
     if given not in PLACEMENTS:
         raise ValueError(f"plan: placement must be one of {PLACEMENTS} or the rank of every chunk; got {given!r}")
     if given == "v" and chunks != 2:
@@ -204,7 +204,7 @@ def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float
     return limits
 
 
-def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float], unit: str | None) -> None:
+def _check_room(flat: ChunkCosts, owners: Sequence[int], limits: Sequence[float], unit: str | None) -> None:
     """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.
 
     A B that is not fused may leave more than it found; W then runs before the next B.
@@ -213,7 +213,7 @@ def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float],
     needs = [0.0] * len(limits)
     for rank in range(len(limits)):
         before = 0.0
-        for chunk in (chunk for chunk, home in enumerate(homes) if home == rank):
+        for chunk in (chunk for chunk, owner in enumerate(owners) if owner == rank):
             held = 0.0 if fused else flat.held[chunk]
             needs[rank] = max(needs[rank], before + max(flat.activation[chunk], held))
             before += flat.activation[chunk]

@@ -46,7 +46,7 @@ class Schedule:
             raise ScheduleError(
                 f"Schedule {self.name}: chunks_of: rank must be from 0 to {self.stages - 1}; got {rank!r}"
             )
-        return [chunk for chunk, home in enumerate(self.placement) if home == rank]
+        return [chunk for chunk, owner in enumerate(self.placement) if owner == rank]
 
     @classmethod
     def build(
