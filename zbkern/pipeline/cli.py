@@ -184,7 +184,7 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
 
 
 def _check_outputs(paths: Sequence[Path]) -> None:
-    """Before the search, since nobody wants to wait for an error."""
+    """Before the search, so that an error comes at once."""
     for path in paths:
         if not path.name.endswith(SUFFIXES):
             raise _WrongArgument("--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
@@ -192,7 +192,7 @@ def _check_outputs(paths: Sequence[Path]) -> None:
             raise _WrongArgument("--out", f"cannot write {path}: there is no folder {path.parent}; create it first")
         if path.suffix == ".png" and importlib.util.find_spec("cairosvg") is None:
             raise _WrongArgument(
-                "--out", f"{path} needs the package cairosvg: pip install 'zbkern[draw]', or take .svg"
+                "--out", f"{path} needs the package cairosvg: pip install 'zbkern[draw]', or write .svg"
             )
 
 
@@ -207,7 +207,7 @@ def _write(timeline: Timeline, costs: Costs, path: Path) -> Path:
         else:
             draw.save([timeline], path, costs=[costs])
     except OSError as error:
-        raise _WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another place") from error
+        raise _WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
     return path
 
 

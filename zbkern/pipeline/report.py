@@ -1,4 +1,4 @@
-"""What a terminal is told about a plan: its grid, cut to the width there is, its figures, and a table of many."""
+"""What `zbkern plan` prints: the grid of a plan, cut to the width of the terminal, its figures, and a table of many."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
     rank, share = imbalance(timeline, objective)
     if share >= _SHOWN:
         of = f"{share:.2%} of the {idle(timeline, objective):.2%} idle"
-        figures["load"] = f"{of} is because rank {rank} has the most work: cut the model otherwise"
+        figures["load"] = f"{of} is because rank {rank} has the most work: divide the model more evenly"
     return "\n\n".join([title, grid(schedule, width), "\n".join(f"{name:<9} {text}" for name, text in figures.items())])
 
 
 def grid(schedule: Schedule, width: int) -> str:
-    """The grid of `Schedule.to_text`; one wider than `width` loses its middle, and a line below says so."""
+    """The grid of `Schedule.to_text`; one wider than `width` is cut in the middle, and a line below says so."""
     text = schedule.to_text()
     if max(map(len, text.split("\n"))) <= width:
         return text

@@ -1,4 +1,4 @@
-"""Timelines as one HTML page without outside parts, for schedules of any size: zoom, move, hover.
+"""Timelines as one self-contained HTML page, for schedules of any size: zoom, move, hover.
 
 The page carries the events as numbers and draws what is visible on a canvas, so that 64 ranks with 1024 microbatches
 stay quick where an SVG would have 200,000 elements.
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 def html(
     timelines: Sequence[Timeline], titles: Sequence[str] | None = None, costs: Sequence[Costs] | None = None
 ) -> str:
-    """The page; titles and costs as in `draw.save`. The wheel zooms, dragging moves, hovering tells, a double click
-    shows everything again."""
+    """The page; titles and costs as in `draw.save`.
+
+    The wheel zooms, dragging moves, hovering shows the times of an action, a double click shows everything again.
+    """
     shown = style.drawing(timelines, titles, costs)
     data = {
         "unit": timelines[0].unit,
@@ -64,5 +66,5 @@ def _timeline(timeline: Timeline, title: str, tracks: Sequence[style.Track]) -> 
 
 
 def _short(value: float) -> float:
-    """Six digits: more cannot be seen."""
+    """Rounded to six digits: no picture shows more."""
     return float(f"{value:.6g}")

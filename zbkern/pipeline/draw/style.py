@@ -74,7 +74,7 @@ def note(timeline: Timeline) -> str:
 
 
 def legend(shown: Drawing) -> list[tuple[str, str]]:
-    """What there is to explain, and its colour."""
+    """The entries of the legend: text and colour."""
     present = {event.action.kind for timeline in shown.timelines for row in timeline.events for event in row}
     entries = [(f"{kind} {MEANING[kind]}", COLOURS[kind]) for kind in COLOURS if kind in present]
     if any(timeline.schedule.chunks > 1 for timeline in shown.timelines):

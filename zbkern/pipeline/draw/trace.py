@@ -13,7 +13,7 @@ from zbkern.pipeline.schedules.units import TIME_UNITS
 if TYPE_CHECKING:
     from zbkern.pipeline.simulation.timeline import Timeline
 
-_COUNTERS = ("W that wait", "bytes they pin", "bytes allocated")
+_COUNTERS = ("pending W", "held bytes", "bytes allocated")
 
 
 def save(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None) -> Path:

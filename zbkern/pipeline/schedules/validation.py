@@ -44,7 +44,7 @@ def _check_frame(schedule: Schedule) -> None:
 
 
 def _check_row(schedule: Schedule, rank: int) -> None:
-    """Everything that one rank's order shows by itself."""
+    """Everything that can be checked in one rank's row alone."""
     done: _Done = defaultdict(list)
     slices: _Slices = {}
     for index, action in enumerate(schedule.actions[rank]):
@@ -125,7 +125,7 @@ def _check_part(schedule: Schedule, rank: int, index: int, slices: _Slices) -> N
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Runs the ranks as far as they get. A rank that stops waits for a pass that its owner never comes to."""
+    """Runs every rank as far as it gets. A rank that stops waits for a pass that its owner never reaches."""
     chunks = len(schedule.placement)
     position = [0] * schedule.stages
     for rank, _ in order_of_running(schedule.actions, chunks):

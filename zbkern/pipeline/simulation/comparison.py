@@ -1,4 +1,4 @@
-"""Every published schedule for one model and one machine, so that they can be compared: same work, same memory unit."""
+"""Every published schedule for the same model on the same machine, to compare them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
     """The costs of the same model in `wanted` chunks, for costs of `chunks`: cut evenly along the model.
 
     What the first or the last chunk has beyond the others (beyond the median of those between, where there are any) is
-    the embedding or the head, which nothing can cut: it stays whole, in the first or the last new chunk. That holds for
+    the embedding or the head, which cannot be cut: it stays whole, in the first or the last new chunk. That holds for
     each cost by itself. A hop takes as long as before, however small the chunk. Raises ValueError when every edge has a
     latency of its own, since other chunks have other edges.
     """
@@ -47,7 +47,7 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
         return value if isinstance(value, list) else [value] * wanted
 
     if any(isinstance(cut[name], list) for name in ("backward", "weight", "split_overhead", "merge_saving")):
-        # an overhead or a saving is of passes that may have been cut another way, and at most as long as they
+        # the passes of an overhead or a saving may be cut in another way, and it can be no longer than they are
         passes = [b + w for b, w in zip(of_chunks("backward"), of_chunks("weight"), strict=True)]
         cut["split_overhead"] = [min(pair) for pair in zip(of_chunks("split_overhead"), passes, strict=True)]
         cut["merge_saving"] = [min(pair) for pair in zip(of_chunks("merge_saving"), of_chunks("weight"), strict=True)]
@@ -73,7 +73,7 @@ def how_rechunked(costs: Costs, chunks: int) -> str:
 
 
 def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> tuple[list[Timeline], list[str]]:
-    """Each published schedule's timeline, and the names of those that the costs say nothing about.
+    """Each published schedule's timeline, and the names of those for which the costs are not known.
 
     costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `rechunk`).
     The interleaved ones have `chunks` chunks per rank, two at least.

@@ -1,4 +1,4 @@
-"""What a measured timeline says: the costs of its passes, and where it lost time against a planned one."""
+"""Measured timelines: the costs of their passes, and where they took longer than planned."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
 
     memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (slices or layers of a
-    W) counts as their sum. communication is the least time from the end of a pass to the begin of the next one
-    anywhere, mean of both directions, so that a difference between two ranks' clocks cancels.
+    W) counts as their sum. communication is the least time from the end of a pass to the start of the one that needs
+    it, over all edges, mean of both directions, so that a difference between two ranks' clocks cancels.
     """
     schedule = timelines[0].schedule
     chunks = range(len(schedule.placement))
@@ -93,7 +93,7 @@ class TimeLost:
     """Where one rank's time went beyond the plan: `cost` measured minus planned is about the sum of the others.
 
     compute: passes that took longer than planned (negative: shorter). late: waiting for messages, beyond the waiting
-    that was planned. host: time between passes in which everything needed was there. In the timeline's unit.
+    that was planned. host: time between passes after the input had arrived. In the timeline's unit.
     """
 
     rank: int
@@ -123,7 +123,7 @@ class Drift:
         return sorted(found, key=lambda pair: -pair[1])
 
     def to_text(self, worst: int = 5) -> str:
-        """A table of the losses in percent of the planned cost, and the passes that exceed the plan most."""
+        """A table of the time lost in percent of the planned cost, and the passes that exceed the plan most."""
         whole = self.planned.cost
         lines = [
             f"measured {self.measured.cost:.4g}, planned {duration(whole, self.measured.unit)}: "
@@ -131,9 +131,9 @@ class Drift:
             f"planned {self.planned.bubble_rate:.1%}",
             "rank    cost  compute     late     host",
         ]
-        for loss in self.time_lost:
-            shares = (loss.cost, loss.compute, loss.late, loss.host)
-            lines.append(f"{loss.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
+        for lost in self.time_lost:
+            shares = (lost.cost, lost.compute, lost.late, lost.host)
+            lines.append(f"{lost.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
         slow = ", ".join(f"{action} {extra / whole:+.1%}" for action, extra in self.actions()[:worst])
         return "\n".join([*lines, f"furthest from the plan: {slow}"])
 
@@ -176,7 +176,7 @@ def _backward(found: _Passes, chunk: int, microbatch: int) -> tuple[float, float
 
 
 def _arrival(action: Action, passes: _Passes, travel: Sequence[float], placement: Sequence[int]) -> float:
-    """When the message that an action needs is there; some need none."""
+    """When the message that an action needs arrives; 0 where it needs none."""
     needed = producer(action, len(placement))
     if needed is None:
         return 0.0

@@ -75,7 +75,7 @@ def simulate(
 
 
 class _Run:
-    """One simulation: what runs has its inputs, so that its start is known."""
+    """One simulation: actions are executed in an order in which the inputs of each have been computed."""
 
     def __init__(self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float]) -> None:
         self._schedule, self._costs, self._durations = schedule, costs, durations
@@ -125,7 +125,7 @@ class _Run:
         return length
 
     def _arrival(self, rank: int, action: Action) -> float:
-        """When the input of an action is on its rank."""
+        """When the input of an action arrives on its rank."""
         need = producer(action, len(self._schedule.placement))
         if need is None:
             return 0.0
@@ -133,15 +133,15 @@ class _Run:
         return self._ends[need] + (self._costs.communication[min(action.chunk, need[1])] if distant else 0.0)
 
     def _fill(self, rank: int, pending: _Pending, action: Action, arrival: float) -> None:
-        """Runs pending W: as many as an F needs gone to have room, then until the input is there."""
+        """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
-        room = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
-        while pending.queue and (memory.now > room or events[-1].end < arrival):
+        limit = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
+        while pending.queue and (memory.now > limit or events[-1].end < arrival):
             self._execute(rank, pending.queue.popleft())
 
 
 class _Pending:
-    """The W of one rank that wait to be filled in, oldest first."""
+    """The pending W of one rank, oldest first."""
 
     def __init__(self, slices: int, limit: float) -> None:
         self.queue: deque[Action] = deque()

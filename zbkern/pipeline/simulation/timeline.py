@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """After an action: seconds, W that wait, bytes that W pin, bytes allocated on the device (0 on a CPU)."""
+    """After an action: seconds, pending W, bytes that these hold, bytes allocated on the device (0 on a CPU)."""
 
     seconds: float
     pending: int
@@ -39,8 +39,8 @@ class Timeline:
 
     `cost` is the longest span over ranks from a rank's own first F to its own last W (arXiv 2401.10241, section 5.3): a
     rank may start late for free, which assumes an optimizer step without a barrier. `makespan` is first start to last
-    end over all ranks, the honest figure when the optimizer does synchronise. `bubble_rate` is the share of `cost` in
-    which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same.
+    end over all ranks, the right figure when the optimizer step does synchronise. `bubble_rate` is the share of `cost`
+    in which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same.
     `samples[rank]` is what a pipeline has recorded. `unit` and `memory_unit` are as in `Costs`, empty where not known.
     """
 
@@ -96,7 +96,7 @@ class Timeline:
 
 
 def measured(schedule: Schedule, rows: Sequence[Sequence[Event]], samples: Sequence[Sequence[Sample]] = ()) -> Timeline:
-    """Events and samples in seconds, by rank, as a timeline that begins at zero."""
+    """The timeline of events and samples in seconds, by rank, shifted so that it starts at 0."""
     first = min((row[0].start for row in rows if row), default=0.0)
     events = (tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
     shifted = (tuple(s._replace(seconds=s.seconds - first) for s in row) for row in samples)
