@@ -33,7 +33,7 @@ def anneal(
     target: int = 0,
     seconds: float = float("inf"),
 ) -> tuple[Ordering, bool]:
-    """The best orders found from `start`, and whether the search came to its end before `seconds` were over.
+    """The best orders found from `start`, and whether the search was completed within `seconds`.
 
     temperatures: one after the other, in units of time, `moves` tried at each. spread: the weight of the mean span
     beside the largest. target: a cost at which to stop, such as a lower bound. Without moves it computes the cost of

@@ -189,7 +189,7 @@ def _most_work(kinds: Sequence[tuple[int, int]], limit: int, microbatches: int) 
         for count in range(most, -1, -1):
             rest = room - count * memory
             if count * work + rest * next_work // next_memory < found:
-                break  # fewer of this kind, and as much as there is room for of all others, come to less still
+                break  # fewer of this kind, and as much as there is room for of all others, do less work still
             found = max(found, count * work + best(index + 1, rest, steps * (most + 1)))
         return found
 

@@ -32,7 +32,7 @@ class Plan:
     lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks
     times makespan that is idle. optimal: it is proven that no order of these chunks in this memory is better; other
     cuts of the model may be. mean_cost: with jitter, the mean of the objective over the samples; otherwise the
-    objective itself. effort: the rounds of search that came to their end; `plan(..., effort=)` with the same seed
+    objective itself. effort: the rounds of search that were completed; `plan(..., effort=)` with the same seed
     repeats them.
     """
 

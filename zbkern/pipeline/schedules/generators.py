@@ -286,5 +286,5 @@ def check_counts(name: str, stages: int, microbatches: int, chunks: int = 1) -> 
     if passes > MOST_PASSES:
         raise ScheduleError(
             f"{name}: 3 x stages x microbatches x chunks must be at most {MOST_PASSES} passes; {stages} x "
-            f"{microbatches} x {chunks} come to {passes}: lower stages, microbatches or chunks"
+            f"{microbatches} x {chunks} make {passes}: lower stages, microbatches or chunks"
         )
