@@ -1,8 +1,8 @@
 // The planner's search core: plain C++17 over flat arrays; no torch and no Python in here.
 //
-// zbkern/pipeline/planner/{lists,blocks,patterns,search}.py say what each search does; the tests hold its results against
-// the simulator, the lower bounds and, on tiny problems, every order there is. Times and memory are integers, so that no
-// result depends on the order of additions or on the compiler.
+// zbkern/pipeline/planner/{list_scheduler,block_search,pattern_search,annealing}.py say what each search does; the tests
+// compare its results with the simulator, the lower bounds and, on tiny problems, every possible order. Times and memory are
+// integers, so that no result depends on the order of additions or on the compiler.
 #pragma once
 
 #include <chrono>
@@ -30,7 +30,7 @@ struct Problem {
   int passes() const { return 3 * chunks * microbatches; }
 };
 
-// When a search has to stop, measured from its construction; seconds may be infinite.
+// When a search has to stop: `seconds`, which may be infinite, after the construction of this.
 class Deadline {
  public:
   explicit Deadline(double seconds) : begin_(std::chrono::steady_clock::now()), seconds_(seconds) {}
@@ -41,7 +41,7 @@ class Deadline {
   double seconds_;
 };
 
-// How the ranks decide in the list scheduler; see lists.py, `Rule`.
+// How the ranks decide in the list scheduler; see `Rule` in list_scheduler.py.
 struct Rule {
   std::vector<int> priority, patience, late_forward, late_backward;  // [ranks]
   std::vector<int> caps;  // [chunks] how many forwards each may be ahead of its backwards
@@ -56,7 +56,7 @@ struct Ordering {
   Time cost = 0;
 };
 
-// Empty rows when the rule comes to a dead end, or to a cost above `cutoff`.
+// Empty rows when the rule deadlocks, or costs more than `cutoff`.
 Ordering list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
 
 // The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops after
@@ -64,7 +64,7 @@ Ordering list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
 Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves,
                      Time target, bool fuse, double seconds);
 
-// Counts and patience of every rank: [7][ranks]; see patterns.py.
+// Counts and patience of every rank: [7][ranks]; see pattern_search.py.
 using Pattern = std::vector<std::vector<int>>;
 
 struct PatternResult {
@@ -89,7 +89,7 @@ struct AnnealOptions {
 
 struct AnnealResult {
   Ordering best;
-  bool finished = true;  // false when the clock stopped it
+  bool finished = true;  // false when it stopped because the time was over
 };
 
 // Throws std::invalid_argument when the orders to start from cannot run.

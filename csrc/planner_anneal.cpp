@@ -1,5 +1,5 @@
-// Simulated annealing over the order of every rank; see planner/search.py. A move runs only what starts after the first
-// pass that moved, and stops as soon as the move is lost.
+// Simulated annealing over the order of every rank; see planner/annealing.py. A move runs again only what starts after the
+// first pass that it shifted, and stops as soon as it is certain to be rejected.
 #include <algorithm>
 #include <stdexcept>
 #include <tuple>
@@ -109,7 +109,7 @@ class Annealer {
   Time from_ = 0, spread_ = 0;
 };
 
-// What every pass has at least after it, minus the start of the rank that waits: lets a lost move stop early.
+// The least time that must follow every pass, minus the start of its rank: lets a move that will be rejected stop early.
 void Annealer::bound_from_below() {
   offset_.assign(p_.ranks, 0);
   if (!p_.makespan) {
@@ -149,7 +149,7 @@ void Annealer::bound_from_below() {
   }
 }
 
-// Brings lengths, memory, remaining work and positions of a row up to date after a change at low..high.
+// Updates lengths, memory, remaining work and positions of a row after a change at low..high.
 void Annealer::refresh(int rank, int low, int high) {
   const Row& row = rows_[rank];
   Time memory = low ? memory_[rank][low - 1] : 0;
@@ -328,10 +328,10 @@ bool Annealer::propose(Random& random, const AnnealOptions& options) {
   int distance = 1;
   while (distance < 8 && random.percent(60)) distance++;
   const int pass = rows_[rank][k], kind = kind_of(pass);
-  bool later;  // on the critical path W makes room by moving later, and the others gain by moving earlier
+  bool later;  // on the critical path, W makes room by moving later, and the others are better earlier
   if (critical) later = random.percent(kind == kWeight ? 70 : 15);
   else later = random.percent(50);
-  // Alone, or as a wave: the same pass of this microbatch in the neighbouring chunks, or of the next microbatches here.
+  // Alone, or as a group: the same pass of this microbatch in the neighbouring chunks, or of the next microbatches here.
   int count = 1, chunk_step = 0, microbatch_step = 0;
   if (random.percent(20)) {
     count = 2;
@@ -343,12 +343,12 @@ bool Annealer::propose(Random& random, const AnnealOptions& options) {
   }
   int c = chunk_of(pass), j = pass % m_;
   for (int i = 0; i < count && c >= 0 && c < n_ && j >= 0 && j < m_; i++, c += chunk_step, j += microbatch_step) {
-    const int home = p_.placement[c], at = position_[id(kind, c, j)], last = static_cast<int>(rows_[home].size()) - 1;
-    const int to = reach(home, at, later ? std::min(at + distance, last) : std::max(at - distance, 0));
+    const int owner = p_.placement[c], at = position_[id(kind, c, j)], last = static_cast<int>(rows_[owner].size()) - 1;
+    const int to = reach(owner, at, later ? std::min(at + distance, last) : std::max(at - distance, 0));
     if (to == at) continue;
-    from_ = std::min(from_, starts_[home][std::min(at, to)]);
-    shift(home, at, to);
-    done_.push_back({home, at, to});
+    from_ = std::min(from_, starts_[owner][std::min(at, to)]);
+    shift(owner, at, to);
+    done_.push_back({owner, at, to});
   }
   return !done_.empty();
 }
@@ -376,7 +376,7 @@ AnnealResult Annealer::anneal(const AnnealOptions& options) {
       }
       if (!propose(random, options)) continue;
       const Time threshold = now + (temperature >> 16) * random.exponential();
-      // The largest span of a move that could be accepted, all others being as small as their work allows.
+      // The largest span that an accepted move can have: all other spans are as small as their work allows.
       const bool kept = run(from_, (threshold - spread_ * least_sum_) / p_.ranks) && energy(trial_span_) <= threshold;
       if (!kept) {
         undo();

@@ -1,4 +1,4 @@
-// Search for a building block, the passes of one microbatch that all microbatches repeat. See planner/blocks.py.
+// Search for a building block, the passes of one microbatch that all microbatches repeat; see planner/block_search.py.
 #include <algorithm>
 #include <numeric>
 
@@ -9,9 +9,9 @@ namespace zbkern {
 namespace {
 
 constexpr Time kForever = INT64_MAX / 4;
-constexpr Time kTurn = 1 << 16;  // from one microbatch to the next
+constexpr Time kPeriod = 1 << 16;  // from one microbatch to the next
 
-using Block = std::vector<Time>;  // [kind * chunks + chunk] when it is the turn of microbatch 0
+using Block = std::vector<Time>;  // [kind * chunks + chunk] when microbatch 0 runs it
 
 class Blocks {
  public:
@@ -46,12 +46,12 @@ class Blocks {
   std::vector<int> waiter_, next_, runnable_;
 };
 
-// The rows of all microbatches; false when a rank's memory does not suffice.
+// The rows of all microbatches; false when they exceed a rank's memory.
 bool Blocks::unroll(const Block& at) {
   for (int rank = 0; rank < p_.ranks; rank++) {
     auto& items = items_[rank];
     std::sort(items.begin(), items.end(), [&](int a, int b) {
-      const Time left = at[a] & (kTurn - 1), right = at[b] & (kTurn - 1);
+      const Time left = at[a] & (kPeriod - 1), right = at[b] & (kPeriod - 1);
       return left != right ? left < right : a < b;
     });
     Time first = kForever, last = -kForever, memory = 0;
@@ -71,7 +71,7 @@ bool Blocks::unroll(const Block& at) {
   return true;
 }
 
-// What the block costs; kForever when that is above the threshold, and when it cannot run or does not fit.
+// The cost of the block; kForever when that exceeds the threshold, when it cannot run, or when it does not fit.
 Time Blocks::run(const Block& at, Time threshold) {
   if (!unroll(at)) return kForever;
   std::fill(ends_.begin(), ends_.end(), -1), std::fill(waiter_.begin(), waiter_.end(), -1);
@@ -111,10 +111,10 @@ Time Blocks::run(const Block& at, Time threshold) {
   return cost;
 }
 
-// Of the blocks whose passes follow each other at even distances, the one for which `count` microbatches are under way.
+// The block whose passes are evenly spaced, with `count` microbatches in flight.
 Block even(const Problem& p, int count) {
   const int n = p.chunks;
-  const Time step = kTurn * count / (2 * n);
+  const Time step = kPeriod * count / (2 * n);
   Block at(3 * n);
   for (int c = 0; c < n; c++) {
     at[c] = c * step;
@@ -124,23 +124,23 @@ Block even(const Problem& p, int count) {
   return at;
 }
 
-// Moves a pass, or a stretch of those on the way of a microbatch, or some W. False when a chunk's would not be in order.
+// Shifts one pass, or consecutive passes of the microbatch, or some W. False when a chunk's passes would be out of order.
 bool Blocks::change(Block& at, Random& random) const {
-  constexpr Time scales[] = {kTurn / 20, kTurn / 10, kTurn / 5, kTurn / 2, kTurn};
+  constexpr Time scales[] = {kPeriod / 20, kPeriod / 10, kPeriod / 5, kPeriod / 2, kPeriod};
   Time step = 1 + random.below(static_cast<int>(scales[random.below(5)]));
   if (random.percent(50)) step = -step;
-  const int way = random.below(5);
-  if (way == 0) {
+  const int what = random.below(5);
+  if (what == 0) {
     at[random.below(3 * n_)] += step;
-  } else if (way == 1) {
+  } else if (what == 1) {
     const int first = random.below(n_), last = std::min(n_, first + 1 + random.below(5));
     for (int c = first; c < last; c++) at[2 * n_ + c] += step;
   } else {
-    const int first = random.below(2 * n_), last = way == 2 ? 2 * n_ : std::min(2 * n_, first + 1 + random.below(5));
+    const int first = random.below(2 * n_), last = what == 2 ? 2 * n_ : std::min(2 * n_, first + 1 + random.below(5));
     for (int k = first; k < last; k++) {
       const int c = k < n_ ? k : 2 * n_ - 1 - k;
       at[k < n_ ? c : n_ + c] += step;
-      if (k >= n_ && way < 4) at[2 * n_ + c] += step;
+      if (k >= n_ && what < 4) at[2 * n_ + c] += step;
     }
   }
   for (int c = 0; c < n_; c++)

@@ -1,4 +1,4 @@
-// The list scheduler: every rank decides what to run next by its rule. planner/lists.py does the same in Python.
+// The list scheduler: every rank decides what to run next by its rule. planner/list_scheduler.py does the same in Python.
 #include <algorithm>
 #include <functional>
 #include <queue>

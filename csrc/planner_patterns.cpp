@@ -1,4 +1,4 @@
-// Search for a pattern, the hand-made order of ZB-V with its counts free. See planner/patterns.py.
+// Search for a pattern, the order of ZB-V with its counts as parameters; see planner/pattern_search.py.
 #include <algorithm>
 
 #include "planner.h"
@@ -29,7 +29,7 @@ class Patterns {
     for (Time span : span_) sum += span;
     return p_.ranks * cost() + spread * sum;
   }
-  // The largest span of what could have this energy, all others being as small as their work allows.
+  // The largest span that an order of this energy can have: all other spans are as small as their work allows.
   Time largest(Time energy, Time spread) const { return (energy - spread * least_) / p_.ranks; }
   bool run(const Pattern& pattern, Time threshold);
 
@@ -125,15 +125,15 @@ bool Patterns::run(const Pattern& pattern, Time threshold) {
   return left == 0;
 }
 
-// Changes counts, or the patience of a phase, on a stretch of ranks.
+// Changes counts, or the patience of a phase, on consecutive ranks.
 void change(Pattern& pattern, int ranks, Random& random) {
   constexpr int steps[][4] = {{1, 0, 0, 0},  {0, 1, 0, 0}, {0, 0, 1, 0},  {0, 0, 0, 1}, {0, 1, -1, 0},  {2, -1, 0, 0}, {1, -1, 0, 0},
                               {2, -1, 1, 0}, {1, -1, 1, 0}, {1, 0, 1, 0}, {0, 0, 1, -1}, {1, 0, 0, -1}, {1, 0, 0, 1}};
-  const int way = random.below(5), where = random.below(4);
-  int first = random.below(ranks), last = std::min(ranks, first + 1 + random.below(way ? 6 : ranks));
+  const int what = random.below(5), where = random.below(4);
+  int first = random.below(ranks), last = std::min(ranks, first + 1 + random.below(what ? 6 : ranks));
   if (where == 0) first = 0;
   if (where == 1) last = ranks;
-  if (way == 0) {
+  if (what == 0) {
     const int phase = random.below(3), patience = 1 + random.below(8);
     for (int rank = first; rank < last; rank++) pattern[kPatience + phase][rank] = patience;
     return;

@@ -1,4 +1,4 @@
-// Random numbers of the planner's searches, the same on every machine. planner/randomness.py draws the same ones.
+// Random numbers of the planner's searches, the same on every machine. planner/rng.py draws the same ones.
 #pragma once
 
 #include <cstdint>

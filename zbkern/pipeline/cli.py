@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import draw, report, schedules
-from zbkern.pipeline.draw import style, trace
 from zbkern.pipeline.planner import Plan, plan
 from zbkern.pipeline.planner.plan import chunks_per_rank
 from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.simulator import simulate
@@ -171,8 +171,8 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     if limit is not None and report.exceeds(peak, limit):
         raise _WrongArgument(
             "--memory",
-            f"{schedule.name} holds {style.amount(peak)} on one rank, more than {style.amount(limit)}; raise the "
-            "limit, or leave --schedule out for a plan within it",
+            f"{schedule.name} holds {amount(peak, costs.memory_unit)} on one rank, more than "
+            f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
         )
     stages, objective = arguments.stages, arguments.objective
     other = plan(
@@ -184,7 +184,7 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
 
 
 def _check_outputs(paths: Sequence[Path]) -> None:
-    """Before the search, since nobody wants to wait for an error."""
+    """Before the search, so that an error comes at once."""
     for path in paths:
         if not path.name.endswith(SUFFIXES):
             raise _WrongArgument("--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
@@ -192,7 +192,7 @@ def _check_outputs(paths: Sequence[Path]) -> None:
             raise _WrongArgument("--out", f"cannot write {path}: there is no folder {path.parent}; create it first")
         if path.suffix == ".png" and importlib.util.find_spec("cairosvg") is None:
             raise _WrongArgument(
-                "--out", f"{path} needs the package cairosvg: pip install 'zbkern[draw]', or take .svg"
+                "--out", f"{path} needs the package cairosvg: pip install 'zbkern[draw]', or write .svg"
             )
 
 
@@ -204,12 +204,10 @@ def _write(timeline: Timeline, costs: Costs, path: Path) -> Path:
         elif path.suffix == ".csv":
             dialect = "torch" if path.name.endswith(".torch.csv") else "zbkern"
             path.write_text(schedule.to_csv(dialect), encoding="utf-8")
-        elif path.suffix == ".json":
-            trace.save([timeline], path)
         else:
             draw.save([timeline], path, costs=[costs])
     except OSError as error:
-        raise _WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another place") from error
+        raise _WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
     return path
 
 

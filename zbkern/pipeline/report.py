@@ -1,12 +1,12 @@
-"""What a terminal is told about a plan: its grid, cut to the width there is, its figures, and a table of many."""
+"""What `zbkern plan` prints: the grid of a plan, cut to the width of the terminal, its figures, and a table of many."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.pipeline.draw.style import amount, duration, number
 from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.units import amount, duration, number
 from zbkern.pipeline.simulation.timeline import Timeline
 
 _SHOWN = 0.005  # of the objective: less imbalance than that is not worth a line
@@ -30,18 +30,19 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
         span += f", {idle(timeline, objective):.2%} of it idle ({bound})"
     capacity = "no limit"
     if limit is not None:
-        capacity = f"limit {amount(limit)}" + (f", {number(limit / whole)}x" if whole else "")
-    memory = f"{_joined(list(map(amount, timeline.peak_memory)))} by rank ({capacity})"
+        capacity = f"limit {amount(limit, timeline.memory_unit)}" + (f", {number(limit / whole)}x" if whole else "")
+    peaks = [amount(peak, timeline.memory_unit) for peak in timeline.peak_memory]
+    memory = f"{_joined(peaks)} by rank ({capacity})"
     figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
     rank, share = imbalance(timeline, objective)
     if share >= _SHOWN:
         of = f"{share:.2%} of the {idle(timeline, objective):.2%} idle"
-        figures["load"] = f"{of} is because rank {rank} has the most work: cut the model otherwise"
+        figures["load"] = f"{of} is because rank {rank} has the most work: divide the model more evenly"
     return "\n\n".join([title, grid(schedule, width), "\n".join(f"{name:<9} {text}" for name, text in figures.items())])
 
 
 def grid(schedule: Schedule, width: int) -> str:
-    """The grid of `Schedule.to_text`; one wider than `width` loses its middle, and a line below says so."""
+    """The grid of `Schedule.to_text`; one wider than `width` is cut in the middle, and a line below says so."""
     text = schedule.to_text()
     if max(map(len, text.split("\n"))) <= width:
         return text
@@ -75,7 +76,7 @@ def table(timelines: Sequence[Timeline], objective: str, limit: float | None, wh
                 str(schedule.chunks),
                 f"{timeline.bubble_rate:.2%}",
                 duration(timeline.makespan, timeline.unit),
-                amount(peak),
+                amount(peak, timeline.memory_unit),
                 relative,
                 over,
             ]

@@ -13,6 +13,7 @@ import pytest
 
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.draw import html, style
+from zbkern.pipeline.schedules import units
 
 
 def data(text: str) -> Any:
@@ -92,3 +93,20 @@ def test_the_script_is_javascript(tmp_path: Path) -> None:
     path = tmp_path / "page.js"
     path.write_text(script[1])
     subprocess.run(["node", "--check", str(path)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node, which runs the script, is not installed")
+@pytest.mark.parametrize("unit", ["bytes", None])
+def test_the_page_writes_memory_as_tables_do(unit: str | None) -> None:
+    values = [0, 3, 999, 1000, 2500, 512e6, 2.45e10, 1e12, 3.2e15]
+    timeline = simulate(schedules.gpipe(1, 1), Costs(memory_unit=unit))
+    text = html.html([timeline], costs=[Costs(memory_unit=unit)])
+    short = re.search(r"^const short = .*$", text, re.MULTILINE)
+    amount = re.search(r"^function amount.*?^}", text, re.MULTILINE | re.DOTALL)
+    assert short is not None
+    assert amount is not None
+    script = f"const data = {json.dumps({'memoryUnit': data(text)['memoryUnit']})};\n{short[0]}\n{amount[0]}"
+    run = f"{script}\nconsole.log(JSON.stringify({json.dumps(values)}.map(amount)))"
+    found = json.loads(subprocess.run(["node", "-e", run], capture_output=True, text=True, check=True).stdout)
+    said = [units.amount(value, unit) for value in values]
+    assert found == (said if unit else [str(int(value)) for value in values])

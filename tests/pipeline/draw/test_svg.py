@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -55,7 +56,10 @@ def test_save_takes_the_kind_from_the_suffix(tmp_path: Path) -> None:
     timeline = simulate(schedules.zb_h2(2, 4))
     assert timeline.save(tmp_path / "a.svg").read_text().startswith("<svg")
     assert timeline.save(tmp_path / "a.html").read_text().startswith("<!doctype html>")
-    with pytest.raises(ValueError, match=r"\.svg, \.html or \.png"):
+    assert "traceEvents" in json.loads(timeline.save(tmp_path / "a.json").read_text())
+    both = json.loads(draw.save([timeline, timeline], tmp_path / "b.json", ["one", "two"]).read_text())["traceEvents"]
+    assert [each["args"]["name"] for each in both if each["name"] == "process_name"] == ["one", "two"]
+    with pytest.raises(ValueError, match=r"\.svg, \.html, \.png or \.json"):
         draw.save([timeline], tmp_path / "a.gif")
 
 

@@ -30,11 +30,11 @@ def test_samples_are_counters() -> None:
     planned = simulate(schedules.zb_h1(2, 3))
     samples = ((Sample(0.5, 2, 100, 1000),), (Sample(1.0, 1, 50, 2000), Sample(2.0, 0, 0, 3000)))
     found = [e for e in trace.events([replace(planned, unit="s", samples=samples)]) if e["ph"] == "C"]
-    waiting = [(e["name"], e["ts"], e["args"]["W that wait"]) for e in found if "W that wait" in e["args"]]
+    waiting = [(e["name"], e["ts"], e["args"]["pending W"]) for e in found if "pending W" in e["args"]]
     assert waiting == [
-        ("rank 0: W that wait", 5e5, 2),
-        ("rank 1: W that wait", 1e6, 1),
-        ("rank 1: W that wait", 2e6, 0),
+        ("rank 0: pending W", 5e5, 2),
+        ("rank 1: pending W", 1e6, 1),
+        ("rank 1: pending W", 2e6, 0),
     ]
     assert [e["args"]["bytes allocated"] for e in found if "bytes allocated" in e["args"]] == [1000, 2000, 3000]
 

@@ -318,6 +318,6 @@ def test_errors_name_what_is_wrong() -> None:
 
 def test_smaller_limits_take_part() -> None:
     problem = Problem.build(Costs().per_chunk(4), range(4), 8, [6.0] * 4, False)
-    levels = [level[0] / problem.memory_scale for _, level in portfolio._levels(problem)]
+    levels = [level[0] / problem.memory_scale for _, level in portfolio._memory_levels(problem)]
     assert levels == pytest.approx([6, 6, 5.5, 5, 4.5, 4, 3.5, 3, 2.5, 2, 1.5, 1])
-    assert [number for number, _ in portfolio._levels(problem)] == [0, *range(12, 1, -1)]
+    assert [number for number, _ in portfolio._memory_levels(problem)] == [0, *range(12, 1, -1)]

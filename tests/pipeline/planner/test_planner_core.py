@@ -8,7 +8,7 @@ import pytest
 
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.planner import annealing, block_search, bounds, list_scheduler, native, pattern_search
-from zbkern.pipeline.planner.problem import Ordering, Problem, fits, one_at_a_time, orders_of, schedule_of
+from zbkern.pipeline.planner.problem import Ordering, Problem, fits, ordering_of, schedule_of, serial_ordering
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
@@ -17,10 +17,10 @@ def problem(seed: int, overheads: bool = False, makespan: bool = False) -> Probl
     draw = random.Random(seed)
     stages, chunks = draw.choice([(2, 1), (4, 1), (2, 2), (3, 2), (2, 4)])
     down = list(range(stages))
-    homes = [rank for turn in range(chunks) for rank in (down[::-1] if turn % 2 else down)]
+    owners = [rank for turn in range(chunks) for rank in (down[::-1] if turn % 2 else down)]
     if seed % 3 == 2:
-        draw.shuffle(homes)
-    n = len(homes)
+        draw.shuffle(owners)
+    n = len(owners)
 
     def some(high: float) -> list[float]:
         return [draw.uniform(0.5, high) for _ in range(n)]
@@ -30,8 +30,8 @@ def problem(seed: int, overheads: bool = False, makespan: bool = False) -> Probl
     saving = [each * 0.3 for each in weight] if overheads else 0
     costs = Costs(some(3), backward, weight, some(1)[1:], some(2), 0.9 if seed % 5 == 1 else 0.4, split, saving)
     flat = costs.per_chunk(n)
-    need = max(sum(flat.activation[c] for c in range(n) if homes[c] == rank) for rank in range(stages))
-    return Problem.build(flat, homes, draw.randint(1, 7), [need * draw.uniform(1, 3)] * stages, makespan)
+    need = max(sum(flat.activation[c] for c in range(n) if owners[c] == rank) for rank in range(stages))
+    return Problem.build(flat, owners, draw.randint(1, 7), [need * draw.uniform(1, 3)] * stages, makespan)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -77,7 +77,7 @@ def test_annealing(seed: int) -> None:
         for orders in (list_scheduler.list_schedule(given, rule) for rule in list_scheduler.rules(given))
         if orders
     )
-    start = annealing.costed(given, start)
+    start = annealing.with_cost(given, start)
     found, finished = annealing.anneal(given, start, seed=seed, temperatures=temperatures(given), moves=300)
     assert finished
     assert found.cost <= start.cost
@@ -86,7 +86,7 @@ def test_annealing(seed: int) -> None:
 
 def test_annealing_improves_a_poor_start() -> None:
     given = Problem.build(Costs(2, 2, 1, 0.1).per_chunk(4), range(4), 8, [6.0] * 4, False)
-    start = annealing.costed(given, one_at_a_time(given, fuse=False))
+    start = annealing.with_cost(given, serial_ordering(given, fuse=False))
     found, _ = annealing.anneal(given, start, temperatures=temperatures(given), moves=3000)
     assert found.cost < 0.6 * start.cost
     check(given, found)
@@ -97,7 +97,7 @@ def test_building_blocks(seed: int) -> None:
     given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
     found = block_search.search_blocks(given, seed=seed, temperatures=temperatures(given), moves=60, fuse=seed % 4 == 3)
     if given.saves:  # which blocks do not weigh
-        by_blocks, found = found.cost, annealing.costed(given, found)
+        by_blocks, found = found.cost, annealing.with_cost(given, found)
         assert found.cost <= by_blocks
     check(given, found)
 
@@ -131,13 +131,13 @@ def test_a_pattern_found_gives_its_orders_again() -> None:
 @pytest.mark.parametrize("core", [True, False])
 def test_orders_that_cannot_run_are_refused(core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = Problem.build(Costs().per_chunk(2), (0, 1), 2, [2.0, 2.0], False)
-    orders = orders_of(schedules.one_f_one_b(2, 2))
+    orders = ordering_of(schedules.one_f_one_b(2, 2))
     stuck = Ordering(0, [list(reversed(row)) for row in orders.rows], orders.fused)
     with pytest.raises(ValueError, match="cannot run"):
         annealing.anneal(given, stuck) if core else annealing.Timing(given, stuck)
     if not core:
         monkeypatch.setattr(native, "core", None)
-    assert annealing.costed(given, stuck) is None
+    assert annealing.with_cost(given, stuck) is None
 
 
 @pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2])
@@ -145,7 +145,7 @@ def test_orders_cost_what_the_simulator_says(make, monkeypatch: pytest.MonkeyPat
     costs = Costs(2, 1.5, 1, 0.25, merge_saving=0.25, split_overhead=0.5)
     schedule = make(4, 8)
     given = Problem.build(costs.per_chunk(4), range(4), 8, [9.0] * 4, False)
-    compiled = annealing.costed(given, orders_of(schedule))
+    compiled = annealing.with_cost(given, ordering_of(schedule))
     assert compiled.cost / given.time_scale == pytest.approx(simulate(schedule, costs).cost, rel=1e-9)
     monkeypatch.setattr(native, "core", None)
-    assert annealing.costed(given, orders_of(schedule)) == compiled
+    assert annealing.with_cost(given, ordering_of(schedule)) == compiled

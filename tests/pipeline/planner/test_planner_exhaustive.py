@@ -48,7 +48,7 @@ def peak(row: list[Pass], costs: Costs) -> float:
     return max(held)
 
 
-def span(rows: tuple[list[Pass], ...], homes: list[int], costs: Costs, makespan: bool) -> float:
+def span(rows: tuple[list[Pass], ...], owners: list[int], costs: Costs, makespan: bool) -> float:
     """The cost of the rows, or their makespan; infinite when they lock up."""
     lengths = {"F": costs.forward, "B": costs.backward, "W": costs.weight}
     ends: dict[Pass, float] = {}
@@ -59,12 +59,12 @@ def span(rows: tuple[list[Pass], ...], homes: list[int], costs: Costs, makespan:
         for rank, row in enumerate(rows):
             while place[rank] < len(row):
                 kind, chunk, microbatch = row[place[rank]]
-                source = chunk + {"F": -1, "B": 1, "W": len(homes)}[kind]
+                source = chunk + {"F": -1, "B": 1, "W": len(owners)}[kind]
                 begin = clock[rank]
-                if 0 <= source < len(homes):
+                if 0 <= source < len(owners):
                     if (kind, source, microbatch) not in ends:
                         break
-                    lag = costs.communication if homes[source] != rank else 0.0
+                    lag = costs.communication if owners[source] != rank else 0.0
                     begin = max(begin, ends[kind, source, microbatch] + lag)
                 if place[rank] == 0:
                     first[rank] = 0.0 if makespan else begin
@@ -76,13 +76,13 @@ def span(rows: tuple[list[Pass], ...], homes: list[int], costs: Costs, makespan:
     return max(end - begin for end, begin in zip(clock, first, strict=True))
 
 
-def best(homes: list[int], microbatches: int, costs: Costs, limit: float, makespan: bool, ordered: bool) -> float:
-    ranks = max(homes) + 1
+def best(owners: list[int], microbatches: int, costs: Costs, limit: float, makespan: bool, ordered: bool) -> float:
+    ranks = max(owners) + 1
     rows = []
     for rank in range(ranks):
-        home = [chunk for chunk, each in enumerate(homes) if each == rank]
-        rows.append([row for row in orders(home, microbatches, ordered) if peak(row, costs) <= limit + EPSILON])
-    return min(span(choice, homes, costs, makespan) for choice in product(*rows))
+        own_chunks = [chunk for chunk, each in enumerate(owners) if each == rank]
+        rows.append([row for row in orders(own_chunks, microbatches, ordered) if peak(row, costs) <= limit + EPSILON])
+    return min(span(choice, owners, costs, makespan) for choice in product(*rows))
 
 
 # Stages, microbatches, chunks, whether only microbatches in order are tried, cases.
@@ -100,12 +100,12 @@ def test_plan_is_the_best_of_all(stages: int, microbatches: int, chunks: int, or
     limit = chunks * draw.choice([1.0, 1.5, 2.0, 3.0])
     makespan = case % 3 == 2
     objective = "makespan" if makespan else "cost"
-    homes = [rank for turn in range(chunks) for rank in (range(stages) if turn % 2 == 0 else range(stages)[::-1])]
+    owners = [rank for turn in range(chunks) for rank in (range(stages) if turn % 2 == 0 else range(stages)[::-1])]
     found = plan(costs, stages, microbatches, chunks, memory_limit=limit, effort=2, objective=objective)
     reached = found.timeline.makespan if makespan else found.timeline.cost
     rows = tuple([tuple(action)[:3] for action in row] for row in found.schedule.actions)
-    assert span(rows, homes, costs, makespan) == pytest.approx(reached)
-    least = best(homes, microbatches, costs, limit, makespan, ordered)
+    assert span(rows, owners, costs, makespan) == pytest.approx(reached)
+    least = best(owners, microbatches, costs, limit, makespan, ordered)
     assert reached == pytest.approx(least)
     work = stages * (1 - found.lower_bound)
     assert sum(found.timeline.busy) / work <= least + EPSILON

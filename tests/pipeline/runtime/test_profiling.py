@@ -61,7 +61,9 @@ def test_every_rank_gets_the_times_of_every_chunk() -> None:
 
 
 def test_memory_is_what_the_layers_keep() -> None:
-    flat = measure([SlowBlock(0, 0)])[0].per_chunk(1)
+    costs = measure([SlowBlock(0, 0)])[0]
+    assert (costs.time_unit, costs.memory_unit) == ("ms", "bytes")
+    flat = costs.per_chunk(1)
     rows = 2 * 16 * 4  # bytes of one microbatch's activation
     assert flat.held[0] == 2 * rows  # the linear's input and its output gradient
     assert flat.activation[0] >= rows

@@ -114,18 +114,18 @@ def build(*rows: str, placement: tuple[int, ...] | None = None, microbatches: in
 @pytest.mark.parametrize(
     ("rows", "arguments", "message"),
     [
-        (["0F0 0F0 0BW0"], {}, "rank 0, action 1, 0F0: it was done before"),
-        (["0F0 0B0 0W0 0W0"], {}, "rank 0, action 3, 0W0: it was done before"),
+        (["0F0 0F0 0BW0"], {}, "rank 0, action 1, 0F0: it has run before"),
+        (["0F0 0B0 0W0 0W0"], {}, "rank 0, action 3, 0W0: it has run before"),
         (["0F0 0W0 0B0"], {}, "rank 0, action 1, 0W0: its B has not run yet"),
         (["0BW0 0F0"], {}, "rank 0, action 0, 0BW0: its forward 0F0 has not run yet"),
         (["0F0 0BW0 0W0"], {}, "rank 0, action 2, 0W0: its BW has computed this W"),
-        (["0F0 0B0 0BW0 0W0"], {}, "rank 0, action 2, 0BW0: this microbatch has been backward"),
-        (["0F0 0BW0 0B0"], {}, "rank 0, action 2, 0B0: this microbatch has been backward"),
+        (["0F0 0B0 0BW0 0W0"], {}, "rank 0, action 2, 0BW0: the backward of this microbatch has run"),
+        (["0F0 0BW0 0B0"], {}, "rank 0, action 2, 0B0: the backward of this microbatch has run"),
         (["0F0 0BW0"], {"microbatches": 2}, "rank 0: 0F1 is missing"),
         (["0F0 0F1 0BW0"], {"microbatches": 2}, "rank 0: 0B1 is missing"),
         (["0F0 0B0"], {}, "rank 0: 0W0 is missing"),
         (["0F0 0B0 0W0:0/3 0W0:2/3"], {}, "rank 0: 0W0:1/3 is missing"),
-        (["0F0 0B0 0W0:0/2 0W0:0/2"], {}, "action 3, 0W0:0/2: it was done before; every slice runs once"),
+        (["0F0 0B0 0W0:0/2 0W0:0/2"], {}, "action 3, 0W0:0/2: it has run before; every slice runs once"),
         (["0F0 0B0 0W0:0/2 0W0:1/3"], {}, "action 3, 0W0:1/3: earlier slices of this W are 2ths"),
         (["0F0 0B0 0W0:2/2"], {}, "action 2, 0W0:2/2: part=.i, n. needs 0 <= i < n"),
         (["0F0 0B0 0W0:0/2 0W0 0W0:1/2"], {}, "action 3, 0W0"),
@@ -146,7 +146,7 @@ def test_validate_names_the_first_offence(rows: list[str], arguments: dict, mess
 def test_types_are_checked() -> None:
     with pytest.raises(TypeError, match=r'rank 0, action 0 must be an Action, such as Action\("F"'):
         Schedule.build([[("F", 0, 0)]], [0], 1)
-    with pytest.raises(TypeError, match="chunk, microbatch must be int"):
+    with pytest.raises(TypeError, match="chunk and microbatch must be int"):
         Schedule.build([[Action("F", "0", 0)]], [0], 1)
     with pytest.raises(TypeError, match=r"part must be \(i, n\) or None; got 3"):
         Schedule.build([[Action("F", 0, 0), Action("B", 0, 0), Action("W", 0, 0, part=3)]], [0], 1)

@@ -31,13 +31,15 @@ def test_joined_and_halved_by_hand() -> None:
     assert rechunk(costs, 4, 4) is costs
 
 
-HEAD = Costs(  # an 8B model on 8 stages; ms and bytes
+HEAD = Costs(  # an 8B model on 8 stages
     forward=[24.1, *[23.2] * 6, 33.9],
     backward=[23.0, *[23.9] * 6, 32.5],
     weight=[17.2, *[16.8] * 6, 25.9],
     communication=0.9,
     activation=[2.6e9, *[2.5e9] * 6, 3.6e9],
     held=[*[1.1e9] * 7, 1.4e9],
+    time_unit="ms",
+    memory_unit="bytes",
 )
 
 
@@ -59,7 +61,7 @@ def test_of_two_chunks_the_larger_has_more() -> None:
 
 def test_it_can_say_how_it_cut() -> None:
     said = how_rechunked(HEAD, 8)
-    assert "forward 0.9, weight 0.4, activation 100 MB of the first chunk; forward 10.7, backward 8.6" in said
+    assert "forward 0.9 ms, weight 0.4 ms, activation 100 MB of the first chunk; forward 10.7 ms, backward" in said
     assert how_rechunked(Costs(), 8).endswith("all of it cut evenly")
     assert how_rechunked(Costs(forward=[3.0]), 1).endswith("all of it cut evenly")
 

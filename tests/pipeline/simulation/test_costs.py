@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from zbkern.pipeline import Costs, plan, schedules, simulate
+from zbkern.pipeline.simulation import comparison, drift
 
 
 def test_numbers_stand_for_every_chunk() -> None:
@@ -35,6 +36,24 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert Costs.from_json('{"forward": 3}') == Costs(forward=3)
 
 
+def test_units_are_carried_by_json_and_by_everything_made_of_the_costs(tmp_path: Path) -> None:
+    costs = Costs(forward=2, communication=0.5, time_unit="ms", memory_unit="bytes")
+    assert Costs.load(costs.save(tmp_path / "costs.json")) == costs
+    timeline = simulate(schedules.zb_h1(2, 4), costs)
+    assert (timeline.unit, timeline.memory_unit) == ("ms", "bytes")
+    cut = comparison.rechunk(costs, 2, 4)
+    assert (cut.time_unit, cut.memory_unit, cut.communication) == ("ms", "bytes", 0.5)
+    measured = drift.costs([timeline], costs)
+    assert (measured.time_unit, measured.memory_unit) == ("ms", "bytes")
+    assert (simulate(schedules.zb_h1(2, 4)).unit, simulate(schedules.zb_h1(2, 4)).memory_unit) == ("", "")
+
+
+def test_seconds_follow_from_the_unit() -> None:
+    for unit, forward in ((None, 0.002), ("ms", 0.002), ("us", 2e-6), ("s", 2.0)):
+        found = drift.in_seconds(Costs(forward=2, backward=[2, 4], time_unit=unit))
+        assert (found.forward, found.backward, found.time_unit) == (forward, (forward, 2 * forward), "s")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -46,6 +65,8 @@ def test_json_round_trip(tmp_path: Path) -> None:
         ({"forward": 1e307}, ValueError, r"forward must be from 0 to 1e\+100, .*; got 1e\+307"),
         ({"activation": [1, 10**400]}, ValueError, r"activation\[1\] must be from 0 to .*; got inf"),
         ({"weight": -(10**400)}, ValueError, "weight must be from 0 to .*; got -inf"),
+        ({"time_unit": "minutes"}, ValueError, "time_unit must be 's' or 'ms' or 'us', or None; got 'minutes'"),
+        ({"memory_unit": "GB"}, ValueError, "memory_unit must be 'bytes', or None; got 'GB'"),
         ({"held": [True]}, TypeError, r"held\[0\] must be a number"),
     ],
 )

@@ -86,9 +86,9 @@ def test_an_evaluation_leaves_the_timeline_of_the_last_step() -> None:
         assert pipe.last_timeline.events == before.events
         assert pipe.samples == samples
         assert pipe.drift().measured.events == before.events
-        profiled = Costs(forward=1.0, backward=(2.0,), weight=3.0, merge_saving=0.5, activation=7.0)  # milliseconds
-        expected = Costs(forward=0.001, backward=(0.002,), weight=0.003, merge_saving=0.0005, activation=7.0)
-        assert pipe.drift(profiled).costs == expected
+        profiled = Costs(1.0, (2.0,), 3.0, merge_saving=0.5, activation=7.0, time_unit="ms", memory_unit="bytes")
+        seconds = {"forward": 0.001, "backward": (0.002,), "weight": 0.003, "merge_saving": 0.0005, "time_unit": "s"}
+        assert pipe.drift(profiled).costs == replace(profiled, **seconds)
         with pytest.raises(ValueError, match="targets must be given"):
             pipe.evaluate(inputs)
         assert model[0].training

@@ -276,7 +276,7 @@ def test_types_are_checked() -> None:
         simulate(schedule, {})
     with pytest.raises(TypeError, match="jitter must be a number; got str"):
         simulate(schedule, jitter="10%")
-    with pytest.raises(TypeError, match="memory_limit must be one number or one per rank; got '1x'"):
+    with pytest.raises(TypeError, match="memory_limit must be one number or one per rank; got str '1x'"):
         simulate(schedule, fill="eager", memory_limit="1x")
     with pytest.raises(TypeError, match="slices must be an int; got float"):
         simulate(schedule, fill="eager", slices=1.5)

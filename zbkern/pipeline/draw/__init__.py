@@ -1,6 +1,51 @@
-"""Pictures of timelines: SVG, PNG, one HTML page that zooms, and traces for Perfetto."""
+"""Pictures of timelines, planned or measured: SVG, PNG, one HTML page that zooms, and traces for Perfetto.
+
+Timelines and costs come in as data: nothing here imports the simulation, which draws with `save`.
+"""
 
 from __future__ import annotations
 
-from zbkern.pipeline.draw.svg import save as save
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zbkern.pipeline.draw import html, trace
 from zbkern.pipeline.draw.svg import svg as svg
+
+if TYPE_CHECKING:
+    from zbkern.pipeline.simulation.costs import Costs
+    from zbkern.pipeline.simulation.timeline import Timeline
+
+
+def save(
+    timelines: Sequence[Timeline],
+    path: str | Path,
+    titles: Sequence[str] | None = None,
+    costs: Sequence[Costs] | None = None,
+) -> Path:
+    """Writes the file that the suffix names, and returns its path: .svg, .html, .png, or .json (a Perfetto trace).
+
+    titles, costs: one per timeline; by default the schedules' names, and no memory curves (a trace has none). Raises
+    ValueError for another suffix or count, TypeError for what is no list of timelines or no path, ImportError for a PNG
+    without the package cairosvg.
+    """
+    if not isinstance(path, (str, Path)):
+        raise TypeError(
+            f"draw.save: path must be a str or Path, such as 'plan.svg'; got {type(path).__name__} {path!r}"
+        )
+    path = Path(path)
+    if path.suffix == ".json":
+        return trace.save(timelines, path, titles)
+    if path.suffix == ".svg":
+        path.write_text(svg(timelines, titles, costs=costs), encoding="utf-8")
+    elif path.suffix == ".html":
+        path.write_text(html.html(timelines, titles, costs), encoding="utf-8")
+    elif path.suffix == ".png":
+        try:
+            import cairosvg
+        except ImportError as error:
+            raise ImportError("draw.save: PNG needs the package cairosvg: pip install 'zbkern[draw]'") from error
+        cairosvg.svg2png(svg(timelines, titles, costs=costs).encode(), write_to=str(path), scale=2)
+    else:
+        raise ValueError(f"draw.save: path must end in .svg, .html, .png or .json; got {str(path)!r}")
+    return path

@@ -1,4 +1,4 @@
-"""Timelines as one HTML page without outside parts, for schedules of any size: zoom, move, hover.
+"""Timelines as one self-contained HTML page, for schedules of any size: zoom, move, hover.
 
 The page carries the events as numbers and draws what is visible on a canvas, so that 64 ranks with 1024 microbatches
 stay quick where an SVG would have 200,000 elements.
@@ -11,33 +11,36 @@ import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from zbkern.pipeline.draw import style
-from zbkern.pipeline.simulation.costs import Costs
-from zbkern.pipeline.simulation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from zbkern.pipeline.simulation.costs import Costs
+    from zbkern.pipeline.simulation.timeline import Timeline
 
 
 def html(
     timelines: Sequence[Timeline], titles: Sequence[str] | None = None, costs: Sequence[Costs] | None = None
 ) -> str:
-    """The page; titles and costs as in `draw.save`. The wheel zooms, dragging moves, hovering tells, a double click
-    shows everything again."""
-    titles, tracks = style.checked(timelines, titles, costs)
+    """The page; titles and costs as in `draw.save`.
+
+    The wheel zooms, dragging moves, hovering shows the times of an action, a double click shows everything again.
+    """
+    shown = style.drawing(timelines, titles, costs)
     data = {
         "unit": timelines[0].unit,
-        "timelines": [
-            _timeline(timeline, title, rows) for timeline, title, rows in zip(timelines, titles, tracks, strict=True)
-        ],
+        "memoryUnit": shown.memory_unit,
+        "timelines": [_timeline(*each) for each in zip(timelines, shown.titles, shown.memory, strict=True)],
     }
     # a title with </script or <!--<script would move the end of the script
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     legend = "".join(
-        f'<span><i style="background:{fill}"></i>{escape(name)}</span>'
-        for name, fill in style.legend(timelines, max((h for t in tracks for r in t for _, h in r), default=0.0))
+        f'<span><i style="background:{fill}"></i>{escape(name)}</span>' for name, fill in style.legend(shown)
     )
     colours = {"idle": style.IDLE, "outside": style.OUTSIDE, "held": style.HELD}
     page = resources.files("zbkern.pipeline.draw").joinpath("viewer.html").read_text(encoding="utf-8")
-    parts = {"TITLE": escape(", ".join(titles)), "LEGEND": legend, "COLOURS": json.dumps(colours), "DATA": text}
+    parts = {"TITLE": escape(", ".join(shown.titles)), "LEGEND": legend, "COLOURS": json.dumps(colours), "DATA": text}
     return re.sub(r"@([A-Z]+)@", lambda match: parts[match[1]], page)
 
 
@@ -50,8 +53,8 @@ def _timeline(timeline: Timeline, title: str, tracks: Sequence[style.Track]) -> 
         chunks, found = timeline.schedule.chunks_of(rank), []
         for _, action, start, end in row:
             fill = style.shade(action.kind, chunks.index(action.chunk), len(chunks))
-            place = fills.setdefault(fill, len(fills))
-            found.append([_short(start - first), _short(end - first), place, str(action), action.microbatch])
+            index = fills.setdefault(fill, len(fills))
+            found.append([_short(start - first), _short(end - first), index, str(action), action.microbatch])
         rows.append(found)
     return {
         "title": title,
@@ -63,5 +66,5 @@ def _timeline(timeline: Timeline, title: str, tracks: Sequence[style.Track]) -> 
 
 
 def _short(value: float) -> float:
-    """Six digits: more cannot be seen."""
+    """Rounded to six digits: no picture shows more."""
     return float(f"{value:.6g}")

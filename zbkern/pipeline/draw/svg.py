@@ -1,4 +1,4 @@
-"""Pictures of timelines, planned or measured: SVG, PNG, and one HTML file that zooms.
+"""Pictures of timelines, planned or measured, as SVG.
 
 Several timelines stand one above the other on one time axis. A box is an action: its colour the kind, its shade the
 chunk of the rank, its number the microbatch. Idle time between a rank's first and last action is pink, that before and
@@ -11,24 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zbkern.pipeline.draw import html
-from zbkern.pipeline.draw.style import (
-    HELD,
-    IDLE,
-    OUTSIDE,
-    Track,
-    checked,
-    duration,
-    is_light,
-    legend,
-    note,
-    number,
-    shade,
-)
-from zbkern.pipeline.simulation.costs import Costs
-from zbkern.pipeline.simulation.timeline import Event, Timeline
+from zbkern.pipeline.draw.style import HELD, IDLE, OUTSIDE, Track, drawing, is_light, legend, note, shade
+from zbkern.pipeline.schedules.units import duration, number
+
+if TYPE_CHECKING:
+    from zbkern.pipeline.simulation.costs import Costs
+    from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 _LEFT, _RIGHT, _TITLE, _ROW, _HELD_ROW, _GAP, _AXIS = 64, 16, 28, 24, 26, 20, 30
 _DARK = "#24292f"
@@ -41,47 +31,20 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-
 """
 
 
-def save(
-    timelines: Sequence[Timeline],
-    path: str | Path,
-    titles: Sequence[str] | None = None,
-    costs: Sequence[Costs] | None = None,
-) -> Path:
-    """Writes the picture that the suffix names, .svg, .html or .png, and returns its path.
-
-    titles, costs: one per timeline; by default the schedules' names, and no memory. Raises ValueError for another
-    suffix or count, ImportError for a PNG without the package cairosvg.
-    """
-    path = Path(path)
-    if path.suffix == ".svg":
-        path.write_text(svg(timelines, titles, costs=costs), encoding="utf-8")
-    elif path.suffix == ".html":
-        path.write_text(html.html(timelines, titles, costs), encoding="utf-8")
-    elif path.suffix == ".png":
-        try:
-            import cairosvg
-        except ImportError as error:
-            raise ImportError("draw.save: PNG needs the package cairosvg: pip install 'zbkern[draw]'") from error
-        cairosvg.svg2png(svg(timelines, titles, costs=costs).encode(), write_to=str(path), scale=2)
-    else:
-        raise ValueError(f"draw.save: path must end in .svg, .html or .png; got {str(path)!r}")
-    return path
-
-
 def svg(
     timelines: Sequence[Timeline],
     titles: Sequence[str] | None = None,
     width: int = 1000,
     costs: Sequence[Costs] | None = None,
 ) -> str:
-    """The picture as SVG text, `width` pixels wide; titles and costs as in `save`."""
-    titles, tracks = checked(timelines, titles, costs)
+    """The picture as SVG text, `width` pixels wide; titles and costs as in `draw.save`."""
+    shown = drawing(timelines, titles, costs)
     span = max(timeline.makespan for timeline in timelines) or 1.0
     scale = (width - _LEFT - _RIGHT) / span
-    most = max((held for rows in tracks for row in rows for _, held in row), default=0.0)
-    head, top = _legend(legend(timelines, most), width)
+    most = shown.most_memory
+    head, top = _legend(legend(shown), width)
     parts = [head]
-    for timeline, title, rows in zip(timelines, titles, tracks, strict=True):
+    for timeline, title, rows in zip(timelines, shown.titles, shown.memory, strict=True):
         first = min((row[0].start for row in timeline.events if row), default=0.0)
         parts.append(
             f'<text x="{_LEFT}" y="{top + 17:g}"><tspan class="title">{escape(title)}</tspan>'

@@ -5,30 +5,36 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zbkern.pipeline.simulation.timeline import Timeline
+from zbkern.pipeline.draw.style import checked
+from zbkern.pipeline.schedules.units import TIME_UNITS
 
-_COUNTERS = ("W that wait", "bytes they pin", "bytes allocated")
-_MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0}
+if TYPE_CHECKING:
+    from zbkern.pipeline.simulation.timeline import Timeline
+
+_COUNTERS = ("pending W", "held bytes", "bytes allocated")
 
 
 def save(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None) -> Path:
     """Writes the trace as JSON and returns its path; titles: one per timeline, by default the schedules' names."""
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"trace.save: path must be a str or Path, such as 'step.json'; got {path!r}")
     path = Path(path)
     path.write_text(json.dumps({"traceEvents": events(timelines, titles), "displayTimeUnit": "ms"}), encoding="utf-8")
     return path
 
 
 def events(timelines: Sequence[Timeline], titles: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The trace's events; a unit that is not a unit of time counts as a millisecond."""
-    if titles is not None and len(titles) != len(timelines):
-        raise ValueError(f"trace: titles must be one for each of {len(timelines)} timelines; got {len(titles)}")
+    """The trace's events; where the timeline's unit is not known, one counts as a millisecond.
+
+    Raises TypeError for what is no list of timelines, ValueError for an empty one or another number of titles.
+    """
+    names = checked("trace", timelines, titles)
     found: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
-        scale = _MICROSECONDS.get(timeline.unit, 1e3)
-        title = titles[process] if titles else timeline.schedule.name
-        found.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}})
+        scale = TIME_UNITS["us"] / TIME_UNITS.get(timeline.unit, TIME_UNITS["ms"])  # a trace is in microseconds
+        found.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": names[process]}})
         for rank, row in enumerate(timeline.events):
             found.append(
                 {"ph": "M", "pid": process, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}

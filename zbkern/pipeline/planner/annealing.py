@@ -1,13 +1,14 @@
 """Local search: simulated annealing over the order of every rank, W included.
 
-A move takes one pass of one rank to an earlier or later place of its row, as far as order and memory there allow. Half
-of the moves take their pass from the critical path; a fifth move a wave: the same pass of the microbatch in the
-neighbouring chunks, or of the next microbatches on the rank, since a better order mostly needs one change in many
-places. What is minimised is the largest span plus `spread` times the mean span: the largest alone is blind to most
-moves, and the mean alone would rather fill a gap on every rank than end the last pass a little earlier.
+A move shifts one pass of one rank to an earlier or later position of its row, as far as dependencies and memory there
+allow. Half of the moves take their pass from the critical path; a fifth shift a group of passes at once: the same pass
+of the microbatch in the neighbouring chunks, or of the next microbatches on the rank, since a better order mostly needs
+the same change in many rows. What is minimised is the largest span of a rank (from its first start to its last end)
+plus `spread` times the mean span: most moves do not change the largest, and the mean alone would rather fill a gap on
+every rank than end the last pass a little earlier.
 
-It runs in C++ (csrc/planner_anneal.cpp), some millions of moves a second on small problems. `Timing` is the plain
-Python run of given orders.
+It runs in C++ (csrc/planner_anneal.cpp), some millions of moves a second on small problems. `Timing` is the same
+evaluation of given orders in plain Python.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, Ordering, Problem
+from zbkern.pipeline.schedules.dependencies import advance
 
 
 def anneal(
@@ -31,10 +33,10 @@ def anneal(
     target: int = 0,
     seconds: float = float("inf"),
 ) -> tuple[Ordering, bool]:
-    """The best orders found from `start`, and whether the search came to its end before `seconds` were over.
+    """The best orders found from `start`, and whether the search was completed within `seconds`.
 
     temperatures: one after the other, in units of time, `moves` tried at each. spread: the weight of the mean span
-    beside the largest. target: a cost at which to stop; a lower bound, say. With no moves it works out the cost of
+    beside the largest. target: a cost at which to stop, such as a lower bound. Without moves it computes the cost of
     `start`. Raises ValueError when `start` cannot run.
     """
     assert native.core is not None
@@ -52,20 +54,15 @@ class Timing:
         self._problem, self._orders = problem, orders
         self.starts: list[list[int]] = [[] for _ in orders.rows]
         self.ends: list[Any] = [None] * problem.passes
-        clock, progress = [0] * problem.ranks, True
-        while progress:
-            progress = False
-            for rank, row in enumerate(orders.rows):
-                for place in range(len(self.starts[rank]), len(row)):
-                    needs, lag = self._input(row[place])
-                    if needs is not None:
-                        if self.ends[needs] is None:
-                            break
-                        clock[rank] = max(clock[rank], self.ends[needs] + lag)
-                    self.starts[rank].append(clock[rank])
-                    clock[rank] += self._length(row, place)
-                    self.ends[row[place]] = clock[rank]
-                    progress = True
+        clock = [0] * problem.ranks
+        for rank, number in advance(orders.rows, lambda number: self._input(number)[0], lambda number: number):
+            needs, lag = self._input(number)
+            if needs is not None:
+                clock[rank] = max(clock[rank], self.ends[needs] + lag)
+            position = len(self.starts[rank])
+            self.starts[rank].append(clock[rank])
+            clock[rank] += self._length(orders.rows[rank], position)
+            self.ends[number] = clock[rank]
         if None in self.ends:
             raise ValueError("planner: these orders cannot run: ranks wait for each other")
         self.cost = max(
@@ -73,7 +70,7 @@ class Timing:
         )
 
     def _input(self, number: int) -> tuple[int | None, int]:
-        """The pass on another chunk whose output it waits for, and how long that travels."""
+        """The pass of another chunk whose output it waits for, and how long the message takes."""
         problem = self._problem
         kind, chunk = divmod(number // problem.microbatches, problem.chunks)
         if kind == FORWARD and chunk > 0:
@@ -82,9 +79,9 @@ class Timing:
             return number + problem.microbatches, problem.communication[chunk]
         return None, 0
 
-    def _length(self, row: Sequence[int], place: int) -> int:
+    def _length(self, row: Sequence[int], position: int) -> int:
         problem = self._problem
-        kind, rest = divmod(row[place], problem.chunks * problem.microbatches)
+        kind, rest = divmod(row[position], problem.chunks * problem.microbatches)
         chunk = rest // problem.microbatches
         if kind == FORWARD:
             return problem.forward[chunk]
@@ -92,13 +89,13 @@ class Timing:
             return problem.fused[chunk] if self._orders.fused[rest] else problem.backward[chunk]
         if self._orders.fused[rest]:
             return 0
-        follows = place > 0 and row[place - 1] // problem.microbatches == row[place] // problem.microbatches
-        merges = follows and not self._orders.fused[row[place - 1] % (problem.chunks * problem.microbatches)]
+        follows = position > 0 and row[position - 1] // problem.microbatches == row[position] // problem.microbatches
+        merges = follows and not self._orders.fused[row[position - 1] % (problem.chunks * problem.microbatches)]
         return problem.weight[chunk] - (problem.merge_saving[chunk] if merges else 0)
 
 
-def costed(problem: Problem, orders: Ordering) -> Ordering | None:
-    """The orders with their cost worked out; None when they cannot run: say, when microbatches do not pass in order."""
+def with_cost(problem: Problem, orders: Ordering) -> Ordering | None:
+    """The orders with their cost computed; None when they cannot run, as when microbatches do not pass in order."""
     try:
         if native.core is not None:
             return anneal(problem, orders)[0]
@@ -107,11 +104,12 @@ def costed(problem: Problem, orders: Ordering) -> Ordering | None:
         return None
 
 
-def grown(problem: Problem, orders: Ordering, microbatches: int) -> list[Ordering]:
-    """Orders for more microbatches: each rank repeats its part of the middle, from several places. Costs are not known.
+def extended(problem: Problem, orders: Ordering, microbatches: int) -> list[Ordering]:
+    """Orders for more microbatches, whose steady state is repeated at one of several times. Costs are not known.
 
-    orders are for fewer microbatches. A rank's part is a stretch that runs every kind of pass of each of its chunks
-    once, nearest to the same time on all ranks; where all ranks are busy throughout it, repeating it costs no bubble.
+    orders are for fewer microbatches. What a rank repeats is a stretch of its row that runs every kind of pass of each
+    of its chunks once, nearest to the same time on all ranks; where all ranks are busy throughout it, repeating it adds
+    no bubble.
     """
     small = len(orders.fused) // problem.chunks
     timing = Timing(problem.with_microbatches(small), orders)

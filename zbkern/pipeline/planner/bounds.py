@@ -1,9 +1,10 @@
 """Lower bounds on the cost of any schedule of a problem.
 
-Per rank, cost = work + idle. Some idle time is certain: before the gradient of the first microbatch is back, a rank can
-only run what its memory has room for (head), and after its last forward only what memory held then (tail). This is the
-first-stage bound of one chunk per rank, for every rank and for any number of chunks. Beside it: the longest chain of
-passes that must follow each other. Integers as in `Problem`; microbatches cost the same, so that their order is free.
+Per rank, cost = work + idle time. Some idle time cannot be avoided: in the warm-up, before the gradient of the first
+microbatch is back, a rank can only run what its memory has room for, and in the cool-down, after its last forward, only
+what its memory held then. This is the first-stage bound of one chunk per rank, for every rank and for any number of
+chunks. Beside it: the longest chain of passes that must follow each other. Integers as in `Problem`; microbatches cost
+the same, so that their order is free.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from zbkern.pipeline.planner.problem import Problem
 def cost_bound(problem: Problem) -> int:
     """No schedule of `problem` costs less (its makespan, when that is minimised)."""
     if problem.may_fuse or problem.saves:
-        # The room for work in head and tail is not known then; work and chains are.
+        # How much work fits the warm-up and the cool-down is not known then; work and chains are.
         return max([_chain(problem), *(problem.work(rank) for rank in range(problem.ranks))])
     ranks = range(problem.ranks)
     bound = max([_chain(problem), *(_rank_bound(problem, rank) for rank in ranks)])
     if problem.placement == tuple(ranks) and not problem.makespan:
-        bound = _joined_heads(problem, bound)
+        bound = _joint_warm_up_bound(problem, bound)
     return bound
 
 
@@ -47,7 +48,7 @@ def _backward(problem: Problem, chunk: int) -> int:
 
 
 def _chain(problem: Problem) -> int:
-    """All F of a chunk, or all B, or all of both in the last, between the way there and the way back to chunk 0."""
+    """All F of a chunk, or all B, or both of the last chunk, after the passes on the way there, before those back."""
     arrivals, returns, microbatches = _arrivals(problem), _returns(problem), problem.microbatches
     last = problem.chunks - 1
     weight = 0 if problem.may_fuse else problem.weight[0] - problem.merge_saving[0]
@@ -64,47 +65,50 @@ def _chain(problem: Problem) -> int:
 
 
 def _rank_bound(problem: Problem, rank: int) -> int:
-    home, arrivals, returns = problem.chunks_of(rank), _arrivals(problem), _returns(problem)
-    first, limit, microbatches = home[0], problem.limit[rank], problem.microbatches
-    head = 0
-    for place, chunk in enumerate(home):
+    own_chunks, arrivals, returns = problem.chunks_of(rank), _arrivals(problem), _returns(problem)
+    first, limit, microbatches = own_chunks[0], problem.limit[rank], problem.microbatches
+    warm_up = 0
+    for position, chunk in enumerate(own_chunks):
         # From this rank's first F on until B of `chunk` can start, chunks up to it run F only, which stay in memory;
         # the later ones can run everything, for microbatches that this chunk has forwarded.
         latest = arrivals[chunk] - arrivals[first] + problem.forward[chunk] + returns[chunk]
         kinds = []
         memory = work = 0
-        for index, other in enumerate(home):
+        for index, other in enumerate(own_chunks):
             work += problem.forward[other]
-            if index <= place:
+            if index <= position:
                 memory += problem.activation[other]
             else:
                 work += problem.backward[other] + problem.weight[other]
-            if index <= place or index == len(home) - 1:
+            if index <= position or index == len(own_chunks) - 1:
                 kinds.append((memory, work))
-        head = max(head, latest - _most_work(kinds, limit, microbatches))
-    tail = max(0, returns[first] + problem.backward[first] + problem.weight[first] - _tail_work(problem, home, limit))
-    # Head ends before tail begins, unless all forwards of the first chunk fit the memory at once.
+        warm_up = max(warm_up, latest - _most_work(kinds, limit, microbatches))
+    cool_down = max(
+        0,
+        returns[first] + problem.backward[first] + problem.weight[first] - _cool_down_work(problem, own_chunks, limit),
+    )
+    # The warm-up ends before the cool-down begins, unless all forwards of the first chunk fit the memory at once.
     apart = microbatches * problem.activation[first] > limit
     late = arrivals[first] if problem.makespan else 0
-    return problem.work(rank) + (head + tail if apart else max(head, tail)) + late
+    return problem.work(rank) + (warm_up + cool_down if apart else max(warm_up, cool_down)) + late
 
 
-def _joined_heads(problem: Problem, bound: int) -> int:
-    """A larger bound, one chunk per rank: the heads of all ranks at once.
+def _joint_warm_up_bound(problem: Problem, bound: int) -> int:
+    """A larger bound, one chunk per rank, from the warm-ups of all ranks together.
 
-    The least cost for which some number of F before the first B leaves no rank more idle than that cost allows is found
-    by halving.
+    By bisection: the least cost for which every rank can have some number of F before its first B without more idle
+    time than that cost allows.
     """
-    if warm_up(problem, bound) is not None:
+    if warm_up_forwards(problem, bound) is not None:
         return bound
     low, high = bound, bound + max(_returns(problem)) + max(problem.forward)
     while low + 1 < high:  # low is not possible; high is, or is as far as this looks
         middle = (low + high) // 2
-        low, high = (low, middle) if warm_up(problem, middle) is not None else (middle, high)
-    return high if warm_up(problem, high) is not None else low
+        low, high = (low, middle) if warm_up_forwards(problem, middle) is not None else (middle, high)
+    return high if warm_up_forwards(problem, high) is not None else low
 
 
-def warm_up(problem: Problem, cost: int) -> list[int] | None:
+def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
     """With one chunk per rank: how many F each rank runs before its first B; None when no schedule costs so little.
 
     If a whole number of F does not fill the time until that B can start, the rank is idle, or runs one F more and so
@@ -113,10 +117,10 @@ def warm_up(problem: Problem, cost: int) -> list[int] | None:
     returns, limit, microbatches = _returns(problem), problem.limit, problem.microbatches
     delay, forwards = 0, []
     for rank in reversed(range(problem.ranks)):
-        tail = returns[rank] + problem.backward[rank] + problem.weight[rank]
-        tail = max(0, tail - _tail_work(problem, [rank], limit[rank]))
+        cool_down = returns[rank] + problem.backward[rank] + problem.weight[rank]
+        cool_down = max(0, cool_down - _cool_down_work(problem, [rank], limit[rank]))
         room = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
-        idle = cost - problem.work(rank) - (tail if room < microbatches else 0)
+        idle = cost - problem.work(rank) - (cool_down if room < microbatches else 0)
         until = problem.forward[rank] + returns[rank] + delay
         length, room = problem.forward[rank], min(room, microbatches)
         fit = min(room, until // length) if length else room
@@ -129,26 +133,28 @@ def warm_up(problem: Problem, cost: int) -> list[int] | None:
     return forwards[::-1]
 
 
-def _tail_work(problem: Problem, home: Sequence[int], limit: int) -> int:
+def _cool_down_work(problem: Problem, own_chunks: Sequence[int], limit: int) -> int:
     """The most work that can be left for the time from the end of the first chunk's last F to the end of all.
 
     A microbatch is somewhere between its F in the first chunk and its last W, holds memory, and has work left. Only the
     most work per memory matters; the last microbatch itself holds the first chunk's activation and has all left.
     """
-    first = home[0]
-    whole = sum(problem.forward[c] + problem.backward[c] + problem.weight[c] for c in home) - problem.forward[first]
+    first = own_chunks[0]
+    whole = (
+        sum(problem.forward[c] + problem.backward[c] + problem.weight[c] for c in own_chunks) - problem.forward[first]
+    )
     states = [(problem.activation[first], whole)]
     memory, left = problem.activation[first], whole
-    for chunk in home[1:]:  # forwarded so far
+    for chunk in own_chunks[1:]:  # forwarded so far
         memory, left = memory + problem.activation[chunk], left - problem.forward[chunk]
         states.append((memory, left))
     # Backward down to some chunk, each W of what is behind done or not: the W by themselves are states of their own.
-    for place in range(len(home)):
-        ahead = home[: len(home) - 1 - place]
+    for index in range(len(own_chunks)):
+        ahead = own_chunks[: len(own_chunks) - 1 - index]
         states.append(
             (sum(problem.activation[c] for c in ahead), sum(problem.backward[c] + problem.weight[c] for c in ahead))
         )
-    states += [(problem.held[chunk], problem.weight[chunk]) for chunk in home]
+    states += [(problem.held[chunk], problem.weight[chunk]) for chunk in own_chunks]
     states = [(memory, left) for memory, left in states if left > 0]
     return whole + _most_work(states, limit - problem.activation[first], problem.microbatches - 1)
 
@@ -183,7 +189,7 @@ def _most_work(kinds: Sequence[tuple[int, int]], limit: int, microbatches: int) 
         for count in range(most, -1, -1):
             rest = room - count * memory
             if count * work + rest * next_work // next_memory < found:
-                break  # fewer of this kind, and as much as there is room for of all others, come to less still
+                break  # fewer of this kind, and as much as there is room for of all others, do less work still
             found = max(found, count * work + best(index + 1, rest, steps * (most + 1)))
         return found
 

@@ -18,12 +18,16 @@ class Budget:
     def left(self) -> float:
         return max(0.0, self._end - time.monotonic())
 
+    def part(self, share: float) -> Budget:
+        """One that ends when this share of what is left is over; rounds are not divided."""
+        return Budget(self.left * share, self._rounds)
+
     def allows(self, round_: int) -> bool:
         return self.left > 0 if self._rounds is None else round_ < self._rounds
 
 
 class Pool:
-    """The best orders found, of different cost, best first."""
+    """The best orders found so far, each of another cost, best first; `bound`: a lower bound on any cost."""
 
     def __init__(self, keep: int, bound: int) -> None:
         self.orders: list[Ordering] = []
@@ -39,5 +43,5 @@ class Pool:
         return self.beats(self.bound)
 
     def beats(self, bound: int) -> bool:
-        """Whether nothing above this bound can be better than the best here."""
+        """Whether the best here costs no more than this bound."""
         return bool(self.orders) and self.orders[0].cost <= bound

@@ -1,13 +1,13 @@
-"""The constructive search: a list scheduler, run with many rules, keeps what is best.
+"""The constructive search: a list scheduler is run with many rules, and the best schedules are kept.
 
 Every rank decides what to run next from what has arrived: a forward, a backward, or a W. With one rule for all ranks
 this is the greedy search of arXiv 2401.10241, section 3.1 (fill the warm-up with forwards, then one F and one B, W in
 gaps and when memory is full, a few yes/no choices all tried), for any number of chunks, with two choices more: how long
 a gap must be for a W, and how many forwards each chunk may be ahead of its backwards. Unlike there, ranks decide in the
 order of time, each knowing only what has been sent to it by then. `refine` then searches for a rule of its own for
-every rank. A schedule made by rules is as regular as they are, so that its cost hardly depends on the number of
-microbatches, and few rules have to be tried, however many: with 16 stages, one chunk and 128 microbatches some hundred
-tries come to the lower bound, where moving pass by pass stays above the published search.
+every rank. A schedule made by rules is as regular as they are, so that the best rules hardly depend on the number of
+microbatches, and few have to be tried: with 16 stages, one chunk and 128 microbatches some hundred tries reach the
+lower bound, where moving pass by pass stays above the published search.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class Rule(NamedTuple):
     """How the ranks decide, for any number of microbatches; one entry per rank, and of `caps` per chunk.
 
     priority: with a forward and a backward ready, run 0 the backward, 1 the forward, 2 the one that was not run last.
-    patience: a W may start when the next input is at least this many quarters of its length away, or not yet sent.
+    patience: a W may start when the next input arrives no sooner than in this many quarters of the W's
+    length, or has not been sent yet.
     late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
-    its backwards. foresight: a W also waits for a gradient not yet sent, until the earliest that it can be here, a few
-    chunks back. fuse: all backwards are fused.
+    its backwards. foresight: a W also waits for a gradient that has not been sent yet, by the earliest time at which it
+    can arrive, if the backward that sends it is a few chunks away. fuse: all backwards are fused.
     """
 
     priority: Each
@@ -68,14 +69,14 @@ def rules(problem: Problem, caps: Sequence[Each] | None = None) -> Iterator[Rule
 
 
 def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Ordering | None:
-    """The orders that `rule` comes to; None when it comes to a dead end, out of memory, or to a cost above `cutoff`."""
+    """The orders that `rule` makes; None when it deadlocks, runs out of memory, or costs more than `cutoff`."""
     cutoff = _NEVER if cutoff is None else cutoff
     if native.core is not None:
         orders = Ordering(*native.core.list_schedule(problem, *rule, cutoff))
         found = orders if orders.rows else None
     else:
         found = _Lists(problem, rule).run(cutoff)
-    # Only a B that leaves more than it found can exceed the limit.
+    # Only a B that holds more memory after it than before can exceed the limit.
     grows = any(held > activation for held, activation in zip(problem.held, problem.activation, strict=True))
     return None if found is not None and grows and not fits(problem, found) else found
 
@@ -83,7 +84,7 @@ def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Or
 def refine(
     problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0, seconds: float = math.inf
 ) -> tuple[Ordering, Rule] | None:
-    """The best orders found with other rules near this one, and their rule; None when it comes to none itself.
+    """The best orders found with other rules near this one, and their rule; None when this one makes none.
 
     A try changes one choice, or the caps, of some neighbouring ranks at random, and stays when that is no worse.
     target: a cost at which to stop. seconds: stop after this long.
@@ -105,10 +106,10 @@ def refine(
 
 
 def _changed(problem: Problem, rule: Rule, random: Random) -> Rule:
-    way = random.below(20)
-    if way == 0:
+    what = random.below(20)
+    if what == 0:
         return rule._replace(foresight=not rule.foresight)
-    if way < 10:
+    if what < 10:
         change = 1 if random.percent(50) else -1
         caps = [min(max(cap + change, 1), problem.microbatches) for cap in rule.caps]
         return rule._replace(caps=_some(rule.caps, caps, random))
@@ -285,11 +286,11 @@ def forward_caps(problem: Problem, slope: int) -> Each:
     if slope == 0:
         return tuple(caps)
     for rank in range(problem.ranks):
-        home = problem.chunks_of(rank)
-        weighted = sum(problem.activation[chunk] * (problem.chunks - 1 - chunk) for chunk in home)
+        own_chunks = problem.chunks_of(rank)
+        weighted = sum(problem.activation[chunk] * (problem.chunks - 1 - chunk) for chunk in own_chunks)
         if weighted == 0:
             continue
-        spare = max(0, problem.limit[rank] - sum(problem.activation[chunk] for chunk in home))
+        spare = max(0, problem.limit[rank] - sum(problem.activation[chunk] for chunk in own_chunks))
         for chunk in range(problem.chunks):
             cap = 1 + slope * spare * (problem.chunks - 1 - chunk) // (100 * weighted)
             caps[chunk] = min(caps[chunk], cap)

@@ -1,4 +1,4 @@
-"""Patterns: the hand-made order of ZB-V with its counts free, for two chunks per rank in a V.
+"""Pattern search: the order of ZB-V with its counts as parameters, for two chunks per rank in a V.
 
 A rank runs f and F, the forwards of its first and second chunk, and b and B, their backwards, in this order (arXiv
 2401.10241, section 6, there with counts for passes of equal length and 1F1B's memory, and with no third phase):
@@ -6,11 +6,11 @@ A rank runs f and F, the forwards of its first and second chunk, and b and B, th
     f as often as ahead[rank], then F f as often as paired[rank], F B as often as turned[rank], f F B as often as
     filled[rank], and f b F B until nothing is left,
 
-and W, the oldest first, where the next of these comes late, or where its memory is needed. Late is by the patience of
-the rank in the phase: before the first b, while there are f, and after. Seven numbers per rank, so that annealing
-finds in a second how a step should start and end with real costs, many passes at a time, where moving pass by pass
-does not (p=16, m=48, 1.25 times 1F1B's memory: 2.4% idle, rules and moved passes came to 5.2%). A pattern that has
-come to repeat itself holds for any more microbatches.
+and a W, the oldest first, where the next of these has to wait, or where the memory that the W holds is needed. How
+long that wait must be is the patience of the rank in each of three phases: before the first b, while there are f, and
+after. These are seven numbers per rank, so that annealing finds in a second how a step should start and end with real
+costs, many passes at a time, where moving pass by pass does not (p=16, m=48, 1.25 times 1F1B's memory: 2.4% idle; rules
+and moved passes reached 5.2%). A pattern that has reached its steady state holds for any larger number of microbatches.
 
 It runs in C++ (csrc/planner_patterns.cpp).
 """
@@ -26,13 +26,13 @@ Pattern = list[list[int]]  # [7][ranks]: ahead, paired, turned, filled, and pati
 
 
 def is_v(problem: Problem) -> bool:
-    """Whether patterns are for this placement."""
+    """Whether the placement is a V, the only one that patterns are defined for."""
     down = tuple(range(problem.ranks))
     return problem.placement == down + down[::-1]
 
 
 def zb_v_pattern(problem: Problem, percent: int, patience: int) -> Pattern:
-    """The pattern of ZB-V with so much of its counts, the same patience everywhere."""
+    """The pattern of ZB-V with this percentage of its counts, and the same patience everywhere."""
     ranks = problem.ranks
 
     def share(count: int) -> int:
@@ -65,8 +65,8 @@ def search_patterns(
     """The best orders found and their pattern, from `start` on; None when that one cannot run or does not fit.
 
     temperatures: one after the other, in units of time, `moves` tried at each. spread: the weight of the mean span
-    beside the largest. target: a cost at which to stop. seconds: stop after this long. Nothing is fused, and savings of
-    merged W are not weighed.
+    beside the largest. target: a cost at which to stop. seconds: stop after this long. Nothing is fused, and what
+    merged W save is not taken into account.
     """
     scaled = [problem.ranks * temperature for temperature in temperatures]
     assert native.core is not None

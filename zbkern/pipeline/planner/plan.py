@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.draw.style import amount
 from zbkern.pipeline.planner import bounds, portfolio, robustness
 from zbkern.pipeline.planner.incumbents import Budget, Pool
 from zbkern.pipeline.planner.problem import Problem, schedule_of
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -20,6 +21,7 @@ from zbkern.pipeline.simulation.timeline import Timeline
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
 OBJECTIVES = ("cost", "makespan")
 
+_SEEDS = 2**32  # each search makes seeds of its own of 64 bits from it
 _ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
 
 
@@ -30,7 +32,7 @@ class Plan:
     lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks
     times makespan that is idle. optimal: it is proven that no order of these chunks in this memory is better; other
     cuts of the model may be. mean_cost: with jitter, the mean of the objective over the samples; otherwise the
-    objective itself. effort: the rounds of search that came to their end; `plan(..., effort=)` with the same seed
+    objective itself. effort: the rounds of search that were completed; `plan(..., effort=)` with the same seed
     repeats them.
     """
 
@@ -76,28 +78,36 @@ def plan(
     is never worse than a shorter. `effort`, a number of rounds (0: the constructive answer alone, a second or so for a
     large problem), ends it instead of the clock: then the plan is the same on every machine. Where zbkern was installed
     without a C++ compiler there is the constructive answer alone, from fewer rules, and a warning says so. Every
-    published schedule that fits takes part, so that none of them is better (with more than 40,000 passes only when
-    there is time). Sources: arXiv 2401.10241, 2405.15362.
+    published schedule that fits takes part, so that none of them is better: within `time_limit` as long as there is
+    time to make the next one, and without a clock up to 40,000 passes (F, B and W of all microbatches and chunks).
+    The answer is checked and simulated when the time is over, which takes some 10 microseconds a pass. Sources: arXiv
+    2401.10241, 2405.15362.
 
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
     """
     if not isinstance(costs, Costs):
         raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
+    if placement is not None and not isinstance(placement, Sequence):
+        raise TypeError(
+            f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
+            f"{type(placement).__name__} {placement!r}"
+        )
     if chunks is None:
         chunks = chunks_per_rank(placement, stages)
-    _check(stages, microbatches, chunks, objective, jitter, samples, time_limit, effort)
+    schedules.check_counts("plan", stages, microbatches, chunks)
+    _check_search(objective, jitter, samples, seed, time_limit, effort)
     if time_limit == 0 and effort is None:
         effort = 0
     share = time_limit / (2 + len(robustness.SLACKS)) if jitter else time_limit  # one part is for the simulations
     whole, budget = Budget(time_limit, effort), Budget(share, effort)
-    name, homes = placement_of(placement, stages, chunks)
-    flat = costs.per_chunk(len(homes))
+    name, owners = placement_of(placement, stages, chunks)
+    flat = costs.per_chunk(len(owners))
     unlimited = microbatches * sum(map(max, flat.activation, flat.held))
     limits = _limits(memory_limit, stages, unlimited)
-    _check_room(flat, homes, limits)
+    _check_room(flat, owners, limits, costs.memory_unit)
     limits = [min(limit, unlimited) for limit in limits]
-    problem = Problem.build(flat, homes, microbatches, limits, objective == "makespan")
+    problem = Problem.build(flat, owners, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
     pool = Pool(8 if jitter else 1, bound)
     rounds = portfolio.search(problem, pool, budget, seed)
@@ -115,28 +125,26 @@ def plan(
     return Plan(schedule, timeline, lower, optimal, reached if mean is None else mean, rounds)
 
 
-def _check(
-    stages: int,
-    microbatches: int,
-    chunks: int,
-    objective: str,
-    jitter: float,
-    samples: int,
-    time_limit: float,
-    effort: int | None,
+def _check_search(
+    objective: str, jitter: float, samples: int, seed: int, time_limit: float, effort: int | None
 ) -> None:
-    schedules.check_counts("plan", stages, microbatches, chunks)
-    for what, count, least in (("samples", samples, 1), ("effort", 0 if effort is None else effort, 0)):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"plan: {what} must be an int; got {type(count).__name__} {count!r}")
-        if count < least:
-            raise ValueError(f"plan: {what} must be at least {least}; got {count}")
     if objective not in OBJECTIVES:
         raise ValueError(f"plan: objective must be one of {OBJECTIVES}; got {objective!r}")
-    if not 0 <= jitter < math.inf or not time_limit >= 0:
-        raise ValueError(
-            f"plan: jitter and time_limit must be at least 0 and jitter finite; got {jitter}, {time_limit}"
-        )
+    counts = {"samples": (samples, 1), "seed": (seed, 0), "effort": (0 if effort is None else effort, 0)}
+    for name, (count, least) in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"plan: {name} must be an int; got {type(count).__name__} {count!r}")
+        if count < least:
+            raise ValueError(f"plan: {name} must be at least {least}; got {count}")
+    if seed >= _SEEDS:
+        raise ValueError(f"plan: seed must be below {_SEEDS}; got {seed}")
+    for name, value in (("jitter", jitter), ("time_limit", time_limit)):
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"plan: {name} must be a number; got {type(value).__name__} {value!r}")
+        if not value >= 0:
+            raise ValueError(f"plan: {name} must be at least 0; got {value}")
+    if jitter == math.inf:
+        raise ValueError("plan: jitter must be finite; got inf")
 
 
 def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:
@@ -152,19 +160,19 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
     if given is None:
         given = "linear" if chunks == 1 else "v" if chunks == 2 else "zigzag"
     if not isinstance(given, str):
-        homes = tuple(given)
-        if len(homes) != stages * chunks or any(homes.count(rank) != chunks for rank in down):
-            counts = {homes.count(rank) for rank in down}
-            if len(counts) == 1 and len(homes) == stages * (each := counts.pop()) > 0:
+        owners = tuple(given)
+        if len(owners) != stages * chunks or any(owners.count(rank) != chunks for rank in down):
+            counts = {owners.count(rank) for rank in down}
+            if len(counts) == 1 and len(owners) == stages * (each := counts.pop()) > 0:
                 raise ValueError(
-                    f"plan: placement {homes} names {len(homes)} chunks, {each} of each of {stages} ranks, and "
+                    f"plan: placement {owners} names {len(owners)} chunks, {each} of each of {stages} ranks, and "
                     f"chunks={chunks}; leave chunks out, or give chunks={each}"
                 )
             raise ValueError(
                 f"plan: placement must name every rank below {stages} {chunks} times, once per chunk of each "
-                f"(chunks={chunks}); got {homes}"
+                f"(chunks={chunks}); got {owners}"
             )
-        return "custom", homes
+        return "custom", owners
     if given not in PLACEMENTS:
         raise ValueError(f"plan: placement must be one of {PLACEMENTS} or the rank of every chunk; got {given!r}")
     if given == "v" and chunks != 2:
@@ -179,10 +187,14 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
 def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float) -> list[float]:
     if given is None:
         return [unlimited] * stages
-    if isinstance(given, str):
-        raise TypeError(f"plan: memory_limit must be one number or one per rank; got str {given!r}")
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
+    for limit in each:
+        if not isinstance(limit, Real) or isinstance(limit, bool):
+            raise TypeError(
+                f"plan: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
+            )
     try:
-        limits = [float(each) for each in given] if isinstance(given, Sequence) else [float(given)] * stages
+        limits = [float(limit) for limit in each]
     except OverflowError:
         raise ValueError("plan: memory_limit must be below 1e308, or None for no limit; got a larger int") from None
     if len(limits) != stages:
@@ -192,7 +204,7 @@ def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float
     return limits
 
 
-def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float]) -> None:
+def _check_room(flat: ChunkCosts, owners: Sequence[int], limits: Sequence[float], unit: str | None) -> None:
     """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.
 
     A B that is not fused may leave more than it found; W then runs before the next B.
@@ -201,13 +213,14 @@ def _check_room(flat: ChunkCosts, homes: Sequence[int], limits: Sequence[float])
     needs = [0.0] * len(limits)
     for rank in range(len(limits)):
         before = 0.0
-        for chunk in (chunk for chunk, home in enumerate(homes) if home == rank):
+        for chunk in (chunk for chunk, owner in enumerate(owners) if owner == rank):
             held = 0.0 if fused else flat.held[chunk]
             needs[rank] = max(needs[rank], before + max(flat.activation[chunk], held))
             before += flat.activation[chunk]
     for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
         if need > limit * (1 + _ROUNDING):
             raise ScheduleError(
-                f"plan: no schedule fits memory_limit={amount(limit)} on rank {rank}: one microbatch in all chunks of "
-                f"a rank holds {amount(need)}; the smallest limit that any schedule fits is {amount(max(needs))}"
+                f"plan: no schedule fits memory_limit={amount(limit, unit)} on rank {rank}: one microbatch in all "
+                f"chunks of a rank holds {amount(need, unit)}; the smallest limit that any schedule fits is "
+                f"{amount(max(needs), unit)}"
             )

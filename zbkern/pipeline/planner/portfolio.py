@@ -1,22 +1,23 @@
-"""Which searches run, in which order, for how long: constructive answers first, then annealing from the best."""
+"""Which searches run, in which order and for how long: constructive answers first, then annealing from the best."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, takewhile
 from typing import NamedTuple
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.annealing import anneal, costed, grown
+from zbkern.pipeline.planner.annealing import anneal, extended, with_cost
 from zbkern.pipeline.planner.block_search import search_blocks
-from zbkern.pipeline.planner.bounds import cost_bound, warm_up
+from zbkern.pipeline.planner.bounds import cost_bound, warm_up_forwards
 from zbkern.pipeline.planner.incumbents import Budget, Pool
 from zbkern.pipeline.planner.list_scheduler import Rule, list_schedule, refine, rules
 from zbkern.pipeline.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
-from zbkern.pipeline.planner.problem import Ordering, Problem, fits, one_at_a_time, orders_of
+from zbkern.pipeline.planner.problem import Ordering, Problem, fits, ordering_of, serial_ordering
 from zbkern.pipeline.planner.settings import SearchSettings
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -27,17 +28,19 @@ SETTINGS = SearchSettings()
 
 
 def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
-    """Fills the pool; how many rounds came to their end. No published schedule that fits is better than the first."""
-    candidates = construct(problem, pool, budget)
+    """Fills the pool, and returns how many rounds were completed.
+
+    No published schedule that fits is better than the first of the pool, where there was time to make them all.
+    """
+    candidates = construct(problem, pool, budget.part(0.5))
     if problem.passes <= SETTINGS.published_passes or budget.allows(0):
-        for orders in published(problem):
-            pool.add(orders)
+        add_published(problem, pool, budget)
     if not pool.orders:  # one microbatch after the other fits whenever anything does
         for fuse in (False, True)[: 1 + problem.may_fuse]:
             if native.core is not None:
                 pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
-            elif fits(problem, serial := one_at_a_time(problem, fuse)):
-                pool.add(costed(problem, serial))
+            elif fits(problem, serial := serial_ordering(problem, fuse)):
+                pool.add(with_cost(problem, serial))
     if native.core is None:
         if not pool.optimal:
             logger.warning(
@@ -50,58 +53,60 @@ def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
     small: Population | None = None
     round_ = 0
     while not pool.optimal and budget.allows(round_):
-        passes, turn = SETTINGS.first_round * 2**round_, seed * 64 + round_
+        passes, base_seed = SETTINGS.first_round * 2**round_, seed * 64 + round_
         if fewer is not None:
             if small is None:
                 best = Pool(1, cost_bound(fewer))
                 small = Population(fewer, construct(fewer, best, budget), best, budget)
-                for orders in published(fewer):
-                    best.add(orders)
-            small.round(passes // 2, turn, budget, passes)
+                add_published(fewer, best, budget)
+            small.round(passes // 2, base_seed, budget, passes)
             if small.refined is not None:
                 pool.add(small.refined.schedule(problem.microbatches))
             if small.pattern_search.best is not None:
                 population.pattern_search.offer(small.pattern_search.best[1])
             for orders in small.pool.orders:
-                for each in grown(problem, orders, problem.microbatches) if not any(orders.fused) else []:
+                for each in extended(problem, orders, problem.microbatches) if not any(orders.fused) else []:
                     if budget.left > 0:
-                        pool.add(costed(problem, each))
-        population.round(passes, turn, budget, passes if small is None else passes // 2)
+                        pool.add(with_cost(problem, each))
+        population.round(passes, base_seed, budget, passes if small is None else passes // 2)
         if budget.left > 0:
             round_ += 1
     return round_
 
 
 def _fewer(problem: Problem) -> Problem | None:
-    """Warm-up and cool-down are the hard part, and nearly the same for any number of microbatches: search with few."""
+    """The problem with fewer microbatches, where that is worth a search of its own; None elsewhere.
+
+    Warm-up and cool-down are the hard part, and nearly the same for any number of microbatches.
+    """
     small = min(problem.microbatches, 3 * problem.ranks)
     worth = problem.microbatches >= 4 * problem.ranks // 3 and small < problem.microbatches
     return problem.with_microbatches(small) if worth else None
 
 
 class Candidate(NamedTuple):
-    """A rule, what it came to, and the problem, with this limit or a smaller one, that it was tried on."""
+    """A rule, its cost, and the problem that it was tried on, with the given memory limit or a smaller one."""
 
     cost: int
-    name: int  # of limit and rule, the same for any larger limit
+    name: int  # of limit and rule; the same for any larger limit
     rule: Rule
     problem: Problem
-    bound: int  # on what any rule can come to
+    bound: int  # the lower bound on the cost that any rule can reach there
 
     def schedule(self, microbatches: int) -> Ordering | None:
         return list_schedule(self.problem.with_microbatches(microbatches), self.rule)
 
 
 def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
-    """Adds what the list scheduler finds, for this limit and for smaller ones: more memory never makes it worse.
+    """Adds what the list scheduler finds, for this memory limit and for smaller ones, so that more memory never hurts.
 
     Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
-    fewer microbatches, and those that do best there on all. Ends early when the time is over and there is an answer.
+    fewer microbatches, and the best of them on all. Ends early when the time is over and there is an answer.
     """
     kept = SETTINGS.refined_rules
     most = SETTINGS.trial_passes if native.core is not None else SETTINGS.trial_passes_in_python
     count = sum(1 for _ in rules(problem))
-    levels = _levels(problem)
+    levels = _memory_levels(problem)
     passes = problem.passes * count
     if passes * len(levels) > most:
         levels = levels[: max(1, most // passes)]
@@ -118,14 +123,14 @@ def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
         if pool.beats(bound):
             continue
         some: list[Candidate] = []
-        for place, rule in enumerate(islice(rules(here), 0, None, stride)):
+        for index, rule in enumerate(islice(rules(here), 0, None, stride)):
             if some and not budget.left:
                 break
             cutoff = some[-1].cost - 1 if len(some) == kept else None
             orders = list_schedule(here, rule, cutoff)
             if orders is None or any(orders.cost == each.cost for each in some):
                 continue
-            some = sorted([*some, Candidate(orders.cost, name * count + place, rule, here, bound)])[:kept]
+            some = sorted([*some, Candidate(orders.cost, name * count + index, rule, here, bound)])[:kept]
             if trial is problem:
                 pool.add(orders)
                 if pool.optimal:
@@ -139,24 +144,24 @@ def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
 
 
 def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
-    """With one chunk per rank: what the list scheduler makes of the warm-up that the lower bound is about.
+    """With one chunk per rank: what the list scheduler makes from the warm-up that reaches the lower bound.
 
-    At 16 stages annealing gets from there to the bound where it does not from other starts.
+    With 16 stages, annealing from there reaches the bound where from other starts it does not.
     """
     down = tuple(range(problem.ranks))
     if problem.placement != down or problem.makespan or problem.may_fuse or problem.saves:
         return None
-    caps = warm_up(problem, cost_bound(problem))
+    caps = warm_up_forwards(problem, cost_bound(problem))
     tried = takewhile(lambda rule: budget.left > 0, rules(problem, [tuple(caps)] if caps is not None else []))
     found = [list_schedule(problem, rule) for rule in tried]
     return min((orders for orders in found if orders is not None), key=lambda orders: orders.cost, default=None)
 
 
 class Population:
-    """Annealing from several starts: in every round new ones join, all go on for a while, and the best are kept.
+    """Annealing from several starts: in every round new ones join, all are annealed for a while, the best are kept.
 
-    A start decides what short annealing can come to: with little memory most lead to a steady state that is not the
-    best. With plenty one long search from hot comes further, so that it takes half of the time.
+    What short annealing can reach depends on its start: with little memory, most lead to a steady state that is not the
+    best. With plenty of memory one long annealing from a high temperature reaches more, and gets half of the time.
     """
 
     def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool, budget: Budget) -> None:
@@ -170,31 +175,33 @@ class Population:
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
         self._long = self._warm is None and min(problem.limit) > _held_by_1f1b(problem)
 
-    def round(self, passes: int, turn: int, budget: Budget, pattern_passes: int) -> None:
-        """Runs about so many passes, and `pattern_passes` in search for a pattern."""
+    def round(self, passes: int, base_seed: int, budget: Budget, pattern_passes: int) -> None:
+        """Runs about `passes` passes, and `pattern_passes` in the search for a pattern."""
         pool = self.pool
-        found = self.pattern_search.round(pattern_passes, turn, budget)
-        members = [*self._members, *pool.orders[:1], found, self._refined(passes // 4, turn, budget)]
-        members += [self._warm or self._block(passes // 8, 2 * turn + which, budget) for which in range(2)]
+        found = self.pattern_search.round(pattern_passes, base_seed, budget)
+        members = [*self._members, *pool.orders[:1], found, self._refined(passes // 4, base_seed, budget)]
+        members += [self._warm or self._block(passes // 8, 2 * base_seed + which, budget) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
-        for place, start in enumerate(distinct):
-            way = SETTINGS.schedules[(turn + place) % len(SETTINGS.schedules)]
-            distinct[place] = self._annealed(start, short, turn * 16 + place, way, budget)
+        for index, start in enumerate(distinct):
+            cooling = SETTINGS.coolings[(base_seed + index) % len(SETTINGS.coolings)]
+            distinct[index] = self._annealed(start, short, base_seed * 16 + index, cooling, budget)
         if self._long and pool.orders:
-            distinct.append(self._annealed(pool.orders[0], passes, turn * 16 + 15, SETTINGS.long_schedule, budget))
+            distinct.append(self._annealed(pool.orders[0], passes, base_seed * 16 + 15, SETTINGS.long_cooling, budget))
         self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
 
-    def _annealed(self, start: Ordering, passes: int, seed: int, way: tuple[float, int], budget: Budget) -> Ordering:
+    def _annealed(
+        self, start: Ordering, passes: int, seed: int, cooling: tuple[float, int], budget: Budget
+    ) -> Ordering:
         if self.pool.optimal or not budget.left:
             return start
-        (heat, spread), problem = way, self.problem
+        (hot, spread), problem = cooling, self.problem
         found, _ = anneal(
             problem,
             start,
             seed=seed,
-            temperatures=_cooling(problem, heat, SETTINGS.cold),
-            moves=int(passes / (SETTINGS.temperatures * (SETTINGS.share_run_again * problem.passes + 50))),
+            temperatures=_temperatures(problem, hot, SETTINGS.end_temperature),
+            moves=int(passes / (SETTINGS.temperatures * (SETTINGS.share_rerun * problem.passes + 50))),
             spread=spread,
             target=self.pool.bound,
             seconds=budget.left,
@@ -202,40 +209,40 @@ class Population:
         self.pool.add(found)
         return found
 
-    def _refined(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
-        """The best of the candidates with their rules changed at random, in some attempts."""
+    def _refined(self, passes: int, base_seed: int, budget: Budget) -> Ordering | None:
+        """The best that some attempts find by changing the candidates' rules at random."""
         best: Ordering | None = None
         for each in self._candidates:
             whole = each.problem.with_microbatches(self.problem.microbatches)
-            tries = passes // (SETTINGS.list_pass * whole.passes * SETTINGS.refined_rules)
+            tries = passes // (SETTINGS.list_scheduler_pass * whole.passes * SETTINGS.refined_rules)
             if not tries or self.pool.optimal or not budget.left:
                 break
             runs = max(1, tries // SETTINGS.rule_tries)
             for run in range(0 if self.pool.beats(each.bound) else runs):
-                number = (turn << 8 | run) << 32 | each.name
+                number = (base_seed << 8 | run) << 32 | each.name
                 found = refine(whole, each.rule, tries // runs, number, self.pool.bound, budget.left)
                 if found is not None and (best is None or found[0].cost < best.cost):
                     best, self.refined = found[0], each._replace(rule=found[1])
                     self.pool.add(best)
         return best
 
-    def _block(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
+    def _block(self, passes: int, base_seed: int, budget: Budget) -> Ordering | None:
         problem = self.problem
         moves = passes // (SETTINGS.temperatures * problem.passes)
         if moves < 1 or self.pool.optimal or not budget.left:
             return None
-        cooling = _cooling(problem, 1.0, 0.1)
-        fuse = problem.may_fuse and turn % 2 == 1
+        temperatures = _temperatures(problem, 1.0, 0.1)
+        fuse = problem.may_fuse and base_seed % 2 == 1
         found = search_blocks(
             problem,
-            seed=turn,
-            temperatures=cooling,
+            seed=base_seed,
+            temperatures=temperatures,
             moves=moves,
             target=self.pool.bound,
             fuse=fuse,
             seconds=budget.left,
         )
-        found = found and costed(problem, found)
+        found = found and with_cost(problem, found)
         self.pool.add(found)
         return found
 
@@ -243,7 +250,7 @@ class Population:
 class PatternSearch:
     """Patterns, for two chunks per rank in a V: ZB-V's with other counts, and what annealing makes of the best.
 
-    Nothing, where even the best to start from is far from the pool's best: with little memory.
+    Does nothing where even the best pattern to start from is far from the pool's best, as with little memory.
     """
 
     def __init__(self, problem: Problem, pool: Pool, budget: Budget) -> None:
@@ -254,8 +261,8 @@ class PatternSearch:
             self._begin(budget)
 
     def _begin(self, budget: Budget) -> None:
-        """Tries ZB-V's pattern for this limit, and for smaller ones: more memory never makes it worse."""
-        problem, levels = self.problem, _levels(self.problem)
+        """Tries ZB-V's pattern for this memory limit and for smaller ones, so that more memory never hurts."""
+        problem, levels = self.problem, _memory_levels(self.problem)
         patterns = list(zb_v_patterns(problem))
         trial = problem
         if problem.passes * len(patterns) > SETTINGS.pattern_start_passes:
@@ -265,43 +272,45 @@ class PatternSearch:
         for _, limit in levels:
             tried = takewhile(lambda pattern: budget.left > 0, patterns[::stride])
             found = [(each, search_patterns(trial.with_limit(limit), each)) for each in tried]
-            costs = [(result[0].cost, place) for place, (_, result) in enumerate(found) if result is not None]
-            for _, place in sorted(costs)[:2]:
-                self._add(search_patterns(problem.with_limit(limit), found[place][0]), limit == problem.limit)
+            costs = [(result[0].cost, index) for index, (_, result) in enumerate(found) if result is not None]
+            for _, index in sorted(costs)[:2]:
+                self._add(search_patterns(problem.with_limit(limit), found[index][0]), limit == problem.limit)
         self._start = self.best
-        if self.best is not None and self.best[0].cost > SETTINGS.pattern_far * self.pool.orders[0].cost:
+        if self.best is not None and self.best[0].cost > SETTINGS.pattern_cutoff * self.pool.orders[0].cost:
             self.best = self._start = None
 
     def offer(self, pattern: Pattern) -> None:
-        """One that was found for fewer microbatches."""
+        """Takes a pattern that was found for fewer microbatches."""
         self._add(search_patterns(self.problem, pattern))
 
     def _add(self, found: tuple[Ordering, Pattern] | None, own: bool = True) -> None:
         if found is None:
             return
-        self.pool.add(costed(self.problem, found[0]) if self.problem.saves else found[0])
+        self.pool.add(with_cost(self.problem, found[0]) if self.problem.saves else found[0])
         if own and (self.best is None or found[0].cost < self.best[0].cost):
             self.best = found
 
-    def round(self, passes: int, turn: int, budget: Budget) -> Ordering | None:
-        """Runs about so many passes, half of them from the start, in some attempts, the others from the best so far."""
+    def round(self, passes: int, base_seed: int, budget: Budget) -> Ordering | None:
+        """Runs about `passes` passes: half in attempts from the first pattern, the others from the best so far."""
         problem = self.problem
-        moves = passes // (SETTINGS.temperatures * problem.passes)  # most are lost before half of their passes
+        moves = passes // (
+            SETTINGS.temperatures * problem.passes
+        )  # most are rejected before half of their passes have run
         attempts = max(1, moves // (SETTINGS.pattern_moves * problem.ranks))
         for attempt in range(attempts + 1):
             begin, some = (self._start, moves // attempts) if attempt < attempts else (self.best, moves)
             if begin is None or some < 1 or self.pool.optimal or not budget.left:
                 break
-            seed = turn << 16 | attempt
-            heats = SETTINGS.pattern_heats
-            cooling = _cooling(problem, heats[(turn + attempt) % len(heats)], SETTINGS.cold)
+            seed = base_seed << 16 | attempt
+            starts = SETTINGS.pattern_start_temperatures
+            temperatures = _temperatures(problem, starts[(base_seed + attempt) % len(starts)], SETTINGS.end_temperature)
             target = self.pool.bound
             self._add(
                 search_patterns(
                     problem,
                     begin[1],
                     seed=seed,
-                    temperatures=cooling,
+                    temperatures=temperatures,
                     moves=some,
                     spread=SETTINGS.pattern_spread,
                     target=target,
@@ -311,16 +320,16 @@ class PatternSearch:
         return self.best and self.best[0]
 
 
-def _cooling(problem: Problem, hot: float, cold: float) -> list[int]:
-    """Temperatures from hot to cold, in parts of the mean length of a pass."""
+def _temperatures(problem: Problem, hot: float, cold: float) -> list[int]:
+    """Temperatures from `hot` to `cold`, which are in units of the mean length of a pass, in units of time."""
     mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
     ratio = min(cold / hot, 1.0)
     return [int(mean * hot * ratio ** (step / (SETTINGS.temperatures - 1))) for step in range(SETTINGS.temperatures)]
 
 
-def _levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
-    """The limit itself, then smaller ones: eighths of what 1F1B holds, the same for any limit. Each with a number."""
-    needs = _whole_microbatch(problem)
+def _memory_levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
+    """The memory limit itself, then smaller ones in eighths of what 1F1B holds, the same for any limit; numbered."""
+    needs = _memory_of_a_microbatch(problem)
     unit = _held_by_1f1b(problem)
     levels = [(0, problem.limit)]
     eighths = 8 * min(problem.limit) // unit if unit else 0
@@ -334,41 +343,45 @@ def _levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
     return levels
 
 
-def _whole_microbatch(problem: Problem) -> list[int]:
-    """What every rank holds of one microbatch in all its chunks."""
+def _memory_of_a_microbatch(problem: Problem) -> list[int]:
+    """What every rank holds for one microbatch in all its chunks."""
     return [sum(problem.activation[chunk] for chunk in problem.chunks_of(rank)) for rank in range(problem.ranks)]
 
 
 def _held_by_1f1b(problem: Problem) -> int:
-    """As many microbatches as ranks, in all chunks of a rank."""
-    return max(_whole_microbatch(problem)) * problem.ranks
+    """What 1F1B holds at most: as many microbatches as there are ranks, in all chunks of a rank."""
+    return max(_memory_of_a_microbatch(problem)) * problem.ranks
 
 
-def published(problem: Problem) -> Iterator[Ordering]:
-    """Every published schedule with this placement that fits the limit."""
-    ranks, microbatches = problem.ranks, problem.microbatches
-    makers: list[Callable[[], Schedule]] = []
-    down = tuple(range(ranks))
-    per_rank = problem.chunks // ranks
-    if problem.placement == down:
-        for make in (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2):
-            makers.append(partial(make, ranks, microbatches))
-    elif problem.placement == down + down[::-1]:
-        v_shaped = (
-            schedules.zb_v, schedules.v_half, schedules.v_min, schedules.one_f_one_b_v, schedules.dualpipe_v
-        )  # fmt: skip
-        for make in v_shaped:
-            makers.append(partial(make, ranks, microbatches))
-    elif problem.placement == down * per_rank:
-        for make in (schedules.interleaved, schedules.interleaved_zero_bubble):
-            makers.append(partial(make, ranks, microbatches, per_rank))
-    for maker in makers:
+def add_published(problem: Problem, pool: Pool, budget: Budget) -> None:
+    """Adds every published schedule with this placement that fits the limit, as long as there is time for the next."""
+    slowest = 0.0
+    for make in _published(problem):
+        if pool.orders and budget.left < 2 * slowest:
+            break
+        begin = time.monotonic()
         try:
-            schedule = maker()
+            orders = ordering_of(make())
         except ScheduleError:  # it needs more microbatches
             continue
-        orders = orders_of(schedule)
         if fits(problem, orders):
-            found = costed(problem, orders)
-            if found is not None:
-                yield found
+            pool.add(with_cost(problem, orders))
+        slowest = max(slowest, time.monotonic() - begin)
+
+
+def _published(problem: Problem) -> list[Callable[[], Schedule]]:
+    """The generators of all published schedules with this placement, the quickest first."""
+    ranks, microbatches = problem.ranks, problem.microbatches
+    down = tuple(range(ranks))
+    per_rank = problem.chunks // ranks
+    generators: tuple[Callable[..., Schedule], ...] = ()
+    more: tuple[int, ...] = ()
+    if problem.placement == down:
+        generators = (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2)
+    elif problem.placement == down + down[::-1]:
+        generators = (
+            schedules.zb_v, schedules.dualpipe_v, schedules.one_f_one_b_v, schedules.v_min, schedules.v_half
+        )  # fmt: skip
+    elif problem.placement == down * per_rank:
+        generators, more = (schedules.interleaved, schedules.interleaved_zero_bubble), (per_rank,)
+    return [partial(generator, ranks, microbatches, *more) for generator in generators]

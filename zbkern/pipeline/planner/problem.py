@@ -66,7 +66,7 @@ class Problem:
             return tuple(round(value * memory_scale) for value in values)
 
         backward, weight, fused = times(costs.backward), times(costs.weight), times(costs.fused)
-        # A split that is free must stay so when all three are rounded, or bounds are lost to a gain of fusing.
+        # A split without overhead must stay so when all three are rounded, or fusing would seem to gain a little.
         parts = zip(fused, backward, weight, strict=True)
         fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in parts)
         edges = zip(costs.communication, placement, placement[1:], strict=False)
@@ -104,10 +104,10 @@ class Problem:
         return any(self.merge_saving)
 
     def chunks_of(self, rank: int) -> list[int]:
-        return [chunk for chunk, home in enumerate(self.placement) if home == rank]
+        return [chunk for chunk, owner in enumerate(self.placement) if owner == rank]
 
     def work(self, rank: int) -> int:
-        """The least time `rank` can spend in passes."""
+        """The least time that `rank` can spend in passes."""
         total = 0
         for chunk in self.chunks_of(rank):
             saved = self.merge_saving[chunk] * (self.microbatches - 1)
@@ -150,8 +150,8 @@ def fits(problem: Problem, orders: Ordering) -> bool:
     return True
 
 
-def one_at_a_time(problem: Problem, fuse: bool) -> Ordering:
-    """One microbatch after the other, each W right behind its B: fits whenever anything does. Its cost is not known."""
+def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
+    """One microbatch after the other, each W right after its B: fits whenever anything does. Its cost is not known."""
     chunks, microbatches = problem.chunks, problem.microbatches
     rows: Rows = [[] for _ in range(problem.ranks)]
     for microbatch in range(microbatches):
@@ -163,8 +163,8 @@ def one_at_a_time(problem: Problem, fuse: bool) -> Ordering:
     return Ordering(0, rows, [int(fuse)] * (chunks * microbatches))
 
 
-def orders_of(schedule: Schedule) -> Ordering:
-    """A schedule as orders; its cost is not worked out. Slices of W and other orders of microbatches are lost."""
+def ordering_of(schedule: Schedule) -> Ordering:
+    """A schedule as orders; the cost is not computed. Slices of W become whole, and microbatches pass in order."""
     chunks, microbatches = len(schedule.placement), schedule.microbatches
     fused = [0] * (chunks * microbatches)
     rows: Rows = []

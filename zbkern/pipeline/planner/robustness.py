@@ -1,9 +1,9 @@
-"""Plans that lose little when passes take random times.
+"""Plans that stay good when passes take random times.
 
-A plan that is the best for its costs often waits for every message until the moment it comes; one late pass then delays
-all ranks. Planned with slower communication than there is, the same work leaves slack, often at no cost: with 8 stages,
-16 microbatches, one chunk and 1.5 times the memory of 1F1B, passes that vary by 10% add 3.3% to the best plan's cost,
-and 1.2% to that of one with slack that is as good without them.
+In the best plan for given costs, many passes start at the very moment at which their message arrives; one late pass
+then delays all ranks. Planning with slower communication than there is leaves slack, often at no cost: with 8 stages,
+16 microbatches, one chunk and 1.5 times the memory of 1F1B, passes that vary by 10% add 3.3% to the cost of the best
+plan, and 1.2% to that of a plan with slack which is as good without variation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def most_robust(
 ) -> tuple[Schedule, float]:
     """The schedule with the least mean over sampled costs, and that mean.
 
-    All are compared on the same samples: fewer than `samples`, but one at least, where the time is over before.
+    All are compared on the same samples: fewer than `samples`, but at least one, where the time is over before.
     """
 
     def reached(schedule: Schedule, sample: int) -> float:

@@ -70,7 +70,7 @@ def profile(
     memories = {chunk: sizes for found in gathered for chunk, sizes in found.items()}
     times = drift.costs([_in_milliseconds(timeline) for timeline in timelines[1:]])
     activation, held = zip(*(memories[chunk] for chunk in range(len(placement))), strict=True)
-    return replace(times, activation=activation, held=held)
+    return replace(times, activation=activation, held=held, memory_unit="bytes")
 
 
 def _all_forwards_first(placement: tuple[int, ...], microbatches: int) -> Schedule:

@@ -1,7 +1,29 @@
-"""What a pipeline does, as data: `Action`, one pass of one microbatch through one chunk.
+"""What a pipeline does, as data: `Action`, one pass of one microbatch through one chunk of the model.
 
-Letters are the papers': F is a forward, B the gradient of a chunk's input, W the gradient of its weights, and BW a
-fused backward that does both. Chunks are numbered in model order over the whole pipeline.
+There are four kinds of pass, with the letters of the papers. Each says what must have run before it, on which rank, and
+what it leaves behind:
+
+F   The forward of a chunk.
+    Needs:   the output of F of the chunk before, same microbatch, from the rank that holds it; the first chunk takes
+             the batch.
+    Gives:   the chunk's output, to the next chunk; of the last chunk, the loss.
+    Memory:  keeps the microbatch's activations until its B or BW.
+
+B   The gradient of a chunk's input (the input gradient, or dgrad).
+    Needs:   its own F, and the input gradient from B or BW of the chunk after it; the last chunk begins with the loss.
+    Gives:   the gradient of the chunk's input, to the chunk before.
+    Memory:  frees the activations, and keeps what W needs: the inputs and output gradients of the chunk's layers.
+
+W   The gradients of a chunk's parameters (the weight gradient, or wgrad).
+    Needs:   its own B, and nothing of any other rank: it can run at any time after B, which is what fills bubbles.
+    Gives:   the microbatch's share of the parameters' gradients, and nothing to any other rank.
+    Memory:  frees what B kept. It may be cut into n slices, `part=(i, n)`, which run one by one in any order.
+
+BW  A fused backward: B and W in one pass.
+    Needs, gives and frees what B and W together do. A microbatch has either BW, or B and W.
+
+A schedule is one list of actions per rank. Every rank runs its own in order and waits where an input has not arrived;
+nothing else orders the ranks. `Schedule.validate` proves that such lists can run to their end.
 """
 
 from __future__ import annotations
@@ -19,7 +41,11 @@ class ScheduleError(ValueError):
 
 
 class Action(NamedTuple):
-    """One pass of one microbatch through one chunk. `part=(i, n)` is slice i of n of a W.
+    """One pass of one microbatch through one chunk.
+
+    kind: "F", "B", "W" or "BW", as the top of this module says. chunk: the part of the model, numbered from 0 in model
+    order over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. microbatch: numbered
+    from 0 in each step. part: None for a whole pass, or (i, n) for slice i of n of a W, with 0 <= i < n.
 
     >>> str(Action("B", chunk=2, microbatch=7))
     '2B7'

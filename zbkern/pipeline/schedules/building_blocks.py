@@ -1,8 +1,8 @@
-"""Schedules from a building block (arXiv 2405.15362): one microbatch in unit slots, repeated, squeezed, reordered.
+"""Schedules from a building block (arXiv 2405.15362): one microbatch in unit slots, repeated, compacted, reordered.
 
 Two chunks per rank in a V, so that every rank holds an early and a late chunk, and with the right distances all ranks
 hold equally much. The block of one microbatch says in which slot each of its passes starts on each rank; repeated
-every six slots, the passes of all microbatches interlock. That fixes the steady state. Warm-up and cool-down are then
+every six slots, the passes of all microbatches interleave. That fixes the steady state. Warm-up and cool-down are then
 reordered: every pass moves to the earliest free slot that its inputs and the peak memory of the repeated block allow.
 """
 
@@ -12,10 +12,10 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 
 _PERIOD = 6  # two chunks with F, B and W of one slot each
-_F0, _F1, _B1, _B0, _W = range(5)  # passes of one microbatch in the order in which a rank meets them
+_F0, _F1, _B1, _B0, _W = range(5)  # the phases of one microbatch, in the order in which a rank runs them
 _IDLE = -1
 
-Times = list[list[list[int]]]  # slot of each pass, by rank, pass and microbatch; W by the order of the B they follow
+Times = list[list[list[int]]]  # slot of each pass, by rank, phase and microbatch; W in the order of the B they follow
 
 
 def split_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[tuple[str, int, int]]]:
@@ -26,10 +26,10 @@ def split_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[
     times = _repeat(block, microbatches)
     whole = _with_weights(times)
     whole = _reorder(whole, _Placed(whole, [1] * 5), *_steady_state(times))
-    times = [row[:_W] for row in _squeeze(whole)]
+    times = [row[:_W] for row in _compact(whole)]
     _, end = _steady_state(times)
     times = _reorder(times, _Filled(times), (0, 0), end)
-    times = [row[:_W] for row in _squeeze(_with_weights(times))]
+    times = [row[:_W] for row in _compact(_with_weights(times))]
     return [list(_row_order(row)) for row in times]
 
 
@@ -38,7 +38,7 @@ def fused_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[
     times = _repeat(block, microbatches)
     times = _reorder(times, _Placed(times, [1, 1, 2, 2]), (0, 0), (0, 0))
     return [
-        [(("F", "F", "BW", "BW")[each], (0, 1, 1, 0)[each], microbatch) for _, each, microbatch in _passes(row)]
+        [(("F", "F", "BW", "BW")[phase], (0, 1, 1, 0)[phase], microbatch) for _, phase, microbatch in _passes(row)]
         for row in times
     ]
 
@@ -48,13 +48,13 @@ def _repeat(block: Sequence[Sequence[int]], microbatches: int) -> Times:
 
 
 def _passes(row: list[list[int]]) -> list[tuple[int, int, int]]:
-    """(slot, pass, microbatch) of one rank by slot."""
-    return sorted((slot, each, index) for each, slots in enumerate(row) for index, slot in enumerate(slots))
+    """(slot, phase, microbatch) of every pass of one rank, by slot."""
+    return sorted((slot, phase, index) for phase, slots in enumerate(row) for index, slot in enumerate(slots))
 
 
 def _all_passes(times: Times) -> list[tuple[int, int, int, int]]:
-    """(slot, rank, pass, microbatch) of all ranks by slot."""
-    return sorted((slot, rank, each, index) for rank, row in enumerate(times) for slot, each, index in _passes(row))
+    """(slot, rank, phase, microbatch) of every pass of all ranks, by slot."""
+    return sorted((slot, rank, phase, index) for rank, row in enumerate(times) for slot, phase, index in _passes(row))
 
 
 def _steady_state(times: Times) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -69,14 +69,14 @@ def _with_weights(times: Times) -> Times:
     """A W in each free slot, for the oldest B that has none yet."""
     filled = []
     for row in times:
-        cells = {slot: each for slot, each, _ in _passes(row)}
+        cells = {slot: phase for slot, phase, _ in _passes(row)}
         weights: list[int] = []
         backwards = slot = 0
         while len(weights) < 2 * len(row[_B0]):
-            each = cells.get(slot, _IDLE)
-            if each in (_B1, _B0):
+            phase = cells.get(slot, _IDLE)
+            if phase in (_B1, _B0):
                 backwards += 1
-            elif each == _IDLE and len(weights) < backwards:
+            elif phase == _IDLE and len(weights) < backwards:
                 weights.append(slot)
             slot += 1
         filled.append([*row, weights])
@@ -84,19 +84,19 @@ def _with_weights(times: Times) -> Times:
 
 
 def _row_order(row: list[list[int]]) -> Iterator[tuple[str, int, int]]:
-    """One rank's passes, with a W in each gap: of chunk 1 when one waits, else of chunk 0."""
+    """One rank's passes, with a W in every gap: of chunk 1 when one is pending, else of chunk 0."""
     waiting: tuple[list[int], list[int]] = ([], [])
     clock = 0
-    for slot, each, microbatch in _passes(row):
+    for slot, phase, microbatch in _passes(row):
         for _ in range(slot - clock):
             chunk = 1 if waiting[1] else 0
             if waiting[chunk]:
                 yield "W", chunk, waiting[chunk].pop(0)
         clock = slot + 1
-        chunk = 1 if each in (_F1, _B1) else 0
-        if each in (_B1, _B0):
+        chunk = 1 if phase in (_F1, _B1) else 0
+        if phase in (_B1, _B0):
             waiting[chunk].append(microbatch)
-        yield "F" if each in (_F0, _F1) else "B", chunk, microbatch
+        yield "F" if phase in (_F0, _F1) else "B", chunk, microbatch
     for chunk in (1, 0):
         for microbatch in waiting[chunk]:
             yield "W", chunk, microbatch
@@ -111,23 +111,23 @@ def _reorder(times: Times, memory: _Placed | _Filled, start: tuple[int, int], st
     times = [[list(slots) for slots in row] for row in times]
     lengths = memory.lengths
     backwards: list[list[int]] = [[] for _ in times]  # slots of the B placed so far, in order
-    for slot, rank, each, index in _all_passes(times):
+    for slot, rank, phase, index in _all_passes(times):
         if not start <= (slot, rank) < stop:
             row = times[rank]
             first = 0
-            if each in (_F0, _B1) and rank > 0:
-                first = times[rank - 1][each][index] + lengths[each]
-            if each in (_F1, _B0) and rank + 1 < len(times):
-                first = times[rank + 1][each][index] + lengths[each]
-            if each in (_F1, _B1, _B0):
-                first = max(first, row[each - 1][index] + lengths[each - 1])
-            if each == _W:
+            if phase in (_F0, _B1) and rank > 0:
+                first = times[rank - 1][phase][index] + lengths[phase]
+            if phase in (_F1, _B0) and rank + 1 < len(times):
+                first = times[rank + 1][phase][index] + lengths[phase]
+            if phase in (_F1, _B1, _B0):
+                first = max(first, row[phase - 1][index] + lengths[phase - 1])
+            if phase == _W:
                 first = max(first, backwards[rank][index] + 1)
             if index > 0:
-                first = max(first, row[each][index - 1] + lengths[each])
-            row[each][index] = memory.move(rank, each, slot, first)
-        if each in (_B1, _B0):
-            insort(backwards[rank], times[rank][each][index])
+                first = max(first, row[phase][index - 1] + lengths[phase])
+            row[phase][index] = memory.move(rank, phase, slot, first)
+        if phase in (_B1, _B0):
+            insort(backwards[rank], times[rank][phase][index])
     return times
 
 
@@ -141,34 +141,34 @@ class _Placed:
         slots = 2 + max(slot for row in times for slots in row for slot in slots)
         for row in times:
             cells, held, now = [_IDLE] * (slots + 1), [], 0
-            for slot, each, _ in _passes(row):
-                cells[slot : slot + lengths[each]] = [each] * lengths[each]
-            for slot, each in enumerate(cells):
-                starts_release = each == _W or (self._fused and each in (_B1, _B0) and cells[slot - 1] == each)
-                now += (each in (_F0, _F1)) - starts_release
+            for slot, phase, _ in _passes(row):
+                cells[slot : slot + lengths[phase]] = [phase] * lengths[phase]
+            for slot, phase in enumerate(cells):
+                starts_release = phase == _W or (self._fused and phase in (_B1, _B0) and cells[slot - 1] == phase)
+                now += (phase in (_F0, _F1)) - starts_release
                 held.append(now)
             self._cells.append(cells)
             self._held.append(held)
         self._limit = max(max(held) for held in self._held)
 
-    def move(self, rank: int, each: int, slot: int, first: int) -> int:
-        cells, held, length = self._cells[rank], self._held[rank], self.lengths[each]
-        if each in (_F0, _F1):
+    def move(self, rank: int, phase: int, slot: int, first: int) -> int:
+        cells, held, length = self._cells[rank], self._held[rank], self.lengths[phase]
+        if phase in (_F0, _F1):
             lowest = slot
             while lowest > first and held[lowest - 1] < self._limit:
                 lowest -= 1
             first = lowest
         cells[slot : slot + length] = [_IDLE] * length
         start = next(at for at in range(first, slot + 1) if all(cell == _IDLE for cell in cells[at : at + length]))
-        cells[start : start + length] = [each] * length
-        change = 1 if each in (_F0, _F1) else -1 if each == _W or self._fused else 0
+        cells[start : start + length] = [phase] * length
+        change = 1 if phase in (_F0, _F1) else -1 if phase == _W or self._fused else 0
         for at in range(start + length - 1, slot + length - 1):
             held[at] += change
         return start
 
 
 class _Filled:
-    """Ranks whose free slots run the W that waits, if one does, wherever the other passes are."""
+    """Ranks in which every free slot runs a pending W, if there is one."""
 
     def __init__(self, times: Times) -> None:
         self.lengths = [1] * _W
@@ -177,21 +177,21 @@ class _Filled:
         peak = 0
         for row in times:
             cells = [_IDLE] * slots
-            for slot, each, _ in _passes(row):
-                cells[slot] = each
-            states = [(0, 0)]  # before each slot: microbatches held, and W that wait
-            for each in cells:
-                states.append(_after(states[-1], each))
+            for slot, phase, _ in _passes(row):
+                cells[slot] = phase
+            states = [(0, 0)]  # before each slot: microbatches held, and pending W
+            for phase in cells:
+                states.append(_after(states[-1], phase))
             self._cells.append(cells)
             self._states.append(states)
             peak = max(peak, *(held for held, _ in states))
         self._limit = peak
 
-    def move(self, rank: int, each: int, slot: int, first: int) -> int:
+    def move(self, rank: int, phase: int, slot: int, first: int) -> int:
         cells, states = self._cells[rank], self._states[rank]
         cells[slot] = _IDLE
-        start = next(at for at in range(first, slot + 1) if cells[at] == _IDLE and self._fits(rank, each, at, slot))
-        cells[start] = each
+        start = next(at for at in range(first, slot + 1) if cells[at] == _IDLE and self._fits(rank, phase, at, slot))
+        cells[start] = phase
         for at in range(start, len(cells)):
             state = _after(states[at], cells[at])
             if at > slot and state == states[at + 1]:
@@ -199,34 +199,34 @@ class _Filled:
             states[at + 1] = state
         return start
 
-    def _fits(self, rank: int, each: int, start: int, slot: int) -> bool:
+    def _fits(self, rank: int, phase: int, start: int, slot: int) -> bool:
         """Whether the rank stays in its limit with the pass at `start`; past `slot` it holds no more than before."""
         cells = self._cells[rank]
         state = self._states[rank][start]
         for at in range(start, slot + 1):
-            state = _after(state, each if at == start else cells[at])
+            state = _after(state, phase if at == start else cells[at])
             if state[0] > self._limit and at < slot:
                 return False
         return True
 
 
-def _after(state: tuple[int, int], each: int) -> tuple[int, int]:
+def _after(state: tuple[int, int], phase: int) -> tuple[int, int]:
     held, waiting = state
-    if each == _IDLE:
+    if phase == _IDLE:
         return (held - 1, waiting - 1) if waiting else state
-    return (held + 1, waiting) if each in (_F0, _F1) else (held, waiting + 1)
+    return (held + 1, waiting) if phase in (_F0, _F1) else (held, waiting + 1)
 
 
-def _squeeze(times: Times) -> Times:
+def _compact(times: Times) -> Times:
     """The slots when every rank keeps its order and starts each pass as soon as it can."""
-    squeezed: Times = [[[0] * len(slots) for slots in row] for row in times]
+    compacted: Times = [[[0] * len(slots) for slots in row] for row in times]
     free = [0] * len(times)
-    for _, rank, each, index in _all_passes(times):
+    for _, rank, phase, index in _all_passes(times):
         start = free[rank]
-        if each in (_F0, _B1) and rank > 0:
-            start = max(start, squeezed[rank - 1][each][index] + 1)
-        if each in (_F1, _B0) and rank + 1 < len(times):
-            start = max(start, squeezed[rank + 1][each][index] + 1)
-        squeezed[rank][each][index] = start
+        if phase in (_F0, _B1) and rank > 0:
+            start = max(start, compacted[rank - 1][phase][index] + 1)
+        if phase in (_F1, _B0) and rank + 1 < len(times):
+            start = max(start, compacted[rank + 1][phase][index] + 1)
+        compacted[rank][phase][index] = start
         free[rank] = start + 1
-    return squeezed
+    return compacted

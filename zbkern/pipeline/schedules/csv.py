@@ -97,16 +97,16 @@ def _actions(cell: str, dialect: str) -> list[Action]:
 
 
 def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    homes: dict[int, int] = {}
+    owners: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
-            if homes.setdefault(action.chunk, rank) != rank:
+            if owners.setdefault(action.chunk, rank) != rank:
                 raise ScheduleError(
-                    f"from_csv: chunk {action.chunk} is on rank {homes[action.chunk]} and, in {action}, on rank {rank}"
+                    f"from_csv: chunk {action.chunk} is on rank {owners[action.chunk]} and, in {action}, on rank {rank}"
                 )
-    if sorted(homes) != list(range(len(homes))):
-        raise ScheduleError(f"from_csv: chunks must be numbered from 0 without gaps; got {sorted(homes)}")
-    return tuple(homes[chunk] for chunk in range(len(homes)))
+    if sorted(owners) != list(range(len(owners))):
+        raise ScheduleError(f"from_csv: chunks must be numbered from 0 without gaps; got {sorted(owners)}")
+    return tuple(owners[chunk] for chunk in range(len(owners)))
 
 
 def _check_dialect(function: str, dialect: str) -> None:

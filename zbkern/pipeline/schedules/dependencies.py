@@ -6,11 +6,13 @@ A result is named (kind, chunk, microbatch), with kind "F" or "B"; "B" stands fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 from zbkern.pipeline.schedules.actions import Action
 
 Result = tuple[str, int, int]
+T = TypeVar("T")
 
 
 def result(action: Action) -> Result | None:
@@ -35,21 +37,28 @@ def order_of_running(rows: Sequence[Sequence[Action]], chunks: int) -> Iterator[
 
     Ends early where ranks wait for each other. rows: the actions of each rank; chunks: of the whole pipeline.
     """
-    done: set[Result | None] = {None}
-    waiting: dict[Result | None, list[int]] = {}
+    return advance(rows, lambda action: producer(action, chunks), result)
+
+
+def advance(
+    rows: Sequence[Sequence[T]], needs: Callable[[T], Hashable | None], gives: Callable[[T], Hashable | None]
+) -> Iterator[tuple[int, T]]:
+    """The same for rows of anything: needs(item) is the result that it waits for, if any, and gives(item) its own."""
+    done: set[Hashable | None] = {None}
+    waiting: dict[Hashable, list[int]] = {}
     position = [0] * len(rows)
     runnable = deque(range(len(rows)))
     while runnable:
         rank = runnable.popleft()
         row = rows[rank]
         while position[rank] < len(row):
-            action = row[position[rank]]
-            need = producer(action, chunks)
+            item = row[position[rank]]
+            need = needs(item)
             if need not in done:
                 waiting.setdefault(need, []).append(rank)
                 break
             position[rank] += 1
-            yield rank, action
-            made = result(action)
-            done.add(made)
-            runnable.extend(waiting.pop(made, ()))
+            yield rank, item
+            given = gives(item)
+            done.add(given)
+            runnable.extend(waiting.pop(given, ()))

@@ -55,7 +55,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 def zb_h2(stages: int, microbatches: int) -> Schedule:
     """ZB-H2 (arXiv 2401.10241, section 2): twice the warm-up, W 2 * `rank` after B. Memory 2p-1; bubble (p-1)(F+B-2W).
 
-    With fewer than 2p-1 microbatches it is all warm-up, and has more bubbles than the formula says.
+    With fewer than 2p-1 microbatches all forwards are warm-up, and there are more bubbles than the formula says.
     """
     check_counts("zb_h2", stages, microbatches)
     ahead = [2 * (stages - rank) - 1 for rank in range(stages)]
@@ -86,7 +86,7 @@ def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2) -> 
 def zb_v(stages: int, microbatches: int) -> Schedule:
     """ZB-V (arXiv 2401.10241, section 6): two chunks per rank in a V. Memory p on every rank; no bubble.
 
-    With fewer than 2p-1 microbatches it is the schedule for 2p-1 without the ones that are not there.
+    With fewer than 2p-1 microbatches it is the schedule for 2p-1 without the missing microbatches.
     """
     check_counts("zb_v", stages, microbatches)
     return _v("zb_v", stages, microbatches, max(microbatches, 2 * stages - 1), _fill_zb_v)
@@ -96,7 +96,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, cut in half): a forward beside a fused backward in the steady state.
 
     Each such pair stands as F then BW; an engine may overlap them. Memory p + 1/2; bubble (p-1)/2 if they are not
-    overlapped. With fewer than 2p microbatches it is the schedule for 2p without the ones that are not there.
+    overlapped. With fewer than 2p microbatches it is the schedule for 2p without the missing microbatches.
     """
     check_counts("dualpipe_v", stages, microbatches)
     return _v("dualpipe_v", stages, microbatches, max(microbatches, 2 * stages), _fill_dualpipe_v)
@@ -105,7 +105,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 def v_half(stages: int, microbatches: int) -> Schedule:
     """V-Half (arXiv 2405.15362): half of 1F1B's memory, about p/2 + 1, and half of its bubbles, about 1.5p.
 
-    Made for F = B = W; with other costs it loses some time in every microbatch.
+    Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
     check_counts("v_half", stages, microbatches)
     shift = 3 if stages % 2 == 0 else 0
@@ -119,7 +119,7 @@ def v_half(stages: int, microbatches: int) -> Schedule:
 def v_min(stages: int, microbatches: int) -> Schedule:
     """V-Min (arXiv 2405.15362): a third of 1F1B's memory, about p/3 + 1, and two thirds of its bubbles, about 2p.
 
-    Made for F = B = W; with other costs it loses some time in every microbatch.
+    Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
     check_counts("v_min", stages, microbatches)
     shift = 2 if stages % 3 == 0 else 0
@@ -182,7 +182,7 @@ def _pairs(
 
 class _Row:
     """One rank's actions, written in the shorthand of the papers: "F0" is the next F of its first chunk, "BW1" the next
-    BW of its second, and "W" the oldest W that a B has left."""
+    BW of its second, and "W" the oldest pending W."""
 
     def __init__(self, chunks: Sequence[int]) -> None:
         self.actions: list[Action] = []
@@ -231,7 +231,7 @@ def _fill_dualpipe_v(row: _Row, rank: int, stages: int, microbatches: int) -> No
     row.repeat(later, "B1", "W", "F1")
     row.repeat(microbatches - 2 * stages + rank + 1, "F0", "BW1", "F1", "BW0")
     row.repeat(later, "BW1", "F1", "BW0")
-    for step in range(2 * (rank + 1)):  # the second half leaves its W for the gaps that follow
+    for step in range(2 * (rank + 1)):  # the W of the second half fill the gaps that follow
         row.add(("B" if step > rank else "BW") + str(1 - step % 2))
     row.repeat(later, "W", "B0")
     row.repeat(rank + 1, "W")
@@ -286,5 +286,5 @@ def check_counts(name: str, stages: int, microbatches: int, chunks: int = 1) -> 
     if passes > MOST_PASSES:
         raise ScheduleError(
             f"{name}: 3 x stages x microbatches x chunks must be at most {MOST_PASSES} passes; {stages} x "
-            f"{microbatches} x {chunks} come to {passes}: lower stages, microbatches or chunks"
+            f"{microbatches} x {chunks} make {passes}: lower stages, microbatches or chunks"
         )

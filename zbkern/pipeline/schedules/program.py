@@ -23,7 +23,7 @@ def merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:
 
 
 def peak_microbatches(actions: Sequence[Action]) -> int:
-    """The most microbatches that the plan holds at once on this rank, begun or waiting for their W."""
+    """The most microbatches that this rank holds at once by the schedule: from their F until their W."""
     held = peak = 0
     for kind, _, _, part in actions:
         if kind == "F":

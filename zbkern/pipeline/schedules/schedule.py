@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zbkern.pipeline.schedules import csv as csv_text
 from zbkern.pipeline.schedules import grid, validation
-from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.actions import Action, ScheduleError
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,12 @@ class Schedule:
         return len(self.placement) // self.stages
 
     def chunks_of(self, rank: int) -> list[int]:
-        """The chunks that `rank` holds, in model order."""
-        return [chunk for chunk, home in enumerate(self.placement) if home == rank]
+        """The chunks that `rank` holds, in model order. Raises ScheduleError for a rank that the schedule has not."""
+        if rank not in range(self.stages):
+            raise ScheduleError(
+                f"Schedule {self.name}: chunks_of: rank must be from 0 to {self.stages - 1}; got {rank!r}"
+            )
+        return [chunk for chunk, owner in enumerate(self.placement) if owner == rank]
 
     @classmethod
     def build(

@@ -12,6 +12,11 @@ from zbkern.pipeline.schedules.dependencies import Result, order_of_running, pro
 if TYPE_CHECKING:
     from zbkern.pipeline.schedules.schedule import Schedule
 
+_Done = dict[tuple[int, int], list[str]]  # (chunk, microbatch) -> the kinds that have run
+_Slices = dict[
+    tuple[int, int], tuple[int, set[int]]
+]  # (chunk, microbatch) -> how many slices its W has, those that ran
+
 
 def validate(schedule: Schedule) -> None:
     """Returns when `schedule` can run to its end; raises ScheduleError that marks the first offending action."""
@@ -39,58 +44,71 @@ def _check_frame(schedule: Schedule) -> None:
 
 
 def _check_row(schedule: Schedule, rank: int) -> None:
-    """Everything that one rank's order shows by itself."""
-    done: dict[tuple[int, int], list[str]] = defaultdict(list)
-    slices: dict[tuple[int, int], tuple[int, set[int]]] = {}
+    """Everything that can be checked in one rank's row alone."""
+    done: _Done = defaultdict(list)
+    slices: _Slices = {}
     for index, action in enumerate(schedule.actions[rank]):
-        if not isinstance(action, Action):
-            raise TypeError(
-                f"Schedule {schedule.name}: rank {rank}, action {index} must be an Action, such as "
-                f'Action("F", chunk=0, microbatch=3); got {type(action).__name__} {action!r}'
-            )
-        kind, chunk, microbatch, part = action
-        if not (isinstance(chunk, int) and isinstance(microbatch, int)):
-            raise TypeError(
-                f"Schedule {schedule.name}: rank {rank}, action {index}: chunk, microbatch must be int; got {action!r}"
-            )
-        if part is not None and not (isinstance(part, tuple) and [type(each) for each in part] == [int, int]):
-            raise TypeError(
-                f"Schedule {schedule.name}: rank {rank}, action {index}: part must be (i, n) or None; got {part!r}"
-            )
-        if kind not in KINDS:
-            _fail(schedule, rank, index, f"its kind must be one of {KINDS}")
-        if not 0 <= chunk < len(schedule.placement):
-            _fail(schedule, rank, index, f"chunks are 0 to {len(schedule.placement) - 1}")
-        if schedule.placement[chunk] != rank:
-            _fail(schedule, rank, index, f"chunk {chunk} is placed on rank {schedule.placement[chunk]}")
-        if not 0 <= microbatch < schedule.microbatches:
-            _fail(schedule, rank, index, f"microbatches are 0 to {schedule.microbatches - 1}")
-        before = done[chunk, microbatch]
-        whole_after_slice = kind == "W" and part is None and (chunk, microbatch) in slices
-        if whole_after_slice or (kind if part is None else "W") in before:
-            _fail(schedule, rank, index, "it was done before; every pass runs once")
-        if part is not None:
-            _check_part(schedule, rank, index, slices)
-        if kind != "F" and "F" not in before:
-            _fail(schedule, rank, index, f"its forward {Action('F', chunk, microbatch)} has not run yet")
-        if kind == "W" and "B" not in before:
-            why = "its BW has computed this W" if "BW" in before else "its B has not run yet"
-            _fail(schedule, rank, index, why)
-        if kind in ("B", "BW") and ("B" in before or "BW" in before):
-            _fail(schedule, rank, index, "this microbatch has been backward; use either BW, or B and W")
-        if part is None or len(slices[chunk, microbatch][1]) == part[1]:
-            before.append(kind)
+        _check_types(schedule, rank, index, action)
+        _check_place(schedule, rank, index, action)
+        _check_order(schedule, rank, index, action, done[action.chunk, action.microbatch], slices)
+    _check_complete(schedule, rank, done, slices)
+
+
+def _check_types(schedule: Schedule, rank: int, index: int, action: object) -> None:
+    where = f"Schedule {schedule.name}: rank {rank}, action {index}"
+    if not isinstance(action, Action):
+        raise TypeError(
+            f'{where} must be an Action, such as Action("F", chunk=0, microbatch=3); got '
+            f"{type(action).__name__} {action!r}"
+        )
+    if not (isinstance(action.chunk, int) and isinstance(action.microbatch, int)):
+        raise TypeError(f"{where}: chunk and microbatch must be int; got {action!r}")
+    part = action.part
+    if part is not None and not (isinstance(part, tuple) and [type(number) for number in part] == [int, int]):
+        raise TypeError(f"{where}: part must be (i, n) or None; got {part!r}")
+
+
+def _check_place(schedule: Schedule, rank: int, index: int, action: Action) -> None:
+    kind, chunk, microbatch, _ = action
+    if kind not in KINDS:
+        _fail(schedule, rank, index, f"its kind must be one of {KINDS}")
+    if not 0 <= chunk < len(schedule.placement):
+        _fail(schedule, rank, index, f"chunks are 0 to {len(schedule.placement) - 1}")
+    if schedule.placement[chunk] != rank:
+        _fail(schedule, rank, index, f"chunk {chunk} is placed on rank {schedule.placement[chunk]}")
+    if not 0 <= microbatch < schedule.microbatches:
+        _fail(schedule, rank, index, f"microbatches are 0 to {schedule.microbatches - 1}")
+
+
+def _check_order(schedule: Schedule, rank: int, index: int, action: Action, before: list[str], slices: _Slices) -> None:
+    """Against what has run of the same microbatch in the same chunk: `before`, to which the action is added."""
+    kind, chunk, microbatch, part = action
+    whole_after_slice = kind == "W" and part is None and (chunk, microbatch) in slices
+    if whole_after_slice or (kind if part is None else "W") in before:
+        _fail(schedule, rank, index, "it has run before; every pass runs once")
+    if part is not None:
+        _check_part(schedule, rank, index, slices)
+    if kind != "F" and "F" not in before:
+        _fail(schedule, rank, index, f"its forward {Action('F', chunk, microbatch)} has not run yet")
+    if kind == "W" and "B" not in before:
+        _fail(schedule, rank, index, "its BW has computed this W" if "BW" in before else "its B has not run yet")
+    if kind in ("B", "BW") and ("B" in before or "BW" in before):
+        _fail(schedule, rank, index, "the backward of this microbatch has run; use either BW, or B and W")
+    if part is None or len(slices[chunk, microbatch][1]) == part[1]:
+        before.append(kind)
+
+
+def _check_complete(schedule: Schedule, rank: int, done: _Done, slices: _Slices) -> None:
     for chunk in schedule.chunks_of(rank):
         for microbatch in range(schedule.microbatches):
             before = done[chunk, microbatch]
-            missing = next((kind for kind in ("F", "B") if kind not in before and "BW" not in before), None)
-            if missing is None and "B" in before and "W" not in before:
-                missing = "W"
+            wanted = ("F",) if "BW" in before else ("F", "B", "W")
+            missing = next((kind for kind in wanted if kind not in before), None)
             if missing is not None:
                 _fail_missing(schedule, rank, Action(missing, chunk, microbatch), slices.get((chunk, microbatch)))
 
 
-def _check_part(schedule: Schedule, rank: int, index: int, slices: dict[tuple[int, int], tuple[int, set[int]]]) -> None:
+def _check_part(schedule: Schedule, rank: int, index: int, slices: _Slices) -> None:
     kind, chunk, microbatch, part = schedule.actions[rank][index]
     if kind != "W":
         _fail(schedule, rank, index, "only a W can be sliced")
@@ -102,12 +120,12 @@ def _check_part(schedule: Schedule, rank: int, index: int, slices: dict[tuple[in
     if first != count:
         _fail(schedule, rank, index, f"earlier slices of this W are {first}ths")
     if number in seen:
-        _fail(schedule, rank, index, "it was done before; every slice runs once")
+        _fail(schedule, rank, index, "it has run before; every slice runs once")
     seen.add(number)
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Runs the ranks as far as they get. A rank that stops waits for a pass that its owner never comes to."""
+    """Runs every rank as far as it gets. A rank that stops waits for a pass that its owner never reaches."""
     chunks = len(schedule.placement)
     position = [0] * schedule.stages
     for rank, _ in order_of_running(schedule.actions, chunks):

@@ -1,14 +1,15 @@
-"""Every published schedule for one model and one machine, so that they can be compared: same work, same memory unit."""
+"""Every published schedule for the same model on the same machine, to compare them."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
+from dataclasses import replace
+from typing import Any
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.draw.style import amount, number
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.schedules.units import amount, duration
+from zbkern.pipeline.simulation.costs import Costs, number_fields
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
@@ -26,7 +27,7 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
     """The costs of the same model in `wanted` chunks, for costs of `chunks`: cut evenly along the model.
 
     What the first or the last chunk has beyond the others (beyond the median of those between, where there are any) is
-    the embedding or the head, which nothing can cut: it stays whole, in the first or the last new chunk. That holds for
+    the embedding or the head, which cannot be cut: it stays whole, in the first or the last new chunk. That holds for
     each cost by itself. A hop takes as long as before, however small the chunk. Raises ValueError when every edge has a
     latency of its own, since other chunks have other edges.
     """
@@ -37,20 +38,20 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
             f"rechunk: costs.communication has one number per edge of {chunks} chunks, and {wanted} chunks have other "
             "edges; give one number"
         )
-    fields = asdict(costs)
-    communication = fields.pop("communication")
-    cut = {name: _rechunk(value, chunks, wanted) for name, value in fields.items()}
+    cut: dict[str, Any] = {
+        name: _rechunk(getattr(costs, name), chunks, wanted) for name in number_fields() if name != "communication"
+    }
 
     def of_chunks(name: str) -> list[float]:
         value = cut[name]
         return value if isinstance(value, list) else [value] * wanted
 
     if any(isinstance(cut[name], list) for name in ("backward", "weight", "split_overhead", "merge_saving")):
-        # an overhead or a saving is of passes that may have been cut another way, and at most as long as they
+        # the passes of an overhead or a saving may be cut in another way, and it can be no longer than they are
         passes = [b + w for b, w in zip(of_chunks("backward"), of_chunks("weight"), strict=True)]
         cut["split_overhead"] = [min(pair) for pair in zip(of_chunks("split_overhead"), passes, strict=True)]
         cut["merge_saving"] = [min(pair) for pair in zip(of_chunks("merge_saving"), of_chunks("weight"), strict=True)]
-    return Costs(communication=communication, **cut)
+    return replace(costs, **cut)
 
 
 def how_rechunked(costs: Costs, chunks: int) -> str:
@@ -62,7 +63,8 @@ def how_rechunked(costs: Costs, chunks: int) -> str:
             value = getattr(costs, name)
             extra = _excess(value)[end] if isinstance(value, tuple) and chunks > 1 else 0.0
             if extra > 0:
-                parts.append(f"{name} {amount(extra) if name == 'activation' else number(extra)}")
+                said = amount(extra, costs.memory_unit) if name == "activation" else duration(extra, costs.time_unit)
+                parts.append(f"{name} {said}")
         if parts:
             whole.append(f"{', '.join(parts)} of the {place} chunk")
     if not whole:
@@ -71,7 +73,7 @@ def how_rechunked(costs: Costs, chunks: int) -> str:
 
 
 def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> tuple[list[Timeline], list[str]]:
-    """Each published schedule's timeline, and the names of those that the costs say nothing about.
+    """Each published schedule's timeline, and the names of those for which the costs are not known.
 
     costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `rechunk`).
     The interleaved ones have `chunks` chunks per rank, two at least.

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zbkern.pipeline.schedules.units import MEMORY_UNITS, TIME_UNITS
+
 PerChunk = float | Sequence[float]
 LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the ends of floating point
 
@@ -30,13 +32,17 @@ class ChunkCosts(NamedTuple):
 class Costs:
     """Times and memory of one microbatch in one chunk: a number, or one per chunk in model order.
 
-    forward, backward, weight: time of F, B and W, in any one unit (B is the input gradient alone). communication:
+    forward, backward, weight: time of F, B and W, all in one unit (B is the input gradient alone). communication:
     latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
     and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
     held: what it holds between B and W, inputs and output gradients. A fused BW takes backward + weight -
-    split_overhead. merge_saving is what a W gains when it directly follows another W of the same chunk. The unit of
-    memory is free; `memory_limit` and `peak_memory` use the same one (a million and more is printed as bytes: 24.5 GB).
-    Raises TypeError or ValueError for anything but numbers from 0 to 1e100.
+    split_overhead. merge_saving is what a W gains when it directly follows another W of the same chunk.
+
+    time_unit: "s", "ms", "us", or None where times have no unit. memory_unit: "bytes", or None where memory has no
+    unit; `memory_limit` and `peak_memory` are in the same one. Tables, pictures and errors print the units that are
+    known (15 ms, 24.5 GB) and plain numbers otherwise.
+
+    Raises TypeError or ValueError for anything but numbers from 0 to 1e100 and these units.
     """
 
     forward: PerChunk = 1.0
@@ -47,20 +53,27 @@ class Costs:
     held: PerChunk = 0.5
     split_overhead: PerChunk = 0.0
     merge_saving: PerChunk = 0.0
+    time_unit: str | None = None
+    memory_unit: str | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, _checked(field.name, getattr(self, field.name)))
+        for name in number_fields():
+            object.__setattr__(self, name, _checked(name, getattr(self, name)))
+        _check_unit("time_unit", self.time_unit, tuple(TIME_UNITS))
+        _check_unit("memory_unit", self.memory_unit, MEMORY_UNITS)
 
     def per_chunk(self, chunks: int) -> ChunkCosts:
         """Every cost as a tuple with one number for each of `chunks` chunks in model order, and `fused` worked out.
 
         Raises ValueError when a field has another number of entries, or when an overhead or saving exceeds what it is
-        taken from.
+        taken from, TypeError when `chunks` is no whole number.
         """
+        if not isinstance(chunks, int) or isinstance(chunks, bool):
+            raise TypeError(f"Costs.per_chunk: chunks must be an int; got {type(chunks).__name__} {chunks!r}")
+        if chunks < 1:
+            raise ValueError(f"Costs.per_chunk: chunks must be at least 1; got {chunks}")
         flat = {
-            field.name: _spread(field.name, getattr(self, field.name), chunks - (field.name == "communication"))
-            for field in fields(self)
+            name: _spread(name, getattr(self, name), chunks - (name == "communication")) for name in number_fields()
         }
         fused = tuple(
             backward + weight - overhead
@@ -84,7 +97,15 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """The costs that `to_json` wrote; fields that are absent have their defaults. Raises ValueError."""
+        """The costs that `to_json` wrote; fields that are absent have their defaults.
+
+        Raises TypeError for what is no text, ValueError for other text.
+        """
+        if not isinstance(text, str):
+            raise TypeError(
+                f"Costs.from_json: expected the text itself, as Path(file).read_text() gives it; got "
+                f"{type(text).__name__} {text!r}"
+            )
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
@@ -112,6 +133,16 @@ class Costs:
     def load(cls, path: str | Path) -> Costs:
         """The costs in a JSON file that `save` wrote, or that was written by hand. Raises OSError or ValueError."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def number_fields() -> tuple[str, ...]:
+    """The names of those fields of `Costs` that hold numbers; the others name their units."""
+    return tuple(field.name for field in fields(Costs) if not field.name.endswith("_unit"))
+
+
+def _check_unit(name: str, unit: Any, known: tuple[str, ...]) -> None:
+    if unit is not None and unit not in known:
+        raise ValueError(f"Costs: {name} must be {' or '.join(map(repr, known))}, or None; got {unit!r}")
 
 
 def _checked(name: str, value: Any) -> float | tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""What a measured timeline says: the costs of its passes, and where it lost time against a planned one."""
+"""Measured timelines: the costs of their passes, and where they took longer than planned."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from zbkern.pipeline import draw
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
+from zbkern.pipeline.schedules.units import TIME_UNITS, duration
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.simulator import simulate
-from zbkern.pipeline.simulation.timeline import Timeline, save_together
+from zbkern.pipeline.simulation.timeline import Timeline
 
 
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
 
     memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (slices or layers of a
-    W) counts as their sum. communication is the least time from the end of a pass to the begin of the next one
-    anywhere, mean of both directions, so that a difference between two ranks' clocks cancels.
+    W) counts as their sum. communication is the least time from the end of a pass to the start of the one that needs
+    it, over all edges, mean of both directions, so that a difference between two ranks' clocks cancels.
     """
     schedule = timelines[0].schedule
     chunks = range(len(schedule.placement))
@@ -50,22 +53,24 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         communication=min(gaps, default=0.0),
         split_overhead=0.0,
         merge_saving=0.0,
+        time_unit=timelines[0].unit or None,
     )
 
 
-def in_seconds(milliseconds: Costs) -> Costs:
-    """Costs as `profile` measures them, in the unit of a Pipeline's timelines."""
-    if not isinstance(milliseconds, Costs):
+def in_seconds(given: Costs) -> Costs:
+    """The same costs in seconds, the unit of a Pipeline's timelines; times without a unit count as milliseconds."""
+    if not isinstance(given, Costs):
         raise TypeError(
             f"in_seconds: costs must be a zbkern.pipeline.Costs in milliseconds, as profile() gives them; got "
-            f"{type(milliseconds).__name__} {milliseconds!r}"
+            f"{type(given).__name__} {given!r}"
         )
+    per_second = TIME_UNITS[given.time_unit or "ms"]
     times = ("forward", "backward", "weight", "communication", "split_overhead", "merge_saving")
-    values = {name: getattr(milliseconds, name) for name in times}
-    return replace(
-        milliseconds,
-        **{name: tuple(v / 1e3 for v in t) if isinstance(t, tuple) else t / 1e3 for name, t in values.items()},
-    )
+    seconds: dict[str, Any] = {}
+    for name in times:
+        value = getattr(given, name)
+        seconds[name] = tuple(each / per_second for each in value) if isinstance(value, tuple) else value / per_second
+    return replace(given, time_unit="s", **seconds)
 
 
 def compare(measured: Timeline, given: Costs | None = None) -> Drift:
@@ -88,7 +93,7 @@ class TimeLost:
     """Where one rank's time went beyond the plan: `cost` measured minus planned is about the sum of the others.
 
     compute: passes that took longer than planned (negative: shorter). late: waiting for messages, beyond the waiting
-    that was planned. host: time between passes in which everything needed was there. In the timeline's unit.
+    that was planned. host: time between passes after the input had arrived. In the timeline's unit.
     """
 
     rank: int
@@ -118,23 +123,23 @@ class Drift:
         return sorted(found, key=lambda pair: -pair[1])
 
     def to_text(self, worst: int = 5) -> str:
-        """A table of the losses in percent of the planned cost, and the passes that exceed the plan most."""
+        """A table of the time lost in percent of the planned cost, and the passes that exceed the plan most."""
         whole = self.planned.cost
         lines = [
-            f"measured {self.measured.cost:.4g}, planned {whole:.4g} {self.measured.unit}: "
+            f"measured {self.measured.cost:.4g}, planned {duration(whole, self.measured.unit)}: "
             f"{self.measured.cost / whole - 1:+.1%}; idle {self.measured.bubble_rate:.1%}, "
             f"planned {self.planned.bubble_rate:.1%}",
             "rank    cost  compute     late     host",
         ]
-        for loss in self.time_lost:
-            shares = (loss.cost, loss.compute, loss.late, loss.host)
-            lines.append(f"{loss.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
+        for lost in self.time_lost:
+            shares = (lost.cost, lost.compute, lost.late, lost.host)
+            lines.append(f"{lost.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
         slow = ", ".join(f"{action} {extra / whole:+.1%}" for action, extra in self.actions()[:worst])
         return "\n".join([*lines, f"furthest from the plan: {slow}"])
 
     def save(self, path: str | Path) -> Path:
         """Both timelines in one picture or trace, by the suffix: .svg, .html, .png, or .json (Perfetto)."""
-        return save_together([self.planned, self.measured], path, ["planned", "measured"])
+        return draw.save([self.planned, self.measured], path, ["planned", "measured"])
 
     def _time_lost(self, rank: int) -> TimeLost:
         mine, plan = self.measured.events[rank], self.planned.events[rank]
@@ -171,7 +176,7 @@ def _backward(found: _Passes, chunk: int, microbatch: int) -> tuple[float, float
 
 
 def _arrival(action: Action, passes: _Passes, travel: Sequence[float], placement: Sequence[int]) -> float:
-    """When the message that an action needs is there; some need none."""
+    """When the message that an action needs arrives; 0 where it needs none."""
     needed = producer(action, len(placement))
     if needed is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""What a rank holds: the rule by which every pass of a schedule takes and gives back memory."""
+"""What a rank holds: how much memory every pass of a schedule takes or frees."""
 
 from __future__ import annotations
 

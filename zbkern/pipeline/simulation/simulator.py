@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Real
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
@@ -49,8 +51,9 @@ def simulate(
         raise TypeError(f"simulate: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
     if costs is not None and not isinstance(costs, Costs):
         raise TypeError(f"simulate: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
-    if not isinstance(slices, int):
-        raise TypeError(f"simulate: slices must be an int; got {type(slices).__name__} {slices!r}")
+    for name, value in (("slices", slices), ("seed", seed)):
+        if not isinstance(value, int):
+            raise TypeError(f"simulate: {name} must be an int; got {type(value).__name__} {value!r}")
     if fill not in FILLS:
         raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
     if not isinstance(jitter, (int, float)):
@@ -62,15 +65,17 @@ def simulate(
             'simulate: slices and memory_limit belong to fill="eager"; with "planned" the schedule decides'
         )
     schedule.validate()
-    flat = (costs or Costs()).per_chunk(len(schedule.placement))
+    costs = costs or Costs()
+    flat = costs.per_chunk(len(schedule.placement))
     run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed))
     if fill == "eager":
         run.fill_eagerly(slices, _limits(schedule, flat, memory_limit))
-    return run.timeline()
+    unit, memory_unit = costs.time_unit or "", costs.memory_unit or ""
+    return replace(run.timeline(), unit=unit, memory_unit=memory_unit)
 
 
 class _Run:
-    """One simulation: what runs has its inputs, so that its start is known."""
+    """One simulation: actions are executed in an order in which the inputs of each have been computed."""
 
     def __init__(self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float]) -> None:
         self._schedule, self._costs, self._durations = schedule, costs, durations
@@ -120,7 +125,7 @@ class _Run:
         return length
 
     def _arrival(self, rank: int, action: Action) -> float:
-        """When the input of an action is on its rank."""
+        """When the input of an action arrives on its rank."""
         need = producer(action, len(self._schedule.placement))
         if need is None:
             return 0.0
@@ -128,15 +133,15 @@ class _Run:
         return self._ends[need] + (self._costs.communication[min(action.chunk, need[1])] if distant else 0.0)
 
     def _fill(self, rank: int, pending: _Pending, action: Action, arrival: float) -> None:
-        """Runs pending W: as many as an F needs gone to have room, then until the input is there."""
+        """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
-        room = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
-        while pending.queue and (memory.now > room or events[-1].end < arrival):
+        limit = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
+        while pending.queue and (memory.now > limit or events[-1].end < arrival):
             self._execute(rank, pending.queue.popleft())
 
 
 class _Pending:
-    """The W of one rank that wait to be filled in, oldest first."""
+    """The pending W of one rank, oldest first."""
 
     def __init__(self, slices: int, limit: float) -> None:
         self.queue: deque[Action] = deque()
@@ -163,8 +168,6 @@ def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) 
 
 def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float] | None) -> list[float]:
     ranks = schedule.stages
-    if isinstance(given, str):
-        raise TypeError(f"simulate: memory_limit must be one number or one per rank; got {given!r}")
     if given is None:
         limits = []
         for row in schedule.actions:
@@ -173,7 +176,13 @@ def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float
                 memory.account(action)
             limits.append(memory.peak)
     else:
-        limits = [float(given)] * ranks if isinstance(given, (int, float)) else [float(limit) for limit in given]
+        each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * ranks
+        for limit in each:
+            if not isinstance(limit, Real):
+                raise TypeError(
+                    f"simulate: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
+                )
+        limits = [float(limit) for limit in each]
     if len(limits) != ranks:
         raise ValueError(f"simulate: memory_limit must be one number or one per rank ({ranks}); got {len(limits)}")
     if not all(limit >= 0 for limit in limits):

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from zbkern.pipeline import draw
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.units import duration
+from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.memory import Memory
 
 
 class Event(NamedTuple):
@@ -21,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """After an action: seconds, W that wait, bytes that W pin, bytes allocated on the device (0 on a CPU)."""
+    """After an action: seconds, pending W, bytes that these hold, bytes allocated on the device (0 on a CPU)."""
 
     seconds: float
     pending: int
@@ -35,9 +39,9 @@ class Timeline:
 
     `cost` is the longest span over ranks from a rank's own first F to its own last W (arXiv 2401.10241, section 5.3): a
     rank may start late for free, which assumes an optimizer step without a barrier. `makespan` is first start to last
-    end over all ranks, the honest figure when the optimizer does synchronise. `bubble_rate` is the share of `cost` in
-    which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same.
-    `samples[rank]` is what a pipeline has recorded.
+    end over all ranks, the right figure when the optimizer step does synchronise. `bubble_rate` is the share of `cost`
+    in which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same.
+    `samples[rank]` is what a pipeline has recorded. `unit` and `memory_unit` are as in `Costs`, empty where not known.
     """
 
     schedule: Schedule
@@ -45,6 +49,7 @@ class Timeline:
     peak_memory: tuple[float, ...] = ()
     unit: str = ""
     samples: tuple[tuple[Sample, ...], ...] = ()
+    memory_unit: str = ""
 
     @property
     def cost(self) -> float:
@@ -67,25 +72,31 @@ class Timeline:
         return 1.0 - sum(self.busy) / (known * cost) if cost > 0 else 0.0
 
     def __repr__(self) -> str:
-        cost = f"{self.cost:.4g} {self.unit}".rstrip()
-        name, ranks = self.schedule.name, self.schedule.stages
+        name, ranks, cost = self.schedule.name, self.schedule.stages, duration(self.cost, self.unit)
         return f"<Timeline of {name}: {ranks} ranks, cost {cost}, idle {self.bubble_rate:.1%}>"
+
+    def memory_held(self, costs: Costs) -> list[list[tuple[float, float]]]:
+        """What each rank holds over time: (time, memory from then on) after every event, in the unit of the costs.
+
+        F takes its memory at its start; the others give theirs back at their end.
+        """
+        flat = costs.per_chunk(len(self.schedule.placement))
+        curves = []
+        for row in self.events:
+            memory, curve = Memory(flat), []
+            for event in row:
+                memory.account(event.action)
+                curve.append((event.start if event.action.kind == "F" else event.end, memory.now))
+            curves.append(curve)
+        return curves
 
     def save(self, path: str | Path) -> Path:
         """Writes the picture or trace that the suffix names: .svg, .html, .png, or .json (Perfetto)."""
-        return save_together([self], path)
-
-
-def save_together(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None) -> Path:
-    """Writes all of them as one picture or trace, by the suffix; titles: one for each, or the schedules' names."""
-    from zbkern.pipeline import draw  # which sit on top of this
-    from zbkern.pipeline.draw import trace  # which sit on top of this
-
-    return (trace if Path(path).suffix == ".json" else draw).save(timelines, path, titles)
+        return draw.save([self], path)
 
 
 def measured(schedule: Schedule, rows: Sequence[Sequence[Event]], samples: Sequence[Sequence[Sample]] = ()) -> Timeline:
-    """Events and samples in seconds, by rank, as a timeline that begins at zero."""
+    """The timeline of events and samples in seconds, by rank, shifted so that it starts at 0."""
     first = min((row[0].start for row in rows if row), default=0.0)
     events = (tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
     shifted = (tuple(s._replace(seconds=s.seconds - first) for s in row) for row in samples)
