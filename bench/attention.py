@@ -24,6 +24,7 @@ from zbkern.functions import attention_backends as paths
 from zbkern.functions.attention import attention_with_torch
 from zbkern.kernels import dispatch
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.reporting import markdown_table
 
 COLUMNS = ("tokens", "head", "causal", "core", "forward TFLOP/s", "backward TFLOP/s", "of torch's choice")
 
@@ -50,7 +51,7 @@ def main() -> int:
         rows = compare(shape, causal, arguments.rounds)
         table[tokens, size, 1 + causal] = tuple(row["core"] for row in rows)
         figures += rows
-    print(report.table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in figures]))
+    print(markdown_table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in figures]))
     print(f"\nATTENTION[{torch.cuda.get_device_capability()}] = {{")
     print("".join(f"    {shape}: {names},\n" for shape, names in table.items()) + "}")
     print(report.write_json("attention", figures, arguments.out))

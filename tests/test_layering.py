@@ -15,7 +15,7 @@ PACKAGE = ROOT / "zbkern"
 
 
 def rules() -> tuple[dict[str, set[str]], set[str]]:
-    """Room (a folder, or a module outside of folders) -> the rooms and modules it may import; the rooms without torch."""
+    """Room (a folder, or a module with a rule of its own) -> what it may import; and the rooms without torch."""
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     block = re.search(r"### Who may import whom\n.*?```text\n(.*?)```", page, re.DOTALL)
     assert block is not None, "docs/design.md has no list under 'Who may import whom'"
@@ -92,7 +92,9 @@ def test_every_module_is_under_a_rule() -> None:
 def test_a_module_imports_only_what_its_room_may(module: str) -> None:
     own = room(module)
     permitted = MAY_IMPORT[own]
-    wrong = {name for name in imports_of_zbkern(module) if name not in permitted and room(name) not in {own, *permitted}}
+    wrong = {
+        name for name in imports_of_zbkern(module) if name not in permitted and room(name) not in {own, *permitted}
+    }
     assert not wrong, f"zbkern.{module} imports {wrong}; {own} may import {permitted or 'nothing of zbkern'}"
 
 
