@@ -22,7 +22,7 @@ def test_a_table_is_aligned() -> None:
 
 
 def test_a_row_that_is_too_short_is_an_error() -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="a row must have 3 cells"):
         reporting.markdown_table(("a", "b", "c"), [("x", 1)])
 
 

@@ -38,6 +38,9 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 def markdown_table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table with aligned columns: the first to the left, the others, numbers as a rule, to the right."""
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"markdown_table: a row must have {len(header)} cells, as the header has; got {row!r}")
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
