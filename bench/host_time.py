@@ -1,4 +1,4 @@
-"""What an action costs the host: engines on tiny stages, where next to nothing is computed; ours and torch's.
+"""Host time of an action: our engine and torch's on tiny stages, where almost nothing is computed.
 
 Every chunk is one Linear of 8 features on one row, so that what is measured is the engine's loop, autograd and, with
 two ranks, messages through gloo. "plain" is the same work in a loop without any engine. Every contestant's gradients

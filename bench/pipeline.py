@@ -2,9 +2,9 @@
 
 Eight blocks of LayerNorm + MLP 768/3072, microbatches of 256 tokens, one thread per rank, gloo; several steps in a row
 with no barrier between them, as in training. "Perfect" is half the time that one process needs for everything while the
-other core does the same, once with plain torch and once with zbkern's layers: the second leaves out what the layers
-themselves gain. Two of torch's schedules run with zbkern's layers, too. Every contestant's gradients are compared with
-plain backward() first.
+other core does the same, once with plain torch and once with zbkern's layers: the second excludes the gain from the
+layers themselves. Two of torch's schedules run with zbkern's layers, too. Every contestant's gradients are compared
+with plain backward() first.
 
     python -m bench.pipeline [--microbatches 4 8] [--rounds 4] [--only zb_h2 ...]
 """
@@ -70,7 +70,7 @@ def our_contestant(name: str, schedule: Schedule, fill: str, model: nn.Sequentia
 def torch_contestant(
     kind: str, layers: bool, model: nn.Sequential, x: Tensor, y: Tensor, microbatches: int
 ) -> Contestant:
-    """torch's runtime; layers: with zbkern's layers, whose W it then schedules."""
+    """torch's engine; layers: with zbkern's layers, whose W it then schedules."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules as stock
 

@@ -1,9 +1,9 @@
-"""The planner against published figures: bubble rates of the published search and of ours, the lower bound, and time.
+"""The planner beside published figures: bubble rates of the published search and of ours, the lower bound, and time.
 
     python -m bench.planner [one] [v] [unit] [zigzag] [scale]     (default: all, which takes an hour)
 
-Seconds are of this process on one core, which other work on the machine does not change much. Time limits are of the
-clock; on a busy machine --effort, a number of rounds, is the fairer end.
+Seconds are processor time of this process on one core, which other work on the machine changes little. Time limits are
+wall-clock time; on a busy machine --effort, a number of rounds, is the fairer limit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def unit() -> Iterator[Cell]:
 
 
 def zigzag() -> Iterator[Cell]:
-    """Four chunks that go down, up, down, up, at p=8 and m=24, and two in a V beside them."""
+    """Four chunks in a zigzag at p=8 and m=24, and two in a V to compare with."""
     row = PROFILES["one_chunk"][0]
     for chunks, targets in ((2, (0.138, 0.071, 0.015)), (4, (0.114, 0.034, 0.001))):
         for limit, target in zip((0.5, 0.75), targets[:2], strict=True):
@@ -74,7 +74,7 @@ def zigzag() -> Iterator[Cell]:
 
 
 def scale() -> Iterator[Cell]:
-    """Large problems: the first answer, and nothing published beside it."""
+    """Large problems: the first result; nothing published to compare with."""
     for stages, microbatches in ((32, 256), (64, 1024)):
         for chunks in (1, 2):
             yield "unit", Costs(communication=0.1, activation=1 / chunks), stages, microbatches, chunks, 1.5, None
@@ -129,22 +129,22 @@ def main() -> None:
         print(markdown_table(HEADER, [_line(row) for row in rows]), flush=True)
 
 
-HEADER = ("model", "p", "m", "chunks", "limit", "published", "plan", "bound", "above bound", "verdict", "s")
+HEADER = ("model", "p", "m", "chunks", "limit", "published", "plan", "bound", "above bound", "result", "s")
 
 
 def _line(row: dict[str, Any]) -> list[Any]:
     published, rate = row["published"], round(row["plan"], 4)
     if published is None:
-        verdict = ""
+        result = ""
     else:  # a target of three digits is met by what rounds to it
         digits = 3 if round(published, 3) == published else 4
         difference = round(row["plan"], digits) - published
-        verdict = "worse" if difference > 1e-9 else "better" if difference < -1e-9 else "equal"
+        result = "worse" if difference > 1e-9 else "better" if difference < -1e-9 else "equal"
     above = row["plan"] - row["lower_bound"]
     return [
         row["model"], row["stages"], row["microbatches"], row["chunks"], f"{row['limit']:g}",
         "" if published is None else f"{published:.4f}", f"{rate:.4f}", f"{row['lower_bound']:.4f}",
-        "optimal" if row["optimal"] else f"{above:.4f}", verdict, f"{row['seconds']:.1f}",
+        "optimal" if row["optimal"] else f"{above:.4f}", result, f"{row['seconds']:.1f}",
     ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Draws the pictures of docs/schedules.md and fills in its figures: python docs/gallery.py
 
-The text is written by hand. What is between `<!-- NAME -->` and `<!-- end -->` is simulated here, and a test compares the
-page with it. The plans among it are in docs/plans; `python docs/gallery.py SECONDS` first searches for better ones, for
-SECONDS each.
+The text is written by hand. What is between `<!-- NAME -->` and `<!-- end -->` is simulated here, and a test compares
+the page with it. The plans among it are in docs/plans; `python docs/gallery.py SECONDS` first searches for better ones,
+for SECONDS each.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def more_chunks() -> str:
         rows.append(
             [f"**{cell}**" if place > 1 and cell == best[place > 5] else cell for place, cell in enumerate(row)]
         )
-    head = ["message", "overhead", *(f"1F1B, v = {count}" for count in counts), *(f"ZB, v = {count}" for count in counts)]
-    return table(head, rows)
+    columns = [f"{name}, v = {count}" for name in ("1F1B", "ZB") for count in counts]
+    return table(["message", "overhead", *columns], rows)
 
 
 def split_costs() -> str:
