@@ -76,8 +76,8 @@ def measure(
 ) -> tuple[float, float]:
     """(simulated, measured) cost in seconds, of a step after one that does not sleep.
 
-    Eager filling depends on what has arrived. With equal costs messages often arrive exactly when they are needed, which
-    never happens on a real clock: so its simulated cost is the mean over five samples in which passes vary by 0.1%.
+    Eager filling depends on what has arrived. With equal costs messages often arrive exactly when needed, which never
+    happens on a real clock: so its simulated cost is the mean over five samples in which passes vary by 0.1%.
     """
     seconds = [unit * share / schedule.chunks for share in (FORWARD, BACKWARD, WEIGHT)]
     travel = unit * COMMUNICATION

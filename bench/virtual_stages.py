@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         costs, rows = compare(Runner(model, x, target, streams), options.microbatches, options.rounds, seconds=10)
     busy = ", ".join(f"{count}: {factor:.3f}" for count, factor in enumerate(factors, 1))
     print(f"{STAGES} stages of {MULTIPROCESSORS} multiprocessors each")
-    print(f"time of a matmul with 1, 2, ... groups busy, over its time alone: {busy}\n")
+    print(f"time of a matmul over its time alone, by the number of busy groups: {busy}\n")
     print(show(rows))
     figures = {
         "interference": factors,

@@ -36,7 +36,7 @@ def build(name: str, stages: int, microbatches: int) -> Schedule:
 
 @dataclass
 class Figures:
-    """What one contestant did: seconds per step in every round, and the rest of its last step."""
+    """Measurements of one contestant: seconds per step in every round; bubbles, memory and bytes held by W."""
 
     name: str
     step: Callable[[int], Any]
@@ -62,7 +62,7 @@ def best(arguments: argparse.Namespace, text: Text) -> Schedule:
             schedule = getattr(schedules, name)(stages, arguments.microbatches)
             gpt.chunk(gpt.Config(arguments.layers, arguments.width, arguments.heads), 0, len(schedule.placement))
         except ValueError as error:
-            say(f"{name} is left out: {error}")
+            say(f"{name} is not compared: {error}")
             continue
         if schedule.placement not in costs:
             costs[schedule.placement] = measure_costs(arguments, text, schedule.placement)
@@ -71,8 +71,8 @@ def best(arguments: argparse.Namespace, text: Text) -> Schedule:
         planned = simulate(schedule, costs[schedule.placement]).bubble_rate
         contestants.append(Figures(name, trainers[name].step, planned_bubble=planned))
     if not trainers:
-        raise SystemExit(f"no schedule is left for {stages} ranks: make --layers a multiple of {stages}")
-    say(f"comparing {len(contestants)} ways, {ROUNDS} rounds of {STEPS} steps each, in turn")
+        raise SystemExit(f"no schedule fits {stages} ranks: make --layers a multiple of {stages}")
+    say(f"comparing {len(contestants)} configurations, {ROUNDS} rounds of {STEPS} steps each, in turn")
     for turn in range(ROUNDS + 1):  # the first round warms up
         for contestant in contestants:
             seconds, memory = run_round(contestant.step, turn * STEPS)
@@ -91,7 +91,7 @@ def best(arguments: argparse.Namespace, text: Text) -> Schedule:
 
 
 def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence[int]) -> Costs:
-    """Costs of this model cut for `placement`, by running it there. Collective."""
+    """Measured costs of this model, cut into chunks for `placement`. Collective."""
     device, count = device_of_this_rank(), len(placement)
     replica, rank = divmod(dist.get_rank(), max(placement) + 1)
     config = model_config(arguments)
@@ -119,7 +119,7 @@ def describe(costs: Costs) -> str:
 
 
 def run_round(step: Callable[[int], Any], first: int) -> tuple[float, int]:
-    """Seconds per step of STEPS steps in a row, and the bytes they added, of the worst rank: alike on every one."""
+    """Seconds per step of STEPS steps in a row, and the bytes they added; the largest over all ranks, on every rank."""
     dist.barrier()
     memory = Memory()
     start = time.perf_counter()
@@ -140,7 +140,7 @@ def worst(value: Any) -> Any:
 
 
 class Memory:
-    """The most memory in use since it was made, above what was in use then: of the GPU, or of this process on Linux."""
+    """Peak memory since construction, above what was in use then: of the GPU, or of this process on Linux."""
 
     def __init__(self) -> None:
         self.cuda = torch.cuda.is_available() and dist.get_backend() == "nccl"
@@ -149,7 +149,7 @@ class Memory:
             self.start = torch.cuda.memory_allocated()
             return
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc: what earlier contestants freed goes back to the system
+            ctypes.CDLL(None).malloc_trim(0)  # glibc: returns what earlier contestants freed to the system
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak, proc(5)
         self.start = self._status("VmRSS")
 
