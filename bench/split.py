@@ -28,6 +28,29 @@ def chain(width: int, layers: int = 6) -> nn.Module:
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
 
+class OwnLinear(nn.Linear):
+    """A layer that `convert` does not know: its forward is intercepted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Experts(nn.Module):
+    """Experts in two parameters, called in a loop, as the transformers library does."""
+
+    def __init__(self, count: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(count, 2 * hidden, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(count, width, hidden) / hidden**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for index, rows in enumerate(x.chunk(len(self.down))):
+            gate, up = F.linear(rows, self.gate_up[index]).chunk(2, -1)
+            parts.append(F.linear(F.silu(gate) * up, self.down[index]))
+        return torch.cat(parts)
+
+
 class TorchMLP(zbkern.nn.MLP):
     """The same parameters in torch's operations."""
 
@@ -167,6 +190,20 @@ def main(arguments: list[str] | None = None) -> int:
     splits = [
         split_row("six 512-wide, 256 tokens", chain(512), torch.randn(256, 512), 12 * 256 * 512 * 4, options.rounds),
         split_row("six 64-wide, 16 tokens", chain(64), torch.randn(16, 64), 12 * 16 * 64 * 4, many),
+        split_row(
+            "the same, intercepted",
+            nn.Sequential(*[OwnLinear(64, 64) for _ in range(6)]),
+            torch.randn(16, 64),
+            12 * 16 * 64 * 4,
+            many,
+        ),
+        split_row(
+            "8 experts 256/256, 512 tokens",
+            Experts(8, 256, 256),
+            torch.randn(512, 256),
+            512 * (2 * 256 + 3 * 256) * 4,
+            4 * options.rounds,
+        ),
         split_row(
             "gated MLP 256/768, 256 tokens",
             TorchMLP(256, 768),

@@ -31,11 +31,13 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None)
     Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms that a
     library or you have written: modules whose only tensor is a weight [K], and which give RMSNorm's values and
     gradients on random tensors. (Where they round half precisions before the weight as well, that rounding is left
-    out.) A subclass of one of torch's may override what it inherits and stays. filter(name, module) says whether to
-    convert that module; None converts all. impl: "auto", "cuda", "triton" or "torch", which the converted modules keep
-    as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as it is, "auto" at first. A named one that
-    cannot run raises UnavailableError when a module is called. `unconverted` tells what stayed, `restore` undoes it.
-    Raises TypeError for a model that is no module, ValueError for an impl that does not exist.
+    out.) Any other module with parameters keeps its forward, in which the torch functions that take a parameter become
+    ops whose W waits (`interception.py`): experts, routers, convolutions, norms that multiply by 1 + weight, subclasses
+    of torch's own. filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda",
+    "triton" or "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None
+    leaves it as it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
+    `unconverted` tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for
+    an impl that does not exist.
     """
     _check("convert", model, filter)
     if impl is not None:
@@ -90,30 +92,34 @@ def _twin(module: Module) -> type[Module] | str:
         return "its parameters have no shape yet; call it once, then convert it"
     if any(parameter.is_complex() for parameter in own):
         return "its parameters are complex; zbkern's layers are for real numbers"
-    if kind not in _TWINS:
-        known = next((base for base in kind.__mro__ if base in _TWINS), None)
-        if known is not None:
-            return f"{kind.__name__} is a subclass of {known.__name__} and may behave differently"
-        if _is_conv1d(kind):
-            return _subclass(nn.TransposedLinear, kind)
-        if not looks_like_rms_norm(module):
-            return f"{kind.__name__} has no zbkern twin"
-        return (
-            _subclass(nn.ForeignRMSNorm, kind) if is_rms_norm(module) else f"{kind.__name__} does not compute RMSNorm"
-        )
-    if isinstance(module, torch.nn.Embedding):
-        unusual = [o for o in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, o) not in (None, False)]
-        if unusual:
-            return f"Embedding with {', '.join(unusual)} is torch's alone"
-    if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) != 1:
-        return f"{kind.__name__} over {len(module.normalized_shape)} dimensions; zbkern normalises the last one"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "it is parametrized: its weight is computed, so there is nothing to defer"
-    return _TWINS[kind]
+    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        unusual = [o for o in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, o) not in (None, False)]
+        if unusual:
+            return f"{kind.__name__} with {', '.join(unusual)} is torch's alone"
+    if "forward" in vars(module):
+        return "its forward was replaced, on this object alone"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is compiled by torch.jit, which nothing can intercept"
+    if kind not in _TWINS:
+        if _is_conv1d(kind):
+            return _subclass(nn.TransposedLinear, kind)
+        if looks_like_rms_norm(module) and is_rms_norm(module):
+            return _subclass(nn.ForeignRMSNorm, kind)
+    elif not isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) or len(module.normalized_shape) == 1:
+        return _TWINS[kind]
+    return _subclass(nn.Intercepted, kind) if own or _uses_parameters_of_children(module) else "it has no parameters"
 
 
 def _is_ours(kind: type[Module]) -> bool:
     return kind.__module__.startswith("zbkern.")
+
+
+def _uses_parameters_of_children(module: Module) -> bool:
+    """True where a module may take a child's parameters instead of calling it, as Mamba's do with convolutions."""
+    container = isinstance(module, torch.nn.Sequential | torch.nn.ModuleList | torch.nn.ModuleDict)
+    return not container and any(isinstance(child, torch.nn.Conv1d) for child in module.children())
 
 
 def _is_conv1d(kind: type[Module]) -> bool:
@@ -143,7 +149,7 @@ def _original(kind: type[Module]) -> type[Module] | None:
     for original, twin in _TWINS.items():
         if kind is twin:
             return original
-    return kind.__bases__[1] if kind.__bases__[0] in (nn.TransposedLinear, nn.ForeignRMSNorm) else None
+    return kind.__bases__[1] if kind.__bases__[0] in (nn.TransposedLinear, nn.ForeignRMSNorm, nn.Intercepted) else None
 
 
 def _check(caller: str, model: Module, filter: Filter | None) -> None:

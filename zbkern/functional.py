@@ -14,9 +14,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from zbkern import autograd, compiled, functional_checks
+from zbkern import autograd, compiled, functional_checks, wgrad
 from zbkern.functions import attention as attention_functions
-from zbkern.functions import attention_backends
+from zbkern.functions import attention_backends, sharded
 from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions import loss as loss_functions
@@ -48,6 +48,9 @@ def linear(
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
         return compiled.linear(_autocast("linear", x, weight, bias), weight, bias, activation, transposed)
     if not _plain(x, weight):
+        if activation is None and not transposed and _defers_sharded(x, weight, bias):
+            call = autograd.OpCall((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
+            return autograd.apply(sharded.ShardedLinear, call, x)
         return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)
     x = _autocast("linear", x, weight, bias)
     call = autograd.OpCall((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
@@ -122,6 +125,9 @@ def embedding(
     if torch.compiler.is_compiling() and compiled.can_defer(indices, weight):
         return compiled.embedding(indices, weight, padding_idx)
     if not _plain(indices, weight):
+        if _defers_sharded(indices, weight):
+            call = autograd.OpCall((weight,), dispatch.resolve("embedding", impl, weight.device, weight.dtype), name)
+            return autograd.apply(sharded.ShardedEmbedding, call, indices, padding_idx)
         return embedding_functions.embedding_with_torch(weight, indices, padding_idx)
     call = autograd.OpCall((weight,), dispatch.resolve("embedding", impl, weight.device, weight.dtype), name)
     return autograd.apply(embedding_functions.Embedding, call, indices, padding_idx)
@@ -341,6 +347,11 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
         and type(weight) in _TENSORS
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def _defers_sharded(*tensors: Tensor | None) -> bool:
+    """True for DTensors in a forward whose W may wait: elsewhere torch's own operations do the whole backward."""
+    return wgrad.current() is not None and not torch.compiler.is_compiling() and sharded.is_sharded(*tensors)
 
 
 _TENSORS = (Tensor, torch.nn.Parameter)

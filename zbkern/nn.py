@@ -7,11 +7,13 @@ cannot run raises UnavailableError when the module is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zbkern import functional
+from zbkern.interception import intercepted
 
 
 class Layer(torch.nn.Module):
@@ -165,6 +167,13 @@ class ForeignRMSNorm(Layer):
             return super().forward(x)  # so is the dtype that then comes out
         y = functional.rms_norm(x, self.weight, eps_of(self), self.zbkern_impl, name=self.zbkern_name)
         return y.to(x.dtype)
+
+
+class Intercepted(Layer):
+    """Behaviour of any other module with parameters of its own: its forward as it is, intercepted. See `convert`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return intercepted(super().forward, self.zbkern_name, self.zbkern_impl, args, kwargs)
 
 
 def eps_of(norm: torch.nn.Module) -> float | None:

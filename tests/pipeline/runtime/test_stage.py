@@ -152,7 +152,7 @@ def test_conjugates_over_gloo(two_ranks: Any) -> None:
 
 
 def tensor_parallel_step() -> list[str]:
-    """What the log says of a converted chunk whose parameters are DTensors, and whether the norm beside them counts."""
+    """What the log says of a converted chunk whose parameters are DTensors."""
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     chunk = zbkern.convert(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)))
     parallelize_module(chunk, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -173,11 +173,8 @@ def said_of(chunk: nn.Module) -> list[str]:
 
 
 @pytest.mark.dist
-def test_a_converted_chunk_of_dtensors_is_not_told_to_convert(two_ranks: Any) -> None:
-    for (warning,) in two_ranks.run(tensor_parallel_step):
-        assert "chunk 0: no W waits" in warning
-        assert "DTensors" in warning
-        assert "convert" not in warning
+def test_w_of_a_converted_chunk_of_dtensors_waits(two_ranks: Any) -> None:
+    assert two_ranks.run(tensor_parallel_step) == [[], []]
 
 
 def test_a_converted_chunk_whose_layers_cannot_wait_is_sent_to_the_list() -> None:

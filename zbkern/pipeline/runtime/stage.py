@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zbkern.wgrad import WGradQueue
@@ -206,11 +205,6 @@ def _why_fused(module: torch.nn.Module) -> str:
         return (
             "none of its layers is zbkern's; call zbkern.convert on it before the Pipeline (zbkern.unconverted says "
             "why a layer stays torch's)"
-        )
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        return (
-            "its parameters are DTensors, for which zbkern's layers are torch's own operations, with a backward in one "
-            "piece; a schedule without W, one_f_one_b or interleaved, suits it"
         )
     return (
         "the layers of zbkern's that it ran took no gradient in a way that can wait; docs/gradients.md lists what "

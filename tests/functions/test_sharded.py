@@ -1,0 +1,263 @@
+"""Tensor- and sequence-parallel layers on torch's own API: their W waits, and gradients are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+
+WIDTH, VOCABULARY, TOKENS = 16, 8, 4
+MICROBATCHES = 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = self.embedding(indices)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def parallelize(model: nn.Module, kind: str, mesh: Any) -> nn.Module:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    if kind == "sequence":
+        tokens = Shard(1)
+        plan: dict[str, Any] = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+            "head": ColwiseParallel(input_layouts=tokens, output_layouts=Replicate()),
+        }
+        block = {
+            "norm": SequenceParallel(),
+            "gate": ColwiseParallel(input_layouts=tokens),
+            "up": ColwiseParallel(input_layouts=tokens),
+            "down": RowwiseParallel(output_layouts=tokens),
+        }
+    else:
+        plan = {
+            "embedding": RowwiseParallel(input_layouts=Replicate())
+            if kind == "rows"
+            else ColwiseParallel(output_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        block = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    plan |= {f"blocks.{i}.{name}": style for i in range(2) for name, style in block.items()}
+    return parallelize_module(model, mesh, plan)
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (2, TOKENS), generator=generator) for _ in range(MICROBATCHES)]
+
+
+def loss_of(model: nn.Module, indices: Tensor) -> Tensor:
+    return (model(indices) * torch.linspace(-1, 2, VOCABULARY, dtype=torch.float64)).square().sum()
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def differences(twin: nn.Module, model: nn.Module, of: Callable[[Any], Any] = lambda p: p.grad) -> dict[str, float]:
+    """The largest difference of every gradient, relative to the largest value of it in one process."""
+    found = {}
+    for (name, ours), theirs in zip(twin.named_parameters(), model.parameters(), strict=True):
+        expected = whole(theirs.grad)
+        found[name] = float((whole(of(ours)) - expected).abs().max() / expected.abs().max())
+    return found
+
+
+def layers_rank(kind: str, order: str) -> tuple[list[str], int, int, dict[str, float]]:
+    """What did not wait, how many tasks did, how many kernels ran, and the differences."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model, twin = make(), make()
+    for step in ("convert", "parallelize") if order == "converted first" else ("parallelize", "convert"):
+        twin = zbkern.convert(twin) if step == "convert" else parallelize(twin, kind, mesh)
+    queue, kernels = zbkern.WGradQueue(), []
+    queue.listeners.append(lambda tasks: kernels.append(len(tasks)))
+    for key, indices in enumerate(batches()):
+        loss_of(model, indices).backward()
+        with queue.defer(key):
+            loss_of(twin, indices).backward()
+    at_once = [name for name, p in twin.named_parameters() if p.grad is not None]
+    waiting = queue.pending()
+    queue.run()
+    return at_once, waiting, len(kernels), differences(twin, model)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("order", ["converted first", "parallelized first"])
+@pytest.mark.parametrize("kind", ["rows", "columns", "sequence"])
+def test_w_waits_and_gradients_are_those_of_one_process(two_ranks: Any, kind: str, order: str) -> None:
+    for at_once, waiting, kernels, found in two_ranks.run(layers_rank, kind, order):
+        assert all("norm" in name for name in at_once), at_once
+        assert waiting >= 8 * MICROBATCHES
+        assert kernels < waiting  # microbatches of one weight are one kernel
+        assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rows", "columns", "sequence"])
+def test_on_four_ranks(four_ranks: Any, kind: str) -> None:
+    for *_, found in four_ranks.run(layers_rank, kind, "converted first"):
+        assert max(found.values()) < 1e-10, found
+
+
+def unusual_rank(case: str) -> tuple[int, float, float]:
+    """A linear whose W would need other ranks: tasks that wait, and the differences of weight and bias."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    weight_place, x_place = {
+        "tokens are cut": (Replicate(), Shard(0)),
+        "tokens are cut, and the weight": (Shard(0), Shard(0)),
+        "a router": (Replicate(), Replicate()),
+    }[case]
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(s, dtype=torch.float64, generator=generator) for s in ((4, 6), (4,), (8, 6)))
+    plain = nn.Linear(6, 4, dtype=torch.float64)
+    plain.weight, plain.bias = nn.Parameter(weight), nn.Parameter(bias)
+    plain(x).square().sum().backward()
+    own = zbkern.convert(copy.deepcopy(plain).requires_grad_())
+    own.zero_grad()
+    own.weight = nn.Parameter(distribute_tensor(weight, mesh, [weight_place]))
+    own.bias = nn.Parameter(distribute_tensor(bias, mesh, [weight_place]))
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        y = own(distribute_tensor(x, mesh, [x_place]))
+        y.redistribute(mesh, [Replicate()]).to_local().square().sum().backward()
+    assert own.weight.grad is None
+    waiting = queue.pending()
+    queue.run()
+    assert own.weight.grad.placements == own.weight.placements
+    pairs = zip((own.weight, own.bias), (plain.weight, plain.bias), strict=True)
+    return waiting, *(float((whole(a.grad) - b.grad).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["tokens are cut", "tokens are cut, and the weight", "a router"])
+def test_what_needs_other_ranks_is_computed_in_b(two_ranks: Any, case: str) -> None:
+    for waiting, *found in two_ranks.run(unusual_rank, case):
+        assert waiting == 1
+        assert max(found) < 1e-12
+
+
+def extras_rank() -> tuple[dict[str, float], list[str]]:
+    """Differences of gradients in main_grad, and the hooks that ran."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    model, twin = make(), parallelize(zbkern.convert(make()), "rows", mesh)
+    called: list[str] = []
+    for name, parameter in twin.named_parameters():
+        if "norm" not in name:
+            parameter.main_grad = torch.zeros_like(parameter)
+    twin.head.weight.register_post_accumulate_grad_hook(lambda p: called.append("head"))
+    queue, indices = zbkern.WGradQueue(), batches()[0]
+    loss_of(model, indices).backward()
+    with queue.defer():
+        loss_of(twin, indices).backward()
+    assert not called
+    queue.run()
+    return differences(twin, model, lambda p: getattr(p, "main_grad", p.grad)), called
+
+
+@pytest.mark.dist
+def test_main_grad_and_hooks(two_ranks: Any) -> None:
+    for found, called in two_ranks.run(extras_rank):
+        assert max(found.values()) < 1e-10, found
+        assert called == ["head"]
+
+
+def penalty_rank() -> dict[str, float]:
+    """Differences of gradients of a gradient from those of torch's layers, parallelized alike: these are not those of
+    one process, because torch's redistribution has no second derivative."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    model, twin = (parallelize(model, "rows", mesh) for model in (make(), zbkern.convert(make())))
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def penalty(model: nn.Module) -> Tensor:
+        own = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model.blocks[0](own).square().sum(), own, create_graph=True)
+        return slope.square().sum()
+
+    queue = zbkern.WGradQueue()
+    penalty(model).backward()
+    with queue.defer():
+        penalty(twin).backward()
+    queue.run()
+    return differences(twin.blocks[0], model.blocks[0])
+
+
+@pytest.mark.dist
+def test_gradients_of_gradients(two_ranks: Any) -> None:
+    for found in two_ranks.run(penalty_rank):
+        assert max(found.values()) < 1e-10, found
+
+
+def partial_rank() -> str:
+    """W into a gradient that is a sum still to be made."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = init_device_mesh("cpu", (2,))
+    twin = parallelize(zbkern.convert(make()), "rows", mesh)
+    weight = twin.head.weight
+    weight.grad = DTensor.from_local(torch.zeros(weight.shape, dtype=torch.float64), mesh, [Partial()])
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        loss_of(twin, batches()[0]).backward()
+    try:
+        queue.run()
+    except RuntimeError as error:
+        queue.discard()
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.dist
+def test_a_gradient_that_is_a_sum_to_be_made_is_refused(two_ranks: Any) -> None:
+    for message in two_ranks.run(partial_rank):
+        assert "redistribute it to its parameter's placements" in message

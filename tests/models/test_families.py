@@ -1,0 +1,252 @@
+"""Of every family of language models in the transformers library, at least 99 % of the weight gradients wait.
+
+Configurations are tiny and weights random; shares are by elements of parameters with two or more dimensions.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from zbkern import testing
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="families are those of version 5 and later")
+
+# Whatever of these a configuration has becomes small
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "qk_head_dim": 8,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "ffn_dim": 48,
+    "num_layers": 2,
+    "word_embed_proj_dim": 32,
+    "attention_hidden_size": 32,
+    "state_size": 4,
+    "ffn_hidden_size": 48,
+    "rotary_dim": 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 61,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"), 0.0),
+    **dict.fromkeys(("dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"), 0.0),
+}
+HEADS = ("head_dim", "qk_head_dim", "v_head_dim", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+CODERS = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+# Attempts, the first that gives a model counts: what a family does not bear, and what it needs
+ATTEMPTS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    ((), {}),
+    (HEADS[:1], {}),
+    (HEADS, {}),
+    ((), {"num_hidden_layers": 4}),
+    ((), {f"{coder}_{name}": value for coder in ("encoder", "decoder") for name, value in CODERS.items()}),
+    ((), {"num_experts_per_tok": 1}),
+    ((), {"num_heads": 8, "expand": 2, "n_groups": 1, "is_decoder": True}),
+]
+USUAL = ["gemma", "gpt_oss", "jetmoe", "mixtral", "qwen3_moe", "whisper"]
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
+
+
+def families() -> list[str]:
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return sorted(name for name, config in transformers.CONFIG_MAPPING.items() if config in known)
+
+
+def small(name: str, without: tuple[str, ...], other: dict[str, Any]) -> nn.Module:
+    kind = transformers.CONFIG_MAPPING[name]
+    default = kind()
+    values = {
+        key: value
+        for key, value in {**SMALL, **other}.items()
+        if key not in without
+        and isinstance(getattr(default, key, ""), int | float | None)
+        and not isinstance(getattr(kind, key, None), property)
+    }
+    config = kind(**values)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind](config).parameters())
+    if size > 20e6:
+        pytest.skip(f"{size / 1e6:.0f} million parameters: this family needs a configuration of its own")
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind](config)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(1)
+    indices = torch.randint(3, 60, (2, 12))
+    return model(input_ids=indices, labels=indices).loss
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Skips what takes longer: a configuration that could not be made small."""
+
+    def stop(*_: Any) -> None:
+        pytest.skip(f"takes more than {seconds} s: this family needs a configuration of its own")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def models_of(name: str) -> tuple[nn.Module, nn.Module]:
+    """Two equal small models of the family that compute a loss; skips where none of the attempts gives one."""
+    reasons = []
+    for without, other in ATTEMPTS:
+        torch.manual_seed(0)
+        try:
+            loss_of(small(name, without, other).float())
+        except Exception as error:  # whatever a configuration that does not fit raises
+            reasons.append(f"{type(error).__name__}: {error}")
+            continue
+        model, twin = (small(name, without, other).float().train() for _ in range(2))
+        twin.load_state_dict(model.state_dict())
+        return model, twin
+    pytest.skip(f"no small configuration: {reasons[0]}")
+
+
+def check(model: nn.Module, twin: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor] = loss_of) -> None:
+    zbkern.convert(twin)
+    loss = loss_of(model)
+    loss.backward()
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        own = loss_of(twin)
+        own.backward()
+    testing.assert_close(own, loss, "loss", 1e-6)
+    matrices = [name for name, p in model.named_parameters() if p.dim() >= 2 and p.grad is not None]
+    at_once = {name: p.numel() for name, p in twin.named_parameters() if p.grad is not None and name in matrices}
+    share = 1 - sum(at_once.values()) / sum(model.get_parameter(name).numel() for name in matrices)
+    assert share >= 0.99, f"{share:.1%} wait; {list(at_once)} do not"
+    queue.run()
+    testing.assert_same_gradients(twin, model, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual(name: str) -> None:
+    check(*models_of(name))
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_every_implementation_of_experts(experts: str) -> None:
+    models = models_of("mixtral")
+    for model in models:
+        model.set_experts_implementation(experts)
+    check(*models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in families() if name not in USUAL])
+def test_family(name: str) -> None:
+    with at_most(40):
+        check(*models_of(name))
+
+
+BLOCK = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+DROP = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def clip(T: Any) -> nn.Module:
+    text = {"vocab_size": 61, **BLOCK, "max_position_embeddings": 16, "eos_token_id": 2}
+    return T.CLIPModel(T.CLIPConfig(text_config=text, vision_config={**BLOCK, "image_size": 16, "patch_size": 4}))
+
+
+def whisper(T: Any) -> nn.Module:
+    coders = {f"{coder}_{name}": value for coder in ("encoder", "decoder") for name, value in CODERS.items()}
+    lengths = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = T.WhisperConfig(vocab_size=61, d_model=32, dropout=0.0, **coders, **lengths, **tokens)
+    return T.WhisperForConditionalGeneration(config)
+
+
+def swin(T: Any) -> nn.Module:
+    sizes = {
+        "image_size": 16,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    }
+    return T.SwinForImageClassification(T.SwinConfig(**sizes, drop_path_rate=0.0, **DROP))
+
+
+def convnext(T: Any) -> nn.Module:
+    config = T.ConvNextConfig(depths=[1, 1], hidden_sizes=[8, 16], num_stages=2, drop_path_rate=0.0)
+    return T.ConvNextForImageClassification(config)
+
+
+def recurrent(T: Any) -> nn.Module:
+    return nn.Sequential(nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True), Last(nn.LSTM(16, 8)))
+
+
+class Last(nn.Module):
+    """The output of an LSTM, without its state."""
+
+    def __init__(self, inner: nn.LSTM) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+@pytest.mark.parametrize("make", [clip, whisper, swin, convnext, recurrent], ids=lambda make: make.__name__)
+def test_other_models(make: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(3, 60, (2, 12), generator=generator)
+    images, labels = torch.randn(2, 3, 16, 16, generator=generator), torch.tensor([0, 1])
+    batch: dict[str, Any] = {
+        "clip": {"input_ids": text, "pixel_values": images, "return_loss": True},
+        "whisper": {"input_features": torch.randn(2, 8, 40, generator=generator), "labels": text},
+        "recurrent": {"input": torch.randn(2, 5, 16, generator=generator)},
+    }.get(make.__name__, {"pixel_values": images, "labels": labels})
+    torch.manual_seed(0)
+    model, twin = (make(transformers).train() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        found = model(**batch)
+        return found.square().mean() if isinstance(found, torch.Tensor) else found.loss
+
+    check(model, twin, loss)

@@ -1,0 +1,279 @@
+"""Modules that zbkern does not know: whatever they do with their parameters, W waits and gradients are torch's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbkern
+from zbkern import testing
+
+Compute = Callable[[dict[str, nn.Parameter], Tensor], Tensor]
+
+
+class Module(nn.Module):
+    """Some parameters, and what is done with them."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], compute: Compute, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self._parameters, x)
+
+
+def experts(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+    """The loop of the transformers library: chosen by a tensor of one number, gate and up in one matrix."""
+    y = torch.zeros_like(x)
+    for expert in torch.arange(3):
+        rows = torch.arange(int(expert), len(x), 3)
+        gate, up = F.linear(x[rows], p["gate_up"][expert]).chunk(2, -1)
+        y.index_add_(0, rows, F.linear(F.silu(gate) * up, p["down"][expert]).to(y.dtype))
+    return y
+
+
+def batched_experts(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+    chosen = torch.arange(len(x)) % 2  # the third gets no token
+    gate, up = torch.bmm(p["gate_up"][chosen], x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+    return torch.bmm((gate * up).unsqueeze(1), p["down"][chosen].mT).squeeze(1)
+
+
+def grouped_experts(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+    ends = torch.tensor([2, 2, len(x)], dtype=torch.int32)
+    gate, up = F.grouped_mm(x, p["gate_up"].transpose(-2, -1), offs=ends).chunk(2, -1)
+    return F.grouped_mm(gate * up, p["down"].transpose(-2, -1), offs=ends)
+
+
+EXPERTS = {"gate_up": (3, 16, 8), "down": (3, 8, 8)}
+SQUARE, VECTOR = {"w": (8, 8)}, {"w": (8,)}
+
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
+    "experts in a loop": (EXPERTS, experts),
+    "experts, batched": (EXPERTS, batched_experts),
+    "experts, all at once": ({"w": (3, 8, 8)}, lambda p, x: torch.matmul(x, p["w"]).sum(0)),
+    "experts times tokens": ({"w": (3, 8, 8)}, lambda p, x: torch.matmul(p["w"], x.mT).sum(0).mT),
+    "linear": ({"w": (8, 8), "b": (8,)}, lambda p, x: F.linear(x, p["w"], p["b"])),
+    "linear by name": ({"w": (8, 8), "b": (8,)}, lambda p, x: F.linear(input=x, weight=p["w"], bias=p["b"])),
+    "linear, half of a matrix": ({"w": (16, 8)}, lambda p, x: F.linear(x, p["w"][8:])),
+    "linear, bias of two dimensions": ({"w": (8, 8), "b": (3, 8)}, lambda p, x: F.linear(x, p["w"], p["b"][1])),
+    "@": (SQUARE, lambda p, x: x @ p["w"]),
+    "matmul by names": (SQUARE, lambda p, x: torch.matmul(input=x, other=p["w"])),
+    "@ from the left": (SQUARE, lambda p, x: (p["w"] @ x.mT).mT),
+    "@ of the transposed": (SQUARE, lambda p, x: x @ p["w"].T),
+    "mm": (SQUARE, lambda p, x: torch.mm(x, p["w"].t())),
+    "matmul with a vector": (VECTOR, lambda p, x: (x @ p["w"]).unsqueeze(-1)),
+    "addmm": ({"w": (8, 8), "b": (8,)}, lambda p, x: torch.addmm(p["b"], x, p["w"])),
+    "addmm, scaled": ({"w": (8, 8), "b": (8,)}, lambda p, x: torch.addmm(p["b"], x, p["w"], alpha=0.5)),
+    "einsum": (SQUARE, lambda p, x: torch.einsum("tk,nk->tn", x, p["w"])),
+    "einsum, weight first": (SQUARE, lambda p, x: torch.einsum("nk,tk->tn", p["w"], x)),
+    "einsum with heads": ({"w": (2, 4, 3)}, lambda p, x: torch.einsum("thd,hdr->thr", x.view(-1, 2, 4), p["w"])),
+    "einsum with a sum": (SQUARE, lambda p, x: torch.einsum("tk,nj->tk", x, p["w"])),
+    "einsum of a diagonal": (SQUARE, lambda p, x: torch.einsum("tk,kk->tk", x, p["w"])),
+    "conv1d": ({"w": (8, 1, 3), "b": (8,)}, lambda p, x: F.conv1d(x.mT[None], p["w"], p["b"], 1, 1, groups=8)[0].mT),
+    "conv1d, same": ({"w": (4, 8, 3)}, lambda p, x: F.conv1d(x.mT[None], p["w"], padding="same")[0].mT),
+    "conv1d, weight reshaped": ({"w": (8, 3)}, lambda p, x: F.conv1d(x.mT[None], p["w"][:, None], groups=8)[0].mT),
+    "conv1d by names": (
+        {"w": (8, 1, 3)},
+        lambda p, x: F.conv1d(input=x.mT[None], weight=p["w"], stride=2, padding=1, groups=8)[0].mT,
+    ),
+    "conv2d": ({"w": (4, 1, 2, 2)}, lambda p, x: F.conv2d(x[None, None], p["w"], stride=2).flatten(1)),
+    "conv_transpose1d": ({"w": (8, 4, 2)}, lambda p, x: F.conv_transpose1d(x.mT[None], p["w"], stride=2)[0].mT),
+    "embedding": ({"w": (5, 8)}, lambda p, x: x + F.embedding(torch.arange(len(x)) % 3, p["w"])),
+    "embedding, indexed": ({"w": (5, 8)}, lambda p, x: x + p["w"][torch.arange(len(x)) % 3]),
+    "positions": ({"w": (9, 8)}, lambda p, x: x + p["w"][: len(x)]),
+    "1 + weight": (VECTOR, lambda p, x: F.rms_norm(x, (8,)) * (1.0 + p["w"])),
+    "layer norm": ({"w": (8,), "b": (8,)}, lambda p, x: F.layer_norm(x, (8,), p["w"], p["b"])),
+    "decays": (SQUARE, lambda p, x: x @ -torch.exp(p["w"].float()).to(x.dtype)),
+    "sinks": (VECTOR, lambda p, x: torch.cat([x, p["w"].reshape(1, -1).expand(len(x), -1)], -1).softmax(-1)),
+    "added in place": (VECTOR, lambda p, x: x.clone().add_(p["w"])),
+    "in place on a product": ({"w": (8, 8), "b": (8,)}, lambda p, x: F.linear(x[None], p["w"], p["b"]).add_(1)[0]),
+    "written into": (VECTOR, lambda p, x: torch.stack([x[0], p["w"] * x[1]])),
+    "a parameter as the output": (SQUARE, lambda p, x: p["w"]),
+    "part of a parameter as the output": (SQUARE, lambda p, x: p["w"][2:4]),
+    "several uses": (SQUARE, lambda p, x: x @ p["w"] + F.linear(x, p["w"]) + F.linear(x, p["w"][:, :8].T) * p["w"][0]),
+    "split": ({"w": (16, 8)}, lambda p, x: sum(F.linear(x, part) for part in p["w"].split([8, 8]))),
+    "unbind": ({"w": (2, 8, 8)}, lambda p, x: sum(x @ part for part in p["w"].unbind())),
+    "low rank": ({"a": (2, 8), "b": (8, 2)}, lambda p, x: F.linear(x, p["b"] @ p["a"])),
+    "through an autograd function": (SQUARE, lambda p, x: x @ Doubled.apply(p["w"])),
+}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, w: Tensor) -> Tensor:
+        return w * 2
+
+    @staticmethod
+    def backward(ctx: object, dy: Tensor) -> Tensor:
+        return dy * 2
+
+
+def pair(shapes: dict[str, tuple[int, ...]], compute: Compute, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    module = Module(shapes, compute, dtype)
+    return module, zbkern.convert(copy.deepcopy(module))
+
+
+def backward(module: nn.Module, x: Tensor) -> Tensor:
+    """The gradient of x, of a loss in which every output has a weight of its own."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_wait_and_are_torchs(name: str) -> None:
+    module, twin = pair(*CASES[name], torch.float64)
+    queue = zbkern.WGradQueue()
+    for key in range(2):
+        x = torch.randn(6, 8, dtype=torch.float64)
+        expected = backward(module, x)
+        with queue.defer(key):
+            found = backward(twin, x)
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            testing.assert_close(found, expected, "dx", 1e-12)
+    if name != "through an autograd function":
+        assert all(p.grad is None for p in twin.parameters())
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+
+
+def test_grouped_products() -> None:
+    """In float32: torch's own takes no float64 on every processor."""
+    module, twin = pair(EXPERTS, grouped_experts, torch.float32)
+    queue, x = zbkern.WGradQueue(), torch.randn(6, 8)
+    expected = backward(module, x)
+    with queue.defer():
+        testing.assert_close(backward(twin, x), expected, "dx", 1e-5)
+    assert all(p.grad is None for p in twin.parameters())
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-5)
+
+
+def test_microbatches_of_one_expert_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zbkern.kernels import reference
+
+    calls = []
+    own = reference.linear_wgrad
+    monkeypatch.setattr(
+        reference, "linear_wgrad", lambda *arguments: (calls.append(len(arguments[0])), own(*arguments))
+    )
+    _, twin = pair(EXPERTS, experts, torch.float32)
+    queue = zbkern.WGradQueue()
+    for key in range(4):
+        with queue.defer(key):
+            backward(twin, torch.randn(6, 8))
+    queue.run()
+    assert calls == [4] * 6  # two matrices of three experts
+
+
+def test_nothing_changes_without_a_queue() -> None:
+    module, twin = pair(EXPERTS, experts, torch.float64)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    assert torch.equal(backward(twin, x), backward(module, x))
+    testing.assert_same_gradients(twin, module, tolerance=0)
+
+
+def test_hooks_see_the_whole_gradient_once() -> None:
+    _, twin = pair(EXPERTS, experts, torch.float64)
+    module = Module(EXPERTS, experts, torch.float64)
+    seen: list[Tensor] = []
+    twin.gate_up.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
+    backward(module, x)
+    with queue.defer():
+        backward(twin, x)
+    assert not seen
+    queue.run()
+    assert len(seen) == 1
+    testing.assert_close(seen[0], module.gate_up.grad, "gate_up", 1e-12)
+
+
+def test_main_grad_takes_the_gradient() -> None:
+    module, twin = pair(EXPERTS, experts, torch.float32)
+    for parameter in twin.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    x, queue = torch.randn(6, 8), zbkern.WGradQueue()
+    for key in range(2):
+        backward(module, x)
+        with queue.defer(key):
+            backward(twin, x)
+    queue.run()
+    for (name, parameter), other in zip(twin.named_parameters(), module.parameters(), strict=True):
+        testing.assert_close(parameter.main_grad, other.grad, name, 1e-5)
+        assert parameter.grad is None or not parameter.grad.any()
+
+
+def test_autocast() -> None:
+    module, twin = pair(EXPERTS, experts, torch.float32)
+    x, queue = torch.randn(6, 8), zbkern.WGradQueue()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = backward(module, x)
+        with queue.defer():
+            found = backward(twin, x)
+    testing.assert_close(found, expected, "dx", 1e-2)
+    queue.run()
+    assert all(p.grad.dtype == torch.float32 for p in twin.parameters())
+    testing.assert_same_gradients(twin, module, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "conv1d", "einsum"])
+def test_checkpointing(name: str) -> None:
+    module, twin = pair(*CASES[name], torch.float64)
+    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
+    expected = backward(module, x)
+    with queue.defer():
+        found = backward(lambda x: torch.utils.checkpoint.checkpoint(twin, x, use_reentrant=False), x)
+    testing.assert_close(found, expected, "dx", 1e-12)
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "einsum", "@"])
+def test_gradients_of_gradients(name: str) -> None:
+    module, twin = pair(*CASES[name], torch.float64)
+    x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    queue = zbkern.WGradQueue()
+
+    def penalty(module: nn.Module) -> Tensor:
+        (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    penalty(module).backward()
+    with queue.defer():
+        penalty(twin).backward()
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
+def test_frozen_parameters_stay_without_gradient() -> None:
+    module, twin = pair(EXPERTS, experts, torch.float64)
+    for frozen in (module, twin):
+        frozen.gate_up.requires_grad_(False)
+    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
+    backward(module, x)
+    with queue.defer():
+        backward(twin, x)
+    queue.run()
+    assert twin.gate_up.grad is None
+    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+
+
+def test_restore_copy_and_pickle() -> None:
+    model = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.PReLU())
+    kinds = [type(module) for module in model]
+    zbkern.convert(model)
+    assert all(isinstance(module, kind) for module, kind in zip(model, kinds, strict=True))
+    assert not zbkern.left_alone(model)
+    twin = copy.deepcopy(model)
+    assert [type(module) for module in twin] == [type(module) for module in model]
+    assert [type(module) for module in zbkern.restore(model)] == kinds

@@ -1,0 +1,270 @@
+"""Matrix products and convolutions with a parameter, or with a view of one, whose W can wait.
+
+`ParameterView` says which parameter an operand is part of and how to find that part in a gradient of the whole
+parameter: an expert's matrix `weight[3]`, a transposed one, one in another dtype, those of the tokens' experts
+`weight[experts]`. The gradient of the part is added there when W runs; nothing of the parameter's size is allocated
+for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.functions._shapes import as_rows
+from zbkern.wgrad import Launch, Segment
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterView:
+    """`parameter` after `steps`, each (function, further arguments, keyword arguments); value: the result, detached."""
+
+    parameter: Tensor
+    steps: tuple[Step, ...]
+    value: Tensor
+
+    def then(self, function: Callable[..., Tensor], *args: Any) -> ParameterView:
+        """The view that one more step makes."""
+        return ParameterView(self.parameter, (*self.steps, (function, args, ())), function(self.value, *args))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for views that find the same part: W of several microbatches is one launch then."""
+        return tuple((function, repr(args), repr(kwargs)) for function, args, kwargs in self.steps)
+
+
+def pick(parts: Sequence[Tensor], index: int) -> Tensor:
+    """A step: one of the results of a function that returns several."""
+    return parts[index]
+
+
+def replay(steps: Sequence[Step], tensor: Any) -> Any:
+    """What the steps make of another tensor."""
+    for function, args, kwargs in steps:
+        tensor = function(tensor, *args, **dict(kwargs))
+    return tensor
+
+
+def part_of(gradient: Tensor, steps: Sequence[Step]) -> Tensor | None:
+    """The memory of `gradient`, of the whole parameter, that belongs to a view of it; None where there is no such."""
+    kept = [step for step in steps if step[0] not in CASTS]
+    if any(isinstance(argument, Tensor) for _, args, _ in kept for argument in args):
+        return None
+    part = replay(kept, gradient)
+    return part if part.untyped_storage()._cdata == gradient.untyped_storage()._cdata else None
+
+
+def add_to_part(gradient: Tensor, steps: Sequence[Step], value: Tensor) -> None:
+    """gradient += what `value`, the gradient of a view, is as a gradient of the whole parameter."""
+    part = part_of(gradient, steps)
+    if part is not None:
+        part.add_(value)
+        return
+    if (
+        len(steps) == 1
+        and steps[0][0] is Tensor.__getitem__
+        and isinstance(index := steps[0][1][0], Tensor)
+        and index.dim() == 1
+    ):
+        gradient.index_add_(0, index, value.to(gradient.dtype))
+        return
+    with torch.enable_grad():
+        whole = torch.zeros_like(gradient, requires_grad=True)
+        (found,) = torch.autograd.grad(replay(steps, whole), whole, value)
+    gradient.add_(found)
+
+
+def _rows_chosen(steps: Sequence[Step]) -> Tensor | None:
+    """The index of parameter[index], where it is a vector of numbers."""
+    kept = [step for step in steps if step[0] not in CASTS]
+    if len(kept) != 1 or kept[0][0] is not Tensor.__getitem__:
+        return None
+    index = kept[0][1][0]
+    return index if isinstance(index, Tensor) and index.dim() == 1 and index.dtype != torch.bool else None
+
+
+CASTS = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as, Tensor.contiguous)
+"""Steps that a gradient does not take: it is added in whatever dtype it has."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A function of an input and a weight that is linear in both.
+
+    forward(x, w) -> y; dgrad(dy, x, w) -> dx; wgrad(x, dy, w) -> dw, of which only shapes and dtypes of w are read.
+    """
+
+    name: str
+    forward: Callable[..., Tensor]
+    dgrad: Callable[..., Tensor]
+    wgrad: Callable[..., Tensor]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+LINEAR = Kind(
+    "linear",
+    torch.nn.functional.linear,
+    lambda dy, x, w: torch.matmul(dy, w),
+    lambda x, dy, w: _rows(dy).mT @ _rows(x),
+)
+MATMUL = Kind(
+    "x @ w",
+    torch.matmul,
+    lambda dy, x, w: torch.matmul(dy, w.mT).sum_to_size(x.shape),
+    lambda x, dy, w: torch.matmul(x.mT, dy).sum_to_size(w.shape),
+)
+MATMUL_LEFT = Kind(
+    "w @ x",
+    lambda x, w: torch.matmul(w, x),
+    lambda dy, x, w: torch.matmul(w.mT, dy).sum_to_size(x.shape),
+    lambda x, dy, w: torch.matmul(dy, x.mT).sum_to_size(w.shape),
+)
+GROUPED = Kind(
+    "grouped_mm",
+    lambda x, w, ends: torch._grouped_mm(x, w, ends),
+    lambda dy, x, w, ends: torch._grouped_mm(dy, w.mT, ends),
+    lambda x, dy, w, ends: torch._grouped_mm(x.mT, dy, ends),
+)
+
+
+@functools.cache
+def einsum(equation: str) -> Kind | None:
+    """torch.einsum of an input and a weight; None where its gradients are not two more of them."""
+    operands, arrow, y = equation.replace(" ", "").partition("->")
+    x, comma, w = operands.partition(",")
+    if not arrow or not comma or "," in w or "." in equation:
+        return None
+    if any(len(set(letters)) < len(letters) for letters in (x, w, y)):
+        return None  # a diagonal
+    if not (set(x) <= set(w + y) and set(w) <= set(x + y) and set(y) <= set(x + w)):
+        return None  # a sum over one operand alone
+    return Kind(
+        f"einsum {equation}",
+        lambda a, b: torch.einsum(f"{x},{w}->{y}", a, b),
+        lambda dy, a, b: torch.einsum(f"{y},{w}->{x}", dy, b),
+        lambda a, dy, b: torch.einsum(f"{x},{y}->{w}", a, dy),
+    )
+
+
+def _convolution(name: str, transposed: bool) -> Kind:
+    def forward(
+        x: Tensor, w: Tensor, stride: Any, padding: Any, dilation: Any, output_padding: Any, groups: int
+    ) -> Tensor:
+        return torch.convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
+
+    def backward(dy: Tensor, x: Tensor, w: Tensor, options: Sequence[Any], mask: list[bool]) -> tuple[Any, ...]:
+        *places, output_padding, groups = options
+        return torch.ops.aten.convolution_backward(dy, x, w, None, *places, transposed, output_padding, groups, mask)
+
+    return Kind(
+        name,
+        forward,
+        lambda dy, x, w, *options: backward(dy, x, w, options, [True, False, False])[0],
+        lambda x, dy, w, *options: backward(dy, x, torch.empty_like(w, device=x.device), options, [False, True, False])[
+            1
+        ],
+    )
+
+
+CONVOLUTION, TRANSPOSED_CONVOLUTION = _convolution("convolution", False), _convolution("transposed convolution", True)
+
+
+class Product(torch.autograd.Function):
+    """y = kind.forward(x, weight, *others). B: dx. W: added to the weight's part of its parameter's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: OpCall, x: Tensor, kind: Kind, view: ParameterView, options: tuple[Any, ...], *edges: Any
+    ) -> Tensor:
+        weight = view.value
+        y = kind.forward(x, weight, *options)
+        if y._is_view():  # autograd lets nobody modify a view from a function in place
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        ctx.save_for_backward(x, weight)
+        ctx.call, ctx.kind, ctx.steps, ctx.key, ctx.options = call, kind, view.steps, view.key, options
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call, kind, options = ctx.call, ctx.kind, ctx.options
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+
+            def again(parameter: Tensor, x: Tensor) -> Tensor:
+                return kind.forward(x, replay(ctx.steps, parameter), *options)
+
+            _, dx, *second = differentiable_backward(call, again, (x,), dy)
+            return None, dx, None, None, None, *second
+        dx = kind.dgrad(dy, x, weight, *options) if ctx.needs_input_grad[1] else None
+        launch = _launch(kind, ctx.key, ctx.steps, weight.shape, weight.dtype, options, call.backend)
+        weights = weight_gradients(call, launch, (x.detach(), dy), ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
+        return None, dx, None, None, None, *weights
+
+
+class Source(torch.autograd.Function):
+    """A view of a parameter as a value: its gradient is computed in B and waits to be added to the parameter's.
+
+    For operands of elementwise operations, whose gradient is no product: computing it later would save nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: OpCall, value: Tensor, view: ParameterView, *edges: Any) -> Tensor:
+        ctx.call, ctx.steps, ctx.key = call, view.steps, view.key
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            _, *weights = differentiable_backward(ctx.call, lambda parameter: replay(ctx.steps, parameter), (), dy)
+            return None, None, None, *weights
+        launch = _sum(ctx.key, ctx.steps)
+        return None, None, None, *weight_gradients(ctx.call, launch, (dy,), ctx.needs_input_grad, dy.numel())
+
+
+_LAUNCHES: dict[Any, Launch] = {}
+
+
+def _launch(kind: Kind, key: Any, steps: Any, shape: Any, dtype: Any, options: tuple[Any, ...], backend: Any) -> Launch:
+    """The same object for the same part of a parameter, so that tasks of several microbatches merge."""
+
+    def launch(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+        (gradient,) = outputs
+        assert gradient is not None
+        if not accumulate:
+            gradient.zero_()
+        part = part_of(gradient, steps) if kind is LINEAR else None
+        if part is not None:
+            backend.linear_wgrad([(as_rows(x), as_rows(dy)) for x, dy in segments], (part, None), True)
+            return
+        weight = torch.empty(shape, dtype=dtype, device="meta")
+        for x, dy in segments:
+            add_to_part(gradient, steps, kind.wgrad(x, dy, weight, *options))
+
+    if any(isinstance(argument, Tensor) for argument in (*options, *(a for _, args, _ in steps for a in args))):
+        return launch
+    return _LAUNCHES.setdefault((kind.name, key, shape, dtype, repr(options), backend), launch)
+
+
+def _sum(key: Any, steps: Any) -> Launch:
+    def launch(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+        (gradient,) = outputs
+        assert gradient is not None
+        if not accumulate:
+            gradient.zero_()
+        for (dy,) in segments:
+            add_to_part(gradient, steps, dy)
+
+    if any(isinstance(argument, Tensor) for _, args, _ in steps for argument in args):
+        return launch
+    return _LAUNCHES.setdefault(("sum", key), launch)

@@ -1,0 +1,184 @@
+"""Linear and embedding on DTensors, as tensor and sequence parallelism make them: W works on this rank's part alone.
+
+F and B are torch's own operations on DTensors, with their communication. W is a kernel on local tensors wherever the
+gradient of the local part needs nothing of other ranks: a weight cut by rows of outputs (column-parallel), by inputs
+(row-parallel) or not at all. Anything else is computed in B, with torch's communication, and W adds it: ranks that run
+their W at different times must never communicate there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.functions._shapes import as_rows
+from zbkern.functions.linear import linear_flops
+from zbkern.wgrad import Launch, Segment
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def is_sharded(*tensors: Tensor | None) -> bool:
+    """True when all of these, None aside, are DTensors."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and all(tensor is None or isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
+class ShardedLinear(torch.autograd.Function):
+    """y = x weight^T + bias, all of them DTensors, x [..., K]. B: dx. W: dweight and dbias of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, call: OpCall, x: DTensor, *edges: Tensor | None) -> Tensor:
+        weight, bias = call.params
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: DTensor) -> tuple[Any, ...]:
+        call: OpCall = ctx.call
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_backward(call, _linear, (x,), dy)
+        dx = torch.matmul(dy, weight) if ctx.needs_input_grad[1] else None
+        places = [_of_product(*pair, dy.dim() - 1) for pair in zip(x.placements, dy.placements, strict=True)]
+        segment = as_rows(x.to_local().detach()), as_rows(dy.to_local())
+        if all(_agrees(parameter, places) for parameter in call.params):
+            launch = local(call.backend.linear_wgrad)
+            return None, dx, *weight_gradients(call, launch, segment, ctx.needs_input_grad, linear_flops)
+        wanted = [parameter is not None for parameter in call.params]
+        found = [_rows(dy).mT @ _rows(x) if wanted[0] else None, _rows(dy).sum(0) if wanted[1] else None]
+        return None, dx, *_as_computed(call, found, ctx.needs_input_grad)
+
+
+class ShardedEmbedding(torch.autograd.Function):
+    """y[i] = weight[indices[i]], both DTensors. W: dweight of this rank's part, rows of the vocabulary or columns."""
+
+    @staticmethod
+    def forward(ctx: Any, call: OpCall, indices: DTensor, padding_idx: int | None, *edges: Tensor | None) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.call, ctx.padding_idx = call, padding_idx
+        return torch.nn.functional.embedding(indices, call.params[0], padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, dy: DTensor) -> tuple[Any, ...]:
+        call: OpCall = ctx.call
+        (indices,) = ctx.saved_tensors
+        (weight,) = call.params
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_backward(call, _embedding, (indices, ctx.padding_idx), dy)
+        places = zip(weight.placements, indices.placements, dy.placements, strict=True)
+        if all(_splits_embedding(*place, dy.dim() - 1) for place in places):
+            rows, first = weight.to_local().shape[0], _first_row(weight)
+            launch = _embedding_kernel(call.backend.embedding_wgrad, ctx.padding_idx, first, rows)
+            segment = indices.to_local().reshape(-1), as_rows(dy.to_local())
+            return None, None, None, *weight_gradients(call, launch, segment, ctx.needs_input_grad, segment[1].numel())
+        found = torch.ops.aten.embedding_dense_backward(
+            dy, indices, weight.shape[0], -1 if ctx.padding_idx is None else ctx.padding_idx, False
+        )
+        return None, None, None, *_as_computed(call, [found], ctx.needs_input_grad)
+
+
+@functools.cache
+def local(kernel: Launch) -> Launch:
+    """The kernel on this rank's part of its outputs; the same object each time, so that tasks of one weight merge."""
+
+    def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+        kernel(segments, [_local(output) for output in outputs], accumulate)
+
+    return run
+
+
+@functools.cache
+def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, first: int, rows: int) -> Launch:
+    """kernel for rows first to first + rows of the vocabulary: tokens of other rows count nothing."""
+
+    def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+        own = []
+        for indices, dy in segments:
+            here = (indices >= first) & (indices < first + rows)
+            if padding_idx is not None:
+                here &= indices != padding_idx
+            own.append((torch.where(here, indices - first, 0), dy * here.unsqueeze(-1)))
+        kernel(own, [_local(output) for output in outputs], accumulate, padding_idx=None)
+
+    return run
+
+
+def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+    for segment in segments:
+        for output, gradient in zip(filter(None.__ne__, outputs), segment, strict=True):
+            part = _local(output)
+            assert part is not None
+            part.add_(gradient) if accumulate else part.copy_(gradient)
+        accumulate = True
+
+
+def _as_computed(call: OpCall, found: Sequence[Any], needs: Sequence[bool]) -> Sequence[Tensor | None]:
+    """Gradients that B has computed, brought to their parameters' placements: W adds them."""
+    pairs: list[tuple[Any, Any]] = list(zip(call.params_requiring_grad, found, strict=True))
+    parts = tuple(g.redistribute(p.device_mesh, p.placements).to_local() for p, g in pairs if p is not None)
+    return weight_gradients(call, _add, parts, needs)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part, the memory itself. Raises ValueError for a gradient that is a sum still to be made."""
+    if not is_sharded(tensor) or tensor is None:
+        return tensor
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(
+            f"a gradient of shape {list(tensor.shape)} has placements {tensor.placements}: a sum still to be made, of "
+            "which W can fill no part; redistribute it to its parameter's placements, or set it to None, before W runs"
+        )
+    return tensor._local_tensor
+
+
+def _of_product(x: Placement, dy: Placement, last: int) -> int | None:
+    """How dy^T x is cut where each rank multiplies what it has: by dimension 0 or 1, -1 for not at all, None for a sum
+    over ranks."""
+    if x.is_replicate():
+        return 0 if dy.is_shard(last) else -1 if dy.is_replicate() else None
+    return 1 if x.is_shard(last) and dy.is_replicate() else None
+
+
+def _agrees(parameter: Any, places: Sequence[int | None]) -> bool:
+    """True when a weight [N, K] or bias [N] is cut as the product is; a bias knows no inputs."""
+    if parameter is None:
+        return True
+    expected = [-1 if place == 1 and parameter.dim() == 1 else place for place in places]
+    return all(
+        place is not None and (placement.is_replicate() if place == -1 else placement.is_shard(place))
+        for placement, place in zip(parameter.placements, expected, strict=True)
+    )
+
+
+def _splits_embedding(weight: Placement, indices: Placement, dy: Placement, last: int) -> bool:
+    if not indices.is_replicate():
+        return False
+    return dy.is_shard(last) if weight.is_shard(1) else dy.is_replicate() and not weight.is_partial()
+
+
+def _first_row(weight: Any) -> int:
+    """The first row of the vocabulary that this rank has."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1][0]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
+
+
+def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _embedding(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
+    return torch.nn.functional.embedding(indices, weight, padding_idx)

@@ -1,0 +1,299 @@
+"""The W of modules that zbkern does not know: torch functions that take a parameter become ops whose W can wait.
+
+`Interception` is a torch function mode around the forward of one module. It follows views of parameters (an expert's
+matrix, a transposed one, a chunk), turns products and convolutions with them into ops whose weight gradient waits in
+the queue (functions/products.py), and lets every other function have the parameter as a value whose gradient waits
+to be accumulated. What it does not see, such as a parameter handed to an autograd function, has the gradient that
+torch gives it, at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils import _pytree as pytree
+
+from zbkern import autograd, functional, wgrad
+from zbkern.functions import products
+from zbkern.functions.products import Kind, ParameterView, Product, Source
+from zbkern.kernels import dispatch
+
+# Functions of a tensor whose result is a part of it, or all of it in another shape, order or dtype
+VIEWS = {
+    *("__getitem__", "select", "narrow", "transpose", "swapaxes", "t", "permute", "movedim", "unsqueeze", "squeeze"),
+    *("view", "reshape", "flatten", "unflatten", "chunk", "split", "tensor_split", "unbind", "view_as"),
+    *("to", "float", "double", "half", "bfloat16", "type_as", "contiguous", "index_select"),
+}
+# Functions that only look at a tensor, or whose result has no gradient
+QUESTIONS = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "type"),
+    *("is_floating_point", "is_complex", "is_contiguous", "get_device", "is_pinned", "is_inference", "has_names"),
+    *("__len__", "__repr__", "__format__", "__hash__", "__bool__", "__reduce_ex__", "item", "tolist", "numpy"),
+    *("detach", "untyped_storage", "requires_grad_", "retain_grad", "register_hook", "is_tensor", "is_nonzero"),
+    *("is_same_size", "equal", "allclose", "isnan", "isinf", "isfinite", "broadcast_tensors"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),
+    *("new_ones", "new_full", "new_tensor"),
+}
+
+
+def intercepted(
+    forward: Callable[..., Any], name: str, impl: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """forward(*args, **kwargs), intercepted where W may be deferred and no module around it is intercepted already."""
+    if (
+        wgrad.current() is None
+        or not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or isinstance(_get_current_function_mode(), Interception)
+    ):
+        return forward(*args, **kwargs)
+    with Interception(name, impl) as mode:
+        output = forward(*args, **kwargs)
+    return mode.results(output)
+
+
+class Interception(TorchFunctionMode):
+    """Around one forward within `WGradQueue.defer`; name: what errors and the queue call the module."""
+
+    def __init__(self, name: str = "", impl: str = "auto") -> None:
+        super().__init__()
+        self._name = name
+        self._impl = impl
+        self._views: dict[int, ParameterView] = {}  # by id of the tensor that stands for it
+        self._kept: list[Tensor] = []  # so that no other tensor gets that id meanwhile
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() or not self._takes_parameter(args, kwargs):
+            return function(*args, **kwargs)
+        name = function.__name__
+        if name == "__get__":
+            return self._attribute(function, args)
+        if name in QUESTIONS or kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        if name in VIEWS and (view := self._view(args[0])) is not None:
+            return self._follow(view, function, args, kwargs)
+        handler = HANDLERS.get(name)
+        if handler is not None and (not kwargs or kwargs.keys() <= _KEYWORDS[name]):
+            result = handler(self, *args, **kwargs)
+            if result is not None:
+                return result
+        return function(*self._values(args), **{key: self._values(value) for key, value in kwargs.items()})
+
+    def results(self, output: Any) -> Any:
+        """What the module returns, with parameters and views of them as values whose gradient waits."""
+        return (
+            self._values(output) if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, self._values, output)
+        )
+
+    # ---- parameters and their views
+
+    def _takes_parameter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        for argument in args:
+            if isinstance(argument, Tensor):
+                if self._view(argument) is not None:
+                    return True
+            elif type(argument) in (list, tuple) and self._takes_parameter(tuple(argument), {}):
+                return True
+        return bool(kwargs) and self._takes_parameter(tuple(kwargs.values()), {})
+
+    def _view(self, tensor: Any) -> ParameterView | None:
+        """The view that a tensor stands for, if it is a parameter that takes a gradient or a view of one."""
+        view = self._views.get(id(tensor))
+        if view is None and type(tensor) is torch.nn.Parameter and tensor.requires_grad:
+            view = ParameterView(tensor, (), tensor.detach())
+            self._remember(tensor, view)
+        return view
+
+    def _remember(self, tensor: Tensor, view: ParameterView) -> None:
+        self._views[id(tensor)] = view
+        self._kept.append(tensor)
+
+    def _attribute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        view = self._view(args[0])
+        steps = {"T": Tensor.t, "mT": _transposed, "H": Tensor.t, "mH": _transposed}
+        step = steps.get(function.__self__.__name__)  # type: ignore[attr-defined]
+        if view is None or step is None:
+            return function(*args)
+        return self._follow(view, step, args[:1], {})
+
+    def _follow(
+        self, view: ParameterView, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the function returns, remembered as views. It carries the graph, for whoever uses it unseen."""
+        found = function(*args, **kwargs)
+        if isinstance(found, Tensor) and id(found) in self._views:
+            return found  # a cast to the dtype that it has
+        method = getattr(Tensor, function.__name__, function)
+        step = (method, _plain_indices(args[1:]), tuple(sorted(kwargs.items())))
+        if isinstance(found, Tensor):
+            self._remember(found, ParameterView(view.parameter, (*view.steps, step), found.detach()))
+            return found
+        for index, part in enumerate(found):
+            pick = (products.pick, (index,), ())
+            self._remember(part, ParameterView(view.parameter, (*view.steps, step, pick), part.detach()))
+        return found
+
+    def _values(self, argument: Any) -> Any:
+        """The argument with parameters and views as values whose gradient waits."""
+        if type(argument) in (list, tuple):
+            return type(argument)(self._values(value) for value in argument)
+        view = self._view(argument) if isinstance(argument, Tensor) else None
+        return argument if view is None else self._value(view)
+
+    def _value(self, view: ParameterView) -> Tensor:
+        return autograd.apply(Source, self._call(view, view.value), view.value, view)
+
+    def _call(self, view: ParameterView, x: Tensor) -> autograd.OpCall:
+        return autograd.OpCall((view.parameter,), dispatch.resolve("linear", self._impl, x.device, x.dtype), self._name)
+
+    # ---- functions with a W of their own
+
+    def product(self, kind: Kind, x: Tensor, view: ParameterView, *options: Any) -> Tensor:
+        """kind.forward(x, weight, *options), in autocast's dtype where that is on."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            x, view = x.to(dtype), view if view.value.dtype == dtype else view.then(Tensor.to, dtype)
+        return autograd.apply(Product, self._call(view, x), x, kind, view, options)
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        view = self._view(weight)
+        if view is None or self._view(input) is not None or view.value.dim() != 2:
+            return None
+        if not view.steps and (bias is None or ((own := self._view(bias)) is not None and not own.steps)):
+            return functional.linear(input, weight, bias, impl=self._impl, name=self._name)
+        y = self.product(products.LINEAR, input, view)
+        return y if bias is None else y + self._values(bias)
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor | None:
+        views = self._view(left), self._view(right)
+        if (views[0] is None) == (views[1] is None) or left.dim() < 2 or right.dim() < 2:
+            return None
+        if views[1] is None:
+            assert views[0] is not None
+            return self.product(products.MATMUL_LEFT, right, views[0])
+        if right.dim() == 2:
+            return self.product(products.LINEAR, left, views[1].then(Tensor.t))
+        return self.product(products.MATMUL, left, views[1])
+
+    def addmm(self, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
+        y = self.matmul(left, right) if beta == 1 and alpha == 1 else None
+        return None if y is None else y + self._values(bias)
+
+    def einsum(self, equation: Any, *operands: Any) -> Tensor | None:
+        if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+            operands = tuple(operands[0])
+        if not isinstance(equation, str) or len(operands) != 2:
+            return None
+        x, weight = operands
+        if self._view(x) is not None:
+            operands_of, _, y = equation.replace(" ", "").partition("->")
+            equation, x, weight = f"{','.join(reversed(operands_of.split(',')))}->{y}", weight, x
+        view, kind = self._view(weight), products.einsum(equation)
+        return None if view is None or kind is None or self._view(x) is not None else self.product(kind, x, view)
+
+    def grouped_mm(
+        self, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    ) -> Tensor | None:
+        view = self._view(weight) if offs is not None and bias is None and out_dtype is None else None
+        if view is None or self._view(x) is not None or x.dim() != 2 or weight.dim() != 3:
+            return None
+        return self.product(products.GROUPED, x, view, offs)
+
+    def embedding(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: Any = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor | None:
+        view = self._view(weight)
+        if view is None or view.steps or max_norm is not None or scale_grad_by_freq or sparse:
+            return None
+        return functional.embedding(input, weight, padding_idx, impl=self._impl, name=self._name)
+
+    def convolution(
+        self,
+        dimensions: int,
+        transposed: bool,
+        input: Tensor,
+        weight: Tensor,
+        bias: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        output_padding: Any,
+        groups: int,
+    ) -> Tensor | None:
+        view = self._view(weight)
+        if view is None or self._view(input) is not None or isinstance(padding, str) or input.dim() != dimensions + 2:
+            return None
+        lists = [_numbers(value, dimensions) for value in (stride, padding, dilation, output_padding)]
+        kind = products.TRANSPOSED_CONVOLUTION if transposed else products.CONVOLUTION
+        y = self.product(kind, input, view, *lists, groups)
+        return y if bias is None else y + self._values(bias).to(y.dtype).view(-1, *[1] * dimensions)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.mT
+
+
+def _plain_indices(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Indices that are tensors of one number as that number, as torch takes them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(plain(part) for part in value)
+        one = isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (torch.int64, torch.int32)
+        return int(value) if one else value
+
+    return tuple(plain(value) for value in args)
+
+
+def _numbers(value: Any, count: int) -> list[int]:
+    return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
+
+
+def _convolution(dimensions: int, transposed: bool) -> Callable[..., Tensor | None]:
+    order = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    names = ("bias", "stride", "padding", *order)
+    defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+
+    def handler(self: Interception, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        given = dict(zip(names, args, strict=False))
+        return self.convolution(dimensions, transposed, input, weight, **{**defaults, **given, **kwargs})
+
+    return handler
+
+
+HANDLERS: dict[str, Callable[..., Tensor | None]] = {
+    "linear": Interception.linear,
+    **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__"), Interception.matmul),
+    "__rmatmul__": lambda self, right, left: self.matmul(left, right),
+    **dict.fromkeys(("addmm", "baddbmm"), Interception.addmm),
+    "einsum": Interception.einsum,
+    **dict.fromkeys(("_grouped_mm", "grouped_mm"), Interception.grouped_mm),
+    "embedding": Interception.embedding,
+    **{f"conv{n}d": _convolution(n, False) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _convolution(n, True) for n in (1, 2, 3)},
+}
+"""By a torch function's name: computes it with a W of its own, or returns None for a case that it does not know."""
+
+_KEYWORDS = {
+    **{name: frozenset(inspect.signature(handler).parameters) for name, handler in HANDLERS.items()},
+    **dict.fromkeys(
+        (name for name in HANDLERS if name.startswith("conv")),
+        frozenset(("input", "weight", "bias", "stride", "padding", "output_padding", "dilation", "groups")),
+    ),
+}
