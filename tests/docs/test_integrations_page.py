@@ -39,7 +39,7 @@ def plain_gradients(model: nn.Module, inputs: torch.Tensor, targets: torch.Tenso
 
 
 def compare(mine: Sequence[int], chunks: Sequence[nn.Module], plain: nn.Sequential, data: Any) -> None:
-    """Holds the gradients of this rank's chunks against a plain loop over the same data, then zeros them."""
+    """Compares the gradients of this rank's chunks with a plain loop over the same data, then zeros them."""
     plain.zero_grad()
     plain_gradients(plain, *data)
     for index in mine:
