@@ -1,4 +1,4 @@
-"""Compiles what some runs would launch, on all cores, into Triton's cache: a GPU then waits for no compiler.
+"""Compiles the kernels that some runs would launch, on all cores, into Triton's cache: no GPU waits for a compiler.
 
 One process compiles a kernel in one or two seconds, and half of the programs here would otherwise be that.
 """
@@ -37,7 +37,7 @@ class Compilers:
         self._jobs: dict[str, Future] = {}
 
     def compile(self, runs: Iterable[Callable[[], object]]) -> int:
-        """Compiles what the runs would launch, and waits for it; returns how many variants are new.
+        """Compiles the kernels that the runs would launch, and waits; returns how many variants are new.
 
         Our kernels do not run meanwhile, but everything else that the runs do happens. What goes wrong is left for the
         run itself to say.

@@ -2,8 +2,8 @@
 
     python -m bench.attention
 
-Each answer is held against torch's own attention in float32 before a time is printed. Random data; cores in turn. At
-the end: the lines for `ATTENTION` in zbkern/kernels/selection.py, from which impl="auto" chooses on such a GPU.
+Each result is compared with torch's own attention in float32 before a time is printed. Random data; cores in turn. At
+the end: the entries for `ATTENTION` in zbkern/kernels/selection.py, from which impl="auto" chooses on such a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from zbkern.functions import attention_backends as paths
 from zbkern.functions.attention import attention_with_torch
 from zbkern.kernels import dispatch
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.reporting import markdown_table
 
 COLUMNS = ("tokens", "head", "causal", "core", "forward TFLOP/s", "backward TFLOP/s", "of torch's choice")
 
@@ -50,7 +51,7 @@ def main() -> int:
         rows = compare(shape, causal, arguments.rounds)
         table[tokens, size, 1 + causal] = tuple(row["core"] for row in rows)
         figures += rows
-    print(report.table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in figures]))
+    print(markdown_table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in figures]))
     print(f"\nATTENTION[{torch.cuda.get_device_capability()}] = {{")
     print("".join(f"    {shape}: {names},\n" for shape, names in table.items()) + "}")
     print(report.write_json("attention", figures, arguments.out))
@@ -59,9 +60,9 @@ def main() -> int:
 
 def ours(shape: Sequence[int], causal: bool, device: str = "cuda") -> None:
     """Our kernels' forward and backward once, for the compilers."""
-    launches = dispatch.resolve("attention", "triton", device, torch.bfloat16)
+    backend = dispatch.resolve("attention", "triton", device, torch.bfloat16)
     leaves = [torch.zeros(*shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    y = paths.through("triton", *leaves, options_of(shape, causal), launches)
+    y = paths.through("triton", *leaves, options_of(shape, causal), backend)
     torch.autograd.grad(y, leaves, torch.zeros_like(y))
 
 
@@ -77,7 +78,7 @@ def compare(shape: Sequence[int], causal: bool, rounds: int, device: str = "cuda
     q, k, v, dy = (torch.randn(*shape, device=device, dtype=torch.bfloat16) for _ in range(4))
     options = options_of(shape, causal)
     why_not_ours = dispatch.why_not("attention", "triton", device, q.dtype)
-    launches = None if why_not_ours else dispatch.resolve("attention", "triton", device, q.dtype)
+    backend = None if why_not_ours else dispatch.resolve("attention", "triton", device, q.dtype)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     names = [
         name
@@ -86,7 +87,7 @@ def compare(shape: Sequence[int], causal: bool, rounds: int, device: str = "cuda
     ]
 
     def forward(name: str) -> Callable[[], Tensor]:
-        return lambda: paths.through(name, *leaves, options, launches)
+        return lambda: paths.through(name, *leaves, options, backend)
 
     def backward(name: str) -> list[Callable[[], object]]:
         y = forward(name)()
@@ -102,7 +103,7 @@ def compare(shape: Sequence[int], causal: bool, rounds: int, device: str = "cuda
             for got, wanted in zip((y, *torch.autograd.grad(y, leaves, dy)), (expected, *gradients), strict=True):
                 testing.assert_close(got[:1], wanted, name)
         except Exception as error:  # the other cores still count
-            print(f"{name} at {list(shape)}{' causal' * causal} is left out: {error}", flush=True)
+            print(f"{name} at {list(shape)}{' causal' * causal} cannot run: {error}", flush=True)
             names.remove(name)
     y = got = None  # or its graph stays while the others are timed
     times = testing.measure({name: lambda name=name: [forward(name)] for name in names}, rounds, device=device)

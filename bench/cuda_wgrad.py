@@ -3,8 +3,8 @@
     python -m bench.cuda_wgrad
 
 The peers are `torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)` for one microbatch, and four
-of those for four; Triton's launch is timed beside them. Every answer is held against the peer's before a time is
-printed. Random data; contestants in turn. The last line is what zbkern/kernels/selection.py wants to know of this GPU.
+of those for four; Triton's kernel is timed beside them. Every result is compared with the peer's before a time is
+printed. Random data; contestants in turn. The last line is an entry for zbkern/kernels/selection.py for this GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bench import report
 from zbkern import testing
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
 from zbkern.kernels.triton import kernels as triton_kernels
+from zbkern.reporting import markdown_table
 
 SHAPES = [(4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192)]  # N, K
 TOKENS = [1024, 2048, 4096, 8192]
@@ -40,11 +41,11 @@ def main() -> int:
             figures.append(compare(n, k, tokens))
             faster[tokens, n, k] = figures[-1]["faster"]
             faster[4 * tokens, n, k] = figures[-1]["faster of 4"]
-    print(report.table(list(figures[0]), [list(row.values()) for row in figures]))
+    print(markdown_table(list(figures[0]), [list(row.values()) for row in figures]))
     together = [layer(hidden, tokens) for hidden in (2048, 4096) for tokens in TOKENS]
-    print("\n" + report.table(list(together[0]), [list(row.values()) for row in together]))
+    print("\n" + markdown_table(list(together[0]), [list(row.values()) for row in together]))
     microseconds = host_time()
-    print(f"\nhost time of a launch: {microseconds:.1f} us")
+    print(f"\nhost time of a call: {microseconds:.1f} us")
     everything = {"products": figures, "layers": together, "host_us": microseconds}
     print(report.write_json("cuda_wgrad", everything, arguments.out))
     print(f"\n{torch.cuda.get_device_capability()}: {faster},")
@@ -60,20 +61,20 @@ def compare(n: int, k: int, tokens: int) -> dict[str, float | str]:
         for x, dy in segments[:count]:
             torch.addmm(theirs, dy.t(), x, out_dtype=torch.float32, out=theirs)
 
-    def launch(module: ModuleType, count: int) -> None:
+    def run(module: ModuleType, count: int) -> None:
         module.linear_wgrad(segments[:count], (ours, None), True)
 
     addmm(4)
     for module in (cuda_wgrad, triton_kernels):
         ours.zero_()
-        launch(module, 4)
+        run(module, 4)
         name = f"{module.__name__}: dweight [{n}, {k}] of 4 x {tokens} tokens"
         testing.assert_close(ours, theirs, name, terms=2 * 4 * tokens)  # tensor cores cut off both
     candidates = {
-        ("cuda", 1): lambda: [lambda: launch(cuda_wgrad, 1)],
-        ("cuda", 4): lambda: [lambda: launch(cuda_wgrad, 4)],
-        ("triton", 1): lambda: [lambda: launch(triton_kernels, 1)],
-        ("triton", 4): lambda: [lambda: launch(triton_kernels, 4)],
+        ("cuda", 1): lambda: [lambda: run(cuda_wgrad, 1)],
+        ("cuda", 4): lambda: [lambda: run(cuda_wgrad, 4)],
+        ("triton", 1): lambda: [lambda: run(triton_kernels, 1)],
+        ("triton", 4): lambda: [lambda: run(triton_kernels, 4)],
         ("torch", 1): lambda: [lambda: addmm(1)],
         ("torch", 4): lambda: [lambda: addmm(4)],
     }
@@ -90,34 +91,34 @@ def compare(n: int, k: int, tokens: int) -> dict[str, float | str]:
 
 
 def layer(hidden: int, tokens: int) -> dict[str, float]:
-    """The four weights of a transformer's layer in one launch, against a launch each."""
+    """The four weights of a transformer's layer in one kernel, compared with a kernel each."""
     shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
     operands = [[(operand(tokens, k), operand(tokens, n))] for n, k in shapes]
     once, each = ([(o, (torch.zeros(n, k, device="cuda"), None)) for o, (n, k) in zip(operands, shapes, strict=True)]
                   for _ in range(2))  # fmt: skip
 
-    def one_launch() -> None:
+    def one_kernel() -> None:
         cuda_wgrad.linear_wgrads(once, True)
 
-    def four_launches() -> None:
+    def four_kernels() -> None:
         for segments, outputs in each:
             cuda_wgrad.linear_wgrad(segments, outputs, True)
 
-    one_launch(), four_launches()
+    one_kernel(), four_kernels()
     for (_, (got, _)), (_, (expected, _)) in zip(once, each, strict=True):
         testing.assert_close(got, expected, f"a layer of {hidden}, {tokens} tokens", terms=2 * tokens)
-    times = testing.measure({"one": lambda: [one_launch], "four": lambda: [four_launches]}, rounds=30, device="cuda")
+    times = testing.measure({"one": lambda: [one_kernel], "four": lambda: [four_kernels]}, rounds=30, device="cuda")
     flops = sum(testing.linear_flops(tokens, k, n) for n, k in shapes) / 1e12
     return {
         "hidden": hidden,
         "tokens": tokens,
-        "one launch, TFLOP/s": round(flops / times["one"].median),
-        "of four launches": round(times["four"].ratio(times["one"]), 3),
+        "one kernel, TFLOP/s": round(flops / times["one"].median),
+        "of four kernels": round(times["four"].ratio(times["one"]), 3),
     }
 
 
 def host_time(count: int = 2000) -> float:
-    """Microseconds of the calling thread for a launch with four segments, the queue of the GPU never full."""
+    """Microseconds of the calling thread for a call with four segments, while the GPU's queue is never full."""
     segments = [(operand(64, 256), operand(64, 256)) for _ in range(4)]
     dweight = torch.zeros(256, 256, device="cuda")
     best = float("inf")

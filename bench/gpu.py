@@ -1,9 +1,9 @@
-"""Our launches on a GPU beside torch's and other libraries': rates, ratios in the same run, and a roofline plot.
+"""Our kernels on a GPU beside torch's and other libraries': rates, ratios in the same run, and a roofline plot.
 
     python -m bench.gpu [--impl triton] [--rows W] [--seconds 360]
 
-A row's time is shared by its shapes; what finds no time left is named, not dropped, and the whole ends by itself. No
-figure without a check against the first peer. Ratios are medians over rounds of the peer's time over ours, so above 1
+The time of a row is shared by its shapes; a shape that no time is left for is named, not dropped. No figure is printed
+without a check against the first peer. Ratios are medians over rounds of the peer's time over ours, so above 1
 we are faster. --out FOLDER keeps gpu.json and gpu.svg.
 """
 
@@ -23,13 +23,14 @@ from bench import ahead, gpu_peers, gpu_rows, report, roofline
 from bench.gpu_case import Bench, Case, Row, Sizes
 from zbkern import testing
 from zbkern.kernels import dispatch
+from zbkern.reporting import environment, markdown_table
 
 HEADER = ("row", "shape", "ours", "time of a peer over ours", "floor / target", "")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--impl", default="triton", help="whose launches: triton, cuda, torch, or auto per op")
+    parser.add_argument("--impl", default="triton", help="whose kernels: triton, cuda, torch, or auto per op")
     parser.add_argument("--rows", default="", help="rows whose name contains this")
     parser.add_argument("--seconds", type=float, default=360.0, help="for everything, compilation included")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -58,16 +59,16 @@ def main(argv: list[str] | None = None) -> int:
     for figure in measure(rows, bench, arguments.seconds - seconds):
         figures.append(figure)
         print(" | ".join(cells(figure)), flush=True)
-    print("\n" + report.table(HEADER, [cells(figure) for figure in figures]))
+    print("\n" + markdown_table(HEADER, [cells(figure) for figure in figures]))
     result = {"impl": arguments.impl, "dtype": arguments.dtype, "versions": gpu_peers.versions(), "rows": figures}
     print("\n" + report.write_json("gpu", result, arguments.out))
     if arguments.out is not None:
-        roofline.write(arguments.out / "gpu.svg", figures, report.environment()["gpu"] or str(device))
+        roofline.write(arguments.out / "gpu.svg", figures, environment()["gpu"] or str(device))
     return 1 if any("wrong" in figure for figure in figures) else 0
 
 
 def ours(rows: list[Row], bench: Bench) -> Iterator[Callable[[], object]]:
-    """Everything in these rows that launches kernels of ours."""
+    """Everything in these rows that runs kernels of ours."""
     for row in rows:
         with contextlib.suppress(Exception):  # `measure` will meet it, too
             for case in row.cases(bench):
@@ -137,10 +138,10 @@ def one(row: Row, case: Case, bench: Bench, seconds: float) -> dict[str, Any]:
     }
     if case.flops and case.bytes:
         result["intensity"] = case.flops / case.bytes
-    return result | {"verdict": verdict(row, case, result) if bench.device.type == "cuda" else ""}
+    return result | {"goal met": goal_met(row, case, result) if bench.device.type == "cuda" else ""}
 
 
-def verdict(row: Row, case: Case, result: dict[str, Any]) -> str:
+def goal_met(row: Row, case: Case, result: dict[str, Any]) -> str:
     """Which of the goals is met: "target", "floor" or "below"; "" where there are none, or no peer to compare with."""
     if case.floor is None or case.target is None:
         return ""
@@ -171,7 +172,7 @@ def cells(figure: dict[str, Any]) -> list[str]:
     if figure["floor"] is not None:
         form = ".2f" if figure["goal"] == "ratio" else ".3g"
         goals = f"{figure['floor']:{form}} / {figure['target']:{form}}"
-    return [*label, f"{figure['rate']:.3g} {figure['unit']}", ", ".join(ratios), goals, figure["verdict"]]
+    return [*label, f"{figure['rate']:.3g} {figure['unit']}", ", ".join(ratios), goals, figure["goal met"]]
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Bench:
         """Where both sides round on the way: twice what a single one is allowed."""
         return 2 * testing.TOLERANCE[self.dtype]
 
-    def launches(self, op: str) -> ModuleType:
+    def backend(self, op: str) -> ModuleType:
         return dispatch.resolve(op, self.impl, self.device, self.dtype)
 
     def random(self, *shape: int) -> Tensor:

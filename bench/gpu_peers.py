@@ -1,4 +1,4 @@
-"""Other people's kernels, where they are installed: what the rows of `bench.gpu` are compared with besides torch."""
+"""Kernels of other libraries, if installed: what the rows of `bench.gpu` are compared with besides torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench.gpu` measures: for every row the shapes, our launches, the peers', and a check that they agree."""
+"""What `bench.gpu` measures: for every row the shapes, our kernels, those of peers, and a check that they agree."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def _product_bytes(m: int, n: int, k: int, size: int, out: int) -> int:
 
 
 def forward(bench: Bench) -> Iterator[Case]:
-    launches = bench.launches("linear")
+    backend = bench.backend("linear")
     for m in bench.sizes.tokens:
         for n, k in bench.sizes.layers:
             x, weight, y, other = bench.random(m, k), bench.random(n, k), bench.empty(m, n), bench.empty(m, n)
             yield Case(
                 f"M={m} N={n} K={k}",
-                lambda x=x, weight=weight, y=y: launches.linear_fwd(x, weight, None, y),
+                lambda x=x, weight=weight, y=y: backend.linear_fwd(x, weight, None, y),
                 {"cuBLAS": lambda x=x, weight=weight, other=other: torch.mm(x, weight.t(), out=other)},
                 lambda y=y, other=other: testing.assert_close(y, other, "y"),
                 testing.linear_flops(m, k, n),
@@ -47,13 +47,13 @@ def forward(bench: Bench) -> Iterator[Case]:
 
 
 def input_gradient(bench: Bench) -> Iterator[Case]:
-    launches = bench.launches("linear")
+    backend = bench.backend("linear")
     for m in bench.sizes.tokens:
         for n, k in bench.sizes.layers:
             dy, weight, dx, other = bench.random(m, n), bench.random(n, k), bench.empty(m, k), bench.empty(m, k)
             yield Case(
                 f"M={m} N={n} K={k}",
-                lambda dy=dy, weight=weight, dx=dx: launches.linear_dgrad(dy, weight, dx),
+                lambda dy=dy, weight=weight, dx=dx: backend.linear_dgrad(dy, weight, dx),
                 {"cuBLAS": lambda dy=dy, weight=weight, other=other: torch.mm(dy, weight, out=other)},
                 lambda dx=dx, other=other: testing.assert_close(dx, other, "dx"),
                 testing.linear_flops(m, k, n),
@@ -78,23 +78,23 @@ def terms(bench: Bench, tokens: int) -> int:
 
 
 def _wgrad(bench: Bench, tokens: int, count: int, n: int, k: int, goals: tuple[float, float]) -> Case:
-    launches = bench.launches("linear")
+    backend = bench.backend("linear")
     segments = [(bench.random(tokens, k), bench.random(tokens, n)) for _ in range(count)]
     ours, theirs = bench.zeros(n, k), bench.zeros(n, k)
     peers = {"addmm": lambda: addmm(theirs, segments)}
     if count > 1:
         single = bench.zeros(n, k)
-        peers["ours, one by one"] = lambda: [launches.linear_wgrad([s], (single, None), True) for s in segments]
+        peers["ours, one by one"] = lambda: [backend.linear_wgrad([s], (single, None), True) for s in segments]
 
     def check() -> None:
-        launches.linear_wgrad(segments, (ours.zero_(), None), True)
+        backend.linear_wgrad(segments, (ours.zero_(), None), True)
         addmm(theirs.zero_(), segments)
         testing.assert_close(ours, theirs, "dweight", terms=terms(bench, count * tokens))
 
     size = segments[0][0].element_size()
     return Case(
         f"{count} x T={tokens} N={n} K={k}",
-        lambda: launches.linear_wgrad(segments, (ours, None), True),
+        lambda: backend.linear_wgrad(segments, (ours, None), True),
         peers,
         check,
         count * testing.linear_flops(tokens, k, n),
@@ -119,7 +119,7 @@ def merged(bench: Bench) -> Iterator[Case]:
 
 def whole_layer(bench: Bench) -> Iterator[Case]:
     """All W of a block of attention and MLP: seven weights."""
-    launches = bench.launches("linear")
+    backend = bench.backend("linear")
     d, h = bench.sizes.hidden
     shapes = [(d, d)] * 4 + [(h, d)] * 2 + [(d, h)]
     for tokens in bench.sizes.tokens[:2]:
@@ -128,7 +128,7 @@ def whole_layer(bench: Bench) -> Iterator[Case]:
 
         def one_by_one(layers: list = layers) -> None:
             for segments, outputs in layers:
-                launches.linear_wgrad(segments, outputs, True)
+                backend.linear_wgrad(segments, outputs, True)
 
         def all_addmm(layers: list = layers, others: list = others) -> None:
             for (segments, _), other in zip(layers, others, strict=True):
@@ -142,7 +142,7 @@ def whole_layer(bench: Bench) -> Iterator[Case]:
         ) -> None:
             for (_, (dweight, _)), other in zip(layers, others, strict=True):
                 dweight.zero_(), other.zero_()
-            launches.linear_wgrads(layers, True)
+            backend.linear_wgrads(layers, True)
             all_addmm()
             for (_, (dweight, _)), other in zip(layers, others, strict=True):
                 testing.assert_close(dweight, other, "dweight", terms=count)
@@ -150,7 +150,7 @@ def whole_layer(bench: Bench) -> Iterator[Case]:
         size = layers[0][0][0][0].element_size()
         yield Case(
             f"T={tokens} d={d} h={h}",
-            lambda layers=layers: launches.linear_wgrads(layers, True),
+            lambda layers=layers: backend.linear_wgrads(layers, True),
             {"ours, one by one": one_by_one, "addmm": all_addmm},
             check,
             sum(testing.linear_flops(tokens, k, n) for n, k in shapes),
@@ -162,7 +162,7 @@ def whole_layer(bench: Bench) -> Iterator[Case]:
 
 def grouped_weight_gradient(bench: Bench) -> Iterator[Case]:
     """W of eight experts, every second of which has three times the tokens of its neighbour."""
-    launches = bench.launches("grouped_linear")
+    backend = bench.backend("grouped_linear")
     (n, k), tokens, groups = bench.sizes.layers[0], bench.sizes.tokens[-1], 8
     counts = [tokens // groups * (1 + 2 * (group % 2)) // 2 for group in range(groups)]
     x, dy, sizes = bench.random(sum(counts), k), bench.random(sum(counts), n), torch.tensor(counts)
@@ -175,13 +175,13 @@ def grouped_weight_gradient(bench: Bench) -> Iterator[Case]:
 
     def check() -> None:
         ours.zero_(), theirs.zero_()
-        launches.grouped_linear_wgrad([(x, dy, sizes)], (ours, None), True)
+        backend.grouped_linear_wgrad([(x, dy, sizes)], (ours, None), True)
         one_by_one()
         testing.assert_close(ours, theirs, "dweight", terms=terms(bench, max(counts)))
 
     yield Case(
         f"{groups} groups T={sum(counts)} N={n} K={k}",
-        lambda: launches.grouped_linear_wgrad([(x, dy, sizes)], (ours, None), True),
+        lambda: backend.grouped_linear_wgrad([(x, dy, sizes)], (ours, None), True),
         {"addmm, one by one": one_by_one},
         check,
         testing.linear_flops(sum(counts), k, n),
@@ -192,7 +192,7 @@ def grouped_weight_gradient(bench: Bench) -> Iterator[Case]:
 
 
 def gated_dgrad(bench: Bench) -> Iterator[Case]:
-    launches = bench.launches("gated_mlp")
+    backend = bench.backend("gated_mlp")
     n, h = bench.sizes.hidden
     for m in bench.sizes.tokens:
         dy, down, gate, up = bench.random(m, n), bench.random(n, h), bench.random(m, h), bench.random(m, h)
@@ -201,7 +201,7 @@ def gated_dgrad(bench: Bench) -> Iterator[Case]:
 
         def two(dy=dy, down=down, gate=gate, up=up, dh=dh, theirs=theirs) -> None:  # type: ignore[no-untyped-def]
             torch.mm(dy, down, out=dh)
-            launches.gated_bwd(dh, gate, up, "silu", *theirs)
+            backend.gated_bwd(dh, gate, up, "silu", *theirs)
 
         def check(ours: list = ours, theirs: list = theirs) -> None:
             for name, got, wanted in zip(("dgate", "dup", "h"), ours, theirs, strict=True):
@@ -209,7 +209,7 @@ def gated_dgrad(bench: Bench) -> Iterator[Case]:
 
         yield Case(
             f"M={m} N={n} H={h}",
-            lambda dy=dy, down=down, gate=gate, up=up, ours=ours: launches.gated_linear_dgrad(
+            lambda dy=dy, down=down, gate=gate, up=up, ours=ours: backend.gated_linear_dgrad(
                 dy, down, gate, up, "silu", *ours
             ),
             {"cuBLAS, then our gate": two},
@@ -222,7 +222,7 @@ def gated_dgrad(bench: Bench) -> Iterator[Case]:
 
 
 def _attention(bench: Bench, backward: bool) -> Case:
-    launches = bench.launches("attention")
+    backend = bench.backend("attention")
     heads, d, tokens = bench.sizes.heads
     q, k, v, dy = (bench.random(tokens, heads, d) for _ in range(4))
     y, gradients = torch.empty_like(q), [torch.empty_like(q) for _ in range(3)]
@@ -230,7 +230,7 @@ def _attention(bench: Bench, backward: bool) -> Case:
     options = spec.AttentionOptions(d**-0.5, True, None, (0, tokens), (0, tokens))
     inputs = [t.unsqueeze(0).requires_grad_(backward) for t in (q, k, v)]
     functions = gpu_peers.attention(bench.device)
-    launches.attention_fwd(*(t.detach() for t in (q, k, v)), options, y, lse)
+    backend.attention_fwd(*(t.detach() for t in (q, k, v)), options, y, lse)
     peers: dict[str, Run] = {}
     for name, function in functions.items():
         if backward:
@@ -241,9 +241,9 @@ def _attention(bench: Bench, backward: bool) -> Case:
 
     def ours() -> None:
         if backward:
-            launches.attention_dgrad(dy, q, k, v, y, lse, options, *gradients)
+            backend.attention_dgrad(dy, q, k, v, y, lse, options, *gradients)
         else:
-            launches.attention_fwd(q, k, v, options, y, lse)
+            backend.attention_fwd(q, k, v, options, y, lse)
 
     def check() -> None:
         wanted = reference()
@@ -268,7 +268,7 @@ def attention_backward(bench: Bench) -> Iterator[Case]:
 
 def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
     """Loss, dx and dweight of the output layer: three products count, whatever is computed twice."""
-    launches = bench.launches("linear_cross_entropy")
+    backend = bench.backend("linear_cross_entropy")
     m, k, v = bench.sizes.vocabulary
     x, weight = bench.random(m, k), bench.random(v, k) * k**-0.5
     target = torch.randint(v, (m,), device=bench.device)
@@ -278,9 +278,9 @@ def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
     inputs = (x.detach().requires_grad_(), weight.detach().requires_grad_())
 
     def ours() -> None:
-        launches.cross_entropy_fwd(x, weight, None, target, options, loss, lse, dx)
+        backend.cross_entropy_fwd(x, weight, None, target, options, loss, lse, dx)
         segment = (x, target, lse, dloss)
-        launches.cross_entropy_wgrad([segment], (dweight, None), False, weight=weight, bias=None, options=options)
+        backend.cross_entropy_wgrad([segment], (dweight, None), False, weight=weight, bias=None, options=options)
 
     peers = {
         name: lambda function=function: torch.autograd.grad(function(*inputs, target), inputs)
@@ -298,8 +298,8 @@ def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
 
 
 def host_time(bench: Bench) -> Iterator[Case]:
-    """What a W launch costs the calling thread: a small one, many in a row."""
-    launches = bench.launches("linear")
+    """What calling a W costs the host: a small one, many in a row."""
+    backend = bench.backend("linear")
     count = 200 if bench.device.type == "cuda" else 2
     x, dy = bench.random(64, 256), bench.random(64, 256)
     ours, theirs = bench.zeros(256, 256), bench.zeros(256, 256)
@@ -317,7 +317,7 @@ def host_time(bench: Bench) -> Iterator[Case]:
 
     yield Case(
         "one W of [256, 256]",
-        timed(lambda: launches.linear_wgrad([(x, dy)], (ours, None), True)),
+        timed(lambda: backend.linear_wgrad([(x, dy)], (ours, None), True)),
         {"addmm": timed(lambda: addmm(theirs, [(x, dy)]))},
         lambda: None,
         floor=12.0,

@@ -21,7 +21,7 @@ def copies(bench: Bench) -> Iterator[Case]:
 
 
 def norm_forward(bench: Bench) -> Iterator[Case]:
-    launches = bench.launches("rms_norm")
+    backend = bench.backend("rms_norm")
     m, k = bench.sizes.norm
     x, weight, y, rstd = bench.random(m, k), bench.random(k), bench.empty(m, k), bench.zeros(m)
     peers = gpu_peers.rms_norm(weight, 1e-5)
@@ -31,7 +31,7 @@ def norm_forward(bench: Bench) -> Iterator[Case]:
 
     yield Case(
         f"M={m} K={k}",
-        lambda: launches.rms_norm_fwd(x, weight, 1e-5, y, rstd),
+        lambda: backend.rms_norm_fwd(x, weight, 1e-5, y, rstd),
         {name: lambda run=run: run(x) for name, run in peers.items()},
         check,
         0,
@@ -54,16 +54,16 @@ def backward_of(forward: Callable[[], Tensor], inputs: Sequence[Tensor], dy: Ten
 
 
 def norm_backward(bench: Bench) -> Iterator[Case]:
-    launches = bench.launches("rms_norm")
+    backend = bench.backend("rms_norm")
     m, k = bench.sizes.norm
     x, weight, y, dy = (bench.random(*shape) for shape in ((m, k), (k,), (m, k), (m, k)))
     rstd, dx, dweight = bench.zeros(m), bench.empty(m, k), bench.empty(k)
-    launches.rms_norm_fwd(x, weight, 1e-5, y, rstd)
-    partials = bench.zeros(1, launches.norm_partials(m, k, x.device), k)
+    backend.rms_norm_fwd(x, weight, 1e-5, y, rstd)
+    partials = bench.zeros(1, backend.norm_partials(m, k, x.device), k)
 
     def ours() -> None:
-        launches.rms_norm_dgrad(dy, x, weight, rstd, dx, partials)
-        launches.norm_wgrad([(partials,)], (dweight,), False)
+        backend.rms_norm_dgrad(dy, x, weight, rstd, dx, partials)
+        backend.norm_wgrad([(partials,)], (dweight,), False)
 
     peers, inputs = {}, (x.detach().requires_grad_(), weight.detach().requires_grad_())
     for name, run in gpu_peers.rms_norm(inputs[1], 1e-5).items():
@@ -79,7 +79,7 @@ def norm_backward(bench: Bench) -> Iterator[Case]:
 
 def added_norm_forward(bench: Bench) -> Iterator[Case]:
     """The residual's addition and the norm of the sum: both are read once, the sum and its norm written once."""
-    launches = bench.launches("rms_norm")
+    backend = bench.backend("rms_norm")
     m, k = bench.sizes.norm
     x, residual, weight, rstd = bench.random(m, k), bench.random(m, k), bench.random(k), bench.zeros(m)
     summed, y, other, other_y = (bench.empty(m, k) for _ in range(4))
@@ -87,7 +87,7 @@ def added_norm_forward(bench: Bench) -> Iterator[Case]:
 
     def two() -> None:
         torch.add(x, residual, out=other)
-        launches.rms_norm_fwd(other, weight, 1e-5, other_y, rstd)
+        backend.rms_norm_fwd(other, weight, 1e-5, other_y, rstd)
 
     def check() -> None:
         wanted = peers["torch"](x, residual)
@@ -96,7 +96,7 @@ def added_norm_forward(bench: Bench) -> Iterator[Case]:
 
     yield Case(
         f"M={m} K={k}",
-        lambda: launches.rms_norm_fwd(x, weight, 1e-5, y, rstd, residual, summed),
+        lambda: backend.rms_norm_fwd(x, weight, 1e-5, y, rstd, residual, summed),
         {name: lambda run=run: run(x, residual) for name, run in peers.items()} | {"torch's sum, our norm": two},
         check,
         0,
@@ -108,16 +108,16 @@ def added_norm_forward(bench: Bench) -> Iterator[Case]:
 
 def added_norm_backward(bench: Bench) -> Iterator[Case]:
     """dx of the sum from both of its uses; torch's gradients of both summands are this one tensor."""
-    launches = bench.launches("rms_norm")
+    backend = bench.backend("rms_norm")
     m, k = bench.sizes.norm
     summed, y, dy, dsummed = (bench.random(m, k) for _ in range(4))
     weight, rstd, dx, dweight = bench.random(k), bench.zeros(m), bench.empty(m, k), bench.empty(k)
-    launches.rms_norm_fwd(summed, weight, 1e-5, y, rstd)
-    partials = bench.zeros(1, launches.norm_partials(m, k, summed.device), k)
+    backend.rms_norm_fwd(summed, weight, 1e-5, y, rstd)
+    partials = bench.zeros(1, backend.norm_partials(m, k, summed.device), k)
 
     def ours() -> None:
-        launches.rms_norm_dgrad(dy, summed, weight, rstd, dx, partials, dsummed)
-        launches.norm_wgrad([(partials,)], (dweight,), False)
+        backend.rms_norm_dgrad(dy, summed, weight, rstd, dx, partials, dsummed)
+        backend.norm_wgrad([(partials,)], (dweight,), False)
 
     inputs = summed.detach().requires_grad_(), weight.detach().requires_grad_()
     norm = backward_of(lambda: gpu_peers.rms_norm(inputs[1], 1e-5)["torch"](inputs[0]), inputs, dy)
@@ -136,8 +136,8 @@ def added_norm_backward(bench: Bench) -> Iterator[Case]:
 
 
 def rotary(bench: Bench, interleaved: bool = False) -> Iterator[Case]:
-    """All columns of every head turned; the backward is the same launch with the other sign."""
-    launches = bench.launches("rotary")
+    """All columns of every head rotated; the backward is the same kernel with the other sign."""
+    backend = bench.backend("rotary")
     heads, size, tokens = bench.sizes.heads
     x, y = bench.random(1, tokens, heads, size), bench.empty(1, tokens, heads, size)
     angles = torch.rand(tokens, size // 2, device=bench.device) * 6.28
@@ -145,7 +145,7 @@ def rotary(bench: Bench, interleaved: bool = False) -> Iterator[Case]:
     peers = gpu_peers.rotary(cos, sin, interleaved)
     yield Case(
         f"heads={heads} d={size} T={tokens}",
-        lambda: launches.rotary_fwd(x, cos, sin, interleaved, y),
+        lambda: backend.rotary_fwd(x, cos, sin, interleaved, y),
         {name: lambda run=run: run(x) for name, run in peers.items()},
         lambda: testing.assert_close(y, peers["torch"](x), "y"),
         0,

@@ -1,15 +1,15 @@
-"""Everything worth knowing from a GPU that is there for ten minutes, the most important first.
+"""What to learn from a GPU that is available for ten minutes, the most important first.
 
     python -m bench.gpu_session --seconds 520 --out FOLDER [--prepare]
 
-Versions; then every launch of ours in three dtypes against float64; then the rows of `bench.gpu` that matter. Each job
-is a process of its own with a time limit: one that hangs, dies or leaves the GPU's context broken costs itself. After
-each result FOLDER/session.json and FOLDER/session.md are written anew, so whenever this is killed nothing found is
-lost; what the jobs print is in FOLDER/logs.
+Versions; then every kernel of ours in three dtypes against float64; then the rows of `bench.gpu` that matter. Each job
+is a process of its own with a time limit: one that hangs, dies or corrupts the GPU's context costs only its own result.
+After each result FOLDER/session.json and FOLDER/session.md are rewritten, so that nothing is lost when this is killed;
+what the jobs print is in FOLDER/logs.
 
 --rehearse runs all of it on a CPU with torch's implementation and tiny shapes, and --fault makes jobs fail, to see that
-this program does not. --prepare compiles, on a machine without a GPU, what the launches need for --capability into
-FOLDER, for TRITON_CACHE_DIR on the machine with one (the same Triton and Python, at the same path).
+this program does not. --prepare compiles, on a machine without a GPU, what the kernels need for --capability into
+FOLDER, for TRITON_CACHE_DIR on the machine with a GPU (the same Triton and Python, at the same path).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from zbkern import reporting
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,7 +52,7 @@ Send = Callable[[dict[str, Any]], None]
 
 @dataclass
 class Job:
-    """kind: "launch", "compile" (what a row is going to run) or "row". limit: seconds. figures: of a row, one a shape.
+    """kind: "kernel", "compile" (what a row is going to run) or "row". limit: seconds. figures: of a row, one a shape.
 
     status: "not reached", "running", and then "ok", "wrong", "cannot run", "timed out" or "died".
     """
@@ -90,18 +90,19 @@ class Record:
         _replace(self.folder / "session.md", self.text())
 
     def text(self) -> str:
-        """As Markdown: a count, the machine, the launches, the rows."""
+        """As Markdown: a count, the machine, the kernels, the rows."""
         counts = {status: sum(job.status == status for job in self.jobs) for status in _statuses(self.jobs)}
         lines = ["# A session on a GPU", "", ", ".join(f"{n} {status}" for status, n in counts.items()), ""]
         lines += [f"- {name}: {value}" for name, value in self.environment.items()]
-        launches = [job for job in self.jobs if job.kind == "launch"]
-        cells = [(job.name, job.dtype, job.status, f"{job.seconds:.1f}", job.detail) for job in launches]
+        kernels = [job for job in self.jobs if job.kind == "kernel"]
+        cells = [(job.name, job.dtype, job.status, f"{job.seconds:.1f}", job.detail) for job in kernels]
         compiled = [job for job in self.jobs if job.kind == "compile" and job.status not in ("ok", "not reached")]
         lines += ["", *(f"{job.name}: {job.status} {job.detail}" for job in compiled)]
-        lines += ["", "## Launches against float64", "", report.table(("launch", "dtype", "", "s", ""), cells)]
+        table = reporting.markdown_table(("kernel", "dtype", "", "s", ""), cells)
+        lines += ["", "## Kernels against float64", "", table]
         rows = [cell for job in self.jobs if job.kind == "row" for cell in _row_cells(job)]
         header = ("row", "shape", "ours", "time of a peer over ours", "floor / target", "")
-        return "\n".join([*lines, "", "## Rows", "", report.table(header, rows), ""])
+        return "\n".join([*lines, "", "## Rows", "", reporting.markdown_table(header, rows), ""])
 
 
 def _statuses(jobs: Sequence[Job]) -> list[str]:
@@ -128,11 +129,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=520.0, help="for everything")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--only", default="", help="launches and rows whose name has this regular expression")
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help="of the launches; all when not given")
-    parser.add_argument("--launch-limit", type=float, default=40.0, help="seconds for a launch")
+    parser.add_argument("--only", default="", help="kernels and rows whose name has this regular expression")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="of the kernels; all when not given")
+    parser.add_argument("--kernel-limit", type=float, default=40.0, help="seconds for a kernel")
     parser.add_argument("--row-limit", type=float, default=40.0, help="seconds for a row")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="launches checked at a time")
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="kernels checked at a time")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with torch's implementation")
     parser.add_argument("--fault", action="append", default=[], metavar="hang|wrong|kill=NAME", help="to rehearse")
     parser.add_argument("--prepare", action="store_true", help="compile for a GPU that is not here, into FOLDER")
@@ -159,20 +160,20 @@ def main(argv: list[str] | None = None) -> int:
 def _faults(parser: argparse.ArgumentParser, given: Sequence[str]) -> dict[str, str]:
     pairs = [fault.partition("=")[::2] for fault in given]
     if any(kind not in FAULTS for kind, _ in pairs):
-        parser.error(f"--fault takes {', '.join(FAULTS)} and the name of a launch or row; got {' '.join(given)}")
+        parser.error(f"--fault takes {', '.join(FAULTS)} and the name of a kernel or row; got {' '.join(given)}")
     return {name: kind for kind, name in pairs}
 
 
 def plan(arguments: argparse.Namespace) -> list[Job]:
-    """All jobs, in the order in which they are to run: bfloat16 of every launch before the other dtypes."""
+    """All jobs, in the order in which they are to run: bfloat16 of every kernel before the other dtypes."""
     from zbkern.kernels import spec
 
     names = [name for name in spec.LAUNCHES if name not in ("norm_partials", "adamw", "squared_norm")]
     names.sort(key=lambda name: "wgrad" not in name)
     first, *others = arguments.dtype or DTYPES
-    jobs = [Job("launch", name, first, arguments.launch_limit) for name in names]
+    jobs = [Job("kernel", name, first, arguments.kernel_limit) for name in names]
     jobs += [Job("compile", f"compile {name}", "bfloat16", arguments.row_limit) for name in ROWS]
-    jobs += [Job("launch", name, dtype, arguments.launch_limit) for dtype in others for name in names]
+    jobs += [Job("kernel", name, dtype, arguments.kernel_limit) for dtype in others for name in names]
     jobs += [Job("row", name, "bfloat16", arguments.row_limit) for name in ROWS]
     return [job for job in jobs if re.search(arguments.only, job.name)]
 
@@ -181,7 +182,7 @@ def environment() -> dict[str, Any]:
     """The machine and the versions; by the hash of Triton's library kernels compiled elsewhere are found, or not."""
     from bench import gpu_peers
 
-    found = {**report.environment(), **gpu_peers.versions()}
+    found = {**reporting.environment(), **gpu_peers.versions()}
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         for library in Path(triton.origin).parent.glob("_C/libtriton*.so"):
@@ -261,7 +262,7 @@ def _child(connection: Connection, job: Job, seconds: float, where: Where, log: 
         time.sleep(3600)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    work = {"launch": check_launch, "compile": compile_row, "row": measure_row}[job.kind]
+    work = {"kernel": check_kernel, "compile": compile_row, "row": measure_row}[job.kind]
     from zbkern.kernels import dispatch
 
     try:
@@ -275,28 +276,26 @@ def _child(connection: Connection, job: Job, seconds: float, where: Where, log: 
     connection.send({"status": status, "detail": detail})
 
 
-def check_launch(job: Job, seconds: float, where: Where, send: Send) -> tuple[str, str]:
-    """One launch against the reference in float64, from the same inputs."""
+def check_kernel(job: Job, seconds: float, where: Where, send: Send) -> tuple[str, str]:
+    """One kernel against the reference in float64, from the same inputs."""
     import torch
 
+    from tests.support import every_launch
     from zbkern import testing
     from zbkern.kernels import dispatch, reference, spec
 
-    sys.path.insert(0, str(ROOT / "tests"))
-    import every_launch
-
     class Exact(every_launch.Random):
-        """The same values, rounded as the launch gets them, in float64."""
+        """The same values, rounded as the kernel gets them, in float64."""
 
         def __call__(self, *shape: int, layout: str = "plain") -> torch.Tensor:
             return super().__call__(*shape, layout=layout).double()
 
     dtype = getattr(torch, job.dtype)
     op = next(op for op, names in spec.OPS.items() if job.name in names)
-    launches = dispatch.resolve(op, where.impl, where.device, dtype)
+    backend = dispatch.resolve(op, where.impl, where.device, dtype)
     shape = (21, 48, 32) if where.tiny else (1000, 528, 784)
     results = []
-    for module, kind in ((launches, every_launch.Random), (reference, Exact)):
+    for module, kind in ((backend, every_launch.Random), (reference, Exact)):
         torch.manual_seed(0)
         random = kind(dtype, where.device, scale=0.3)
         case = every_launch.cases(module, random, *shape)[job.name]
@@ -325,7 +324,7 @@ def _row(name: str, where: Where) -> tuple[list[Any], Any]:
 
 
 def compile_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str, str]:
-    """Fills Triton's cache with what a row launches, beside other jobs, while nothing is timed."""
+    """Fills Triton's cache with the kernels of a row, beside other jobs, while nothing is timed."""
     from bench import ahead, gpu
 
     found = ahead.jobs(gpu.ours(*_row(job.name.removeprefix("compile "), where)))
@@ -353,7 +352,7 @@ def measure_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str
 
 
 def prepare(folder: Path, capability: int, only: str) -> int:
-    """Compiles what the launches of this session would compile on a GPU of that capability; prints how much it is."""
+    """Compiles what the kernels of this session would compile on a GPU of that capability; prints how much it is."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"TRITON_CACHE_DIR": str(folder.resolve()), "TRITON_STORE_BINARY_ONLY": "1", "TRITON_INTERPRET": "0"}
     import triton
@@ -375,15 +374,13 @@ def prepare(folder: Path, capability: int, only: str) -> int:
 
 
 def _to_prepare() -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, run), on tensors of the CPU: every launch as `check_launch` makes it, and the large shapes of the rows."""
+    """(name, run), on tensors of the CPU: every kernel as `check_kernel` calls it, and the large shapes of the rows."""
     import torch
 
     from bench import kernels_launched
     from bench.gpu_case import Sizes
+    from tests.support import every_launch
     from zbkern.kernels.triton import kernels as triton_kernels
-
-    sys.path.insert(0, str(ROOT / "tests"))
-    import every_launch
 
     for dtype in DTYPES:
         random = every_launch.Random(getattr(torch, dtype), "cpu")

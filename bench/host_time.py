@@ -1,4 +1,4 @@
-"""What an action costs the host: engines on tiny stages, where next to nothing is computed; ours and torch's.
+"""Host time of an action: our engine and torch's on tiny stages, where almost nothing is computed.
 
 Every chunk is one Linear of 8 features on one row, so that what is measured is the engine's loop, autograd and, with
 two ranks, messages through gloo. "plain" is the same work in a loop without any engine. Every contestant's gradients
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import ranks
-from bench.report import add_out, environment, table, write_json
+from bench.report import add_out, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
+from zbkern.reporting import environment, machine_line, markdown_table
 
 WIDTH = 8
 
@@ -137,8 +138,8 @@ def main() -> None:
         figures[f"{size} ranks"] = times
         rows = [(name, f"{statistics.median(each):.1f}") for name, each in times.items()]
         print(f"\n{size} rank{'s' * (size > 1)}, {arguments.microbatches} microbatches, gradients equal backward()\n")
-        print(table(("contestant", "us per action"), rows), flush=True)
-    print(f"\n{environment()}\n{write_json('host_time', figures, arguments.out)}")
+        print(markdown_table(("contestant", "us per action"), rows), flush=True)
+    print(f"\n{machine_line(environment())}\n{write_json('host_time', figures, arguments.out)}")
 
 
 if __name__ == "__main__":

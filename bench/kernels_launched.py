@@ -1,7 +1,7 @@
-"""What launches compile beyond the variants that kernels list: other layouts, alignments, dtypes and tiles.
+"""What calls compile beyond the variants that kernels list: other layouts, alignments, dtypes and tiles.
 
-`python -m bench.kernels_report --launched` compiles it: each launch is made on tensors of the CPU, as a GPU of the
-capability would make it, and what its kernels are given is written down instead of run. Too much for every test run.
+`python -m bench.kernels_report --launched` compiles it: kernels are called with tensors on the CPU, as for a GPU of the
+capability, and their arguments are recorded instead of run. Too much for every test run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ LAYOUTS = (
     ("plain", "transposed", "plain"),
     ("transposed", "transposed", "odd"),
 )
-"""Of two factors and of what is written: rows, or columns, in one piece; rows whose pitch is no multiple of 16 bytes;
-rows that begin elsewhere. Factors that are odd or shifted are copied first."""
+"""Of two operands and of the output: contiguous rows, or columns; rows whose pitch is no multiple of 16 bytes; rows
+that start at an unaligned address. Operands that are odd or shifted are copied first."""
 
 SHAPES = ((4096, 4096), (2048, 1024), (1024, 1024), (512, 512), (4096, 64), (64, 4096), (4095, 4097), (513, 519))
 """[rows, columns] of outputs that together take every tile."""
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "plain") -> Tensor:
-    """Nothing reads it: its memory is asked for and never touched."""
+    """Its memory is allocated and never used."""
     if layout == "transposed":
         return torch.empty(columns, rows, dtype=dtype).t()
     if layout == "odd":
@@ -47,8 +47,8 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "plain") -
 
 
 def linear(shape: tuple[int, int], dtype: torch.dtype, layouts: tuple[str, str, str]) -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of every launch of linear layers: x, weight and y, or what is in their place, have the layouts."""
-    from zbkern.kernels.triton import kernels as launches
+    """(name, call) of every kernel of linear layers: x, weight and y, or what is in their place, have the layouts."""
+    from zbkern.kernels.triton import kernels as backend
 
     (p, q), r = shape, 4096
     one, two, three = layouts
@@ -58,38 +58,38 @@ def linear(shape: tuple[int, int], dtype: torch.dtype, layouts: tuple[str, str, 
 
     bias = torch.empty(q, dtype=dtype)
     x, weight, y, z = m(p, r, one), m(q, r, two), m(p, q, three), m(p, q, three)
-    yield "fwd", lambda: launches.linear_fwd(x, weight, bias, y)
-    yield "fwd silu z", lambda: launches.linear_fwd(x, weight, bias, y, "silu", z)
-    yield "fwd gelu", lambda: launches.linear_fwd(x, weight, bias, y, "gelu")
+    yield "fwd", lambda: backend.linear_fwd(x, weight, bias, y)
+    yield "fwd silu z", lambda: backend.linear_fwd(x, weight, bias, y, "silu", z)
+    yield "fwd gelu", lambda: backend.linear_fwd(x, weight, bias, y, "gelu")
     down = m(r, q, two)
-    yield "dgrad", lambda: launches.linear_dgrad(x, down, y)
-    yield "dgrad add", lambda: launches.linear_dgrad(x, down, y, accumulate=True)
+    yield "dgrad", lambda: backend.linear_dgrad(x, down, y)
+    yield "dgrad add", lambda: backend.linear_dgrad(x, down, y, accumulate=True)
     for activation in ("gelu", "gelu_tanh", "silu"):
-        yield f"dgrad {activation}", functools.partial(launches.linear_dgrad, x, down, y, activation=activation, z=z)
-    yield "dgrad sum", lambda: launches.linear_dgrad_sum([(x, down)] * 3, y)
+        yield f"dgrad {activation}", functools.partial(backend.linear_dgrad, x, down, y, activation=activation, z=z)
+    yield "dgrad sum", lambda: backend.linear_dgrad_sum([(x, down)] * 3, y)
     rows, gradient = m(r, q, one), m(r, p, two)
     for out in dict.fromkeys((torch.float32, dtype)):
         dweight, dbias = m(p, q, three, out), torch.empty(p, dtype=out)
         for accumulate, segments in itertools.product((False, True), (1, 4, 8)):
             name = f"wgrad to {str(out)[6:]} of {segments}" + " add" * accumulate
             some = [(rows, gradient)] * segments
-            yield name, functools.partial(launches.linear_wgrad, some, (dweight, dbias), accumulate)
+            yield name, functools.partial(backend.linear_wgrad, some, (dweight, dbias), accumulate)
     layers = [([(rows, gradient)], (dweight, dbias))] * 7
-    yield "wgrads of 7", lambda: launches.linear_wgrads(layers, True)
+    yield "wgrads of 7", lambda: backend.linear_wgrads(layers, True)
     up, gate, h = (m(p, q, three) for _ in range(3))
-    yield "gated fwd", lambda: launches.gated_linear_fwd(x, weight, weight, bias, bias, "silu", gate, up, h)
+    yield "gated fwd", lambda: backend.gated_linear_fwd(x, weight, weight, bias, bias, "silu", gate, up, h)
     for activation in ("gelu", "gelu_tanh", "silu"):
         outputs = (m(p, q, three) for _ in range(3))
         yield (
             f"gated dgrad {activation}",
-            functools.partial(launches.gated_linear_dgrad, x, down, gate, up, activation, *outputs),
+            functools.partial(backend.gated_linear_dgrad, x, down, gate, up, activation, *outputs),
         )
 
 
 def attention(size: int, dtype: torch.dtype, causal: bool, window: int | None, lengths: Sequence[int]) -> Callable:
     """Both directions of attention, with two query heads for a key head."""
     from zbkern.kernels.spec import AttentionOptions
-    from zbkern.kernels.triton import kernels as launches
+    from zbkern.kernels.triton import kernels as backend
 
     ends = tuple(itertools.accumulate(lengths, initial=0))
     options = AttentionOptions(size**-0.5, causal, window, ends, ends)
@@ -98,14 +98,14 @@ def attention(size: int, dtype: torch.dtype, causal: bool, window: int | None, l
     lse = torch.empty(4, ends[-1])
 
     def run() -> None:
-        launches.attention_fwd(q, k, v, options, y, lse)
-        launches.attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)
+        backend.attention_fwd(q, k, v, options, y, lse)
+        backend.attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)
 
     return run
 
 
 def runs() -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of everything."""
+    """(name, call) of everything."""
     for dtype, layouts, shape in itertools.product((torch.bfloat16, torch.float32), LAYOUTS, SHAPES):
         for name, run in linear(shape, dtype, layouts):
             yield f"{str(dtype)[6:]} {name} {' '.join(dict.fromkeys(layouts))}", run
@@ -120,7 +120,7 @@ def runs() -> Iterator[tuple[str, Callable]]:
 
 @contextlib.contextmanager
 def machine(capability: int) -> Iterator[None]:
-    """Launches choose tiles as on a GPU of that capability, whatever is here."""
+    """Inside, kernels choose tiles as on a GPU of that capability, whatever GPU is here."""
     from zbkern.kernels.triton import attention_forward as triton_attention_forward
     from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
     from zbkern.kernels.triton import norm_backward as triton_norm_backward

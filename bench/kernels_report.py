@@ -16,12 +16,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--capability", type=int, action="append", help="80, 90, 100; all when not given")
-    parser.add_argument("--launched", action="store_true", help="everything that launches can choose: half an hour")
+    parser.add_argument("--launched", action="store_true", help="everything that calls can select: half an hour")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     bad = 0
     if triton_sass.disassembler() is None:
-        print("no nvdisasm, so nobody looks at the machine code; NVDISASM is for its path", file=sys.stderr)
+        print("nvdisasm was not found, so the machine code is not checked; set NVDISASM to its path", file=sys.stderr)
     if not arguments.json:
         columns = f"{'regs':>5} {'stack':>5} {'shared KB':>9} {'loop KB':>7}  PTX has"
         print(f"{'kernel':<44} {'sm':>4} {'warps':>5} {'stages':>6} {columns}")

@@ -1,4 +1,4 @@
-"""One GPU as several: disjoint groups of multiprocessors, each with a stream whose work runs on its group alone.
+"""One GPU as several: disjoint groups of multiprocessors, each with a stream whose kernels run on that group alone.
 
 CUDA's green contexts, made from one split: torch.cuda.GreenContext cannot do that, because each of its contexts is cut
 out of the whole device and so shares multiprocessors with the others. Needs the cuda-bindings package (torch's CUDA
@@ -19,7 +19,7 @@ import torch
 
 @contextlib.contextmanager
 def partitions(count: int, multiprocessors: int, device: torch.device) -> Iterator[list[torch.cuda.Stream]]:
-    """A stream for each of `count` disjoint groups of at least so many multiprocessors; RuntimeError without room."""
+    """A stream for each of `count` disjoint groups of at least so many multiprocessors, else RuntimeError."""
     from cuda.bindings import driver
 
     torch.zeros(1, device=device)  # torch's context is there before the others are made
@@ -55,7 +55,7 @@ def _checked(answer: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def told(multiprocessors: int) -> Iterator[None]:
-    """Inside, kernels that ask how many multiprocessors there are hear this. zbkern's ask once a process, at first."""
+    """Inside, kernels see this number of multiprocessors; zbkern's ask for it once per process, at first use."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     same = {name: getattr(properties, name) for name in ("name", "major", "minor", "total_memory")}
     fewer = SimpleNamespace(multi_processor_count=multiprocessors, **same)

@@ -2,9 +2,9 @@
 
 Eight blocks of LayerNorm + MLP 768/3072, microbatches of 256 tokens, one thread per rank, gloo; several steps in a row
 with no barrier between them, as in training. "Perfect" is half the time that one process needs for everything while the
-other core does the same, once with plain torch and once with zbkern's layers: the second leaves out what the layers
-themselves gain. Two of torch's schedules run with zbkern's layers, too. Every contestant's gradients are compared with
-plain backward() first.
+other core does the same, once with plain torch and once with zbkern's layers: the second excludes the gain from the
+layers themselves. Two of torch's schedules run with zbkern's layers, too. Every contestant's gradients are compared
+with plain backward() first.
 
     python -m bench.pipeline [--microbatches 4 8] [--rounds 4] [--only zb_h2 ...]
 """
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import ranks
-from bench.report import add_out, environment, table, write_json
+from bench.report import add_out, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
+from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, TOKENS, STEPS = 2, 8, 768, 256, 3
 LAYERS = " with zbkern's layers"
@@ -69,7 +70,7 @@ def our_contestant(name: str, schedule: Schedule, fill: str, model: nn.Sequentia
 def torch_contestant(
     kind: str, layers: bool, model: nn.Sequential, x: Tensor, y: Tensor, microbatches: int
 ) -> Contestant:
-    """torch's runtime; layers: with zbkern's layers, whose W it then schedules."""
+    """torch's engine; layers: with zbkern's layers, whose W it then schedules."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules as stock
 
@@ -189,8 +190,8 @@ def main() -> None:
             f"\n{microbatches} microbatches, perfect {perfect[0]:.0f} ms a step, {perfect[1]:.0f} ms{LAYERS}; "
             "gradients equal plain backward()\n"
         )
-        print(table(("contestant", "step", "of perfect", LAYERS.strip()), rows), flush=True)
-    print(f"\n{environment()}\n{write_json('pipeline', figures, arguments.out)}")
+        print(markdown_table(("contestant", "step", "of perfect", LAYERS.strip()), rows), flush=True)
+    print(f"\n{machine_line(environment())}\n{write_json('pipeline', figures, arguments.out)}")
 
 
 if __name__ == "__main__":

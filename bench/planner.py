@@ -1,9 +1,9 @@
-"""The planner against published figures: bubble rates of the published search and of ours, the lower bound, and time.
+"""The planner beside published figures: bubble rates of the published search and of ours, the lower bound, and time.
 
     python -m bench.planner [one] [v] [unit] [zigzag] [scale]     (default: all, which takes an hour)
 
-Seconds are of this process on one core, which other work on the machine does not change much. Time limits are of the
-clock; on a busy machine --effort, a number of rounds, is the fairer end.
+Seconds are processor time of this process on one core, which other work on the machine changes little. Time limits are
+wall-clock time; on a busy machine --effort, a number of rounds, is the fairer limit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.report import add_out, table, write_json
+from bench.report import add_out, write_json
 from zbkern.pipeline import Costs, plan
+from zbkern.reporting import markdown_table
 
 PROFILES = json.loads((Path(__file__).parent.parent / "tests/data/zb_profiles.json").read_text())
 Cell = tuple[str, Costs, int, int, int, float | None, float | None]  # name, costs, stages, microbatches, chunks, limit
@@ -62,7 +63,7 @@ def unit() -> Iterator[Cell]:
 
 
 def zigzag() -> Iterator[Cell]:
-    """Four chunks that go down, up, down, up, at p=8 and m=24, and two in a V beside them."""
+    """Four chunks in a zigzag at p=8 and m=24, and two in a V to compare with."""
     row = PROFILES["one_chunk"][0]
     for chunks, targets in ((2, (0.138, 0.071, 0.015)), (4, (0.114, 0.034, 0.001))):
         for limit, target in zip((0.5, 0.75), targets[:2], strict=True):
@@ -73,7 +74,7 @@ def zigzag() -> Iterator[Cell]:
 
 
 def scale() -> Iterator[Cell]:
-    """Large problems: the first answer, and nothing published beside it."""
+    """Large problems: the first result; nothing published to compare with."""
     for stages, microbatches in ((32, 256), (64, 1024)):
         for chunks in (1, 2):
             yield "unit", Costs(communication=0.1, activation=1 / chunks), stages, microbatches, chunks, 1.5, None
@@ -125,7 +126,7 @@ def main() -> None:
             if options.stages in (None, cell[2]) and options.microbatches in (None, cell[3]):
                 rows.append(measure(cell, options.seconds, options.effort))
                 write_json(options.name, figures, options.out)  # after every plan: all of them take an hour
-        print(table(HEADER, [_line(row) for row in rows]), flush=True)
+        print(markdown_table(HEADER, [_line(row) for row in rows]), flush=True)
 
 
 HEADER = ("model", "p", "m", "chunks", "limit", "published", "plan", "bound", "above bound", "against published", "s")

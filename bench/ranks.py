@@ -21,7 +21,7 @@ KEEP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 
 def run(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments) on `size` ranks; what it returned on rank 0. function: of a module's top level.
 
-    glibc keeps what is freed: given back and taken anew, memory costs 5 us a page, up to a tenth of a step, at random.
+    glibc is told to keep freed memory: returning and requesting it again costs 5 us per page, up to a tenth of a step.
     """
     for name, value in KEEP.items():
         os.environ.setdefault(name, value)
@@ -36,7 +36,7 @@ def run(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
 def run_in_threads(rings: Sequence[Sequence[LocalTransport]], function: Callable[[int], Any]) -> Any:
     """function(rank) on a thread for every rank of these rings; what it returned on rank 0.
 
-    Where one raises, its rings tell the others, and the first error is raised here.
+    If one raises, the others are told through its rings, and the first error is raised here.
     """
     results: dict[int, Any] = {}
     errors: list[BaseException] = []

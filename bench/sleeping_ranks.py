@@ -1,9 +1,9 @@
-"""What is planned and what runs: every schedule on virtual ranks whose compute sleeps, next to its simulation.
+"""Planned and measured: every schedule on virtual ranks that sleep instead of computing, next to its simulation.
 
-The ranks are threads of one process (`LocalTransport`), their layers sleep in F, B and W, and messages travel for as
-long as the costs say. What then differs from the simulated cost is the engine's own: its loop, waiting and filling.
-The gradients are checked: W of every layer must have run once for every microbatch. With --jitter each pass takes a
-random part more or less, and planned and eager filling of one schedule are compared on the same samples.
+The ranks are threads of one process (`LocalTransport`), their layers sleep in F, B and W, and messages take as
+long as the costs say. The difference to the simulated cost is then that of the engine: its loop, waiting and filling.
+The gradients are checked: W of every layer must have run once for every microbatch. With --jitter the time of each
+pass is random, and planned and eager filling of one schedule are compared on the same samples.
 
     python -m bench.sleeping_ranks [--stages 32] [--microbatches 32] [--unit 0.2] [--only zb_h1 ...] [--out FOLDER]
     python -m bench.sleeping_ranks --jitter 0.1 --stages 8 --microbatches 24 --unit 0.1
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from bench import ranks
-from bench.report import add_out, environment, table, write_json
+from bench.report import add_out, write_json
 from zbkern import wgrad
 from zbkern.pipeline import Costs, Pipeline, Schedule, schedules, simulate
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.reporting import environment, machine_line, markdown_table
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = 1.0, 1.0, 0.75, 0.1  # in units of --unit seconds, of all chunks of a rank
 NAMES = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half", "v_min"]
@@ -32,7 +33,7 @@ NAMES += ["one_f_one_b_v", "dualpipe_v", "zb_h1 eager", "zb_v eager"]
 
 
 class Sleep(torch.autograd.Function):
-    """The identity; F, B and W sleep, and W waits where a queue is deferring. Its gradient is the sum of dy."""
+    """The identity; F, B and W sleep, and W is deferred inside `defer`. Its gradient is the sum of dy."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, seconds: Sequence[float]) -> Tensor:
@@ -75,8 +76,8 @@ def measure(
 ) -> tuple[float, float]:
     """(simulated, measured) cost in seconds, of a step after one that does not sleep.
 
-    Eager filling decides by what has arrived. With equal costs much arrives just when it is asked for, and on a clock
-    such ties do not exist: so its simulated cost is the mean over five samples of passes that are random by 0.1%.
+    Eager filling depends on what has arrived. With equal costs messages often arrive exactly when needed, which never
+    happens on a real clock: so its simulated cost is the mean over five samples in which passes vary by 0.1%.
     """
     seconds = [unit * share / schedule.chunks for share in (FORWARD, BACKWARD, WEIGHT)]
     travel = unit * COMMUNICATION
@@ -115,7 +116,7 @@ def every_schedule(
         schedule = getattr(schedules, name.split()[0])(stages, microbatches)
         found[name] = measure(schedule, "eager" if "eager" in name else "planned", unit)
     rows = [(name, f"{a:.3f} s", f"{b:.3f} s", f"{b / a:.3f}") for name, (a, b) in found.items()]
-    print(table(("schedule", "simulated", "measured", "ratio"), rows))
+    print(markdown_table(("schedule", "simulated", "measured", "ratio"), rows))
     return found
 
 
@@ -126,7 +127,7 @@ def under_jitter(stages: int, microbatches: int, unit: float, jitter: float) -> 
         fill: [measure(schedule, fill, unit, 8, jitter, seed)[1] for seed in range(5)] for fill in ("planned", "eager")
     }
     rows = [(fill, f"{statistics.mean(costs):.3f} s") for fill, costs in found.items()]
-    print(table((f"zb_h1, passes random by {jitter:.0%}", "measured"), rows))
+    print(markdown_table((f"zb_h1, passes vary by {jitter:.0%}", "measured"), rows))
     print(f"eager takes {statistics.mean(found['eager']) / statistics.mean(found['planned']):.3f} of planned")
     return found
 
@@ -147,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         name, figures = "sleeping_ranks_jitter", under_jitter(*size, arguments.jitter)
     else:
         name, figures = "sleeping_ranks", every_schedule(*size, arguments.only)
-    print(f"\n{environment()}\n{write_json(name, figures, arguments.out)}")
+    print(f"\n{machine_line(environment())}\n{write_json(name, figures, arguments.out)}")
 
 
 if __name__ == "__main__":

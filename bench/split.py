@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import zbkern
 from bench import report
 from zbkern import testing
+from zbkern.reporting import markdown_table
 
 
 def chain(width: int, layers: int = 6) -> nn.Module:
@@ -64,7 +65,7 @@ def attention_block(width: int, heads: int) -> nn.Module:
 
 def split_row(name: str, model: nn.Module, x: Tensor, floor: int, rounds: int, twin: nn.Module | None = None) -> dict:
     """Times one model: plain, torch's split, ours split, ours in one piece. Gradients exist already, as from the second
-    microbatch on. floor: bytes of all layers' inputs and output gradients, what W cannot do without."""
+    microbatch on. floor: bytes of all layers' inputs and output gradients, which every W needs."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     x = x.requires_grad_()
@@ -125,7 +126,7 @@ def split_row(name: str, model: nn.Module, x: Tensor, floor: int, rounds: int, t
 
 
 def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> dict:
-    """W of four microbatches: as one merged launch per weight, one by one, and as four plain W (dy^T x, added)."""
+    """W of four microbatches: as one merged kernel per weight, one by one, and as four plain W (dy^T x, added)."""
     torch.manual_seed(0)
     model = zbkern.convert(chain(width))
     xs = [torch.randn(tokens, width) for _ in range(microbatches)]
@@ -143,7 +144,7 @@ def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> di
         return prepare
 
     def plain() -> list[Callable]:
-        """The W of torch's backward, by hand: a product and a sum, then added to the gradient."""
+        """The W of torch's backward, by hand: a matmul and a sum, then added to the gradient."""
         queue = queues["separate"]
         for key, x in enumerate(xs):
             with queue.defer(key):
@@ -228,11 +229,11 @@ def main(arguments: list[str] | None = None) -> int:
     print("(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds\n")
     header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
     keys = ["split", "whole", "torch_split", "held_over_floor"]
-    print(report.table(header, [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in splits]))
-    print("\nW of four microbatches / four plain W (product and sum, then added to the gradient)\n")
+    print(markdown_table(header, [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in splits]))
+    print("\nW of four microbatches / four plain W (matmul and sum, then added to the gradient)\n")
     header = ["case", "four plain W, us", "merged", "one by one"]
     print(
-        report.table(
+        markdown_table(
             header,
             [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in merges],
         )

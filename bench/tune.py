@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Problem:
-    """One product of a linear layer with M rows, N outputs and K inputs: its operands, its launch, its right answer."""
+    """One matmul of a linear layer with M rows, N outputs and K inputs: its operands, its kernel, its result."""
 
     def __init__(self, op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
@@ -83,7 +83,7 @@ class Problem:
         self.shape = {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[op]
         self.capability, self.num_sms = triton_matmul_tile._machine(device)
         self.key = tiles.key(op, *self.shape, str(dtype).removeprefix("torch."), self.capability)
-        launches = dispatch.resolve("linear", "triton", device, dtype)
+        backend = dispatch.resolve("linear", "triton", device, dtype)
         x, weight, dy = (torch.randn(*s, device=device).to(dtype) for s in ((m, k), (n, k), (m, n)))
         outs: dict[str, Callable[[], Tensor]] = {
             "fwd": lambda: torch.empty_like(dy),
@@ -92,9 +92,9 @@ class Problem:
         }
         self.out = outs[op]()
         runs: dict[str, Callable[[], None]] = {
-            "fwd": lambda: launches.linear_fwd(x, weight, None, self.out),
-            "dgrad": lambda: launches.linear_dgrad(dy, weight, self.out),
-            "wgrad": lambda: launches.linear_wgrad([(x, dy)], (self.out, None), True),
+            "fwd": lambda: backend.linear_fwd(x, weight, None, self.out),
+            "dgrad": lambda: backend.linear_dgrad(dy, weight, self.out),
+            "wgrad": lambda: backend.linear_wgrad([(x, dy)], (self.out, None), True),
         }
         self.run = runs[op]
         a, b = {"fwd": (x, weight.t()), "dgrad": (dy, weight), "wgrad": (dy.t(), x)}[op]
@@ -107,7 +107,7 @@ class Problem:
             return tiles.choose(self.op, *self.shape, dtype, self.capability, self.num_sms)
 
     def trial(self, entries: dict[str, Tile]) -> Callable[[], None]:
-        """The launch with tiles from that table."""
+        """The kernel with tiles from that table."""
 
         def run() -> None:
             with table(entries):
@@ -194,7 +194,7 @@ def _try(problem: Problem, tile: Tile, times: dict[Tile, float], end: float) -> 
 
 @contextlib.contextmanager
 def table(entries: dict[str, Tile]) -> Iterator[None]:
-    """Inside, launches take their tiles from this table instead of the file's."""
+    """Inside, kernels take their tiles from this table instead of the file's."""
     from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
 
     try:

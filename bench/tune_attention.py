@@ -1,9 +1,9 @@
-"""Finds tiles of attention on this GPU, as `bench/tune.py` does those of products, and writes them into the same table.
+"""Finds tiles of attention on this GPU, as `bench/tune.py` does for matmuls, and writes them into the same table.
 
-    python -m bench.tune_attention [--seconds 600] [--launch dkdv] [--size 128]
+    python -m bench.tune_attention [--seconds 600] [--kernel dkdv] [--size 128]
 
 A candidate counts only if outputs and gradients are those of the rules' own tiles up to rounding. dq and dkdv are timed
-as the whole backward, of which the other launch is the same for all candidates.
+as the whole backward, whose other kernel is the same for all candidates.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from zbkern.kernels import dispatch, tiles
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.tiles import AttentionTile
 
-LAUNCHES = ("fwd", "dq", "dkdv")
+KERNELS = ("fwd", "dq", "dkdv")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--launch", choices=LAUNCHES, action="append", help="all when not given")
+    parser.add_argument("--kernel", choices=KERNELS, action="append", help="all when not given")
     parser.add_argument("--size", type=int, action="append", help="of a head; 64, 128 and 256 when not given")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--table", type=Path, default=tiles.TABLE)
@@ -46,12 +46,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     found = json.loads(arguments.table.read_text()) if arguments.table.exists() else {}
     problems = list(
-        itertools.product(arguments.size or (64, 128, 256), (False, True), arguments.launch or LAUNCHES)
-    )  # the rules' other launch stays as it is while one is tuned
+        itertools.product(arguments.size or (64, 128, 256), (False, True), arguments.kernel or KERNELS)
+    )  # the other kernels keep the rules' tiles while one is tuned
     end = time.perf_counter() + arguments.seconds
     compilers = ahead.Compilers()
-    for index, (size, packed, launch) in enumerate(problems):
-        problem = Problem(launch, size, packed, arguments.tokens, "cuda")
+    for index, (size, packed, kernel) in enumerate(problems):
+        problem = Problem(kernel, size, packed, arguments.tokens, "cuda")
         share = (end - time.perf_counter()) / (len(problems) - index)
         best, rules, times = search(problem, share, compilers)
         gain = times[rules] / times[best]
@@ -66,15 +66,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Problem:
-    """A launch of causal bf16 attention: one long sequence, or (packed) the same tokens in two of different lengths."""
+    """A kernel of causal bf16 attention, on one long sequence or (packed) the same tokens in two sequences."""
 
-    def __init__(self, launch: str, size: int, packed: bool, tokens: int, device: str) -> None:
+    def __init__(self, kernel: str, size: int, packed: bool, tokens: int, device: str) -> None:
         from zbkern.kernels.triton.attention_forward import capability_of
 
-        self.launch, self.size, self.packed, self.device = launch, size, packed, device
+        self.kernel, self.size, self.packed, self.device = kernel, size, packed, device
         self.capability = capability_of(torch.device(device))
-        self.key = tiles.attention_key(launch, size, "bfloat16", self.capability, packed)
-        self.launches = dispatch.resolve("attention", "triton", device, torch.bfloat16)
+        self.key = tiles.attention_key(kernel, size, "bfloat16", self.capability, packed)
+        self.backend = dispatch.resolve("attention", "triton", device, torch.bfloat16)
         heads = max(1, 2048 // size) if device == "cuda" else 1
         ends = (0, tokens // 3, tokens) if packed else (0, tokens)
         self.options = AttentionOptions(size**-0.5, True, None, ends, ends)
@@ -84,20 +84,20 @@ class Problem:
         self.y, self.dq, self.dk, self.dv = (torch.empty_like(self.q) for _ in range(4))
         self.lse = torch.empty(heads, tokens, device=device)
         with table({}):
-            self.rules = tiles.attention(launch, size, "bfloat16", self.capability, packed)
+            self.rules = tiles.attention(kernel, size, "bfloat16", self.capability, packed)
             self.forward()
             self.backward()
         self.answers = [t.clone() for t in self.outputs()]
 
     def forward(self) -> None:
-        self.launches.attention_fwd(self.q, self.k, self.v, self.options, self.y, self.lse)
+        self.backend.attention_fwd(self.q, self.k, self.v, self.options, self.y, self.lse)
 
     def backward(self) -> None:
         inputs = self.dy, self.q, self.k, self.v, self.y, self.lse
-        self.launches.attention_dgrad(*inputs, self.options, self.dq, self.dk, self.dv)
+        self.backend.attention_dgrad(*inputs, self.options, self.dq, self.dk, self.dv)
 
     def trial(self, tile: AttentionTile) -> Callable[[], None]:
-        """Both launches, the one that is tuned with that tile."""
+        """Both kernels, the tuned one with that tile."""
 
         def run() -> None:
             with table({self.key: tile}):
@@ -115,22 +115,22 @@ class Problem:
         self.backward()
         for got, wanted in zip(self.outputs(), self.answers, strict=True):
             testing.assert_close(got, wanted)
-        run = self.forward if self.launch == "fwd" else self.backward
+        run = self.forward if self.kernel == "fwd" else self.backward
         return testing.measure({"tile": lambda: [run]}, rounds=rounds, warmup=2, device=self.device)["tile"].median
 
 
-def candidates(launch: str, size: int, capability: int) -> list[AttentionTile]:
+def candidates(kernel: str, size: int, capability: int) -> list[AttentionTile]:
     """Those that fit into shared memory. dkdv streams no more queries at a time than dq holds: it reads its results."""
     room = next(room for room in (64, 128, 256) if size <= room)
     queries, keys = {
         "fwd": ((64, 128), (32, 64, 128)),
         "dq": ((64, 128), (32, 64, 128)),
         "dkdv": ((16, 32, 64), (64, 128)),
-    }[launch]
-    splits = (False, True) if launch == "dkdv" else (False,)
+    }[kernel]
+    splits = (False, True) if kernel == "dkdv" else (False,)
     every = (AttentionTile(*row) for row in itertools.product(queries, keys, (4, 8), (1, 2, 3, 4), splits))
     limit = 1024 * tiles.SHARED_MEMORY.get(capability, 99)
-    return [tile for tile in every if tiles.attention_shared_memory(tile, launch, room, 2) <= limit]
+    return [tile for tile in every if tiles.attention_shared_memory(tile, kernel, room, 2) <= limit]
 
 
 def search(
@@ -140,7 +140,7 @@ def search(
     end = time.perf_counter() + seconds
     rules = problem.rules
     area = rules.queries * rules.keys
-    every = candidates(problem.launch, problem.size, problem.capability)
+    every = candidates(problem.kernel, problem.size, problem.capability)
     near = sorted(every, key=lambda t: (abs(t.queries * t.keys - area), abs(t.stages - rules.stages)))
     times: dict[AttentionTile, float] = {}
     some = list(dict.fromkeys((rules, *near)))

@@ -1,9 +1,9 @@
 """A pipeline on one GPU: four stages on disjoint groups of its multiprocessors, planned and measured.
 
-Each stage is a thread of this process whose stream has 32 multiprocessors of its own, so bubbles, launches and queues
-are real. L2, memory and power are shared: what that costs is measured first, with one to four groups busy. Costs are
-those of a step with all groups at work; the simulation of every schedule with them stands next to what it took. Before
-any figure, every schedule's gradients are compared with those of a plain loop.
+Each stage is a thread of this process whose stream has 32 multiprocessors of its own, so bubbles, kernel launches and
+queues are real. L2, memory and power are shared: what that costs is measured first, with one to four groups busy. Costs
+are those of a step with all groups busy; every schedule is simulated with them, next to its measured step. Before any
+figure, every schedule's gradients are compared with those of a plain loop.
 
     CUDA_DEVICE_MAX_CONNECTIONS=32 python -m bench.virtual_stages [--rounds 9] [--out FOLDER]
 """
@@ -30,6 +30,7 @@ from zbkern.pipeline import Costs, Pipeline, Schedule, draw, plan, schedules, si
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.reporting import markdown_table
 
 STAGES, MULTIPROCESSORS = 4, 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a norm: bf16 gradients are rounded at every microbatch
@@ -64,7 +65,7 @@ def _event() -> torch.cuda.Event | None:
 
 
 class Block(nn.Module):
-    """Two products and what is between them, around which the input is added."""
+    """Two linears with an activation between them, and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Block(nn.Module):
 
 
 def interference(streams: Sequence[Any], width: int, tokens: int, device: torch.device) -> list[float]:
-    """Time of one group's products with 1, 2, .. groups busy, over its time alone."""
+    """Time of one group's matmuls with 1, 2, ... groups busy, over its time alone."""
     a, b = torch.randn(tokens, width, device=device), torch.randn(width, 4 * width, device=device)
     a, b = (tensor.to(torch.bfloat16) for tensor in (a, b))
     out = [torch.empty(tokens, 4 * width, device=device, dtype=a.dtype) for _ in streams]
@@ -220,7 +221,8 @@ def main(argv: list[str] | None = None) -> int:
         factors = interference(streams, options.width, options.tokens, device)
         costs, rows = compare(Runner(model, x, target, streams), options.microbatches, options.rounds, seconds=10)
     busy = ", ".join(f"{count}: {factor:.3f}" for count, factor in enumerate(factors, 1))
-    print(f"{STAGES} stages of {MULTIPROCESSORS} multiprocessors; a product's time with so many groups busy: {busy}\n")
+    print(f"{STAGES} stages of {MULTIPROCESSORS} multiprocessors each")
+    print(f"time of a matmul over its time alone, by the number of busy groups: {busy}\n")
     print(show(rows))
     figures = {
         "interference": factors,
@@ -246,7 +248,7 @@ def show(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     header = ("schedule", "simulated, ms", "measured, ms", "ratio", f"speed over {first.name}, simulated", "measured")
-    return report.table(header, cells)
+    return markdown_table(header, cells)
 
 
 if __name__ == "__main__":

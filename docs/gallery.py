@@ -1,8 +1,8 @@
 """Draws the pictures of docs/schedules.md and fills in its figures: python docs/gallery.py
 
-The prose is written by hand. What stands between `<!-- NAME -->` and `<!-- end -->` is simulated here, and a test holds
-the page against it. The plans among it are kept in docs/plans; `python docs/gallery.py SECONDS` first searches for
-better ones, that long for each.
+The text is written by hand. What is between `<!-- NAME -->` and `<!-- end -->` is simulated here, and a test compares
+the page with it. The plans among it are in docs/plans; `python docs/gallery.py SECONDS` first searches for better ones,
+for SECONDS each.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def plans() -> str:
 
 
 def kept(chunks: int, limit: float) -> Timeline:
-    """The plan kept for that many chunks and that limit."""
+    """The plan in docs/plans for that many chunks and that limit."""
     text = (PLANS / f"{PLACEMENTS[chunks]}-{limit:g}x.csv").read_text(encoding="utf-8")
     return simulate(Schedule.from_csv(text), rechunk(PROFILE, 8, 8 * chunks))
 
@@ -124,24 +124,24 @@ def search(seconds: float) -> None:
 
 
 def more_chunks() -> str:
-    """Time lost with 1, 2, 4 and 8 chunks per rank, when messages and launches cost something."""
+    """Time lost with 1, 2, 4 and 8 chunks per rank, when messages and every pass have a cost of their own."""
     stages, microbatches, counts = 8, 32, (1, 2, 4, 8)
     rows = []
-    for message, launch in ((0, 0), (0.03, 0), (0.1, 0), (0.3, 0), (0, 0.02), (0, 0.05)):
-        row = [f"{message:.0%}", f"{launch:.0%}"]
+    for message, overhead in ((0, 0), (0.03, 0), (0.1, 0), (0.3, 0), (0, 0.02), (0, 0.05)):
+        row = [f"{message:.0%}", f"{overhead:.0%}"]
         for name in ("interleaved", "interleaved_zero_bubble"):
             for count in counts:
-                passes = dict.fromkeys(("forward", "backward", "weight"), 1 / count + launch)
-                # A fused backward is one launch for both: the split is what costs the second.
-                costs = Costs(**passes, communication=message, split_overhead=launch)
+                passes = dict.fromkeys(("forward", "backward", "weight"), 1 / count + overhead)
+                # A fused backward has the overhead once: the split adds it a second time.
+                costs = Costs(**passes, communication=message, split_overhead=overhead)
                 cost = simulate(build(name, stages, microbatches, count), costs).cost
                 row.append(percent(1 - 3 * microbatches / cost))
         best = [min(row[first : first + 4], key=lambda cell: float(cell[:-1])) for first in (2, 6)]
         rows.append(
             [f"**{cell}**" if place > 1 and cell == best[place > 5] else cell for place, cell in enumerate(row)]
         )
-    head = ["message", "launch", *(f"1F1B, v = {count}" for count in counts), *(f"ZB, v = {count}" for count in counts)]
-    return table(head, rows)
+    columns = [f"{name}, v = {count}" for name in ("1F1B", "ZB") for count in counts]
+    return table(["message", "overhead", *columns], rows)
 
 
 def split_costs() -> str:
@@ -158,7 +158,7 @@ def split_costs() -> str:
 
 
 def jitter() -> str:
-    """Mean bubble rate of ZB-H1 when every pass takes a random time, in the planned order and filled in on line."""
+    """Mean bubble rate of ZB-H1 when every pass takes a random time, in the planned order and with eager W."""
     counts = (1, 2, 4, 8)
     rows = []
     for deviation in (0, 0.05, 0.1, 0.2):
@@ -193,7 +193,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def fill(text: str) -> str:
-    """The page with its generated parts made anew. Raises KeyError for a part that there is not."""
+    """The page with its generated parts made again. Raises KeyError for a part that does not exist."""
 
     def part(match: re.Match[str]) -> str:
         name = match[1]

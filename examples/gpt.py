@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. Layer i draws its weights from seed + i, so they do not depend on who holds the layer."""
+    """Sizes of the model. The weights of layer i depend on seed + i alone, not on the rank that holds the layer."""
 
     layers: int = 8
     width: int = 256
@@ -89,10 +89,12 @@ def layer(config: Config, index: int) -> nn.Module:
 def chunk(config: Config, index: int, chunks: int) -> nn.Sequential:
     """Chunk `index` of `chunks`: an even share of the blocks; the first has the embedding, the last the head.
 
-    Layers keep their numbers in the model, so that a checkpoint says nothing of chunks.
+    Layers keep the numbers that they have in the model, so that checkpoints do not depend on the number of chunks.
     """
     if config.layers % chunks:
-        raise ValueError(f"chunk: {config.layers} layers do not divide into {chunks} chunks; change --layers")
+        raise ValueError(
+            f"chunk: layers must be a multiple of the {chunks} chunks; got {config.layers}; change --layers"
+        )
     share = config.layers // chunks
     layers = list(range(1 + index * share, 1 + (index + 1) * share))
     if index == 0:

@@ -1,4 +1,4 @@
-"""Bytes of real text, and batches of them that depend on nothing but a seed and the step."""
+"""Bytes of real text, and batches of them that depend only on a seed and the step."""
 
 from __future__ import annotations
 

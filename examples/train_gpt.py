@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --check             # losses against a plain one-process loop
     torchrun --nproc-per-node 4 examples/train_gpt.py --schedule zb_v --replicas 2    # two pipelines of two stages
 
-With checkpoints a run survives its processes. Torch keeps one store over restarts, unless told not to, in which ranks
-then find the addresses of those that have ended (torch 2.13):
+With checkpoints a run can be restarted. The variable is needed because torch 2.13 otherwise keeps one store over
+restarts, which still has the addresses of the processes that have ended:
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py \\
         --checkpoint-every 50
@@ -20,7 +20,6 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import compare
@@ -29,8 +28,7 @@ import torch.distributed as dist
 from text import Text
 from trainer import PlainTrainer, Trainer, everywhere, say
 
-from zbkern.pipeline import Schedule, checkpoint, draw, schedules, simulate
-from zbkern.pipeline.draw import trace
+from zbkern.pipeline import Schedule, checkpoint, draw, schedules, trace
 
 
 def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
@@ -44,7 +42,7 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
         loaded = checkpoint.load(folder, trainer.pipe, trainer.optimizer)
         if loaded is not None:
             trainer.learning_rate.load_state_dict(loaded.extra)
-            start = loaded.step  # which is the data position, too: a step's batch depends on nothing else
+            start = loaded.step  # which is the data position, too: the batch depends only on the step
         elif not restarted:
             raise SystemExit(f"--resume: there is no checkpoint in {folder}; run without --resume first")
     say(f"\ntraining with {schedule.name}, steps {start} to {arguments.steps}; log in {out / 'train.log'}")
@@ -70,15 +68,14 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
 
 
 def save_pictures(arguments: argparse.Namespace, trainer: Trainer) -> None:
-    """The plan, simulated with the measured costs, above the last step as it was measured."""
-    measured = trainer.pipe.gather_timeline()
-    costs = compare.measure_costs(arguments, trainer.text, trainer.schedule.placement)
+    """The schedule simulated with measured costs, above the last measured step."""
+    drift = trainer.pipe.drift(compare.measure_costs(arguments, trainer.text, trainer.schedule.placement))
     if dist.get_rank() == 0:
-        planned = replace(simulate(trainer.schedule, compare.in_seconds(costs)), unit="s", peak_memory=())
+        timelines = [drift.planned, drift.measured]
         titles = [f"{trainer.schedule.name}, planned", f"{trainer.schedule.name}, measured"]
         picture, events = arguments.out / "timeline.svg", arguments.out / "trace.json"
-        draw.save([planned, measured], picture, titles=titles)
-        trace.save([planned, measured], events, titles=titles)
+        draw.save(timelines, picture, titles=titles)
+        trace.save(timelines, events, titles=titles)
         say(f"planned and measured timeline: {picture}\ntrace for Perfetto (ui.perfetto.dev): {events}")
 
 
@@ -150,7 +147,7 @@ def parse() -> argparse.Namespace:
 
 def start_ranks() -> None:
     if "RANK" not in os.environ:
-        raise SystemExit("start me with torchrun: torchrun --nproc-per-node 2 examples/train_gpt.py")
+        raise SystemExit("train_gpt.py must be started by torchrun: torchrun --nproc-per-node 2 examples/train_gpt.py")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if torch.cuda.is_available() and torch.cuda.device_count() >= local:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -19,7 +19,7 @@ from zbkern.pipeline import Optimizer, Pipeline, Schedule
 
 
 class Trainer:
-    """This rank's chunks of the model in a pipeline, one of --replicas that are alike, with their optimizer."""
+    """This rank's chunks of the model in a pipeline, one of --replicas identical pipelines, with their optimizer."""
 
     def __init__(self, arguments: argparse.Namespace, text: Text, schedule: Schedule, fill: str = "planned") -> None:
         self.arguments, self.text, self.schedule = arguments, text, schedule
@@ -98,7 +98,7 @@ def make_optimizer(arguments: argparse.Namespace, model: nn.Module) -> torch.opt
 
 
 def half(arguments: argparse.Namespace, device: torch.device) -> torch.autocast:
-    """bf16 on a GPU, unless losses are to be equal to 1e-5."""
+    """bf16 on a GPU, unless --check compares losses to 1e-5."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and not arguments.check)
 
 
@@ -108,25 +108,25 @@ def warm_up(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 @functools.cache
 def mesh(replicas: int) -> DeviceMesh:
-    """All ranks as replicas of a pipeline."""
+    """All ranks, as --replicas pipelines."""
     shape = (replicas, dist.get_world_size() // replicas)
     return init_device_mesh(device_of_this_rank().type, shape, mesh_dim_names=("replica", "stage"))
 
 
 def pipeline_group(arguments: argparse.Namespace) -> dist.ProcessGroup | None:
-    """The ranks of this rank's pipeline; None for all."""
+    """The ranks of this rank's pipeline; None for all ranks."""
     return mesh(arguments.replicas).get_group("stage") if arguments.replicas > 1 else None
 
 
 def batch(arguments: argparse.Namespace, text: Text, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """That of all replicas."""
+    """The batch of a step, for all replicas together."""
     rows = arguments.rows * arguments.microbatches * arguments.replicas
     inputs, targets = text.batch(step, rows, arguments.context)
     return inputs.to(device), targets.to(device)
 
 
 def everywhere(loss: Tensor | None, replicas: int, device: torch.device) -> float:
-    """The mean over replicas, each of which has its loss on one rank; on all ranks."""
+    """The mean loss over replicas, each of which has its loss on one rank; returned on all ranks."""
     value = torch.zeros((), device=device) if loss is None else loss.float()
     dist.all_reduce(value)
     return value.item() / replicas

@@ -25,7 +25,7 @@ def test_every_row_is_measured_and_checked(tmp_path: Path, capsys: pytest.Captur
     assert not [figure for figure in figures if "rate" not in figure]
     assert not [figure for figure in figures if figure.get("missing")]
     assert all(peer["ratio"] > 0 for figure in figures for peer in figure["peers"].values())
-    assert not [figure for figure in figures if figure["verdict"]]  # the goals are a GPU's
+    assert not [figure for figure in figures if figure["goal met"]]  # the goals are a GPU's
     drawing = ElementTree.parse(tmp_path / "gpu.svg").getroot()
     with_intensity = [figure for figure in figures if "intensity" in figure and figure["row"] != "product, ceiling"]
     assert len(drawing.findall("{*}circle/{*}title")) == len(with_intensity) > 5
@@ -100,9 +100,9 @@ def test_a_row_without_time_left_says_so() -> None:
         ("rate", "us", 2.0, 9.0, "below"),
     ],
 )
-def test_verdicts(goal: str, unit: str, rate: float, ratio: float, expected: str) -> None:
+def test_goals(goal: str, unit: str, rate: float, ratio: float, expected: str) -> None:
     result = {"rate": rate, "peers": {"peer": {"ratio": ratio}}}
-    assert gpu.verdict(row(goal=goal, unit=unit), case(peer=lambda: None), result) == expected
+    assert gpu.goal_met(row(goal=goal, unit=unit), case(peer=lambda: None), result) == expected
 
 
 def test_no_figure_without_a_gpu(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

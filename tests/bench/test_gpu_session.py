@@ -29,7 +29,7 @@ def jobs(folder: Path) -> dict[str, dict]:
 
 def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
     faults = ("hang=rms_norm_fwd", "wrong=rms_norm_dgrad", "kill=RMSNorm backward")
-    options = ["--only", "norm_|RMSNorm", "--dtype", "float32", "--launch-limit", "7", "--seconds", "60"]
+    options = ["--only", "norm_|RMSNorm", "--dtype", "float32", "--kernel-limit", "7", "--seconds", "60"]
     assert start(tmp_path, *options, *(option for fault in faults for option in ("--fault", fault))).wait(90) == 1
     found = jobs(tmp_path)
     statuses = {name: job["status"] for name, job in found.items()}

@@ -1,4 +1,4 @@
-"""What benchmarks keep: only what they are told to, so that a quick run replaces nobody's figures."""
+"""What benchmarks save: only with --out, so that a quick run does not replace the figures in bench/results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def kept() -> dict[Path, int]:
 def test_figures_are_kept_where_they_are_told_to_be(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     before = kept()
     sleeping_ranks.main(QUICK)
-    assert "not kept: --out FOLDER writes these figures" in capsys.readouterr().out
+    assert "not saved: --out FOLDER writes these figures" in capsys.readouterr().out
     sleeping_ranks.main([*QUICK, "--out", str(tmp_path / "new")])
     assert kept() == before
     written = json.loads((tmp_path / "new/sleeping_ranks.json").read_text())

@@ -16,16 +16,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_the_rules_choice_is_a_candidate(size: int, capability: int) -> None:
-    for launch in tune_attention.LAUNCHES:
-        candidates = tune_attention.candidates(launch, size, capability)
+    for kernel in tune_attention.KERNELS:
+        candidates = tune_attention.candidates(kernel, size, capability)
         assert len(set(candidates)) == len(candidates) > 4
         for packed in (False, True):
-            assert tiles.attention(launch, size, "bfloat16", capability, packed) in candidates
+            assert tiles.attention(kernel, size, "bfloat16", capability, packed) in candidates
 
 
-@pytest.mark.parametrize("launch", tune_attention.LAUNCHES)
-def test_a_wrong_candidate_never_wins(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = tune_attention.Problem(launch, 16, True, 40, "cpu")
+@pytest.mark.parametrize("kernel", tune_attention.KERNELS)
+def test_a_wrong_candidate_never_wins(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = tune_attention.Problem(kernel, 16, True, 40, "cpu")
     right, wrong = AttentionTile(64, 64, 4, 1), AttentionTile(64, 64, 4, 4)
     assert problem.rules not in (right, wrong)
     monkeypatch.setattr(tune_attention, "candidates", lambda *_: [right, wrong])
@@ -33,7 +33,7 @@ def test_a_wrong_candidate_never_wins(launch: str, monkeypatch: pytest.MonkeyPat
 
     def fail_with_the_wrong_one(got: object, wanted: object) -> None:
         check(got, wanted)
-        tile = tiles.attention(launch, 16, "bfloat16", 90, True)
+        tile = tiles.attention(kernel, 16, "bfloat16", 90, True)
         assert tile != wrong
 
     monkeypatch.setattr(tune_attention.testing, "assert_close", fail_with_the_wrong_one)
@@ -42,7 +42,7 @@ def test_a_wrong_candidate_never_wins(launch: str, monkeypatch: pytest.MonkeyPat
     class Timing:
         @property
         def median(self) -> float:
-            return seconds[tiles.attention(launch, 16, "bfloat16", 90, True)]
+            return seconds[tiles.attention(kernel, 16, "bfloat16", 90, True)]
 
     monkeypatch.setattr(tune_attention.testing, "measure", lambda *_, **__: {"tile": Timing()})
     best, rules, times = tune_attention.search(problem, 100.0)

@@ -1,4 +1,4 @@
-"""The stages on one GPU without a GPU: all schedules run, are checked, and stand next to their simulation."""
+"""The stages on one GPU without a GPU: all schedules run, are checked, and are simulated."""
 
 from __future__ import annotations
 

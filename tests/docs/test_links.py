@@ -44,7 +44,7 @@ def test_paths_in_backticks(page: Path) -> None:
 
 
 def test_every_page_is_linked() -> None:
-    """From the README or from a page that is: nobody finds a page that nothing names."""
+    """From the README or from a page that is linked: otherwise readers do not find it."""
     found, rest = set[Path](), [ROOT / "README.md"]
     while rest:
         page = rest.pop()

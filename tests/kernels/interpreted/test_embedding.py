@@ -74,10 +74,15 @@ def test_runs_are_equal_bit_for_bit() -> None:
     assert torch.equal(wgrad([20, 11], 3, 32), wgrad([20, 11], 3, 32))
 
 
-def test_a_frozen_weight_and_rows_without_features() -> None:
+def test_a_frozen_weight_and_rows_without_features_launch_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU refuses a grid of no programs."""
+    grids: list[tuple[int, int]] = []
+    monkeypatch.setattr(triton_embedding, "_sum_runs", lambda grid, *_, **__: grids.append(grid))
     indices = torch.zeros(3, dtype=torch.int64)
     triton_embedding.embedding_wgrad([(indices, torch.empty(3, 0))], (torch.empty(2, 0),), False)
     triton_embedding.embedding_wgrad([(indices, torch.empty(3, 4))], (None,), False)
+    triton_embedding.embedding_wgrad([(indices, torch.empty(3, 4))], (torch.empty(2, 4),), False)
+    assert grids == [(3, 1)]
 
 
 def test_forward_finds_indices_out_of_range() -> None:

@@ -55,10 +55,14 @@ def test_tiles_are_powers_of_two() -> None:
                 assert tile[2] >= size - 2 * half
 
 
-def test_nothing_to_rotate() -> None:
-    for shape in ((0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8)):
-        x = torch.empty(shape)
-        triton_rotary.rotary_fwd(x, torch.ones(shape[1], 4), torch.ones(shape[1], 4), False, x.clone())
+def test_nothing_to_rotate_launches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU refuses a grid of no programs."""
+    grids: list[tuple[int, int]] = []
+    monkeypatch.setattr(triton_rotary, "_rotate", lambda grid, *_, **__: grids.append(grid))
+    for shape in ((0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (2, 3, 2, 8)):
+        x, angles = torch.empty(shape), torch.ones(shape[1], 4)
+        triton_rotary.rotary_fwd(x, angles, angles, False, x.clone())
+    assert grids == [(6, 1)]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -70,7 +70,10 @@ def test_it_can_say_how_it_cut() -> None:
 def test_overheads_and_savings_stay_within_their_passes(values: list[tuple[float, float]], wanted: int) -> None:
     weight = [max(pair) for pair in values]
     costs = Costs(weight=weight, merge_saving=[min(pair) for pair in values], split_overhead=weight)
-    rechunk(costs, len(values), wanted).per_chunk(wanted)  # raises where they are not
+    flat = rechunk(costs, len(values), wanted).per_chunk(wanted)
+    assert all(fused >= 0 for fused in flat.fused)
+    assert all(saving <= weight for saving, weight in zip(flat.merge_saving, flat.weight, strict=True))
+    assert sum(flat.weight) == pytest.approx(sum(weight))
 
 
 def test_edges_with_latencies_of_their_own_cannot_be_cut() -> None:
