@@ -81,7 +81,7 @@ class AdamW(torch.optim.Optimizer):
             params,
             {
                 "lr": lr,
-                "betas": tuple(float(beta) for beta in betas),
+                "betas": _two_numbers(betas),
                 "eps": eps,
                 "weight_decay": weight_decay,
                 "amsgrad": amsgrad,
@@ -247,6 +247,8 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError for settings out of range, UnavailableError where `impl` cannot run."""
+        if isinstance(param_group, dict) and "params" not in param_group:
+            raise ValueError(f"AdamW: a group must have its parameters under 'params'; got only {list(param_group)}")
         super().add_param_group(param_group)
         _check(self.param_groups[-1])
         for parameter in self.param_groups[-1]["params"]:
@@ -258,7 +260,7 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but what is wider than its parameter stays so, and `master_weights` as it was constructed.
 
-        Raises ValueError, with nothing changed, for a state that is not of an AdamW.
+        Raises TypeError or ValueError, with nothing changed, for a state that is not of an AdamW.
         """
         _check_state(state_dict)
         masters = [group["master_weights"] for group in self.param_groups]
@@ -313,6 +315,11 @@ def _adopted(saved: dict[str, Any], parameter: Tensor, master: bool) -> dict[str
 
 
 def _check_state(state_dict: dict[str, Any]) -> None:
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            "AdamW.load_state_dict: state_dict must be that of an AdamW, as state_dict() gives it; got "
+            f"{type(state_dict).__name__}"
+        )
     groups, states = state_dict.get("param_groups", [{}]), state_dict.get("state", {}).values()
     settings, moments = ("lr", "betas", "eps", "weight_decay"), ("exp_avg", "exp_avg_sq", "step")
     needed: list[tuple[dict[str, Any], tuple[str, ...]]] = [(group, settings) for group in groups]
@@ -332,7 +339,19 @@ def _check(group: dict[str, Any]) -> None:
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"AdamW: lr must be a number or one element; got {list(group['lr'].shape)}")
     for name in ("lr", "eps", "weight_decay"):
+        if not _is_number(group[name]):
+            raise TypeError(f"AdamW: {name} must be a number; got {group[name]!r}")
         if not group[name] >= 0:
             raise ValueError(f"AdamW: {name} must be at least 0; got {group[name]}")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
+    if not all(0 <= beta < 1 for beta in _two_numbers(group["betas"])):
         raise ValueError(f"AdamW: betas must be at least 0 and below 1; got {group['betas']}")
+
+
+def _two_numbers(betas: Any) -> tuple[float, float]:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_number, betas)):
+        raise TypeError(f"AdamW: betas must be two numbers, such as (0.9, 0.999); got {betas!r}")
+    return float(betas[0]), float(betas[1])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)

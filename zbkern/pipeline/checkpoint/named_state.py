@@ -24,18 +24,23 @@ class NamedState:
         group.RANK.INDEX          hyperparameters, and the names of the parameters that have them
 
     modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
-    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's. Raises ValueError when two
-    tensors of a chunk get one name, or when a parameter of the optimizer is in no module.
+    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's. Raises TypeError for other
+    arguments, ValueError when two tensors of a chunk get one name, or a parameter of the optimizer is in no module.
     """
 
     def __init__(self, modules: Any, optimizer: Any, rename: Rename | None, rank: int) -> None:
         self.rank = rank
         self._chunks = _chunks(modules)
-        self._rename = rename if rename is not None else _as_it_is
+        self._rename = _checked(rename) if rename is not None else _as_it_is
         self._inner = getattr(optimizer, "optimizer", optimizer)  # torch's, inside of ours
         self._masters: list[tuple[Tensor, Tensor]] = getattr(optimizer, "masters", [])
         groups = getattr(self._inner, "param_groups", [])
         self._inner_has_masters = any(group.get("master_weights") for group in groups)
+        if self._inner is not None and not isinstance(self._inner, torch.optim.Optimizer):
+            raise TypeError(
+                "checkpoint: optimizer must be an Optimizer, a torch optimizer or None; got "
+                f"{type(self._inner).__name__}"
+            )
         names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
@@ -258,6 +263,19 @@ def some(names: Sequence[str]) -> str:
 
 def _of_model(stored: Iterable[str]) -> list[str]:
     return [name for kind, name in map(_parse, stored) if kind == "model"]
+
+
+def _checked(rename: Rename) -> Rename:
+    if not callable(rename):
+        raise TypeError(f"checkpoint: rename must be callable as rename(chunk, key), or None; got {rename!r}")
+
+    def name(chunk: int, key: str) -> str:
+        found = rename(chunk, key)
+        if not isinstance(found, str):
+            raise TypeError(f"checkpoint: rename must return a string, a name in the whole model; got {found!r}")
+        return found
+
+    return name
 
 
 def _as_it_is(chunk: int, key: str) -> str:

@@ -64,7 +64,7 @@ def save(
     """
     with RankExchange("checkpoint.save", group, _timeout(timeout, modules)) as ranks:
         check_timeout(ranks.call, _timeout(timeout, modules))
-        folder = Path(folder)
+        folder = _path(folder)
         _check_count("step", step, 0)
         _check_count("keep", keep, 1)
         state = NamedState(modules, optimizer, rename, ranks.rank)
@@ -117,7 +117,7 @@ def load(
     """
     with RankExchange("checkpoint.load", group, _timeout(timeout, modules)) as ranks:
         check_timeout(ranks.call, _timeout(timeout, modules))
-        folder = Path(folder)
+        folder = _path(folder)
         if step is not None:
             _check_count("step", step, 0)
         state = NamedState(modules, optimizer, rename, ranks.rank)
@@ -175,7 +175,7 @@ def load(
 
 def latest(folder: str | os.PathLike) -> Path | None:
     """The newest checkpoint of a folder, None where there is none. Raises ValueError for what is no folder."""
-    return directory.find(Path(folder), None)
+    return directory.find(_path(folder), None)
 
 
 # ---- arguments, and what ranks must agree on
@@ -187,6 +187,12 @@ def _timeout(timeout: float | None, modules: Any) -> float:
     if timeout is not None:
         return timeout
     return modules.timeout if hasattr(modules, "completed") else TIMEOUT  # a Pipeline's
+
+
+def _path(folder: str | os.PathLike) -> Path:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"checkpoint: folder must be a path; got {type(folder).__name__} {folder!r}")
+    return Path(folder)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

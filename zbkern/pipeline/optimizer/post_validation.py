@@ -23,7 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.optimizer.clipping import check_max_norm, clip_coefficient, scale_gradients_, sum_of_squares
+from zbkern.pipeline.optimizer.clipping import (
+    check_max_norm,
+    clip_coefficient,
+    scale_gradients_,
+    sum_of_squares,
+)
 from zbkern.pipeline.optimizer.master_weights import (
     Gradients,
     copy_masters_to_params,
@@ -35,7 +40,7 @@ from zbkern.pipeline.optimizer.undo import UNDO, PendingStep, gradient_of, hyper
 from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, check_timeout
-from zbkern.pipeline.transport.connect import connect_row
+from zbkern.pipeline.transport.connect import check_tied, connect_row
 
 
 class NormTag(NamedTuple):
@@ -113,7 +118,8 @@ class Optimizer(OptimizerWrapper):
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
                 "to one torch optimizer; set pipe.optimizer = None to replace it"
             )
-        if undo is not None and undo not in UNDO:
+        check_tied("Optimizer", tied)
+        if undo not in (*UNDO, None):
             raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
         if timeout is not None:
             check_timeout("Optimizer", timeout)
