@@ -126,7 +126,7 @@ def measure(
 
     A candidate is a function that prepares one run (untimed, a forward for instance) and returns the functions to be
     timed together. On a CUDA device the time is taken between events on the current stream, after a pause in which the
-    host gets ahead: what launches cost it does not count, unless they cost more than they run for. The L2 cache holds
+    host gets ahead: the time to launch kernels does not count, unless it is longer than they run. The L2 cache holds
     nothing of theirs by then. Raises TypeError for candidates that are no such functions.
     """
     _check_candidates(candidates)

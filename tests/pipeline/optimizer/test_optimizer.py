@@ -140,12 +140,12 @@ def test_inverse_with_masters() -> None:
     assert check(case, exact=False, undo="inverse", adaptive=False)[0].undone == 2
 
 
-def test_without_undo_nothing_steps_before_the_verdict() -> None:
+def test_without_undo_nothing_steps_before_the_global_check() -> None:
     case = Case(4, 5, {(3, 1): 3.0, (2, 2): math.inf, (0, 3): 2.0})
     assert [o.undone for o in check(case, undo=None)] == [0, 0, 0, 0]
 
 
-def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
+def test_a_gradient_that_changes_before_the_global_check_is_noticed() -> None:
     case = Case(2, 1, {(1, 0): 3.0})
 
     def rank_loop(transport: LocalTransport) -> None:
@@ -160,7 +160,7 @@ def test_a_gradient_that_changes_before_the_verdict_is_noticed() -> None:
         results_on_threads(2, rank_loop)
 
 
-def test_gradients_that_are_zeroed_before_the_verdict() -> None:
+def test_gradients_that_are_zeroed_before_the_global_check() -> None:
     def rank_loop(transport: LocalTransport) -> tuple[float, float]:
         weight = nn.Parameter(torch.zeros(()))
         weight.grad = torch.tensor(4.0 if transport.rank else 0.6)
@@ -321,7 +321,7 @@ def test_state_dict_resumes_bit_for_bit() -> None:
                     optimizer.load_state_dict(state)
                     for parameter, master in optimizer.masters:
                         assert torch.equal(parameter, master.to(parameter.dtype))
-                optimizer.validate()  # for the scale; a state has the step before it done as the verdict says
+                optimizer.validate()  # for the scale; a state has the step before it validated
                 case.backward(weights, transport.rank, step, scaler.get_scale())
                 optimizer.step()
             optimizer.validate()
@@ -347,7 +347,7 @@ def test_a_state_loads_with_and_without_a_loss_scale() -> None:
     ("saved", "loaded", "adaptive", "undone"),
     [(3.0, 0.1, True, 0), (0.1, 3.0, True, 1), (3.0, 0.1, False, 1), (None, 3.0, True, 0)],
 )
-def test_a_state_says_whether_to_wait_for_the_next_verdict(
+def test_a_state_says_whether_to_wait_for_the_next_global_check(
     saved: float | None, loaded: float, adaptive: bool, undone: int
 ) -> None:
     """saved, loaded: norms before the load, of the optimizer that saved (None: another kind, that does not know it) and
