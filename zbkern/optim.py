@@ -37,7 +37,7 @@ class AdamW(torch.optim.Optimizer):
     device); a step with gradients that are not finite, or whose squares add up beyond fp32, changes nothing. Over the
     ranks of a pipeline or over shards, give max_norm to zbkern.pipeline.Optimizer instead.
 
-    step() never waits for the device. A torch.amp.GradScaler's `step(optimizer)` hands over its scale and flag on the
+    step() never waits for the device. A torch.amp.GradScaler's `step(optimizer)` passes its scale and flag on the
     device, too; it finds gradients in `.grad` alone (for `main_grad` there is the scaler of zbkern.pipeline.Optimizer).
     A step can be captured in a CUDA graph after one that makes the state. Step numbers, clipping and skipping are
     computed anew in each replay; of the numbers in a group only `lr` may change, where it is a tensor on the device (as
@@ -49,7 +49,7 @@ class AdamW(torch.optim.Optimizer):
     transient_attributes = frozenset(("_memory", "_buffer", "_control"))  # whose values no step depends on
     _buffer: Tensor | None
     _control: Tensor | None
-    _step_supports_amp_scaling = True  # what GradScaler asks for before it hands over `grad_scale` and `found_inf`
+    _step_supports_amp_scaling = True  # what GradScaler asks for before it passes `grad_scale` and `found_inf`
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class AdamW(torch.optim.Optimizer):
             params,
             {
                 "lr": lr,
-                "betas": tuple(float(beta) for beta in betas),
+                "betas": _two_numbers(betas),
                 "eps": eps,
                 "weight_decay": weight_decay,
                 "amsgrad": amsgrad,
@@ -107,7 +107,7 @@ class AdamW(torch.optim.Optimizer):
         batches = self._batches()
         self._control = self._measure(batches)
         for batch in batches:
-            batch.launches.adamw(*batch.tensors, batch.options, control=self._control, memory=batch.memory)
+            batch.backend.adamw(*batch.tensors, batch.options, control=self._control, memory=batch.memory)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -135,7 +135,7 @@ class AdamW(torch.optim.Optimizer):
                     f"weight_decay other than 1; got {params[0].dtype}, {options}"
                 )
         for batch in batches:
-            batch.launches.adamw(*batch.tensors, batch.options, control=self._control, undo=True, memory=batch.memory)
+            batch.backend.adamw(*batch.tensors, batch.options, control=self._control, undo=True, memory=batch.memory)
 
     def _batches(self) -> list[_Batch]:
         """What is stepped together: of one group, device, dtype of parameters and of gradients."""
@@ -163,9 +163,9 @@ class AdamW(torch.optim.Optimizer):
             for key, alike in rows.items():
                 *columns, kept = map(list, zip(*alike, strict=True))
                 device, *dtypes, bare, fit = key
-                launches = self._resolve(device, dtypes, fit)
+                backend = self._resolve(device, dtypes, fit)
                 memory = self._memory.setdefault((number, *key), {})
-                found.append(_Batch(launches, (*columns, None if bare else kept), options, memory))
+                found.append(_Batch(backend, (*columns, None if bare else kept), options, memory))
         return found
 
     def _resolve(self, device: torch.device, dtypes: list[torch.dtype], fit: bool) -> ModuleType:
@@ -223,7 +223,7 @@ class AdamW(torch.optim.Optimizer):
         return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
     def _measure(self, batches: list[_Batch]) -> Tensor | None:
-        """What the launches read on the device of all gradients together (spec.py); None where they need nothing."""
+        """What the kernels read on the device of all gradients together (spec.py); None where they need nothing."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if not batches or (self.max_norm is None and scale is None and found is None):
             return None
@@ -237,7 +237,7 @@ class AdamW(torch.optim.Optimizer):
             control[:2].zero_()
         else:
             for index, batch in enumerate(batches):
-                batch.launches.squared_norm(batch.tensors[1], control, accumulate=index > 0, memory=batch.memory)
+                batch.backend.squared_norm(batch.tensors[1], control, accumulate=index > 0, memory=batch.memory)
         if found is not None:
             control[1:2].add_(found)
         control[2:3].fill_(1) if scale is None else control[2:3].copy_(scale)
@@ -247,6 +247,8 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError for settings out of range, UnavailableError where `impl` cannot run."""
+        if isinstance(param_group, dict) and "params" not in param_group:
+            raise ValueError(f"AdamW: a group must have its parameters under 'params'; got only {list(param_group)}")
         super().add_param_group(param_group)
         _check(self.param_groups[-1])
         for parameter in self.param_groups[-1]["params"]:
@@ -258,7 +260,7 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but what is wider than its parameter stays so, and `master_weights` as it was constructed.
 
-        Raises ValueError, with nothing changed, for a state that is not of an AdamW.
+        Raises TypeError or ValueError, with nothing changed, for a state that is not of an AdamW.
         """
         _check_state(state_dict)
         masters = [group["master_weights"] for group in self.param_groups]
@@ -280,15 +282,15 @@ class AdamW(torch.optim.Optimizer):
         self._forget()
 
     def _forget(self) -> None:
-        self._memory: dict[tuple[Any, ...], dict[str, Any]] = {}  # of each batch, what its launches keep
+        self._memory: dict[tuple[Any, ...], dict[str, Any]] = {}  # of each batch, what its kernels keep
         self._buffer = self._control = None
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """One launch: parameters, gradients, exp_avg, exp_avg_sq, step, and masters or None."""
+    """What one kernel launch steps: parameters, gradients, exp_avg, exp_avg_sq, step, and masters or None."""
 
-    launches: ModuleType
+    backend: ModuleType
     tensors: tuple[Any, ...]  # lists of tensors
     options: AdamWOptions
     memory: dict[str, Any]
@@ -313,6 +315,11 @@ def _adopted(saved: dict[str, Any], parameter: Tensor, master: bool) -> dict[str
 
 
 def _check_state(state_dict: dict[str, Any]) -> None:
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            "AdamW.load_state_dict: state_dict must be that of an AdamW, as state_dict() gives it; got "
+            f"{type(state_dict).__name__}"
+        )
     groups, states = state_dict.get("param_groups", [{}]), state_dict.get("state", {}).values()
     settings, moments = ("lr", "betas", "eps", "weight_decay"), ("exp_avg", "exp_avg_sq", "step")
     needed: list[tuple[dict[str, Any], tuple[str, ...]]] = [(group, settings) for group in groups]
@@ -332,7 +339,19 @@ def _check(group: dict[str, Any]) -> None:
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"AdamW: lr must be a number or one element; got {list(group['lr'].shape)}")
     for name in ("lr", "eps", "weight_decay"):
+        if not _is_number(group[name]):
+            raise TypeError(f"AdamW: {name} must be a number; got {group[name]!r}")
         if not group[name] >= 0:
             raise ValueError(f"AdamW: {name} must be at least 0; got {group[name]}")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
+    if not all(0 <= beta < 1 for beta in _two_numbers(group["betas"])):
         raise ValueError(f"AdamW: betas must be at least 0 and below 1; got {group['betas']}")
+
+
+def _two_numbers(betas: Any) -> tuple[float, float]:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_number, betas)):
+        raise TypeError(f"AdamW: betas must be two numbers, such as (0.9, 0.999); got {betas!r}")
+    return float(betas[0]), float(betas[1])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)

@@ -32,6 +32,8 @@ def tolerance_of(dtype: torch.dtype, terms: int = 0) -> float:
     tests/support/tensor_cores.py is a model of that; an error that grows with the number of products is no fault of a
     kernel.
     """
+    if dtype not in TOLERANCE:
+        raise TypeError(f"tolerance_of: {dtype} has no tolerance of its own; pass tolerance= to assert_close")
     return TOLERANCE[dtype] + (0.0 if dtype == torch.float64 else _CUT_OFF * terms / 16)
 
 
@@ -47,7 +49,11 @@ def assert_close(
 
     A bound against the largest value, not each single one: sums of many products may cancel anywhere. scale: a size
     that counts as the largest value where all are smaller. terms: how many products each value sums (`tolerance_of`).
+    Raises TypeError for what are no tensors, and for dtypes that have no tolerance, such as integers, without one.
     """
+    for argument, value in (("got", got), ("expected", expected)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"assert_close: {argument} must be a torch.Tensor; got {type(value).__name__}")
     if got.shape != expected.shape:
         raise AssertionError(f"{name}: shape {list(got.shape)}, expected {list(expected.shape)}")
     if got.numel() == 0:
@@ -72,6 +78,9 @@ def assert_same_gradients(
     Errors count against the largest value of that gradient, or a thousandth of the largest in the model: some gradients
     (the bias of an attention's keys) are zero but for rounding. attribute: where `got` keeps its gradients.
     """
+    for argument, model in (("got", got), ("expected", expected)):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"assert_same_gradients: {argument} must be a torch.nn.Module; got {type(model).__name__}")
     others = dict(expected.named_parameters(remove_duplicate=False))
     mine = dict(got.named_parameters(remove_duplicate=False))
     if mine.keys() != others.keys():
@@ -117,9 +126,15 @@ def measure(
 
     A candidate is a function that prepares one run (untimed, a forward for instance) and returns the functions to be
     timed together. On a CUDA device the time is taken between events on the current stream, after a pause in which the
-    host gets ahead: what launches cost it does not count, unless they cost more than they run for. The L2 cache holds
-    nothing of theirs by then.
+    host gets ahead: the time to launch kernels does not count, unless it is longer than they run. The L2 cache holds
+    nothing of theirs by then. Raises TypeError for candidates that are no such functions.
     """
+    _check_candidates(candidates)
+    for argument, count, least in (("rounds", rounds, 1), ("warmup", warmup, 0)):
+        if not isinstance(count, int):
+            raise TypeError(f"measure: {argument} must be a whole number, at least {least}; got {count!r}")
+        if count < least:
+            raise ValueError(f"measure: {argument} must be at least {least}; got {count}")
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     shuffle = random.Random(0).shuffle
@@ -127,10 +142,17 @@ def measure(
         shuffle(order)
         for name in order:
             functions = candidates[name]()
+            if not isinstance(functions, Sequence):
+                raise TypeError(f"measure: candidate {name!r} must return a list of functions; got {functions!r}")
             elapsed = _elapsed(functions, torch.device(device))
             if turn >= warmup:
                 seconds[name].append(elapsed)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def _check_candidates(candidates: object) -> None:
+    if not isinstance(candidates, Mapping) or not all(map(callable, candidates.values())):
+        raise TypeError(f"measure: candidates must be {{name: function that prepares a run}}; got {candidates!r}")
 
 
 def _elapsed(functions: Sequence[Callable[[], object]], device: torch.device) -> float:

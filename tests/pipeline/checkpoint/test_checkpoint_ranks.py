@@ -86,7 +86,12 @@ def save_with(folder: Path, case: str, failing: int) -> tuple[str, str, float]:
         ("folder", 1, "ValueError", "and this rank does not; folder must be one place shared by all ranks"),
         ("extra", 1, "TypeError", "extra['data'] must be a number"),
         ("step", 1, "TypeError", "step must be a whole number"),
-        ("timeout", 1, "ValueError", "timeout must be a finite number of seconds above 0; got -1"),
+        (
+            "timeout",
+            1,
+            "ValueError",
+            "timeout must be a number of seconds above 0 and at most 31536000 (a year)",
+        ),
         ("modules", 1, "TypeError", "modules must be a Pipeline"),
         ("number", 0, "ValueError", "step must be the same on all ranks; rank 0 has 3, rank 1 2"),
     ],
@@ -134,7 +139,7 @@ def load_with(folder: Path, case: str) -> tuple[str, str]:
         checkpoint.load(place, modules, step=step, timeout=20)
     except BaseException as error:
         kind, message = type(error).__name__, str(error)
-    if case == "shapes":
+    if kind != "nothing":
         assert modules[rank][0].weight[0, 0] == 0.0, "something was loaded"
     checkpoint.save(base, 2, module_of(rank, 5.0), timeout=20)
     again = module_of(rank, 0.0)

@@ -109,6 +109,7 @@ def kill_and_resume(runs: Runs, folder: Path, kills: int, seed: int) -> None:
     expected = logged(whole)
     assert [int(step) for step, *_ in expected] == list(range(steps))
     chance = random.Random(seed)
+    print(f"kills drawn with seed {seed}")  # of the moments of the kills; the machine has its share in them
     for attempt in range(kills):
         before, goal = len(logged(parts)), chance.randint(1, 8)
         ranks = runs.start(parts, attempt, steps, 2)
@@ -134,13 +135,13 @@ def kill_and_resume(runs: Runs, folder: Path, kills: int, seed: int) -> None:
 @pytest.mark.dist
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_two_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
-    kill_and_resume(runs, tmp_path, kills=2, seed=int(time.time()))
+    kill_and_resume(runs, tmp_path, kills=2, seed=2)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_twenty_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
-    kill_and_resume(runs, tmp_path, kills=20, seed=int(time.time()))
+    kill_and_resume(runs, tmp_path, kills=20, seed=20)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An Optimizer and its Pipeline: forwards that run before the verdict on the step whose weights they read."""
+"""An Optimizer and its Pipeline: forwards that run before the step whose weights they read is validated."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def train(
                 losses.append(None if loss is None else loss.item())
                 ran = [event.action for event in pipe.last_timeline.events[transport.rank]]
                 planned = schedule.actions[transport.rank]
-                assert [a for a in ran if a.kind != "W"] == [a for a in planned if a.kind != "W"], "of void forwards"
-                assert pipe._in_flight == 0, "counts void forwards"
+                assert [a for a in ran if a.kind != "W"] == [a for a in planned if a.kind != "W"], "discarded ones"
+                assert pipe._in_flight == 0, "counts discarded forwards"
                 for chunk in mine:
                     force(model[chunk], forced.get((chunk, step)))
                 hold(transport.rank, step)
@@ -163,7 +163,7 @@ def test_bit_for_bit_with_a_step_that_waits(name: str, autocast: bool) -> None:
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h2", "zb_v"])
 @pytest.mark.parametrize("good", [True, False])
-def test_forwards_run_before_the_verdict(name: str, good: bool) -> None:
+def test_forwards_run_before_the_step_is_validated(name: str, good: bool) -> None:
     """The last rank does not step before the first has begun all forwards that may run ahead; nobody waits for it."""
     schedule = getattr(schedules, name)(4, MICROBATCHES)
     ahead = speculative_forwards(schedule)[0]
@@ -178,7 +178,7 @@ def test_forwards_run_before_the_verdict(name: str, good: bool) -> None:
 
     def hold(rank: int, step: int) -> None:
         if rank == 3 and step == 0:
-            assert begun.wait(20), "rank 0 waits for the verdict"
+            assert begun.wait(20), "rank 0 waits for the global check"
 
     class Held(Block):
         first = False
@@ -257,7 +257,7 @@ def test_an_optimizer_waits_as_long_as_its_pipeline() -> None:
     results_on_threads(2, rank_loop)
 
 
-def test_evaluation_waits_for_the_verdict() -> None:
+def test_evaluation_waits_for_the_global_check() -> None:
     schedule = schedules.zb_h1(2, MICROBATCHES)
     model = make_model(2)
     plain = copy.deepcopy(model)
@@ -346,8 +346,8 @@ def assert_trained(model: list[nn.Module], steps: int = 4, forced: dict[tuple[in
 
 
 @pytest.mark.parametrize("forced", [{}, {(3, 0): 100.0}])
-def test_a_step_without_verdict_is_settled_after_a_failure(forced: dict[tuple[int, int], float]) -> None:
-    """Rank 0 fails in its second forward that runs ahead; rank 3 knows the verdict, others may not have heard it."""
+def test_a_step_not_yet_validated_is_settled_after_a_failure(forced: dict[tuple[int, int], float]) -> None:
+    """Rank 0 fails in its second forward that runs ahead; rank 3 knows the global norm, others may not yet."""
     begun, known, failed = threading.Event(), threading.Event(), []
 
     def before_forward(rank: int, step: int) -> None:
@@ -370,7 +370,7 @@ def test_a_step_without_verdict_is_settled_after_a_failure(forced: dict[tuple[in
     assert_trained(model, forced=forced)
 
 
-def test_loading_gives_up_a_step_without_verdict() -> None:
+def test_loading_gives_up_a_step_not_yet_validated() -> None:
     """The last rank knows that it would have been clipped, the first has done it; then a failure, which is got over."""
     model = make_model(2)
 
@@ -425,7 +425,7 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
             failed.append("within")
             assert stepped.wait(20)
             deadline = time.monotonic() + 20
-            while optimizers[2].pending and time.monotonic() < deadline:  # until a rank knows the verdict
+            while optimizers[2].pending and time.monotonic() < deadline:  # until a rank knows the global norm
                 time.sleep(0.001)
             raise ArithmeticError("a broken update")
 

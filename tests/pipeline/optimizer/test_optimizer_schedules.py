@@ -59,7 +59,7 @@ def scheduled(case: Case, stop: int, **options: Any) -> tuple[list[list[Tensor]]
                 schedule.load_state_dict(states[2])
             case.backward(weights, transport.rank, step)
             optimizer.step()
-            schedule.step()  # before the verdict, which may have the step done again
+            schedule.step()  # before the global check, which may have the step done again
             optimizer.zero_grad()
             optimizer.validate()
             history.append([parameter.detach().clone() for parameter in weights])

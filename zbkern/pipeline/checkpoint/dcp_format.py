@@ -10,7 +10,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 INDEX = "zbkern.json"
@@ -53,6 +53,10 @@ class Index(NamedTuple):
     def tensors(self) -> dict[str, Any]:
         """By name, what has `.size` and `.properties.dtype`."""
         return self.metadata.state_dict_metadata
+
+    def checksums(self, key: str) -> list[tuple[Any, int]]:
+        """(offset, CRC-32) of every piece of a tensor: two tensors with the same are equal."""
+        return [(at.offset, piece.crc32) for at, piece in self.metadata.storage_data.items() if at.fqn == key]
 
 
 def write_tensors(folder: Path, rank: int, plan: SavePlan, planner: SavePlanner) -> list[Piece]:
@@ -129,28 +133,54 @@ def read_index(folder: Path) -> Index:
         raise ValueError(f"checkpoint.load: {path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def read_tensors(folder: Path, index: Index, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Reads what the plan asks for into the planner's tensors.
+class TensorReader:
+    """Reads a checkpoint into tensors, by key: each of them whole, or the part that a shard is.
 
-    Raises ValueError that names file and tensor where one is not what was saved.
+    is_coordinator: of torch's planner, rank 0. Methods raise ValueError that names file and tensor where one is not
+    what was saved.
     """
 
-    def piece_of(item: ReadItem) -> Piece:
-        return index.metadata.storage_data[item.storage_index]
+    def __init__(self, folder: Path, index: Index, targets: dict[str, Any], is_coordinator: bool = True) -> None:
+        self._folder, self._index = folder, index
+        self._planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(targets, index.metadata, is_coordinator=is_coordinator)
+        self._items = self._planner.finish_plan(self._planner.create_local_plan()).items
 
-    in_order = sorted(plan.items, key=lambda item: (piece_of(item).file, piece_of(item).start))
-    for name, items in groupby(in_order, key=lambda item: piece_of(item).file):
-        with open(folder / name, "rb") as file:
-            for item in items:
-                stored = _read(file, folder / name, piece_of(item))
-                for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    stored = stored.narrow(dimension, offset, length)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(stored)
-                planner.commit_tensor(item, target)
+    def read(self, which: Callable[[str], bool]) -> None:
+        """Fills the tensors of these keys."""
+        for item, data in self._verified(which):
+            stored = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                stored = stored.narrow(dimension, offset, length)
+            target = self._planner.resolve_tensor(item).detach()
+            target.copy_(stored)
+            self._planner.commit_tensor(item, target)
+
+    def verify(self, which: Callable[[str], bool]) -> None:
+        """Reads what `read` would, and changes nothing."""
+        for _ in self._verified(which):
+            pass
+
+    def _verified(self, which: Callable[[str], bool]) -> Iterator[tuple[ReadItem, bytes]]:
+        """What has to be read, in the order of the files, and its bytes, whose checksum fits."""
+        found = [(self._index.metadata.storage_data[item.storage_index], item) for item in self._items]
+        found = [(piece, item) for piece, item in found if which(piece.key.fqn)]
+        in_order = sorted(found, key=lambda pair: (pair[0].file, pair[0].start))
+        for name, of_file in groupby(in_order, key=lambda pair: pair[0].file):
+            with open(self._folder / name, "rb") as file:
+                for piece, item in of_file:
+                    yield item, _read(file, self._folder / name, piece)
 
 
-def _read(file: BinaryIO, path: Path, piece: Piece) -> Tensor:
+def read_whole(folder: Path, index: Index, key: str) -> Tensor:
+    """One tensor, on the CPU. Raises ValueError as a `TensorReader` does."""
+    described = index.tensors[key]
+    whole = torch.empty(described.size, dtype=described.properties.dtype)
+    TensorReader(folder, index, {key: whole}).read(lambda _: True)
+    return whole
+
+
+def _read(file: BinaryIO, path: Path, piece: Piece) -> bytes:
     file.seek(piece.start)
     data = file.read(piece.length)
     if len(data) != piece.length or zlib.crc32(data) != piece.crc32:
@@ -158,7 +188,7 @@ def _read(file: BinaryIO, path: Path, piece: Piece) -> Tensor:
             f"checkpoint.load: {piece.key.fqn!r} in {path} is damaged: its checksum does not fit; "
             "an older checkpoint may be whole: pass step="
         )
-    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    return data
 
 
 class _Summing:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbkern.pipeline.optimizer.undo import hyperparameters, parameters
+from zbkern.pipeline.optimizer.undo import hyperparameters, kinds_of, parameters, same_kind
 
 Rename = Callable[[int, str], str]
 
@@ -21,21 +21,26 @@ class NamedState:
         master.NAME               fp32 master weights, of an Optimizer or in the torch optimizer's state
         optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor
         value.ENTRY.NAME          the same where it is something else
-        group.RANK.INDEX          hyperparameters, and the names of the parameters that have them
+        group.RANK.INDEX          hyperparameters, the names of the parameters that have them, the kind of optimizer
 
     modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
-    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's. Raises ValueError when two
-    tensors of a chunk get one name, or when a parameter of the optimizer is in no module.
+    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's. Raises TypeError for other
+    arguments, ValueError when two tensors of a chunk get one name, or a parameter of the optimizer is in no module.
     """
 
     def __init__(self, modules: Any, optimizer: Any, rename: Rename | None, rank: int) -> None:
         self.rank = rank
         self._chunks = _chunks(modules)
-        self._rename = rename if rename is not None else _as_it_is
+        self._rename = _checked(rename) if rename is not None else _as_it_is
         self._inner = getattr(optimizer, "optimizer", optimizer)  # torch's, inside of ours
         self._masters: list[tuple[Tensor, Tensor]] = getattr(optimizer, "masters", [])
         groups = getattr(self._inner, "param_groups", [])
         self._inner_has_masters = any(group.get("master_weights") for group in groups)
+        if self._inner is not None and not isinstance(self._inner, torch.optim.Optimizer):
+            raise TypeError(
+                "checkpoint: optimizer must be an Optimizer, a torch optimizer or None; got "
+                f"{type(self._inner).__name__}"
+            )
         names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
@@ -72,16 +77,20 @@ class NamedState:
         settings = zip(self._inner.param_groups, hyperparameters(self._inner), strict=True)
         for index, (group, values) in enumerate(settings):
             names = [name for parameter in group["params"] for name in self._names[id(parameter)]]
-            found[f"group.{self.rank}.{index}"] = pack({"names": names, "values": values}, "param_groups")
+            found[f"group.{self.rank}.{index}"] = pack(
+                {"names": names, "values": values, "kinds": kinds_of(self._inner)}, "param_groups"
+            )
         return found
 
     def targets(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """What to load into, for the tensors that `stored` describes by `.size` and `.properties.dtype`.
 
-        The model's own tensors, and new ones for the optimizer. Groups are read from all ranks: those of this rank's
-        parameters may have been anywhere. Raises ValueError when the model has a tensor that is not stored so.
+        The model's own tensors, a tied one under its first name, and new ones for the optimizer. Groups are read from
+        all ranks: those of this rank's parameters may have been anywhere. Raises ValueError when the model has a tensor
+        that is not stored so.
         """
         found = self._model()
+        others = {f"model.{name}" for names in self._names.values() for name in names if name != names[0]}
         for key, tensor in found.items():
             if key not in stored:
                 raise ValueError(
@@ -94,10 +103,13 @@ class NamedState:
                     f"checkpoint: {key.partition('.')[2]!r} is {list(tensor.shape)} here and "
                     f"{list(stored[key].size)} in it; load it into the model that was saved"
                 )
+        found = {key: tensor for key, tensor in found.items() if key not in others}
         if self._inner is None:
             return found
         for key, what in stored.items():
             kind, name = _parse(key)
+            if name in self._own and name != self._names[id(self._own[name])][0]:
+                continue  # another name of a tied parameter
             kept = kind == "optimizer" or (kind == "master" and self._inner_has_masters)
             if kept and name in self._own and what.size == self._own[name].shape:
                 like = self._own[name]  # a shard where the parameter is one
@@ -117,12 +129,34 @@ class NamedState:
             for name in (self._rename(chunk, key) for key in module.state_dict())
         ]
 
+    def copies(self, tied: Mapping[str, Tensor]) -> list[tuple[str, list[str]]]:
+        """(label, names) of every parameter that has several names here, or copies on other ranks under one label.
+
+        tied: the Pipeline's, {label: parameter}.
+        """
+        labels = {id(parameter): f"tied {label}" for label, parameter in tied.items()}
+        held = {id(p) for module in self._chunks.values() for p in module.parameters()}
+        names = {key: found for key, found in self._names.items() if key in held}
+        return [(labels.get(key, found[0]), found) for key, found in names.items() if key in labels or len(found) > 1]
+
+    def check_kind(self, loaded: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where the optimizer of this rank's parameters was of another kind when it was saved."""
+        if self._inner is None:
+            return
+        for group in (unpack(value) for key, value in loaded.items() if _parse(key)[0] == "group"):
+            kinds = group.get("kinds", [])  # an older zbkern has not saved it
+            if kinds and not self._own.keys().isdisjoint(group["names"]) and not same_kind(self._inner, kinds):
+                raise ValueError(
+                    f"checkpoint.load: it holds the state of {kinds[0]}, and the optimizer is "
+                    f"{type(self._inner).__name__}; load it with that kind, or without optimizer= for the model alone"
+                )
+
     def take(self, loaded: Mapping[str, Tensor]) -> None:
         """Puts what `targets` made, and somebody has filled, into modules and torch optimizer."""
         for chunk, module in self._chunks.items():
             entries = {}
             for key, value in module.state_dict().items():
-                found = loaded[f"model.{self._rename(chunk, key)}"]
+                found = loaded.get(f"model.{self._rename(chunk, key)}", value)  # itself: loaded under its first name
                 entries[key] = found if isinstance(value, Tensor) else unpack(found)
             module.load_state_dict(entries)
         if self._inner is None:
@@ -256,8 +290,26 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def is_of_model(key: str) -> bool:
+    """Whether it is a tensor of the model, which loading changes in place."""
+    return _parse(key)[0] == "model"
+
+
 def _of_model(stored: Iterable[str]) -> list[str]:
     return [name for kind, name in map(_parse, stored) if kind == "model"]
+
+
+def _checked(rename: Rename) -> Rename:
+    if not callable(rename):
+        raise TypeError(f"checkpoint: rename must be callable as rename(chunk, key), or None; got {rename!r}")
+
+    def name(chunk: int, key: str) -> str:
+        found = rename(chunk, key)
+        if not isinstance(found, str):
+            raise TypeError(f"checkpoint: rename must return a string, a name in the whole model; got {found!r}")
+        return found
+
+    return name
 
 
 def _as_it_is(chunk: int, key: str) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +22,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 
 from zbkern.pipeline.checkpoint import dcp_format, directory
-from zbkern.pipeline.checkpoint.dcp_format import Piece
-from zbkern.pipeline.checkpoint.named_state import NamedState, Rename, check_unique, pack, some, unpack, unused
+from zbkern.pipeline.checkpoint.dcp_format import Index, Piece, TensorReader
+from zbkern.pipeline.checkpoint.named_state import (
+    NamedState,
+    Rename,
+    check_unique,
+    is_of_model,
+    pack,
+    some,
+    unpack,
+    unused,
+)
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
@@ -64,7 +75,7 @@ def save(
     """
     with RankExchange("checkpoint.save", group, _timeout(timeout, modules)) as ranks:
         check_timeout(ranks.call, _timeout(timeout, modules))
-        folder = Path(folder)
+        folder = _path(folder)
         _check_count("step", step, 0)
         _check_count("keep", keep, 1)
         state = NamedState(modules, optimizer, rename, ranks.rank)
@@ -111,31 +122,35 @@ def load(
 
     Arguments as for `save`; stages, schedule and placement may differ from those that saved. Random number generators
     go on where those of the same rank stopped; a rank that did not exist keeps its own.
-    Raises ValueError when there is no checkpoint of `step`, when it does not hold this model, when a checksum does not
-    fit, or when it was written without checksums; on other ranks as `save`. Nothing has been changed then, but by a
-    tensor whose checksum does not fit: load another step. Warns where it holds more than the model.
+    Raises ValueError when there is no checkpoint of `step`, when it does not hold this model or the state of this kind
+    of optimizer, when a checksum does not fit, or when it was written without checksums; on other ranks as `save`.
+    Nothing has been changed then on any rank: the model's tensors are read twice, and verified on all ranks before one
+    is changed. What fails only in the second reading leaves model and optimizer partly loaded, and a warning says so.
+    Warns where it holds more than the model, and where it holds different tensors for what is one parameter here.
     """
     with RankExchange("checkpoint.load", group, _timeout(timeout, modules)) as ranks:
         check_timeout(ranks.call, _timeout(timeout, modules))
-        folder = Path(folder)
+        folder = _path(folder)
         if step is not None:
             _check_count("step", step, 0)
         state = NamedState(modules, optimizer, rename, ranks.rank)
         everywhere: set[str] = set()  # on rank 0
 
         def choose(values: list[Any]) -> list[tuple[str, int]] | None:
-            _check_agreement([value for value, _ in values])
-            everywhere.update(name for (_, names), _ in values for name, _, _ in names)
+            _check_agreement([value for value, *_ in values])
+            everywhere.update(name for (_, names), *_ in values for name, _, _ in names)
             path = directory.find(folder, step)
             if path is None:
-                _check_absent(folder, step, [seen for _, seen in values])
+                _check_absent(folder, step, [seen for _, seen, _ in values])
                 return None
-            return [(path.name, dcp_format.read_index(path).checksum)] * ranks.size
+            index = dcp_format.read_index(path)
+            _warn_of_differing_copies(path, index, [copies for *_, copies in values])
+            return [(path.name, index.checksum)] * ranks.size
 
         seen = directory.find(folder, step)
-        chosen = ranks.exchange(
-            "arguments checked", ((step, state.names()), None if seen is None else seen.name), choose
-        )
+        copies = state.copies(getattr(modules, "tied", {}))
+        mine = ((step, state.names()), None if seen is None else seen.name, copies)
+        chosen = ranks.exchange("arguments checked", mine, choose)
         if chosen is None:
             return None
         path, checksum = folder / chosen[0], chosen[1]
@@ -147,26 +162,28 @@ def load(
         wanted = state.targets(stored)
         if state.rank == 0 and (without := unused(stored, everywhere)):
             logger.warning("%s holds %d tensors that no rank's model has: %s", path, len(without), some(without))
-        mine = f"random.{state.rank}"
-        for key in ("common", mine):
+        own_random = f"random.{state.rank}"
+        for key in ("common", own_random):
             if key in stored:
                 wanted[key] = torch.empty(stored[key].size, dtype=torch.uint8)
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(wanted, index.metadata, is_coordinator=state.rank == 0)
-        plan = planner.create_local_plan()
-        ranks.exchange("model compared")
+        reader = TensorReader(path, index, wanted, state.rank == 0)
+        reader.read(lambda key: not is_of_model(key))
+        reader.verify(is_of_model)  # read when all ranks have come this far
+        common = unpack(wanted.pop("common"))
+        random_state = unpack(wanted.pop(own_random)) if own_random in wanted else None
+        state.check_kind(wanted)
+        ranks.exchange("checkpoint verified")
         if hasattr(optimizer, "abandon"):
             optimizer.abandon()
         if hasattr(modules, "completed"):  # a Pipeline: from here its ranks are at one step again
             modules.completed = 0
-        dcp_format.read_tensors(path, index, planner.finish_plan(plan), planner)
-        common = unpack(wanted.pop("common"))
-        kept = wanted.pop(mine, None)
-        state.take(wanted)
+        with _warning_of_a_partial_load(path, state.rank):
+            reader.read(is_of_model)
+            state.take(wanted)
         if hasattr(optimizer, "load_common_state"):
             optimizer.load_common_state(common["optimizer"])
-        if kept is not None:
-            _set_random_state(unpack(kept), state.device)
+        if random_state is not None:
+            _set_random_state(random_state, state.device)
         else:
             logger.info("rank %d: %s has no random state for this rank, which keeps its own", state.rank, path)
         ranks.exchange("tensors read")
@@ -175,7 +192,7 @@ def load(
 
 def latest(folder: str | os.PathLike) -> Path | None:
     """The newest checkpoint of a folder, None where there is none. Raises ValueError for what is no folder."""
-    return directory.find(Path(folder), None)
+    return directory.find(_path(folder), None)
 
 
 # ---- arguments, and what ranks must agree on
@@ -187,6 +204,12 @@ def _timeout(timeout: float | None, modules: Any) -> float:
     if timeout is not None:
         return timeout
     return modules.timeout if hasattr(modules, "completed") else TIMEOUT  # a Pipeline's
+
+
+def _path(folder: str | os.PathLike) -> Path:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"checkpoint: folder must be a path; got {type(folder).__name__} {folder!r}")
+    return Path(folder)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
@@ -216,9 +239,41 @@ def _check_absent(folder: Path, step: int | None, seen: list[str | None]) -> Non
         raise ValueError(f"checkpoint.load: {folder} has no checkpoint of step {step}; there are {steps}")
 
 
+def _warn_of_differing_copies(path: Path, index: Index, ranks: list[list[tuple[str, list[str]]]]) -> None:
+    """Warns where there are different tensors for one parameter of the model. ranks: `NamedState.copies`, by rank."""
+    names_of: dict[str, dict[str, None]] = {}
+    for label, names in (copies for rank in ranks for copies in rank):
+        names_of.setdefault(label, {}).update(dict.fromkeys(names))
+    for first, *others in (list(names) for names in names_of.values()):
+        for other in others:
+            keys = f"model.{first}", f"model.{other}"
+            if not all(key in index.tensors for key in keys) or index.checksums(keys[0]) == index.checksums(keys[1]):
+                continue
+            a, b = (dcp_format.read_whole(path, index, key) for key in keys)
+            if a.shape == b.shape and not torch.equal(a, b):
+                logger.warning(
+                    "%s: %r differs from %r by up to %.3g, and this model has one tied parameter for both; a rank that "
+                    "holds both takes the first, others their own: load it into a model that does not tie them",
+                    *(path, other, first, (a - b).abs().max().item()),
+                )
+
+
 def _check_shared(path: Path) -> None:
     if not path.is_dir():
         raise ValueError(f"checkpoint: rank 0 sees {path}, and this rank does not; {_ONE_PLACE}")
+
+
+@contextmanager
+def _warning_of_a_partial_load(path: Path, rank: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        logger.warning(
+            "checkpoint.load: rank %d: loading %s failed after it was verified; model and optimizer are partly loaded: "
+            "load again before they are used",
+            *(rank, path),
+        )
+        raise
 
 
 # ---- random numbers

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from zbkern.pipeline.optimizer.undo import gradient_of, local_part
+from zbkern.pipeline.transport.connect import check_tied
 
 
 def grad_norm(
@@ -33,8 +34,7 @@ def grad_norm(
 def _grad_norm(caller: str, parameters: list[Tensor], group: Any, tied: Mapping[str, Tensor] | None) -> float:
     _check_group(caller, group)
     tied = getattr(group, "tied", None) if tied is None else tied
-    if tied is not None and not isinstance(tied, Mapping):
-        raise TypeError(f'{caller}: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
+    check_tied(caller, tied)
     shared = {id(parameter): name for name, parameter in (tied or {}).items()}
     found = [(id(parameter), gradient) for parameter, gradient in _gradients(parameters)]
     own = [gradient for key, gradient in found if key not in shared]

@@ -23,7 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.optimizer.clipping import check_max_norm, clip_coefficient, scale_gradients_, sum_of_squares
+from zbkern.pipeline.optimizer.clipping import (
+    check_max_norm,
+    clip_coefficient,
+    scale_gradients_,
+    sum_of_squares,
+)
 from zbkern.pipeline.optimizer.master_weights import (
     Gradients,
     copy_masters_to_params,
@@ -31,11 +36,19 @@ from zbkern.pipeline.optimizer.master_weights import (
     unscale,
     update_scale,
 )
-from zbkern.pipeline.optimizer.undo import UNDO, PendingStep, gradient_of, hyperparameters, parameters
+from zbkern.pipeline.optimizer.undo import (
+    UNDO,
+    PendingStep,
+    gradient_of,
+    hyperparameters,
+    kinds_of,
+    parameters,
+    same_kind,
+)
 from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, check_timeout
-from zbkern.pipeline.transport.connect import connect_row
+from zbkern.pipeline.transport.connect import check_tied, connect_row
 
 
 class NormTag(NamedTuple):
@@ -113,7 +126,8 @@ class Optimizer(OptimizerWrapper):
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
                 "to one torch optimizer; set pipe.optimizer = None to replace it"
             )
-        if undo is not None and undo not in UNDO:
+        check_tied("Optimizer", tied)
+        if undo not in (*UNDO, None):
             raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
         if timeout is not None:
             check_timeout("Optimizer", timeout)
@@ -254,14 +268,15 @@ class Optimizer(OptimizerWrapper):
         """
         self.validate()
         masters = [master for _, master in self.masters]
-        return {"optimizer": self.optimizer.state_dict(), "masters": masters, "common": self.common_state()}
+        inner = {"optimizer": self.optimizer.state_dict(), "kinds": kinds_of(self.optimizer)}
+        return {**inner, "masters": masters, "common": self.common_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave, with the same parameters on this rank; on all ranks.
 
         Raises ValueError, with nothing changed, for other states and for those of other kinds of optimizers.
         """
-        needed = {"optimizer", "masters", "common"}
+        needed = {"optimizer", "kinds", "masters", "common"}
         if not isinstance(state, Mapping) or needed - state.keys():
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(
@@ -274,26 +289,18 @@ class Optimizer(OptimizerWrapper):
                 f"Optimizer.load_state_dict: state must have master weights of shapes {ours}; got {saved}; load it "
                 "with the master_weights= and the parameters that it was saved with"
             )
-        self._load_inner(state["optimizer"])
+        if not same_kind(self.optimizer, state["kinds"]):
+            raise ValueError(
+                f"Optimizer.load_state_dict: state must be that of {type(self.optimizer).__name__}; got that of "
+                f"{state['kinds'][0]}; load it into the kind of optimizer that saved it"
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
         self.abandon()
         with torch.no_grad():
             for (_, master), value in zip(self.masters, state["masters"], strict=True):
                 master.copy_(value)
         copy_masters_to_params(self.masters)
         self.load_common_state(state["common"])
-
-    def _load_inner(self, state: dict[str, Any]) -> None:
-        inner = self.optimizer
-        before = inner.state, inner.param_groups
-        needed = [inner.defaults.keys() & group.keys() for group in inner.param_groups]
-        inner.load_state_dict(state)
-        missing = {n for names, group in zip(needed, inner.param_groups, strict=True) for n in names - group.keys()}
-        if missing:
-            inner.state, inner.param_groups = before
-            raise ValueError(
-                f"Optimizer.load_state_dict: the state is not that of {type(inner).__name__}: its param_groups have no "
-                f"{', '.join(sorted(missing))}; load it into the kind of optimizer that saved it"
-            )
 
     def common_state(self) -> dict[str, Any]:
         """The part of the state that is the same on all ranks."""

@@ -268,6 +268,17 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if gradient is None else gradient
 
 
+def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What its state is of: the names of its class and of those that this one inherits from."""
+    classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
+    return [kind.__name__ for kind in classes if kind is not torch.optim.Optimizer]
+
+
+def same_kind(optimizer: torch.optim.Optimizer, kinds: Sequence[str]) -> bool:
+    """Whether it can take the state of an optimizer of these `kinds_of`: zbkern's AdamW that of torch's, say."""
+    return not set(kinds_of(optimizer)).isdisjoint(kinds)
+
+
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What each parameter group says besides its parameters, as it is now."""
     return [

@@ -14,6 +14,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.simulator import FILLS
 from zbkern.pipeline.transport.base import check_timeout
+from zbkern.pipeline.transport.connect import check_tied
 
 
 def check(
@@ -24,6 +25,7 @@ def check(
     timeout: float,
     fill_with: Callable[[], bool] | None,
     nonfinite: str,
+    record: bool,
     replan_every: int,
     costs: Costs | None,
 ) -> None:
@@ -34,16 +36,14 @@ def check(
         raise TypeError(f"Pipeline: loss_fn must be callable as loss_fn(output, target); got {loss_fn!r}")
     if fill not in FILLS:
         raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
-    if tied is not None and not (
-        isinstance(tied, Mapping)
-        and all(isinstance(name, str) and isinstance(weight, Tensor) for name, weight in tied.items())
-    ):
-        raise TypeError(f'Pipeline: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
+    check_tied("Pipeline", tied)
     check_timeout("Pipeline", timeout)
     if fill_with is not None and not callable(fill_with):
         raise TypeError(f"Pipeline: fill_with must be callable without arguments, or None; got {fill_with!r}")
     if nonfinite not in ("ignore", "raise"):
         raise ValueError(f'Pipeline: nonfinite must be "ignore" or "raise"; got {nonfinite!r}')
+    if not isinstance(record, bool):
+        raise TypeError(f"Pipeline: record must be True or False; got {record!r}")
     if not isinstance(replan_every, int) or replan_every < 0:
         raise ValueError(
             f"Pipeline: replan_every must be a whole number of steps, or 0 for never; got {replan_every!r}"
@@ -88,11 +88,15 @@ def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module
 
 
 def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Module]) -> torch.device:
-    """The device asked for, by number, else that of the first parameter."""
+    """The device asked for, by number, else that of the first parameter. Raises TypeError or ValueError for none."""
     if device is None:
         parameter = next((p for module in modules for p in module.parameters()), None)
         return torch.device("cpu") if parameter is None else parameter.device
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"Pipeline: device must be a torch.device, its name or None; got {device!r}") from error
     if device.type == "cuda" and device.index is None:  # threads have a current device each
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -76,7 +76,7 @@ class Pipeline:
         costs: Costs | None = None,
     ) -> None:
         modules = module_list("Pipeline", modules)
-        check(schedule, loss_fn, fill, tied, timeout, fill_with, nonfinite, replan_every, costs)
+        check(schedule, loss_fn, fill, tied, timeout, fill_with, nonfinite, record, replan_every, costs)
         rank, size = place(group)
         check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill

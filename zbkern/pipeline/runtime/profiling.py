@@ -38,8 +38,9 @@ def profile(
     modules: this rank's chunks, converted. placement: the rank of each chunk in model order. The others are as for
     `Pipeline`, with inputs and targets of `microbatches` microbatches. Times are medians over microbatches and
     `repeats` steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were;
-    buffers that a forward updates (running statistics) are not.
+    buffers that a forward updates (running statistics) are not. Raises TypeError or ValueError as a `Pipeline` does.
     """
+    _check(placement, repeats)
     counted = [_Counted(module) for module in module_list("profile", modules)]
     schedule = _all_forwards_first(tuple(placement), microbatches)
     parameters = [p for module in counted for p in module.parameters()]
@@ -71,6 +72,16 @@ def profile(
     times = drift.costs([_in_milliseconds(timeline) for timeline in timelines[1:]])
     activation, held = zip(*(memories[chunk] for chunk in range(len(placement))), strict=True)
     return replace(times, activation=activation, held=held, memory_unit="bytes")
+
+
+def _check(placement: Sequence[int], repeats: int) -> None:
+    ranks = placement if isinstance(placement, Sequence) and not isinstance(placement, str) else [None]
+    if not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+        raise TypeError(f"profile: placement must be a list of ranks, one per chunk in model order; got {placement!r}")
+    if not isinstance(repeats, int):
+        raise TypeError(f"profile: repeats must be an int; got {repeats!r}")
+    if repeats < 1:
+        raise ValueError(f"profile: repeats must be at least 1; got {repeats}")
 
 
 def _all_forwards_first(placement: tuple[int, ...], microbatches: int) -> Schedule:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -95,3 +96,10 @@ def connect_row(group: Any, device: torch.device) -> Transport:
         return group
     place(group)
     return DistributedTransport(group, (), device)
+
+
+def check_tied(caller: str, tied: Any) -> None:
+    """Raises TypeError for what is not {name: parameter} or None."""
+    named = isinstance(tied, Mapping) and all(isinstance(n, str) and isinstance(p, Tensor) for n, p in tied.items())
+    if tied is not None and not named:
+        raise TypeError(f'{caller}: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
