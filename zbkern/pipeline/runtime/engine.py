@@ -29,9 +29,8 @@ from zbkern.pipeline.schedules.warmup import speculative_forwards
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.drift import Drift, compare, in_seconds
 from zbkern.pipeline.simulation.timeline import Event, Sample, Timeline, measured
-from zbkern.pipeline.transport.base import PipelineError, Tag
+from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import agree, closing_on_error, connect, place
-from zbkern.pipeline.transport.distributed import Transport
 from zbkern.wgrad import WGradQueue
 
 

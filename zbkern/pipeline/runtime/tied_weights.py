@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from zbkern.pipeline.optimizer.undo import gradient_of
-from zbkern.pipeline.transport.distributed import Transport
+from zbkern.pipeline.transport.base import Transport
 from zbkern.wgrad import accumulation
 
 logger = logging.getLogger("zbkern")
