@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zbkern.wgrad.accumulation import gradient_of
+
 
 class Snapshot:
     """Exact, for any optimizer: copies of its parameters, state and other attributes, in buffers that are reused.
@@ -259,12 +261,6 @@ UNDO: dict[str, Callable[[torch.optim.Optimizer], Any]] = {"snapshot": Snapshot,
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """All parameters of an optimizer, in its order."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Where frameworks and zbkern's weight gradients accumulate: `main_grad` if the parameter has one, else `.grad`."""
-    gradient = getattr(parameter, "main_grad", None)
-    return parameter.grad if gradient is None else gradient
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
