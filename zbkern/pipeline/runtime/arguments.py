@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.program import FILLS
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
-from zbkern.pipeline.simulation.simulator import FILLS
 from zbkern.pipeline.transport.base import check_timeout
 
 
