@@ -136,7 +136,7 @@ def growing_batches() -> int:
             stack.enter_context(Pipeline(chunk, schedules.zb_h1(2, count), nn.functional.mse_loss)) for count in (2, 4)
         ]
         optimizer = Optimizer(torch.optim.SGD(chunk.parameters(), 0.5), pipes[0], max_norm=0.5, adaptive=False)
-        pipes[1].optimizer = optimizer
+        pipes[1].attach(optimizer)
         reference = torch.optim.SGD(plain.parameters(), 0.5)
         for step in range(8):
             inputs, targets = torch.randn(2, 8, 8, dtype=torch.double) * (0.3 if step in (2, 3, 6) else 0.03)

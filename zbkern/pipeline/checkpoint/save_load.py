@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from zbkern.pipeline.checkpoint import dcp_format, directory
 from zbkern.pipeline.checkpoint.dcp_format import Piece
 from zbkern.pipeline.checkpoint.named_state import NamedState, Rename, check_unique, pack, some, unpack, unused
+from zbkern.pipeline.checkpoint.protocols import AnyOptimizer, Modules, OptimizerLike, PipelineLike
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
@@ -38,8 +39,8 @@ class Loaded(NamedTuple):
 def save(
     folder: str | os.PathLike,
     step: int,
-    modules: Any,
-    optimizer: Any = None,
+    modules: Modules,
+    optimizer: AnyOptimizer | None = None,
     extra: Any = None,
     *,
     rename: Rename | None = None,
@@ -69,13 +70,13 @@ def save(
         _check_count("keep", keep, 1)
         state = NamedState(modules, optimizer, rename, ranks.rank)
         ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
-        if hasattr(optimizer, "validate"):
+        if isinstance(optimizer, OptimizerLike):
             optimizer.validate()  # before a weight is read
         tensors = state.tensors()
         tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
         pack(extra, "extra")  # checked on every rank, although rank 0's is saved
         if state.rank == 0:
-            own = optimizer.common_state() if hasattr(optimizer, "common_state") else {}
+            own = optimizer.common_state() if isinstance(optimizer, OptimizerLike) else {}
             tensors["common"] = pack({"step": step, "extra": extra, "optimizer": own}, "the state")
         planner = dcp.DefaultSavePlanner()
         planner.set_up_planner(tensors, is_coordinator=state.rank == 0)
@@ -99,8 +100,8 @@ def save(
 
 def load(
     folder: str | os.PathLike,
-    modules: Any,
-    optimizer: Any = None,
+    modules: Modules,
+    optimizer: AnyOptimizer | None = None,
     *,
     step: int | None = None,
     rename: Rename | None = None,
@@ -155,15 +156,15 @@ def load(
         planner.set_up_planner(wanted, index.metadata, is_coordinator=state.rank == 0)
         plan = planner.create_local_plan()
         ranks.exchange("model compared")
-        if hasattr(optimizer, "abandon"):
+        if isinstance(optimizer, OptimizerLike):
             optimizer.abandon()
-        if hasattr(modules, "completed"):  # a Pipeline: from here its ranks are at one step again
+        if isinstance(modules, PipelineLike):  # from here its ranks are at the same step again
             modules.completed = 0
         dcp_format.read_tensors(path, index, planner.finish_plan(plan), planner)
         common = unpack(wanted.pop("common"))
         kept = wanted.pop(mine, None)
         state.take(wanted)
-        if hasattr(optimizer, "load_common_state"):
+        if isinstance(optimizer, OptimizerLike):
             optimizer.load_common_state(common["optimizer"])
         if kept is not None:
             _set_random_state(unpack(kept), state.device)
@@ -183,10 +184,10 @@ def latest(folder: str | os.PathLike) -> Path | None:
 _ONE_PLACE = "folder must be one place shared by all ranks"
 
 
-def _timeout(timeout: float | None, modules: Any) -> float:
+def _timeout(timeout: float | None, modules: Modules) -> float:
     if timeout is not None:
         return timeout
-    return modules.timeout if hasattr(modules, "completed") else TIMEOUT  # a Pipeline's
+    return modules.timeout if isinstance(modules, PipelineLike) else TIMEOUT
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

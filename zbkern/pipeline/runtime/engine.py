@@ -20,6 +20,7 @@ from zbkern.pipeline.runtime.data_parallel import Replicas
 from zbkern.pipeline.runtime.failure import agree_to_go_on, input_of, memory_at
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.recorder import Recorder
+from zbkern.pipeline.runtime.run_ahead import StepValidator
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.tied_weights import TiedWeights
 from zbkern.pipeline.schedules.actions import Action
@@ -98,10 +99,10 @@ class Pipeline:
         self.rank = rank
         self.tied = dict(tied or {})
         self._transport = connect(group, schedule, self.device, self.tied)
-        with closing_on_error(self._transport, owned=self._transport is not group):
+        with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
             agree(schedule, replan_every, self._transport)
             self._tied = TiedWeights(self.tied, self._transport, self.modules)
-        self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
+        self._validator: StepValidator | None = None
         self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
         self._take(schedule)
         self._arrived: Any = None  # the input of the forward that runs
@@ -121,7 +122,7 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
         self._begin("step", inputs, targets)
-        begun = self._run_ahead() if self.optimizer is not None else 0
+        begun = self._run_ahead() if self._validator is not None else 0
         self._tied.begin()
         self._run(self._program[begun:], self._reduce)
         if self._replanner is not None and self._replanner.count():
@@ -135,8 +136,8 @@ class Pipeline:
 
         Timelines and samples stay those of the last step.
         """
-        if self.optimizer is not None:
-            self.optimizer.validate()
+        if self._validator is not None:
+            self._validator.validate()
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
             self._begin("evaluate", inputs, targets)
@@ -156,6 +157,34 @@ class Pipeline:
     def transport(self) -> Transport:
         """The connection to the other ranks."""
         return self._transport
+
+    @property
+    def optimizer(self) -> StepValidator | None:
+        """The Optimizer of these modules, None where there is none. `attach` and `detach` change it."""
+        return self._validator
+
+    def attach(self, validator: StepValidator) -> None:
+        """From now on steps of this pipeline wait for the optimizer's to be validated; on every rank.
+
+        An Optimizer attaches itself to the Pipeline that it is made with; another Pipeline of the same modules has it
+        attached by its user. Raises ValueError where an optimizer is attached already, TypeError for what is none.
+        """
+        if not isinstance(validator, StepValidator):
+            raise TypeError(
+                f"Pipeline.attach: validator must be a zbkern.pipeline.Optimizer; got {type(validator).__name__}"
+            )
+        if self._validator is not None:
+            raise ValueError(
+                "Pipeline.attach: this Pipeline has an Optimizer already, and gradients have one norm: give all "
+                "parameters to one torch optimizer; call pipe.detach() on every rank to replace it"
+            )
+        self._validator = validator
+
+    def detach(self) -> None:
+        """Lets go of the optimizer, once its last step is validated; on every rank. No-op without one."""
+        if self._validator is not None and not self._failed:
+            self._validator.validate()
+        self._validator = None
 
     @property
     def last_timeline(self) -> Timeline:
@@ -193,8 +222,8 @@ class Pipeline:
         Raises PipelineError where another rank has failed since this one's last call.
         """
         try:
-            if self.optimizer is not None and not self._failed:
-                self.optimizer.validate()
+            if self._validator is not None and not self._failed:
+                self._validator.validate()
         finally:
             self._closed = True
             self._transport.close()
@@ -241,8 +270,8 @@ class Pipeline:
             if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
                 raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
             self._transport.reopen()
-            if self.optimizer is not None:
-                self.optimizer.recover()
+            if self._validator is not None:
+                self._validator.recover()
             calls = self.gather((call, self.completed))
             self.completed = max(completed for _, completed in calls)
             agree_to_go_on(calls)
@@ -272,7 +301,8 @@ class Pipeline:
 
         All ranks hear the same verdict. Where it changes the weights, all start over, with other tags.
         """
-        begun, optimizer, before = 0, self.optimizer, None
+        begun, optimizer, before = 0, self._validator, None
+        assert optimizer is not None
         while optimizer.pending if self._replicas.gathers else not optimizer.try_validate():
             if begun == self._ahead or not optimizer.has_stepped:
                 optimizer.validate()
@@ -290,7 +320,7 @@ class Pipeline:
 
     def _count_setbacks(self) -> bool:
         """True when forwards begun before are void; their messages, sent or still to come, have old tags from now."""
-        new = 0 if self.optimizer is None else self.optimizer.take_rollbacks()
+        new = 0 if self._validator is None else self._validator.take_rollbacks()
         self._step += new
         if new:
             self._transport.forget(self._step)

@@ -54,13 +54,16 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
 
 
 @contextlib.contextmanager
-def closing_on_error(transport: Transport, owned: bool) -> Iterator[None]:
-    """Inside, an error of a constructor ends the transport, where it was made for it, after the other ranks know."""
+def closing_on_error(transport: Transport, owned: bool, what: str) -> Iterator[None]:
+    """Inside, an error of a constructor reaches the other ranks, and closes the transport where the object owns it.
+
+    what: the object in the message, as in "its Pipeline".
+    """
     try:
         yield
     except BaseException as error:
         if not isinstance(error, (PipelineError, ScheduleError)):  # which all ranks raise
-            transport.fail(f"rank {transport.rank}, constructing its Pipeline: {type(error).__name__}: {error}")
+            transport.fail(f"rank {transport.rank}, constructing {what}: {type(error).__name__}: {error}")
         if owned:
             transport.close()
         raise
