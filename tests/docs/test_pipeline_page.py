@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zbkern
-from zbkern.pipeline import Optimizer, Pipeline, plan, profile, schedules
+from zbkern.pipeline import Optimizer, Pipeline, StepOptions, plan, profile, schedules
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 
@@ -161,7 +161,7 @@ def test_another_number_of_microbatches(two_ranks: Any) -> None:
 def drift_example(code: str, folder: str) -> tuple[str, int]:
     rank = torch.distributed.get_rank()
     chunk, printed = zbkern.convert(make_chunk(rank)), []
-    with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, record=True) as pipe:
+    with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, options=StepOptions(record=True)) as pipe:
         pipe.step(torch.ones(8, 8), torch.ones(8, 8))
         exec(code.replace("step.html", f"{folder}/{rank}.html"), {"pipe": pipe, "print": printed.append})
         return printed[0], len(pipe.samples)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.schedule_updates import ReplannerLike
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.program import FILLS
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.transport.base import check_timeout
 
 
@@ -22,10 +23,8 @@ def check(
     fill: str,
     tied: Mapping[str, Tensor] | None,
     timeout: float,
-    fill_with: Callable[[], bool] | None,
-    nonfinite: str,
-    replan_every: int,
-    costs: Costs | None,
+    options: StepOptions | None,
+    replanner: ReplannerLike | None,
 ) -> None:
     """Raises TypeError, ValueError or ScheduleError for what cannot be an argument of a Pipeline."""
     if not isinstance(schedule, Schedule):
@@ -40,16 +39,16 @@ def check(
     ):
         raise TypeError(f'Pipeline: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
     check_timeout("Pipeline", timeout)
-    if fill_with is not None and not callable(fill_with):
-        raise TypeError(f"Pipeline: fill_with must be callable without arguments, or None; got {fill_with!r}")
-    if nonfinite not in ("ignore", "raise"):
-        raise ValueError(f'Pipeline: nonfinite must be "ignore" or "raise"; got {nonfinite!r}')
-    if not isinstance(replan_every, int) or replan_every < 0:
-        raise ValueError(
-            f"Pipeline: replan_every must be a whole number of steps, or 0 for never; got {replan_every!r}"
+    if options is not None and not isinstance(options, StepOptions):
+        raise TypeError(
+            "Pipeline: options must be a zbkern.pipeline.StepOptions, as in StepOptions(record=True), or None; "
+            f"got {options!r}"
         )
-    if costs is not None and not isinstance(costs, Costs):
-        raise TypeError(f"Pipeline: costs must be a zbkern.pipeline.Costs or None; got {type(costs).__name__}")
+    if replanner is not None and (isinstance(replanner, type) or not isinstance(replanner, ReplannerLike)):
+        raise TypeError(
+            "Pipeline: replanner must be a zbkern.pipeline.Replanner, as in Replanner(every=100), or None; "
+            f"got {replanner!r}"
+        )
     schedule.validate()
 
 

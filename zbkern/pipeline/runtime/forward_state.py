@@ -19,6 +19,7 @@ class ForwardState:
         self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
 
     def restore(self) -> None:
+        """Everything as it was when this was made; casts of weights by autocast are made anew."""
         for present, entries in self._entries:
             present.update(entries)
         with torch.no_grad():
@@ -29,3 +30,4 @@ class ForwardState:
         if self._cuda is not None:
             device, state = self._cuda
             torch.cuda.set_rng_state(state, device)
+        torch.clear_autocast_cache()

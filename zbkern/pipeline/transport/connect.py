@@ -72,7 +72,7 @@ def closing_on_error(transport: Transport, owned: bool, what: str) -> Iterator[N
 def agree(schedule: Schedule, replan_every: int, transport: Transport) -> None:
     """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain.
 
-    So they would with different `replan_every`.
+    So they would where they plan anew after different numbers of steps; replan_every: 0 for never.
     """
     found = transport.gather((repr(schedule), _checksum(schedule), replan_every))
     others = [rank for rank, (_, checksum, _) in enumerate(found) if checksum != found[0][1]]
@@ -84,7 +84,10 @@ def agree(schedule: Schedule, replan_every: int, transport: Transport) -> None:
         )
     periods = [period for _, _, period in found]
     if len(set(periods)) > 1:
-        raise ScheduleError(f"Pipeline: replan_every must be the same on all ranks; got, by rank, {periods}")
+        raise ScheduleError(
+            "Pipeline: replanner must be one with the same `every` on all ranks; got, by rank, "
+            f"{[period or None for period in periods]}"
+        )
 
 
 @functools.lru_cache(maxsize=8)  # ranks that are threads have one schedule: 24 ms at 64 ranks and 128 microbatches
