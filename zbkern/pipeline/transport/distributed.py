@@ -82,13 +82,14 @@ class DistributedTransport:
         self._last_word: LastWord | None = None
         self._untold = list(self._peers)  # who has not heard it
         self._header_lock = threading.Lock()
-        self._sends: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None] = queue.SimpleQueue()
+        self._sends: queue.SimpleQueue[tuple[int, _Works] | None] = queue.SimpleQueue()
+        self._unreachable: set[int] = set()  # peers whose connection has ended
         self._sender = threading.Thread(target=self._finish_sends, name="zbkern-send", daemon=True)
-        self._receivers = [
-            threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
+        self._receivers = {
+            peer: threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
             for peer in self._peers
-        ]
-        for thread in (self._sender, *self._receivers):
+        }
+        for thread in (self._sender, *self._receivers.values()):
             thread.start()
         atexit.register(self.close)
 
@@ -116,7 +117,7 @@ class DistributedTransport:
             works = self._start_send(peer, header)
             slot = _USUAL if header.usual else _OTHER
             works += self._start_tensors(peer, [t for t in tensors if t is not None], slot)
-        self._sends.put(works)
+        self._sends.put((peer, works))
 
     def deliver(self, tag: Tag, message: Any) -> None:
         self._mailbox.put(tag, (message, []), self.rank, self._mailbox.call)
@@ -189,7 +190,7 @@ class DistributedTransport:
         atexit.unregister(self.close)
         self._end(LastWord("closed", ""))
         deadline = time.monotonic() + (5 if self._mailbox.failure is None else 2)  # a frozen rank never answers
-        for thread in (self._sender, *self._receivers):
+        for thread in (*self._receivers.values(), self._sender):
             thread.join(max(0.0, deadline - time.monotonic()))
         close_groups([self._up, self._down])
         self._headers_up = self._headers_down = self._up = self._down = None
@@ -204,7 +205,8 @@ class DistributedTransport:
             if self._last_word is None:
                 self._last_word = word
             while self._untold:
-                self._tell(self._untold[-1], self._last_word)
+                if self._untold[-1] not in self._unreachable:
+                    self._tell(self._untold[-1], self._last_word)
                 self._untold.pop()
             self._sends.put(None)
             if word.ending != "closed":
@@ -216,7 +218,7 @@ class DistributedTransport:
             if self._on_cpu:  # what the peer has posted a receive for
                 empty = [torch.empty(size, dtype=dtype) for dtype, size in self._usual_to.get(peer, [])]
                 works += self._start_tensors(peer, empty, _USUAL)
-            self._sends.put(works)
+            self._sends.put((peer, works))
         except RuntimeError as error:  # that peer is gone; the others still want to know
             logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
 
@@ -239,11 +241,11 @@ class DistributedTransport:
 
     def _send_if_there(self, peer: int, message: Message) -> None:
         with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
-            self._sends.put(self._start_send(peer, message))
+            self._sends.put((peer, self._start_send(peer, message)))
 
     def _send_values(self, peer: int, tag: Values, values: list[bytes]) -> None:
         with self._reaching(peer):
-            self._sends.put(self._start_send(peer, GatherMessage(self._mailbox.call, tag, values)))
+            self._sends.put((peer, self._start_send(peer, GatherMessage(self._mailbox.call, tag, values))))
 
     @contextlib.contextmanager
     def _reaching(self, peer: int) -> Iterator[None]:
@@ -254,29 +256,40 @@ class DistributedTransport:
             self.fail(reason)
             raise PipelineError(reason) from error
 
-    def _start_send(self, peer: int, message: Message) -> list[tuple[dist.Work, Tensor]]:
+    def _start_send(self, peer: int, message: Message) -> _Works:
         group = self._headers_up if peer > self.rank else self._headers_down
         with self._header_lock:  # both parts of one message before those of another thread's
             return [(group.send([part], peer, 0), part) for part in frame(message)]
 
-    def _start_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> list[tuple[dist.Work, Tensor]]:
+    def _start_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> _Works:
         group = self._up if peer > self.rank else self._down
         return [(group.send([tensor], peer, slot), tensor) for tensor in tensors if tensor.numel()]
 
     def _finish_sends(self) -> None:
-        """Thread: lets go of sent tensors as soon as they have left, give or take a pause."""
+        """Thread: lets go of sent tensors as soon as they have left, give or take a pause.
+
+        gloo never completes a send that is itself the first to find its peer gone; every later one raises at once. So
+        what went through gloo is waited for once another send to that peer has begun. The last one to a peer is kept
+        until that peer has said its last word, or is gone.
+        """
+        last: dict[int, _Works] = {}  # by peer
         with self._stream_of_its_own() as stream:  # no other stream waits for a send
-            while (works := self._sends.get()) is not None:
-                self._finish(works)
+            while (message := self._sends.get()) is not None:
+                peer, works = message
+                self._finish(last.pop(peer, []))
+                last[peer] = [work for work in works if work[1].device.type == "cpu"]
                 if stream is not None:
+                    self._finish([work for work in works if work[1].device.type != "cpu"])
                     departure = torch.cuda.Event(blocking=True)
                     departure.record(stream)
                     departure.synchronize()
-                works = None
+                del message, works
                 if self._sends.empty():
                     time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
+        for peer in last:
+            self._receivers[peer].join()
 
-    def _finish(self, works: list[tuple[dist.Work, Tensor]]) -> None:
+    def _finish(self, works: _Works) -> None:
         for work, tensor in works:
             try:
                 finish(work, tensor.device)
@@ -313,6 +326,7 @@ class DistributedTransport:
                 finish(work, self.device)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
+            self._unreachable.add(peer)
             if self._last_word is None:
                 self._heard(LastWord("lost", f"rank {peer} exited unexpectedly: its connection closed without notice"))
 
@@ -352,4 +366,5 @@ class DistributedTransport:
             yield stream
 
 
+_Works = list[tuple["dist.Work", Tensor]]
 _Posted = tuple[list[Tensor], list["dist.Work"]]
