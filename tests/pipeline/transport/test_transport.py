@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, ScheduleError, schedules
 from zbkern.pipeline.transport.base import Tag
 from zbkern.pipeline.transport.distributed import DistributedTransport
-from zbkern.pipeline.transport.process_groups import backend_of, meet
+from zbkern.pipeline.transport.process_groups import backend_of, rendezvous
 
 
 def backends() -> list[str]:
@@ -124,4 +124,4 @@ def test_a_store_that_has_gone_is_told_with_its_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     del server
     with pytest.raises(PipelineError, match="global rank 0 has ended, with the store"):
-        meet([0, 1])
+        rendezvous([0, 1])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbkern.pipeline.runtime.arguments import check, check_place, device_of, module_list, split
 from zbkern.pipeline.runtime.data_parallel import Replicas
-from zbkern.pipeline.runtime.failure import agree_to_go_on, input_of, memory_at
+from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorder
 from zbkern.pipeline.runtime.run_ahead import SpeculativeForwards, StepValidator
@@ -251,7 +251,7 @@ class Pipeline:
         self.schedule = schedule
         actions = schedule.actions[self.rank]
         self._program = list(merge_neighbours(actions))
-        self._room = peak_microbatches(actions)
+        self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
 
     def _begin(self, call: str, inputs: Any, targets: Any) -> None:
@@ -270,7 +270,7 @@ class Pipeline:
                 self._ahead.validator.recover()
             calls = self.gather((call, self.completed))
             self.completed = max(completed for _, completed in calls)
-            agree_to_go_on(calls)
+            check_same_step(calls)
             self._failed, self._step = False, 0  # every rank counts anew
             if self._updates is not None:
                 self._updates.restart()
@@ -342,7 +342,7 @@ class Pipeline:
             self._transport.fail(str(error))  # says nothing new where the transport raised it
             raise
         except BaseException as error:
-            more = memory_at(error, self._room, self._in_flight, self.queue, self.device)
+            more = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
             more = more or input_of(error, activity.action, self.schedule.placement, self._arrived)
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{more}"
             self.abandon()
@@ -354,7 +354,7 @@ class Pipeline:
     def _forward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         if self.fill == "eager":
-            self._make_room()
+            self._free_memory_for_forward()
         inputs = self._arrived = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = self._targets[microbatch] if chunk == self._last else None
@@ -427,9 +427,9 @@ class Pipeline:
         else:
             self._transport.send(peer, tag, message)
 
-    def _make_room(self) -> None:
+    def _free_memory_for_forward(self) -> None:
         """Runs W until the next F holds no more microbatches, begun or waiting for W, than the plan's own peak."""
-        while self.queue.pending() and self._in_flight + len(self.queue.keys()) >= self._room:
+        while self.queue.pending() and self._in_flight + len(self.queue.keys()) >= self._max_in_flight:
             self._run_oldest(self.queue.keys()[0])
 
     def _run_oldest(self, key: Any = None) -> None:

@@ -38,7 +38,14 @@ from zbkern.pipeline.transport.framing import (
     receive_message,
 )
 from zbkern.pipeline.transport.mailbox import Mailbox
-from zbkern.pipeline.transport.process_groups import backend_of, close_groups, finish, meet, meeting_time, open_group
+from zbkern.pipeline.transport.process_groups import (
+    backend_of,
+    close_groups,
+    finish,
+    new_communicator,
+    rendezvous,
+    rendezvous_timeout,
+)
 from zbkern.pipeline.transport.stalls import StallDetector
 
 logger = logging.getLogger("zbkern")
@@ -69,11 +76,11 @@ class DistributedTransport:
 
     def _open(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        meet(ranks)
-        self._headers_up, self._headers_down = (open_group(ranks, "gloo") for _ in range(2))
+        rendezvous(ranks)
+        self._headers_up, self._headers_down = (new_communicator(ranks, "gloo") for _ in range(2))
         self._up, self._down = self._headers_up, self._headers_down
         if not self._on_cpu:
-            self._up, self._down = (open_group(ranks, backend_of(self._group, self.device)) for _ in range(2))
+            self._up, self._down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
         self._mailbox = Mailbox(self.rank)
         self._stalls = StallDetector(self.activity, self._mailbox, self._query, self._reply, self._stuck)
         self._lost, self._gathers = False, 0
@@ -158,7 +165,7 @@ class DistributedTransport:
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
         # from rank to rank and back, because an allgather of gloo would wait for a frozen rank without a word
         self.begin("gather")
-        timeout = meeting_time() if timeout is None else timeout
+        timeout = rendezvous_timeout() if timeout is None else timeout
         self._gathers += 1
         earlier, everything = Values(self._gathers, False), Values(self._gathers, True)
         values = [pickle.dumps(value)]
