@@ -16,7 +16,7 @@ from torch import nn
 import zbkern
 from tests.support.chunks import WIDTH, make_data, make_model, on_threads, plain
 from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, StepOptions, schedules
-from zbkern.pipeline.runtime.clock import Clock
+from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours, peak_microbatches
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -398,7 +398,7 @@ def test_w_is_filled_in_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPat
 
         return wrapper
 
-    monkeypatch.setattr(Clock, "wait", logged("wait", Clock.wait))
+    monkeypatch.setattr(EventClock, "wait", logged("wait", EventClock.wait))
     monkeypatch.setattr(Pipeline, "_await", logged("await", Pipeline._await))
     monkeypatch.setattr(LocalTransport, "receive", logged("receive", LocalTransport.receive))
     monkeypatch.setattr(Pipeline, "_run_oldest", logged("W", Pipeline._run_oldest))

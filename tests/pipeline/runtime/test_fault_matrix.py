@@ -101,7 +101,7 @@ def prepared(case: Case, chunk: nn.Module, fault: Callable[[], None], rank: int)
         parameter = chunk.linear.weight if case.place == "W" else chunk.linear.bias
         parameter.register_post_accumulate_grad_hook(later)
     elif case.place == "constructor":
-        engine.agree = lambda *arguments: (fault(), connect.agree(*arguments))  # type: ignore[attr-defined]
+        engine.check_same_plan = lambda *given: (fault(), connect.check_same_plan(*given))  # type: ignore[attr-defined]
     return module
 
 

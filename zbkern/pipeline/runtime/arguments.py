@@ -1,4 +1,4 @@
-"""What users hand to a Pipeline: checked before anything begins, and a batch cut into its microbatches."""
+"""The arguments of a Pipeline, checked before anything begins, and a batch split into its microbatches."""
 
 from __future__ import annotations
 

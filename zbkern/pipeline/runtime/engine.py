@@ -32,7 +32,7 @@ from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.drift import Drift, compare, in_seconds
 from zbkern.pipeline.simulation.timeline import Event, Sample, Timeline, measured
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
-from zbkern.pipeline.transport.connect import agree, closing_on_error, connect, place
+from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.wgrad import WGradQueue
 
 
@@ -96,7 +96,7 @@ class Pipeline:
         self.tied = dict(tied or {})
         self._transport = connect(group, schedule, self.device, self.tied)
         with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
-            agree(schedule, 0 if replanner is None else replanner.every, self._transport)
+            check_same_plan(schedule, 0 if replanner is None else replanner.every, self._transport)
             self._tied = TiedWeights(self.tied, self._transport, self.modules)
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
         self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
@@ -141,7 +141,7 @@ class Pipeline:
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
             self._recorder = recorder
-            self._replicas.void()
+            self._replicas.discard()
         return self._loss()
 
     @property
@@ -449,6 +449,6 @@ class Pipeline:
         """Drops what was begun."""
         self._arrived = None
         self.queue.discard()
-        self._replicas.void()
+        self._replicas.discard()
         for stage in self._stages.values():
             stage.reset()

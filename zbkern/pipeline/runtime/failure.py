@@ -1,4 +1,4 @@
-"""After a failure: what its message says of memory and of the input, and whether ranks can go on."""
+"""After a failure: hints for its message, on memory and on the input, and whether ranks can go on."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def check_same_step(calls: Sequence[tuple[str, int]]) -> None:
     if len(set(calls)) > 1:
         raise PipelineError(
             "ranks are not at the same step after a failure, because some had completed it; load a checkpoint and make "
-            "the same call on all; by rank, what is called and after how many: "
+            "the same call on all; by rank, the call, and how many were completed before it: "
             + ", ".join(f"{call} after {completed}" for call, completed in calls)
         )

@@ -18,11 +18,16 @@ class Activity:
         self.start = time.monotonic()
 
     def stuck(self, tag: str, waited: float) -> str:
-        """What a rank that waits for nobody says when another one has waited too long."""
+        """What a rank says that waits for no message itself, when another one has waited too long for it."""
         seconds = time.monotonic() - self.start
         return f"rank {self.rank}, action {self.action}: stuck for {seconds:.1f} s; {tag} was awaited for {waited:g} s"
 
-    def silent(self, peer: int, tag: str, waited: float, link: tuple[int, int] | None) -> str:
-        """What a rank says that has waited too long. link: the last rank that answered, and for which it waits."""
-        end = "nor an answer" if link is None else f"for rank {link[0]} waits for rank {link[1]}, which does not answer"
-        return f"rank {self.rank}, action {self.action}: rank {peer} did not send {tag} in {waited:g} s, {end}"
+    def timeout_message(self, peer: int, tag: str, waited: float, link: tuple[int, int] | None) -> str:
+        """What a rank says that has waited too long, and was told of no rank that is stuck.
+
+        link: the last rank that answered, and the one that it waits for; None where nobody did.
+        """
+        reason = "it does not answer"
+        if link is not None:
+            reason = f"rank {link[0]} waits for rank {link[1]}, which does not answer"
+        return f"rank {self.rank}, action {self.action}: rank {peer} did not send {tag} in {waited:g} s: {reason}"

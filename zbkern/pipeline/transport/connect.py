@@ -1,4 +1,4 @@
-"""From what users name their ranks by, a process group or a Transport, to the Transport that runs."""
+"""Connects the ranks of a process group; a Transport that a user passes is taken as it is."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def place(group: Any) -> tuple[int, int]:
 
 
 def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable[str] = ()) -> Transport:
-    """To the ranks that this one exchanges activations with, the optimizer's norms, or gradients of tied weights."""
+    """Connects this rank to those it exchanges activations, norms of gradients, or gradients of tied weights with."""
     if is_transport(group):
         return group
     rank = dist.get_rank(group)
@@ -69,7 +69,7 @@ def closing_on_error(transport: Transport, owned: bool, what: str) -> Iterator[N
         raise
 
 
-def agree(schedule: Schedule, replan_every: int, transport: Transport) -> None:
+def check_same_plan(schedule: Schedule, replan_every: int, transport: Transport) -> None:
     """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain.
 
     So they would where they plan anew after different numbers of steps; replan_every: 0 for never.
@@ -96,7 +96,7 @@ def _checksum(schedule: Schedule) -> int:
 
 
 def connect_row(group: Any, device: torch.device) -> Transport:
-    """To the ranks before and after this one."""
+    """Connects this rank to those before and after it."""
     if is_transport(group):
         return group
     place(group)

@@ -3,8 +3,8 @@
 A message is a pytree of tensors under a `Tag`. Sending never blocks. Receiving is posted ahead for good: one thread per
 peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag. A
 rank that fails tells its peers the same way, and they tell theirs, so every rank ends with the first rank's message.
-The last word of a rank goes out before anything here raises, so that a rank that only heard of a failure, and ends, is
-never taken for its origin. A rank that waits too long finds out who is stuck (stalls.py).
+A rank's final message goes out before anything here raises, so that a rank that was only told of a failure, and ends,
+is never taken for its origin. A rank that waits too long finds out who is stuck (stalls.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.transport.activity import Activity
 from zbkern.pipeline.transport.base import PipelineError, Tag, Values
 from zbkern.pipeline.transport.framing import (
+    FinalMessage,
     GatherMessage,
-    LastWord,
     Message,
     Sizes,
     StallQuery,
@@ -52,7 +52,7 @@ logger = logging.getLogger("zbkern")
 
 _USUAL, _OTHER = 1, 2  # tags of tensors; 0 is that of headers
 _PAUSE = 0.002  # seconds between looks at what has been sent
-_TOLD = 10.0  # seconds in which a rank whose connection broke has heard why, however busy the machine
+_TOLD = 10.0  # seconds in which a rank whose connection broke is told why, however busy the machine
 
 
 class DistributedTransport:
@@ -85,9 +85,9 @@ class DistributedTransport:
         self._stalls = StallDetector(self.activity, self._mailbox, self._query, self._reply, self._stuck)
         self._lost, self._gathers = False, 0
         self._usual_to: dict[int, Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
-        self._telling = threading.Lock()
-        self._last_word: LastWord | None = None
-        self._untold = list(self._peers)  # who has not heard it
+        self._ending = threading.Lock()
+        self._final_message: FinalMessage | None = None
+        self._uninformed = list(self._peers)  # peers that it was not sent to
         self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[tuple[int, _Works] | None] = queue.SimpleQueue()
         self._unreachable: set[int] = set()  # peers whose connection has ended
@@ -163,7 +163,7 @@ class DistributedTransport:
                     leaf.record_stream(stream)
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
-        # from rank to rank and back, because an allgather of gloo would wait for a frozen rank without a word
+        # from rank to rank and back, because an allgather of gloo would wait for a frozen rank and never name it
         self.begin("gather")
         timeout = rendezvous_timeout() if timeout is None else timeout
         self._gathers += 1
@@ -181,7 +181,7 @@ class DistributedTransport:
     # ---- the end
 
     def fail(self, reason: str) -> None:
-        self._end(LastWord("failed", reason))
+        self._end(FinalMessage("failed", reason))
 
     @property
     def failure(self) -> str | None:
@@ -195,33 +195,33 @@ class DistributedTransport:
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        self._end(LastWord("closed", ""))
+        self._end(FinalMessage("closed", ""))
         deadline = time.monotonic() + (5 if self._mailbox.failure is None else 2)  # a frozen rank never answers
         for thread in (*self._receivers.values(), self._sender):
             thread.join(max(0.0, deadline - time.monotonic()))
         close_groups([self._up, self._down])
         self._headers_up = self._headers_down = self._up = self._down = None
 
-    def _end(self, word: LastWord) -> None:
-        """Says this rank's last word to every peer, and only then lets its calls raise. Peers answer with theirs.
+    def _end(self, message: FinalMessage) -> None:
+        """Sends this rank's final message to every peer, and only then lets its calls raise. Peers answer with theirs.
 
-        Of several the first is said. What an interruption left unsaid is said by the next, that of `close` at last.
+        Of several the first is sent. To peers that an interruption left out the next call sends it, `close` at last.
         """
-        self._lost = self._lost or word.ending == "lost"
-        with self._telling:
-            if self._last_word is None:
-                self._last_word = word
-            while self._untold:
-                if self._untold[-1] not in self._unreachable:
-                    self._tell(self._untold[-1], self._last_word)
-                self._untold.pop()
+        self._lost = self._lost or message.ending == "lost"
+        with self._ending:
+            if self._final_message is None:
+                self._final_message = message
+            while self._uninformed:
+                if self._uninformed[-1] not in self._unreachable:
+                    self._send_final(self._uninformed[-1], self._final_message)
+                self._uninformed.pop()
             self._sends.put(None)
-            if word.ending != "closed":
-                self._mailbox.fail(self._last_word.reason or word.reason)
+            if message.ending != "closed":
+                self._mailbox.fail(self._final_message.reason or message.reason)
 
-    def _tell(self, peer: int, word: LastWord) -> None:
+    def _send_final(self, peer: int, message: FinalMessage) -> None:
         try:
-            works = self._start_send(peer, word)
+            works = self._start_send(peer, message)
             if self._on_cpu:  # what the peer has posted a receive for
                 empty = [torch.empty(size, dtype=dtype) for dtype, size in self._usual_to.get(peer, [])]
                 works += self._start_tensors(peer, empty, _USUAL)
@@ -230,13 +230,13 @@ class DistributedTransport:
             logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
 
     def _stuck(self, reason: str) -> None:
-        self._heard(LastWord("failed", reason))
+        self._fail_all(FinalMessage("failed", reason))
 
-    def _heard(self, word: LastWord) -> None:
-        """A rank has failed, of which no call of this one's tells the user at once."""
+    def _fail_all(self, message: FinalMessage) -> None:
+        """A rank has failed, and no call of this rank is about to raise: the log says so at once."""
         if self._mailbox.failure is None:
-            logger.error("rank %d: pipeline stopped: %s", self.rank, word.reason)
-        self._end(word)
+            logger.error("rank %d: pipeline stopped: %s", self.rank, message.reason)
+        self._end(message)
 
     # ---- sending
 
@@ -277,7 +277,7 @@ class DistributedTransport:
 
         gloo never completes a send that is itself the first to find its peer gone; every later one raises at once. So
         what went through gloo is waited for once another send to that peer has begun. The last one to a peer is kept
-        until that peer has said its last word, or is gone.
+        until that peer has sent its final message, or is gone.
         """
         last: dict[int, _Works] = {}  # by peer
         with self._stream_of_its_own() as stream:  # no other stream waits for a send
@@ -316,7 +316,7 @@ class DistributedTransport:
         posted: _Posted | None = None
         try:
             with self._stream_of_its_own():  # a receive begins at once, not after the work that is queued on another
-                while not isinstance(message := receive_message(group, peer), LastWord):
+                while not isinstance(message := receive_message(group, peer), FinalMessage):
                     if isinstance(message, TensorHeader):
                         posted = self._receive_tree(peer, message, posted)
                     elif isinstance(message, GatherMessage):
@@ -328,14 +328,16 @@ class DistributedTransport:
             if message.ending == "closed":
                 self._mailbox.closed(peer)
             else:
-                self._heard(message)
+                self._fail_all(message)
             for work in posted[1] if posted else []:
                 finish(work, self.device)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
             self._unreachable.add(peer)
-            if self._last_word is None:
-                self._heard(LastWord("lost", f"rank {peer} exited unexpectedly: its connection closed without notice"))
+            if self._final_message is None:
+                self._fail_all(
+                    FinalMessage("lost", f"rank {peer} exited unexpectedly: its connection closed without notice")
+                )
 
     def _receive_tree(self, peer: int, header: TensorHeader, posted: _Posted | None) -> _Posted | None:
         """Files a message of tensors; returns the receive that is posted for the next one.
@@ -360,7 +362,7 @@ class DistributedTransport:
     def _file(self, peer: int, message: TensorHeader | GatherMessage, content: tuple[Any, list[dist.Work]]) -> None:
         difference = self._mailbox.put(message.tag, content, peer, message.call)
         if difference is not None:
-            self._heard(LastWord("failed", difference))
+            self._fail_all(FinalMessage("failed", difference))
 
     @contextlib.contextmanager
     def _stream_of_its_own(self) -> Iterator[torch.cuda.Stream | None]:
