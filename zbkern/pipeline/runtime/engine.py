@@ -46,7 +46,7 @@ class Pipeline:
     all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
     at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
     their gradients. timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
-    init_process_group was told. options: what else a step does (`StepOptions`). replanner: a `Replanner`, which
+    init_process_group was given. options: what else a step does (`StepOptions`). replanner: a `Replanner`, which
     measures every so many steps, and has a better schedule take over where it finds one; on all ranks alike.
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank
     does not come.
@@ -100,8 +100,8 @@ class Pipeline:
             self._tied = TiedWeights(self.tied, self._transport, self.modules)
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
         self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
-        self._take(schedule)
-        self._arrived: Any = None  # the input of the forward that runs
+        self._use(schedule)
+        self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
@@ -124,7 +124,7 @@ class Pipeline:
         if self._updates is not None and self._updates.due():
             better = self._updates.agree(self.gather_timeline(), self.gather, self.rank)
             if better is not None:
-                self._take(better)
+                self._use(better)
         return self._loss()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
@@ -213,7 +213,7 @@ class Pipeline:
         self._forget()
 
     def close(self) -> None:
-        """Sees the optimizer's last step done, and ends the connections; on every rank, or as a context manager.
+        """Validates the optimizer's last step, and ends the connections; on every rank, or as a context manager.
 
         Raises PipelineError where another rank has failed since this one's last call.
         """
@@ -246,7 +246,7 @@ class Pipeline:
 
     # ---- the loop
 
-    def _take(self, schedule: Schedule) -> None:
+    def _use(self, schedule: Schedule) -> None:
         """From the next step on, this schedule; of the same chunks in the same places."""
         self.schedule = schedule
         actions = schedule.actions[self.rank]
@@ -263,27 +263,17 @@ class Pipeline:
                 "run or discard pipe.queue first"
             )
         if self._failed:
-            if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
-                raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
-            self._transport.reopen()
-            if self._ahead.validator is not None:
-                self._ahead.validator.recover()
-            calls = self.gather((call, self.completed))
-            self.completed = max(completed for _, completed in calls)
-            check_same_step(calls)
-            self._failed, self._step = False, 0  # every rank counts anew
-            if self._updates is not None:
-                self._updates.restart()
+            self._recover(call)
         try:
             self._transport.begin(call)
-        except PipelineError:  # of a rank that this one needed nothing of in its last call
+        except PipelineError:  # a rank has failed that this one's last call needed nothing from
             self.abandon()
             raise
         count = self.schedule.microbatches
         try:
             self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
             self._targets = split("targets", targets, count) if self._last in self._stages else []
-        except (TypeError, ValueError) as error:  # the others have begun, and would hear no more than that it ended
+        except (TypeError, ValueError) as error:  # the other ranks have begun: tell them why this one has not
             self.abandon()
             self._transport.fail(f"rank {self.rank}: {error}")
             raise
@@ -293,6 +283,20 @@ class Pipeline:
         self._step += 1
         self._skip_rolled_back()
         self._replicas.begin(count)
+
+    def _recover(self, call: str) -> None:
+        """Connects anew after a failure, with all ranks about to make the same call; collective."""
+        if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
+            raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
+        self._transport.reopen()
+        if self._ahead.validator is not None:
+            self._ahead.validator.recover()
+        calls = self.gather((call, self.completed))
+        self.completed = max(completed for _, completed in calls)
+        check_same_step(calls)
+        self._failed, self._step = False, 0  # every rank counts anew
+        if self._updates is not None:
+            self._updates.restart()
 
     def _run_ahead(self) -> int:
         """Runs forwards until the last optimizer step is validated; how many of them count.
@@ -317,7 +321,7 @@ class Pipeline:
         return rollbacks > 0
 
     def _reduce(self) -> None:
-        """What a step ends with: the gradients of replicas, and of weights that several ranks hold."""
+        """Reduces the gradients of replicas, and of weights that several ranks hold, at the end of a step."""
         self._transport.activity.begin("reduction over replicas")
         self._replicas.finish()
         self._transport.activity.begin("sum over tied weights")
@@ -331,7 +335,7 @@ class Pipeline:
                 activity.begin(action)
                 with recorder.label(action):
                     self._HANDLERS[action.kind](self, *group)
-            while self.queue.pending():  # eager: what no wait had room for
+            while self.queue.pending():  # eager: W that ran in no wait
                 self._run_oldest()
             self.queue.join()
             if finish is not None:
@@ -339,15 +343,17 @@ class Pipeline:
             activity.begin("none")
         except PipelineError as error:
             self.abandon()
-            self._transport.fail(str(error))  # says nothing new where the transport raised it
+            self._transport.fail(str(error))  # no-op where the transport raised it
             raise
         except BaseException as error:
             more = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
-            more = more or input_of(error, activity.action, self.schedule.placement, self._arrived)
+            more = more or input_of(error, activity.action, self.schedule.placement, self._forward_input)
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{more}"
             self.abandon()
             self._transport.fail(reason)
-            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
+            if not isinstance(
+                error, Exception
+            ):  # Ctrl-C, sys.exit: unchanged on this rank, a PipelineError on the others
                 raise
             raise PipelineError(reason) from error
 
@@ -355,7 +361,7 @@ class Pipeline:
         _, chunk, microbatch, _ = action
         if self.fill == "eager":
             self._free_memory_for_forward()
-        inputs = self._arrived = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
+        inputs = self._forward_input = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = self._targets[microbatch] if chunk == self._last else None
         outputs = self._stages[chunk].forward(microbatch, inputs, target)
@@ -366,7 +372,7 @@ class Pipeline:
                 raise FloatingPointError(f"the loss of microbatch {microbatch} is {outputs.item()}")
         else:
             self._send(chunk + 1, "F", microbatch, outputs)
-        self._arrived = None
+        self._forward_input = None
         self._recorder.done((action,), start)
 
     def _backward(self, action: Action) -> None:
@@ -447,7 +453,7 @@ class Pipeline:
 
     def _forget(self) -> None:
         """Drops what was begun."""
-        self._arrived = None
+        self._forward_input = None
         self.queue.discard()
         self._replicas.discard()
         for stage in self._stages.values():
