@@ -374,7 +374,7 @@ import torch
 torch.distributed.init_process_group("gloo")
 from torch import nn
 import zbkern
-from tests.pipeline.chunks import make_data, make_model
+from tests.support.chunks import make_data, make_model
 from zbkern.pipeline import Pipeline, StepOptions, checkpoint, schedules
 rank = torch.distributed.get_rank()
 model, (inputs, targets) = make_model(3), make_data(6)
