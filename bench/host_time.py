@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import zbkern
 from bench import ranks
 from bench.report import add_out, write_json
-from zbkern.pipeline import Pipeline, Schedule, schedules
+from zbkern.pipeline import Pipeline, Schedule, StepOptions, schedules
 from zbkern.reporting import environment, machine_line, markdown_table
 
 WIDTH = 8
@@ -87,7 +87,11 @@ def contestants(model: list[nn.Module], microbatches: int) -> list[Contestant]:
     found = []
     for name, build in (("1F1B", schedules.one_f_one_b), ("ZB-H1", schedules.zb_h1), ("ZB-V", schedules.zb_v)):
         found.append(our_contestant(name, build(size, microbatches), model, x, y))
-    found.append(our_contestant("ZB-H1, recorded", schedules.zb_h1(size, microbatches), model, x, y, record=True))
+    found.append(
+        our_contestant(
+            "ZB-H1, recorded", schedules.zb_h1(size, microbatches), model, x, y, options=StepOptions(record=True)
+        )
+    )
     found.append(torch_contestant("Schedule1F1B", line, 2, model, x, y, microbatches))
     found.append(torch_contestant("ScheduleZBVZeroBubble", vee, 3, model, x, y, microbatches))
     for contestant in found:

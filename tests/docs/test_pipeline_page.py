@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zbkern
-from zbkern.pipeline import Optimizer, Pipeline, plan, profile, schedules
+from zbkern.pipeline import Optimizer, Pipeline, StepOptions, plan, profile, schedules
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 
@@ -136,7 +136,7 @@ def growing_batches() -> int:
             stack.enter_context(Pipeline(chunk, schedules.zb_h1(2, count), nn.functional.mse_loss)) for count in (2, 4)
         ]
         optimizer = Optimizer(torch.optim.SGD(chunk.parameters(), 0.5), pipes[0], max_norm=0.5, adaptive=False)
-        pipes[1].optimizer = optimizer
+        pipes[1].attach(optimizer)
         reference = torch.optim.SGD(plain.parameters(), 0.5)
         for step in range(8):
             inputs, targets = torch.randn(2, 8, 8, dtype=torch.double) * (0.3 if step in (2, 3, 6) else 0.03)
@@ -161,7 +161,7 @@ def test_another_number_of_microbatches(two_ranks: Any) -> None:
 def drift_example(code: str, folder: str) -> tuple[str, int]:
     rank = torch.distributed.get_rank()
     chunk, printed = zbkern.convert(make_chunk(rank)), []
-    with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, record=True) as pipe:
+    with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, options=StepOptions(record=True)) as pipe:
         pipe.step(torch.ones(8, 8), torch.ones(8, 8))
         exec(code.replace("step.html", f"{folder}/{rank}.html"), {"pipe": pipe, "print": printed.append})
         return printed[0], len(pipe.samples)

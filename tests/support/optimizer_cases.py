@@ -180,7 +180,7 @@ def ours(case: Case, **options: Any) -> tuple[list[list[Tensor]], list[list[floa
             scale = 1.0 if scaler is None else scaler.get_scale()
             case.backward(weights, rank, step, scale)
             optimizer.step()
-            optimizer.zero_grad()  # before the verdict, which may need the gradients
+            optimizer.zero_grad()  # before the step is validated, which may need the gradients
             optimizer.param_groups[0]["lr"] = 1e9  # nor may the next step's learning rate reach this one
             optimizer.validate()
             history.append([parameter.detach().clone() for parameter in weights])

@@ -18,6 +18,8 @@ _HOME = {
     "Optimizer": "optimizer",
     "Pipeline": "runtime.engine",
     "PipelineError": "transport.base",
+    "Replanner": "planner.replanning",
+    "StepOptions": "runtime.options",
     "clip_grad_norm_": "optimizer",
     "grad_norm": "optimizer",
     "plan": "planner",
@@ -32,8 +34,10 @@ __all__ = [
     "Optimizer",
     "Pipeline",
     "PipelineError",
+    "Replanner",
     "Schedule",
     "ScheduleError",
+    "StepOptions",
     "Timeline",
     "checkpoint",
     "clip_grad_norm_",
@@ -55,7 +59,9 @@ if TYPE_CHECKING:
     from zbkern.pipeline.optimizer.clipping import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.optimizer.clipping import grad_norm as grad_norm
     from zbkern.pipeline.planner.plan import plan as plan
+    from zbkern.pipeline.planner.replanning import Replanner as Replanner
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
+    from zbkern.pipeline.runtime.options import StepOptions as StepOptions
     from zbkern.pipeline.runtime.profiling import profile as profile
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
 

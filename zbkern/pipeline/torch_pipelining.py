@@ -49,7 +49,7 @@ class PipelineStage(pipelining.PipelineStage):
         reduces = isinstance(self.submod, DistributedDataParallel)
         if full_backward or not self.has_backward:
             self._runner = _nothing
-            if reduces and last_backward:  # this backward reduces: what waits must have landed before
+            if reduces and last_backward:  # this backward reduces: W that wait must have run before
                 self.queue.run(self._waiting())
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return

@@ -66,6 +66,12 @@ class Target:
             _announce(parameter)
 
 
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Where frameworks and zbkern's weight gradients accumulate: `main_grad` if the parameter has one, else `.grad`."""
+    gradient = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
+
+
 def blank(parameter: Tensor) -> Tensor:
     """Memory for a gradient, in the dtype that the parameter takes: torch's `grad_dtype`, which only leaves have."""
     dtype = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None

@@ -468,8 +468,16 @@ def test_a_second_optimizer_is_refused() -> None:
     model = nn.Linear(2, 2)
     with Pipeline(model, schedules.zb_h1(1, 1), nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
         Optimizer(torch.optim.SGD(model.parameters()), pipe)
-        with pytest.raises(ValueError, match="this Pipeline has an Optimizer already"):
+        with pytest.raises(ValueError, match=r"this Pipeline has an Optimizer already.*call pipe.detach\(\)"):
             Optimizer(torch.optim.SGD(model.parameters()), pipe)
+        with pytest.raises(
+            ValueError, match=r"Pipeline.attach: this Pipeline has an Optimizer already.*pipe.detach\(\)"
+        ):
+            pipe.attach(pipe.optimizer)
+        pipe.detach()
+        assert pipe.optimizer is None
+        other = Optimizer(torch.optim.SGD(model.parameters()), pipe)
+        assert pipe.optimizer is other
 
 
 class Scaled(nn.Module):

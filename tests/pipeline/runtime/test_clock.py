@@ -33,16 +33,16 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_marks_are_read_on_the_clock_of_the_host() -> None:
-    mine = clock.Clock(torch.device("cuda", 1))
+    mine = clock.EventClock(torch.device("cuda", 1))
     assert mine.seconds(mine.now()) == pytest.approx(time.perf_counter(), abs=0.1)
 
 
 def test_marks_are_of_the_device_asked_for() -> None:
-    assert clock.Clock(torch.device("cuda", 1)).now().stream == torch.device("cuda", 1)
+    assert clock.EventClock(torch.device("cuda", 1)).now().stream == torch.device("cuda", 1)
 
 
 def test_after_a_day_it_is_still_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, now = clock.Clock(torch.device("cuda", 0)), time.perf_counter
+    mine, now = clock.EventClock(torch.device("cuda", 0)), time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: now() + 86400.123)
     start, end = mine.now(), mine.now()
     end.seconds = start.seconds + 1e-3

@@ -26,7 +26,7 @@ from tests.support.two_by_two import (
     whole,
     wrap,
 )
-from zbkern.pipeline import Pipeline, PipelineError, schedules
+from zbkern.pipeline import Pipeline, PipelineError, Replanner, schedules
 from zbkern.pipeline.runtime import data_parallel
 
 pytestmark = pytest.mark.dist
@@ -180,8 +180,8 @@ def refuse() -> list[str]:
         with pytest.raises(ValueError, match="Pipeline: the module of chunk") as caught:
             Pipeline(attempt, setup.schedule, mean_square, mesh().get_group("stage"))
         messages.append(str(caught.value))
-    with pytest.raises(ValueError, match="replan_every must be 0 with FSDP2 or tensor-parallel stages") as caught:
-        Setup("fsdp", "zb_h1").pipe(replan_every=5)
+    with pytest.raises(ValueError, match="replanner must be None with FSDP2 or tensor-parallel stages") as caught:
+        Setup("fsdp", "zb_h1").pipe(replanner=Replanner(every=5))
     return [*messages, str(caught.value)]
 
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_is_refused(four_ranks: Any) -> None:
         assert "find_unused_parameters=True" in unused
         assert "has DistributedDataParallel inside; wrap the whole module in it" in inside
         assert "with mixed_precision, which works by hooks" in mixed
-        assert replanned.endswith("got 5")
+        assert replanned.endswith("got Replanner(every=5, costs=None, gain=0.01, time_limit=1.0)")
 
 
 def change_after_wrapping() -> None:

@@ -113,7 +113,7 @@ def train_wrapped(kind: str, wrapper: dict[str, Any]) -> int:
     ("kind", "wrapper"), [("fsdp", {"reshard_after_forward": True}), ("ddp", {"gradient_as_bucket_view": True})]
 )
 def test_optimizer_with_options_of_the_wrappers(four_ranks: Any, kind: str, wrapper: dict[str, Any]) -> None:
-    """Forwards that run ahead and are void gather, too; gradients that wait for the verdict live in DDP's buckets."""
+    """Forwards that run ahead gather, too, also if they run again; gradients of a pending step live in DDP buckets."""
     assert four_ranks.run(train_wrapped, kind, wrapper) == [3, 0, 3, 0]
 
 

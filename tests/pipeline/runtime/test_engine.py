@@ -15,8 +15,8 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import WIDTH, make_data, make_model, on_threads, plain
-from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
-from zbkern.pipeline.runtime.clock import Clock
+from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, StepOptions, schedules
+from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours, peak_microbatches
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -192,9 +192,11 @@ def one_rank(**changes: Any) -> Pipeline:
         ({"modules": [nn.Linear]}, "each a torch.nn.Module; got type"),
         ({"tied": [torch.ones(1)]}, "tied must be {name: parameter}"),
         ({"tied": {"table": "weight"}}, "tied must be {name: parameter}"),
-        ({"fill_with": 3}, "fill_with must be callable"),
-        ({"replan_every": 1.5}, "replan_every must be a whole number of steps"),
-        ({"costs": {"forward": 1}}, "costs must be a zbkern.pipeline.Costs or None; got dict"),
+        ({"options": {"fill_with": 3}}, "options must be a zbkern.pipeline.StepOptions, as in"),
+        (
+            {"replanner": 100},
+            r"replanner must be a zbkern.pipeline.Replanner, as in .*; got 100",
+        ),
     ],
 )
 def test_bad_construction_names_the_argument(changes: dict[str, Any], message: str) -> None:
@@ -381,7 +383,7 @@ def test_work_of_the_user_fills_what_w_leaves(fill: str) -> None:
         time.sleep(0.001)
         return True
 
-    steps_on_threads(schedule, lambda *_: 0.005, fill=fill, fill_with=work)
+    steps_on_threads(schedule, lambda *_: 0.005, fill=fill, options=StepOptions(fill_with=work))
     assert len(set(waiting)) == 2  # both ranks waited, and worked meanwhile
 
 
@@ -396,7 +398,7 @@ def test_w_is_filled_in_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPat
 
         return wrapper
 
-    monkeypatch.setattr(Clock, "wait", logged("wait", Clock.wait))
+    monkeypatch.setattr(EventClock, "wait", logged("wait", EventClock.wait))
     monkeypatch.setattr(Pipeline, "_await", logged("await", Pipeline._await))
     monkeypatch.setattr(LocalTransport, "receive", logged("receive", LocalTransport.receive))
     monkeypatch.setattr(Pipeline, "_run_oldest", logged("W", Pipeline._run_oldest))
@@ -408,7 +410,7 @@ def test_w_is_filled_in_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPat
 
 def test_samples_of_the_queue() -> None:
     schedule = schedules.zb_h1(2, 4)
-    _, pipes = steps_on_threads(schedule, record=True)
+    _, pipes = steps_on_threads(schedule, options=StepOptions(record=True))
     for pipe, row in zip(pipes, schedule.actions, strict=True):
         pending = [sample.pending for sample in pipe.samples]
         assert len(pending) == len(list(merge_neighbours(row)))

@@ -21,7 +21,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, on_threads, plain
-from zbkern.pipeline import Pipeline, checkpoint, schedules
+from zbkern.pipeline import Pipeline, StepOptions, checkpoint, schedules
 from zbkern.pipeline.transport.base import PipelineError, Tag
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -282,7 +282,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank(value: float) -> None:
     def rank_step(transport: LocalTransport) -> None:
         rank = transport.rank
         arguments = [model[rank]], schedule, nn.functional.mse_loss, transport
-        with Pipeline(*arguments, nonfinite="raise") as pipe:
+        with Pipeline(*arguments, options=StepOptions(nonfinite="raise")) as pipe:
             pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
 
     for error in on_threads(2, rank_step):
@@ -374,8 +374,8 @@ import torch
 torch.distributed.init_process_group("gloo")
 from torch import nn
 import zbkern
-from tests.pipeline.chunks import make_data, make_model
-from zbkern.pipeline import Pipeline, checkpoint, schedules
+from tests.support.chunks import make_data, make_model
+from zbkern.pipeline import Pipeline, StepOptions, checkpoint, schedules
 rank = torch.distributed.get_rank()
 model, (inputs, targets) = make_model(3), make_data(6)
 with Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(3, 6), nn.functional.mse_loss, timeout=2) as pipe:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zbkern
-from zbkern.pipeline import Pipeline, profile, schedules, simulate
+from zbkern.pipeline import Pipeline, StepOptions, profile, schedules, simulate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -87,7 +87,7 @@ def growth(steps: int) -> int:
     schedule = schedules.zb_h1(2, 2)
     modules = [zbkern.convert(nn.Linear(64, 64))]
     data = torch.randn(2 * 64, 64)
-    with Pipeline(modules, schedule, nn.functional.mse_loss, fill="eager", record=True) as pipe:
+    with Pipeline(modules, schedule, nn.functional.mse_loss, fill="eager", options=StepOptions(record=True)) as pipe:
         for _ in range(100):
             pipe.step(data, data)
         with Resident() as resident:

@@ -12,8 +12,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, on_threads, plain
-from zbkern.pipeline import Costs, Pipeline, schedules, simulate
-from zbkern.pipeline.planner.replanning import Replanner
+from zbkern.pipeline import Costs, Pipeline, Replanner, StepOptions, schedules, simulate
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -79,7 +78,9 @@ def test_without_a_step_there_is_nothing_to_compare() -> None:
 def test_an_evaluation_leaves_the_timeline_of_the_last_step() -> None:
     model, (inputs, targets) = make_model(1), make_data(2)
     ring = LocalTransport.ring(1)
-    with Pipeline(model, schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0], record=True) as pipe:
+    with Pipeline(
+        model, schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0], options=StepOptions(record=True)
+    ) as pipe:
         pipe.step(inputs, targets)
         before, samples = pipe.last_timeline, pipe.samples
         pipe.evaluate(inputs, targets)
@@ -111,17 +112,18 @@ def test_pictures_of_both(tmp_path: Path) -> None:
 
 def test_a_better_schedule_for_changed_costs_within_the_memory_of_the_first() -> None:
     schedule = schedules.one_f_one_b(4, 8)
-    replanner = Replanner(schedule, every=1, time_limit=0.2)
-    proposal = replanner.propose(simulate(schedule, COSTS))
+    replanner = Replanner(every=1, time_limit=0.2)
+    limits = replanner.memory_limits(schedule)
+    proposal = replanner.propose(simulate(schedule, COSTS), limits)
     assert proposal is not None
     assert simulate(proposal, COSTS).cost < simulate(schedule, COSTS).cost
-    assert all(a <= b for a, b in zip(simulate(proposal).peak_memory, replanner.limit, strict=True))
-    assert replanner.propose(simulate(proposal, COSTS)) is None
+    assert all(a <= b for a, b in zip(simulate(proposal).peak_memory, limits, strict=True))
+    assert replanner.propose(simulate(proposal, COSTS), limits) is None
 
 
 def test_replanning_every_number_of_steps_is_an_error_below_one() -> None:
-    with pytest.raises(ValueError, match="replan_every must be at least 1"):
-        Replanner(schedules.gpipe(2, 2), every=-1)
+    with pytest.raises(ValueError, match="Replanner: every must be a whole number of steps, at least 1; got -1"):
+        Replanner(every=-1)
 
 
 def test_a_pipeline_that_replans_gives_the_same_gradients() -> None:
@@ -134,7 +136,7 @@ def test_a_pipeline_that_replans_gives_the_same_gradients() -> None:
     def rank_step(transport: LocalTransport) -> str:
         rank = transport.rank
         module = zbkern.convert(model[rank])
-        with Pipeline([module], first, nn.functional.mse_loss, transport, replan_every=1) as pipe:
+        with Pipeline([module], first, nn.functional.mse_loss, transport, replanner=Replanner(every=1)) as pipe:
             for _ in range(3):
                 module.zero_grad()
                 pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)

@@ -3,16 +3,17 @@ from __future__ import annotations
 import gc
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, schedules
+from zbkern.pipeline import Optimizer, Pipeline, PipelineError, ScheduleError, schedules
 from zbkern.pipeline.transport.base import Tag
 from zbkern.pipeline.transport.distributed import DistributedTransport
-from zbkern.pipeline.transport.process_groups import backend_of, meet
+from zbkern.pipeline.transport.process_groups import backend_of, rendezvous
 
 
 def backends() -> list[str]:
@@ -84,13 +85,24 @@ def test_a_closed_transport_leaves_no_connection_and_no_thread(two_ranks: Any) -
         assert max(counts[1:]) <= counts[0]
 
 
-def construct_in_vain() -> list[tuple[int, int]]:
+def construct_pipeline() -> None:
+    schedule = schedules.zb_h1(2, 4 + dist.get_rank())
+    with pytest.raises(ScheduleError):
+        Pipeline(torch.nn.Linear(2, 2), schedule, torch.nn.functional.mse_loss)
+
+
+def construct_optimizer() -> None:
+    tied: Any = {"a": torch.ones(2), 3: torch.ones(2)} if dist.get_rank() else {}
+    error = TypeError if tied else PipelineError
+    with pytest.raises(error, match="not supported between instances"):
+        Optimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters()), tied=tied)
+
+
+def construct_in_vain(construct: Callable[[], None]) -> list[tuple[int, int]]:
     """File descriptors and threads of this process after one constructor that fails, and after many."""
-    rank, counts = dist.get_rank(), []
+    counts = []
     for number in range(12):
-        schedule = schedules.zb_h1(2, 4 + rank)
-        with pytest.raises(ScheduleError):
-            Pipeline(torch.nn.Linear(2, 2), schedule, torch.nn.functional.mse_loss)
+        construct()
         gc.collect()
         if number in (1, 11):
             counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
@@ -98,8 +110,9 @@ def construct_in_vain() -> list[tuple[int, int]]:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="file descriptors are counted in /proc")
-def test_a_constructor_that_fails_leaves_no_connection_and_no_thread(two_ranks: Any) -> None:
-    for first, last in two_ranks.run(construct_in_vain):
+@pytest.mark.parametrize("construct", [construct_pipeline, construct_optimizer])
+def test_a_constructor_that_fails_leaves_no_connection_and_no_thread(two_ranks: Any, construct: Any) -> None:
+    for first, last in two_ranks.run(construct_in_vain, construct):
         assert max(last[0] - first[0], last[1] - first[1]) <= 0
 
 
@@ -111,4 +124,4 @@ def test_a_store_that_has_gone_is_told_with_its_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     del server
     with pytest.raises(PipelineError, match="global rank 0 has ended, with the store"):
-        meet([0, 1])
+        rendezvous([0, 1])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbkern.pipeline.checkpoint.protocols import AnyOptimizer, Modules, OptimizerLike, PipelineLike
 from zbkern.pipeline.optimizer.undo import hyperparameters, kinds_of, parameters, same_kind
 
 Rename = Callable[[int, str], str]
@@ -28,12 +29,12 @@ class NamedState:
     arguments, ValueError when two tensors of a chunk get one name, or a parameter of the optimizer is in no module.
     """
 
-    def __init__(self, modules: Any, optimizer: Any, rename: Rename | None, rank: int) -> None:
+    def __init__(self, modules: Modules, optimizer: AnyOptimizer | None, rename: Rename | None, rank: int) -> None:
         self.rank = rank
         self._chunks = _chunks(modules)
         self._rename = _checked(rename) if rename is not None else _as_it_is
-        self._inner = getattr(optimizer, "optimizer", optimizer)  # torch's, inside of ours
-        self._masters: list[tuple[Tensor, Tensor]] = getattr(optimizer, "masters", [])
+        self._inner = optimizer.optimizer if isinstance(optimizer, OptimizerLike) else optimizer
+        self._masters = optimizer.masters if isinstance(optimizer, OptimizerLike) else []
         groups = getattr(self._inner, "param_groups", [])
         self._inner_has_masters = any(group.get("master_weights") for group in groups)
         if self._inner is not None and not isinstance(self._inner, torch.optim.Optimizer):
@@ -45,7 +46,8 @@ class NamedState:
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(value), []).append(self._rename(chunk, key))
-        self._tied = {name for p in getattr(modules, "tied", {}).values() for name in names.get(id(p), [])}
+        tied = modules.tied if isinstance(modules, PipelineLike) else {}
+        self._tied = {name for p in tied.values() for name in names.get(id(p), [])}
         self._check_unique()
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
         self._names = names
@@ -267,10 +269,11 @@ def unpack(packed: Tensor) -> Any:
     return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
 
 
-def _chunks(modules: Any) -> Mapping[int, nn.Module]:
+def _chunks(modules: Modules) -> Mapping[int, nn.Module]:
     if isinstance(modules, nn.Module):
         return {0: modules}
-    modules = getattr(modules, "modules", modules)
+    if isinstance(modules, PipelineLike):
+        return modules.modules
     if not isinstance(modules, Mapping) or not all(isinstance(module, nn.Module) for module in modules.values()):
         raise TypeError(
             "checkpoint: modules must be a Pipeline, {chunk number: module}, or one module; got "

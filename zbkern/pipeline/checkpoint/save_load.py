@@ -33,6 +33,7 @@ from zbkern.pipeline.checkpoint.named_state import (
     unpack,
     unused,
 )
+from zbkern.pipeline.checkpoint.protocols import AnyOptimizer, Modules, OptimizerLike, PipelineLike
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
@@ -49,8 +50,8 @@ class Loaded(NamedTuple):
 def save(
     folder: str | os.PathLike,
     step: int,
-    modules: Any,
-    optimizer: Any = None,
+    modules: Modules,
+    optimizer: AnyOptimizer | None = None,
     extra: Any = None,
     *,
     rename: Rename | None = None,
@@ -80,13 +81,13 @@ def save(
         _check_count("keep", keep, 1)
         state = NamedState(modules, optimizer, rename, ranks.rank)
         ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
-        if hasattr(optimizer, "validate"):
+        if isinstance(optimizer, OptimizerLike):
             optimizer.validate()  # before a weight is read
         tensors = state.tensors()
         tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
         pack(extra, "extra")  # checked on every rank, although rank 0's is saved
         if state.rank == 0:
-            own = optimizer.common_state() if hasattr(optimizer, "common_state") else {}
+            own = optimizer.common_state() if isinstance(optimizer, OptimizerLike) else {}
             tensors["common"] = pack({"step": step, "extra": extra, "optimizer": own}, "the state")
         planner = dcp.DefaultSavePlanner()
         planner.set_up_planner(tensors, is_coordinator=state.rank == 0)
@@ -110,8 +111,8 @@ def save(
 
 def load(
     folder: str | os.PathLike,
-    modules: Any,
-    optimizer: Any = None,
+    modules: Modules,
+    optimizer: AnyOptimizer | None = None,
     *,
     step: int | None = None,
     rename: Rename | None = None,
@@ -148,7 +149,7 @@ def load(
             return [(path.name, index.checksum)] * ranks.size
 
         seen = directory.find(folder, step)
-        copies = state.copies(getattr(modules, "tied", {}))
+        copies = state.copies(modules.tied if isinstance(modules, PipelineLike) else {})
         mine = ((step, state.names()), None if seen is None else seen.name, copies)
         chosen = ranks.exchange("arguments checked", mine, choose)
         if chosen is None:
@@ -173,14 +174,14 @@ def load(
         random_state = unpack(wanted.pop(own_random)) if own_random in wanted else None
         state.check_kind(wanted)
         ranks.exchange("checkpoint verified")
-        if hasattr(optimizer, "abandon"):
+        if isinstance(optimizer, OptimizerLike):
             optimizer.abandon()
-        if hasattr(modules, "completed"):  # a Pipeline: from here its ranks are at one step again
+        if isinstance(modules, PipelineLike):  # from here its ranks are at the same step again
             modules.completed = 0
         with _warning_of_a_partial_load(path, state.rank):
             reader.read(is_of_model)
             state.take(wanted)
-        if hasattr(optimizer, "load_common_state"):
+        if isinstance(optimizer, OptimizerLike):
             optimizer.load_common_state(common["optimizer"])
         if random_state is not None:
             _set_random_state(random_state, state.device)
@@ -200,10 +201,10 @@ def latest(folder: str | os.PathLike) -> Path | None:
 _ONE_PLACE = "folder must be one place shared by all ranks"
 
 
-def _timeout(timeout: float | None, modules: Any) -> float:
+def _timeout(timeout: float | None, modules: Modules) -> float:
     if timeout is not None:
         return timeout
-    return modules.timeout if hasattr(modules, "completed") else TIMEOUT  # a Pipeline's
+    return modules.timeout if isinstance(modules, PipelineLike) else TIMEOUT
 
 
 def _path(folder: str | os.PathLike) -> Path:

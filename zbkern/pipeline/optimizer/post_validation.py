@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zbkern.pipeline.optimizer.clipping import (
@@ -36,19 +37,13 @@ from zbkern.pipeline.optimizer.master_weights import (
     unscale,
     update_scale,
 )
-from zbkern.pipeline.optimizer.undo import (
-    UNDO,
-    PendingStep,
-    gradient_of,
-    hyperparameters,
-    kinds_of,
-    parameters,
-    same_kind,
-)
+from zbkern.pipeline.optimizer.protocols import PipelineLike
+from zbkern.pipeline.optimizer.undo import UNDO, PendingStep, hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
 from zbkern.pipeline.schedules.warmup import rank_order
-from zbkern.pipeline.transport.base import PipelineError, check_timeout
-from zbkern.pipeline.transport.connect import check_tied, connect_row
+from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout
+from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_row
+from zbkern.wgrad.accumulation import gradient_of
 
 
 class NormTag(NamedTuple):
@@ -97,7 +92,7 @@ class Optimizer(OptimizerWrapper):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        pipe: Any = None,
+        pipe: PipelineLike | Transport | dist.ProcessGroup | None = None,
         *,
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -121,10 +116,11 @@ class Optimizer(OptimizerWrapper):
                 f"Optimizer: {type(optimizer).__name__}(max_norm={own}) clips by the norm of its own "
                 "parameters, not of those of all ranks; give max_norm to Optimizer instead"
             )
-        if getattr(pipe, "optimizer", None) is not None:
+        pipeline = pipe if isinstance(pipe, PipelineLike) else None
+        if pipeline is not None and pipeline.optimizer is not None:
             raise ValueError(
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
-                "to one torch optimizer; set pipe.optimizer = None to replace it"
+                "to one torch optimizer; call pipe.detach() on every rank to replace it"
             )
         check_tied("Optimizer", tied)
         if undo not in (*UNDO, None):
@@ -134,32 +130,33 @@ class Optimizer(OptimizerWrapper):
         super().__init__(optimizer)
         self.max_norm = max_norm
         self.adaptive = adaptive
-        self.timeout = getattr(pipe, "timeout", 1800.0) if timeout is None else timeout
+        self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
         self.last_norm: float | None = None
         self.undone = self.clipped = self.skipped = 0
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._unscaled = Gradients([])
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
-        tied = getattr(pipe, "tied", {}) if tied is None else tied
+        if tied is None:
+            tied = {} if pipeline is None else pipeline.tied
         self._has_masters = master_weights
         self.masters = install_masters(optimizer) if master_weights else []
         self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
-        planned = hasattr(pipe, "schedule")
-        self._transport = pipe.transport if planned else connect_row(pipe, self._device)
-        # the order in which the sum travels is that in which the model meets the ranks
-        ranks = rank_order(pipe.schedule) if planned else list(range(self._transport.size))
-        self._owned = self._transport if not planned and self._transport is not pipe else None
+        self._pipe = pipeline
+        self._transport = connect_row(pipe, self._device) if pipeline is None else pipeline.transport
+        self._owned = self._transport if pipeline is None and self._transport is not pipe else None
+        # the sum travels in the order in which the model first uses the ranks
+        ranks = list(range(self._transport.size)) if pipeline is None else rank_order(pipeline.schedule)
         place = ranks.index(self._transport.rank)
         self._previous = ranks[place - 1] if place > 0 else None
         self._next = ranks[place + 1] if place + 1 < len(ranks) else None
-        self._uncounted = self._held_by(ranks[:place], dict(tied))
         self._number = self._settled = self._taken = 0
         self._total: Tensor | None = None
         self._pending: PendingStep | None = None
         self._cautious = False
-        self._pipe = pipe if planned else None
-        if self._pipe is not None:
-            self._pipe.optimizer = self
+        with closing_on_error(self._transport, self._owned is not None, "its Optimizer"):
+            self._uncounted = self._held_by(ranks[:place], dict(tied))
+            if pipeline is not None:
+                pipeline.attach(self)
 
     # ---- what a training loop calls
 

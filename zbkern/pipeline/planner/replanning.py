@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from zbkern.pipeline.planner import plan
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -16,40 +16,48 @@ from zbkern.pipeline.simulation.timeline import Timeline
 logger = logging.getLogger("zbkern")
 
 
+@dataclass(frozen=True)
 class Replanner:
-    """Every `every` steps: measures costs, plans on rank 0 under the memory of the first schedule, and tells all ranks.
+    """For `Pipeline(replanner=)`: measures costs every so often, and plans within the memory of the first schedule.
 
-    memory: costs whose `activation` and `held` say what a microbatch holds. gain: the least part of the simulated cost
-    that a new schedule must save. time_limit: seconds of search, in which all ranks wait.
+    every: steps between measurements, the same on all ranks. costs: their `activation` and `held` say what a microbatch
+    holds; `Costs()` when None. gain: the least part of the simulated cost that a new schedule must save. time_limit:
+    seconds of search, in which all ranks wait. Raises TypeError or ValueError for arguments out of range.
     """
 
-    def __init__(
-        self, schedule: Schedule, every: int, memory: Costs | None = None, gain: float = 0.01, time_limit: float = 1.0
-    ) -> None:
-        if every < 1:
-            raise ValueError(f"Pipeline: replan_every must be at least 1 step, or 0 for never; got {every}")
-        self.every = every
-        self.memory = memory or Costs()
-        self.limit = list(simulate(schedule, self.memory).peak_memory)
-        self.gain = gain
-        self.time_limit = time_limit
-        self._steps = 0
+    every: int
+    costs: Costs | None = None
+    gain: float = 0.01
+    time_limit: float = 1.0
 
-    def count(self) -> bool:
-        """Counts a step; True when it is time to measure and to plan."""
-        self._steps += 1
-        return self._steps % self.every == 0
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ValueError(f"Replanner: every must be a whole number of steps, at least 1; got {self.every!r}")
+        if self.costs is not None and not isinstance(self.costs, Costs):
+            got = type(self.costs).__name__
+            raise TypeError(f"Replanner: costs must be a zbkern.pipeline.Costs or None; got {got}")
+        for name, value in (("gain", self.gain), ("time_limit", self.time_limit)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise ValueError(f"Replanner: {name} must be a number, 0 or above; got {value!r}")
 
-    def propose(self, timeline: Timeline) -> Schedule | None:
-        """A schedule that is better for the costs of this step, or None."""
-        present, costs = timeline.schedule, drift.costs([timeline], self.memory)
+    @property
+    def _memory(self) -> Costs:
+        return Costs() if self.costs is None else self.costs
+
+    def memory_limits(self, schedule: Schedule) -> Sequence[float]:
+        """By rank: the most that this schedule holds, in the units of `costs`."""
+        return simulate(schedule, self._memory).peak_memory
+
+    def propose(self, timeline: Timeline, limits: Sequence[float]) -> Schedule | None:
+        """A schedule that is better for the costs of this step and holds no more than `limits`, by rank; or None."""
+        present, costs = timeline.schedule, drift.costs([timeline], self._memory)
         found = plan(
             costs,
             present.stages,
             present.microbatches,
             present.chunks,
             present.placement,
-            self.limit,
+            list(limits),
             self.time_limit,
         )
         now = simulate(present, costs).cost
@@ -58,9 +66,3 @@ class Replanner:
             "replanning: %s costs %.4g, %s would save %.1f%%", present.name, now, found.schedule.name, 100 * saved
         )
         return found.schedule if saved >= self.gain else None
-
-    def agree(self, timeline: Timeline, gather: Callable[[Any], list[Any]], rank: int) -> Schedule | None:
-        """What rank 0 proposes, on every rank; collective. timeline: of all ranks."""
-        proposal = self.propose(timeline) if rank == 0 else None
-        text = gather(proposal.to_csv() if proposal is not None else None)[0]
-        return None if text is None else Schedule.from_csv(text)

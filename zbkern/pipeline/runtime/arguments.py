@@ -1,4 +1,4 @@
-"""What users hand to a Pipeline: checked before anything begins, and a batch cut into its microbatches."""
+"""The arguments of a Pipeline, checked before anything begins, and a batch split into its microbatches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.schedule_updates import ReplannerLike
 from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.program import FILLS
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.simulation.costs import Costs
-from zbkern.pipeline.simulation.simulator import FILLS
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.connect import check_tied
 
@@ -23,11 +24,8 @@ def check(
     fill: str,
     tied: Mapping[str, Tensor] | None,
     timeout: float,
-    fill_with: Callable[[], bool] | None,
-    nonfinite: str,
-    record: bool,
-    replan_every: int,
-    costs: Costs | None,
+    options: StepOptions | None,
+    replanner: ReplannerLike | None,
 ) -> None:
     """Raises TypeError, ValueError or ScheduleError for what cannot be an argument of a Pipeline."""
     if not isinstance(schedule, Schedule):
@@ -38,18 +36,16 @@ def check(
         raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
     check_tied("Pipeline", tied)
     check_timeout("Pipeline", timeout)
-    if fill_with is not None and not callable(fill_with):
-        raise TypeError(f"Pipeline: fill_with must be callable without arguments, or None; got {fill_with!r}")
-    if nonfinite not in ("ignore", "raise"):
-        raise ValueError(f'Pipeline: nonfinite must be "ignore" or "raise"; got {nonfinite!r}')
-    if not isinstance(record, bool):
-        raise TypeError(f"Pipeline: record must be True or False; got {record!r}")
-    if not isinstance(replan_every, int) or replan_every < 0:
-        raise ValueError(
-            f"Pipeline: replan_every must be a whole number of steps, or 0 for never; got {replan_every!r}"
+    if options is not None and not isinstance(options, StepOptions):
+        raise TypeError(
+            "Pipeline: options must be a zbkern.pipeline.StepOptions, as in StepOptions(record=True), or None; "
+            f"got {options!r}"
         )
-    if costs is not None and not isinstance(costs, Costs):
-        raise TypeError(f"Pipeline: costs must be a zbkern.pipeline.Costs or None; got {type(costs).__name__}")
+    if replanner is not None and (isinstance(replanner, type) or not isinstance(replanner, ReplannerLike)):
+        raise TypeError(
+            "Pipeline: replanner must be a zbkern.pipeline.Replanner, as in Replanner(every=100), or None; "
+            f"got {replanner!r}"
+        )
     schedule.validate()
 
 

@@ -10,7 +10,7 @@ import torch
 _RENEWED_AFTER = 30.0  # seconds, in which fp32 resolves 4 us; the pipeline drains for it
 
 
-class Clock:
+class EventClock:
     """`now()` marks a moment without waiting for the device; `seconds(mark)` tells it later on the host's clock.
 
     On a CUDA device a mark is an event of the current stream, so actions are timed where they run and not where

@@ -2,7 +2,7 @@
 
 The microbatches of a step add up on each replica. After the last B of a chunk its gradients wait for nothing but W,
 and what is reduced together (a parameter for DDP, which makes buckets of them; a group for FSDP2) starts as soon as its
-last W has landed, while the others run. All replicas start their reductions in one order, that of the model from its
+last W has run, while the others run. All replicas start their reductions in one order, that of the model from its
 end, whatever order their W take: communicators are not matched in any other way.
 """
 
@@ -19,29 +19,30 @@ from torch import Tensor, nn
 from zbkern.data_parallel import end_backward, parameter_groups, unsharded
 from zbkern.wgrad import WGradQueue, WGradTask, accumulation
 
-Waiting = Mapping[int, int]  # id of a parameter -> how many of its W are still to run
+PendingWGrads = Mapping[int, int]  # id of a parameter -> how many of its W are still to run
 
 
 class Replicas:
     """The data-parallel side of this rank's chunks. Without such chunks every method does nothing."""
 
     def __init__(self, modules: Mapping[int, nn.Module], queue: WGradQueue) -> None:
-        found = {chunk: _share_of(chunk, modules[chunk]) for chunk in sorted(modules, reverse=True)}
-        self._shares = {chunk: share for chunk, share in found.items() if share is not None}  # the last chunk first
+        found = {chunk: _reducer_of(chunk, modules[chunk]) for chunk in sorted(modules, reverse=True)}
+        # the last chunk first
+        self._reducers = {chunk: reducer for chunk, reducer in found.items() if reducer is not None}
         # What the stages call: inside of DDP, so that its hooks and a reduction per backward are out of the way.
-        self.modules = {c: self._shares[c].module if c in self._shares else m for c, m in modules.items()}
+        self.modules = {c: self._reducers[c].module if c in self._reducers else m for c, m in modules.items()}
         taken: set[int] = set()
-        for share in reversed(self._shares.values()):
-            share.leave(taken)
+        for reducer in reversed(self._reducers.values()):
+            reducer.claim(taken)
         self._queue = queue
         parameters = (parameter for module in modules.values() for parameter in module.parameters())
         self._has_shards = any(hasattr(parameter, "device_mesh") for parameter in parameters)
         self.clear()
-        if self._shares:
-            queue.listeners.append(self._landed)
+        if self._reducers:
+            queue.listeners.append(self._accumulated)
 
     def __bool__(self) -> bool:
-        return bool(self._shares)
+        return bool(self._reducers)
 
     @property
     def gathers(self) -> bool:
@@ -49,64 +50,64 @@ class Replicas:
 
         That is so under FSDP2, and with tensor-parallel layers (DTensor).
         """
-        return self._has_shards or any(share.gathers for share in self._shares.values())
+        return self._has_shards or any(reducer.gathers for reducer in self._reducers.values())
 
     def begin(self, microbatches: int) -> None:
         """Before the first forward of a step: from here on gradients stay on this replica."""
         self.clear()
-        self._left: dict[int, int] = dict.fromkeys(self._shares, microbatches)
-        for share in self._shares.values():
-            share.begin()
+        self._backwards_left: dict[int, int] = dict.fromkeys(self._reducers, microbatches)
+        for reducer in self._reducers.values():
+            reducer.begin()
 
     def backward_done(self, chunk: int) -> None:
         """After each B; the last one of a chunk lets its reductions start."""
-        if chunk not in self._left:
+        if chunk not in self._backwards_left:
             return
-        self._left[chunk] -= 1
-        if self._left[chunk]:
+        self._backwards_left[chunk] -= 1
+        if self._backwards_left[chunk]:
             return
-        self._shares[chunk].open()
+        self._reducers[chunk].last_backward_done()
         for task in self._queue.tasks():
             if task.key[0] == chunk:
-                self._waiting.update(id(parameter) for parameter in task.parameters if parameter is not None)
-        self._advance()
+                self._pending_wgrads.update(id(parameter) for parameter in task.parameters if parameter is not None)
+        self._launch_ready()
 
     def finish(self) -> None:
         """After the last W of a step: reduces what is left, and waits for all."""
-        for share in self._shares.values():
-            share.finish()
+        for reducer in self._reducers.values():
+            reducer.finish()
 
     def clear(self) -> None:
         """Forgets a step that was begun."""
-        self._left = {}
-        self._waiting: Counter[int] = Counter()
+        self._backwards_left = {}
+        self._pending_wgrads: Counter[int] = Counter()
 
-    def void(self) -> None:
-        """After forwards that nobody will go back through: weights are gathered anew, they may have changed."""
-        for share in self._shares.values():
-            share.void()
+    def discard(self) -> None:
+        """After forwards whose backward will not run: weights are gathered anew, for they may have changed."""
+        for reducer in self._reducers.values():
+            reducer.discard()
 
-    def _landed(self, tasks: Sequence[WGradTask]) -> None:
-        if not self._waiting:
+    def _accumulated(self, tasks: Sequence[WGradTask]) -> None:
+        if not self._pending_wgrads:
             return
         for task in tasks:
             for parameter in task.parameters:
-                if id(parameter) in self._waiting:
-                    self._waiting[id(parameter)] -= 1
-                    if not self._waiting[id(parameter)]:
-                        del self._waiting[id(parameter)]
-        self._advance()
+                if id(parameter) in self._pending_wgrads:
+                    self._pending_wgrads[id(parameter)] -= 1
+                    if not self._pending_wgrads[id(parameter)]:
+                        del self._pending_wgrads[id(parameter)]
+        self._launch_ready()
 
-    def _advance(self) -> None:
+    def _launch_ready(self) -> None:
         """Starts what is ready, in the one order that all replicas keep."""
-        for chunk, share in self._shares.items():
+        for chunk, reducer in self._reducers.items():
             # W run as time has it, and the gathers of another chunk's B must not come before them here and after there
-            gathers_come = share.gathers_in_backward and any(self._left.values())
-            if self._left[chunk] or gathers_come or not share.advance(self._waiting):
+            gathers_come = reducer.gathers_in_backward and any(self._backwards_left.values())
+            if self._backwards_left[chunk] or gathers_come or not reducer.launch_ready(self._pending_wgrads):
                 return
 
 
-class _Share(Protocol):
+class Reducer(Protocol):
     """One chunk of a replica."""
 
     module: nn.Module
@@ -115,23 +116,23 @@ class _Share(Protocol):
     @property
     def gathers_in_backward(self) -> bool: ...
 
-    def leave(self, taken: set[int]) -> None: ...
+    def claim(self, taken: set[int]) -> None: ...
     def begin(self) -> None: ...
-    def open(self) -> None:
-        """No more B: gradients that have landed may be reduced."""
+    def last_backward_done(self) -> None:
+        """No more B: gradients may be reduced as soon as their last W has run."""
 
-    def advance(self, waiting: Waiting) -> bool:
+    def launch_ready(self, waiting: PendingWGrads) -> bool:
         """Starts the reductions up to the first that waits; True when no other is held up."""
 
     def finish(self) -> None: ...
-    def void(self) -> None: ...
+    def discard(self) -> None: ...
 
 
-class _Replicated:
+class DDPReducer:
     """A stage in DistributedDataParallel. Its reducer waits for the accumulation of every parameter, once: `_announce`.
 
     When it has seen all parameters it waits for its reductions, so the last one is kept for `finish`. A weight that a
-    later share of this rank has, too (an embedding that is the head), is that one's to reduce: here it counts as
+    later reducer of this rank has, too (an embedding that is the head), is that one's to reduce: here it counts as
     zeros, and this reducer is through before the other begins, because both listen to the same accumulation.
     """
 
@@ -142,7 +143,7 @@ class _Replicated:
             if getattr(ddp, option):
                 raise ValueError(
                     f"Pipeline: the module of chunk {chunk} is in DistributedDataParallel with {option}=True, which is "
-                    "of no use here: every parameter is reduced once a step, used or not; leave it away"
+                    "of no use here: every parameter is reduced once a step, used or not; leave it out"
                 )
         if ddp.mixed_precision is not None:
             raise ValueError(
@@ -161,13 +162,13 @@ class _Replicated:
                 f"its DistributedDataParallel reduces {reduced}: some were frozen, or no longer, after it was wrapped; "
                 "freeze before wrapping"
             )
-        self._not_mine: list[Tensor] = []
+        self._claimed_later: list[Tensor] = []
         self._next = len(self._parameters)
         self._prepared = False
 
-    def leave(self, taken: set[int]) -> None:
-        """The parameters of later shares, by id; adds its own."""
-        self._not_mine = [parameter for parameter in self._parameters if id(parameter) in taken]
+    def claim(self, taken: set[int]) -> None:
+        """Takes note of the parameters that later reducers have, by id in `taken`; adds its own."""
+        self._claimed_later = [parameter for parameter in self._parameters if id(parameter) in taken]
         taken.update(map(id, self._parameters))
 
     def begin(self) -> None:
@@ -177,7 +178,7 @@ class _Replicated:
         if self._ddp._check_sync_bufs_pre_fwd():
             self._ddp._sync_buffers()
 
-    def open(self) -> None:
+    def last_backward_done(self) -> None:
         if not self._ddp.require_backward_grad_sync:  # the user's no_sync(): gradients add up to a later step
             return
         wrong = next((p for p in self._parameters if not p.requires_grad or hasattr(p, "main_grad")), None)
@@ -188,8 +189,8 @@ class _Replicated:
             )
         self._next, self._prepared = 0, False
 
-    def advance(self, waiting: Waiting) -> bool:
-        others = set(map(id, self._not_mine))
+    def launch_ready(self, waiting: PendingWGrads) -> bool:
+        others = set(map(id, self._claimed_later))
         start, end = self._next, len(self._parameters) - (0 if others else 1)
         for parameter in self._parameters[start:end]:
             if id(parameter) in waiting and id(parameter) not in others:
@@ -202,7 +203,7 @@ class _Replicated:
         start, self._next = self._next, len(self._parameters)
         self._announce(start, self._next)
 
-    def void(self) -> None:
+    def discard(self) -> None:
         """Nothing: every replica has the weights, and no reduction has begun."""
 
     def _announce(self, start: int, end: int) -> None:
@@ -211,8 +212,8 @@ class _Replicated:
         if not self._prepared:
             self._ddp.reducer.prepare_for_backward([])
             self._prepared = True
-        aside = [(parameter, parameter.grad) for parameter in self._not_mine]
-        for parameter in self._not_mine:
+        aside = [(parameter, parameter.grad) for parameter in self._claimed_later]
+        for parameter in self._claimed_later:
             parameter.grad = None
         _announce(self._parameters[start:end])
         for parameter, gradient in aside:
@@ -232,7 +233,7 @@ def _announce(parameters: Sequence[Tensor]) -> None:
         accumulation.accumulate_via_autograd(arrivals)
 
 
-class _Sharded:
+class FSDPReducer:
     """A stage that is, or holds, modules of FSDP2. After a backward weights stay gathered for the next microbatch.
 
     With reshard_after_forward=False they are gathered once a step.
@@ -245,7 +246,7 @@ class _Sharded:
         self._roots = roots
         self._groups: list[Any] = []
 
-    def leave(self, taken: set[int]) -> None:
+    def claim(self, taken: set[int]) -> None:
         """Nothing: FSDP2 knows no parameter of two groups."""
 
     @property
@@ -255,11 +256,11 @@ class _Sharded:
     def begin(self) -> None:
         self._synchronise(False)
 
-    def open(self) -> None:
+    def last_backward_done(self) -> None:
         self._synchronise(True)
         self._groups = [group for root in reversed(self._roots) for group in reversed(parameter_groups(root))]
 
-    def advance(self, waiting: Waiting) -> bool:
+    def launch_ready(self, waiting: PendingWGrads) -> bool:
         while self._groups:
             if any(id(parameter) in waiting for parameter in unsharded(self._groups[0])):
                 return False
@@ -267,11 +268,11 @@ class _Sharded:
         return True
 
     def finish(self) -> None:
-        self.advance({})
+        self.launch_ready({})
         for root in self._roots:
             end_backward(root)
 
-    def void(self) -> None:
+    def discard(self) -> None:
         sharded: list[Any] = [part for part in self.module.modules() if _is_sharded(part)]
         for part in sharded:
             part.reshard()
@@ -283,17 +284,17 @@ class _Sharded:
             root.set_requires_gradient_sync(last)
 
 
-def _share_of(chunk: int, module: nn.Module) -> _Share | None:
+def _reducer_of(chunk: int, module: nn.Module) -> Reducer | None:
     if not torch.distributed.is_available():
         return None
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        return _Replicated(chunk, module)
+        return DDPReducer(chunk, module)
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
         raise ValueError(
             f"Pipeline: the module of chunk {chunk} has DistributedDataParallel inside; wrap the whole module in it"
         )
     roots = list(_outermost(module))
-    return _Sharded(module, roots) if roots else None
+    return FSDPReducer(module, roots) if roots else None
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -14,24 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.optimizer.undo import ForwardState
-from zbkern.pipeline.planner.replanning import Replanner
 from zbkern.pipeline.runtime.arguments import check, check_place, device_of, module_list, split
 from zbkern.pipeline.runtime.data_parallel import Replicas
-from zbkern.pipeline.runtime.failure import agree_to_go_on, input_of, memory_at
+from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
+from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorder
+from zbkern.pipeline.runtime.run_ahead import SpeculativeForwards, StepValidator
+from zbkern.pipeline.runtime.schedule_updates import ReplannerLike, ScheduleUpdates
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.tied_weights import TiedWeights
 from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.dependencies import producer
 from zbkern.pipeline.schedules.program import forwards, merge_neighbours, peak_microbatches
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import speculative_forwards
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.drift import Drift, compare, in_seconds
 from zbkern.pipeline.simulation.timeline import Event, Sample, Timeline, measured
-from zbkern.pipeline.transport.base import PipelineError, Tag
-from zbkern.pipeline.transport.connect import agree, closing_on_error, connect, place
-from zbkern.pipeline.transport.distributed import Transport
+from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
+from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.wgrad import WGradQueue
 
 
@@ -45,12 +46,8 @@ class Pipeline:
     all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
     at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
     their gradients. timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
-    init_process_group was told. fill_with: called where the rank would wait and no W is left; it does a little work of
-    yours and returns True while there is more. nonfinite: "raise" ends the step with the microbatch whose loss is not
-    finite (it waits for the device once per loss), "ignore" leaves that to an Optimizer, which skips. record: keep
-    samples of the W queue and of memory (`samples`). replan_every: steps after which costs are measured and, if another
-    schedule is better for them within the memory of this one, it takes over; 0 for never. costs: whose `activation` and
-    `held` that memory is reckoned with.
+    init_process_group was given. options: what else a step does (`StepOptions`). replanner: a `Replanner`, which
+    measures every so many steps, and has a better schedule take over where it finds one; on all ranks alike.
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank
     does not come.
 
@@ -65,31 +62,30 @@ class Pipeline:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         group: dist.ProcessGroup | Transport | None = None,
         device: torch.device | str | None = None,
+        *,
         fill: str = "planned",
         max_wgrad_bytes: int | None = None,
         tied: Mapping[str, Tensor] | None = None,
         timeout: float = 1800.0,
-        fill_with: Callable[[], bool] | None = None,
-        nonfinite: str = "ignore",
-        record: bool = False,
-        replan_every: int = 0,
-        costs: Costs | None = None,
+        options: StepOptions | None = None,
+        replanner: ReplannerLike | None = None,
     ) -> None:
         modules = module_list("Pipeline", modules)
-        check(schedule, loss_fn, fill, tied, timeout, fill_with, nonfinite, record, replan_every, costs)
+        check(schedule, loss_fn, fill, tied, timeout, options, replanner)
+        options = options or StepOptions()
         rank, size = place(group)
         check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill
         self.timeout = timeout
-        self.fill_with = fill_with
-        self.nonfinite = nonfinite
+        self._fill_with = options.fill_with
+        self._raises_nonfinite = options.nonfinite == "raise"
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
         self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
-        if replan_every and self._replicas.gathers:
+        if replanner is not None and self._replicas.gathers:
             raise ValueError(
-                "Pipeline: replan_every must be 0 with FSDP2 or tensor-parallel stages: pipelines that measure other "
-                f"times would take other schedules, and communicate in another order; got {replan_every}"
+                "Pipeline: replanner must be None with FSDP2 or tensor-parallel stages: pipelines that measure other "
+                f"times would take other schedules, and communicate in another order; got {replanner!r}"
             )
         self._last = last = len(schedule.placement) - 1
         self._stages = {
@@ -99,17 +95,17 @@ class Pipeline:
         self.rank = rank
         self.tied = dict(tied or {})
         self._transport = connect(group, schedule, self.device, self.tied)
-        with closing_on_error(self._transport, owned=self._transport is not group):
-            agree(schedule, replan_every, self._transport)
+        with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
+            check_same_plan(schedule, 0 if replanner is None else replanner.every, self._transport)
             self._tied = TiedWeights(self.tied, self._transport, self.modules)
-        self.optimizer: Any = None  # an Optimizer sets itself here; its user does in another Pipeline of these modules
-        self._replanner = Replanner(schedule, replan_every, costs) if replan_every else None
-        self._take(schedule)
-        self._arrived: Any = None  # the input of the forward that runs
+        self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
+        self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
+        self._use(schedule)
+        self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
-        self._recorder = Recorder(rank, self.device, self.queue, record)
+        self._recorder = Recorder(rank, self.device, self.queue, options.record)
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
@@ -122,13 +118,13 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
         self._begin("step", inputs, targets)
-        begun = self._run_ahead() if self.optimizer is not None else 0
+        begun = self._run_ahead()
         self._tied.begin()
         self._run(self._program[begun:], self._reduce)
-        if self._replanner is not None and self._replanner.count():
-            better = self._replanner.agree(self.gather_timeline(), self.gather, self.rank)
+        if self._updates is not None and self._updates.due():
+            better = self._updates.agree(self.gather_timeline(), self.gather, self.rank)
             if better is not None:
-                self._take(better)
+                self._use(better)
         return self._loss()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
@@ -136,8 +132,8 @@ class Pipeline:
 
         Timelines and samples stay those of the last step.
         """
-        if self.optimizer is not None:
-            self.optimizer.validate()
+        if self._ahead.validator is not None:
+            self._ahead.validator.validate()
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
             self._begin("evaluate", inputs, targets)
@@ -145,7 +141,7 @@ class Pipeline:
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
             self._recorder = recorder
-            self._replicas.void()
+            self._replicas.discard()
         return self._loss()
 
     @property
@@ -157,6 +153,34 @@ class Pipeline:
     def transport(self) -> Transport:
         """The connection to the other ranks."""
         return self._transport
+
+    @property
+    def optimizer(self) -> StepValidator | None:
+        """The Optimizer of these modules, None where there is none. `attach` and `detach` change it."""
+        return self._ahead.validator
+
+    def attach(self, validator: StepValidator) -> None:
+        """From now on steps of this pipeline wait for the optimizer's to be validated; on every rank.
+
+        An Optimizer attaches itself to the Pipeline that it is made with; another Pipeline of the same modules has it
+        attached by its user. Raises ValueError where an optimizer is attached already, TypeError for what is none.
+        """
+        if not isinstance(validator, StepValidator):
+            raise TypeError(
+                f"Pipeline.attach: validator must be a zbkern.pipeline.Optimizer; got {type(validator).__name__}"
+            )
+        if self._ahead.validator is not None:
+            raise ValueError(
+                "Pipeline.attach: this Pipeline has an Optimizer already, and gradients have one norm: give all "
+                "parameters to one torch optimizer; call pipe.detach() on every rank to replace it"
+            )
+        self._ahead.validator = validator
+
+    def detach(self) -> None:
+        """Lets go of the optimizer, once its last step is validated; on every rank. No-op without one."""
+        if self._ahead.validator is not None and not self._failed:
+            self._ahead.validator.validate()
+        self._ahead.validator = None
 
     @property
     def last_timeline(self) -> Timeline:
@@ -189,13 +213,13 @@ class Pipeline:
         self._forget()
 
     def close(self) -> None:
-        """Sees the optimizer's last step done, and ends the connections; on every rank, or as a context manager.
+        """Validates the optimizer's last step, and ends the connections; on every rank, or as a context manager.
 
         Raises PipelineError where another rank has failed since this one's last call.
         """
         try:
-            if self.optimizer is not None and not self._failed:
-                self.optimizer.validate()
+            if self._ahead.validator is not None and not self._failed:
+                self._ahead.validator.validate()
         finally:
             self._closed = True
             self._transport.close()
@@ -222,13 +246,13 @@ class Pipeline:
 
     # ---- the loop
 
-    def _take(self, schedule: Schedule) -> None:
+    def _use(self, schedule: Schedule) -> None:
         """From the next step on, this schedule; of the same chunks in the same places."""
         self.schedule = schedule
         actions = schedule.actions[self.rank]
         self._program = list(merge_neighbours(actions))
-        self._room = peak_microbatches(actions)
-        self._ahead = speculative_forwards(schedule)[self.rank]
+        self._max_in_flight = peak_microbatches(actions)
+        self._max_ahead = speculative_forwards(schedule)[self.rank]
 
     def _begin(self, call: str, inputs: Any, targets: Any) -> None:
         if self._closed:
@@ -239,25 +263,17 @@ class Pipeline:
                 "run or discard pipe.queue first"
             )
         if self._failed:
-            if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
-                raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
-            self._transport.reopen()
-            if self.optimizer is not None:
-                self.optimizer.recover()
-            calls = self.gather((call, self.completed))
-            self.completed = max(completed for _, completed in calls)
-            agree_to_go_on(calls)
-            self._failed, self._step = False, 0  # every rank counts anew
+            self._recover(call)
         try:
             self._transport.begin(call)
-        except PipelineError:  # of a rank that this one needed nothing of in its last call
+        except PipelineError:  # a rank has failed that this one's last call needed nothing from
             self.abandon()
             raise
         count = self.schedule.microbatches
         try:
             self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
             self._targets = split("targets", targets, count) if self._last in self._stages else []
-        except (TypeError, ValueError) as error:  # the others have begun, and would hear no more than that it ended
+        except (TypeError, ValueError) as error:  # the other ranks have begun: tell them why this one has not
             self.abandon()
             self._transport.fail(f"rank {self.rank}: {error}")
             raise
@@ -265,40 +281,47 @@ class Pipeline:
         self._recorder.clear()
         self._in_flight = 0
         self._step += 1
-        self._count_setbacks()
+        self._skip_rolled_back()
         self._replicas.begin(count)
 
+    def _recover(self, call: str) -> None:
+        """Connects anew after a failure, with all ranks about to make the same call; collective."""
+        if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
+            raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
+        self._transport.reopen()
+        if self._ahead.validator is not None:
+            self._ahead.validator.recover()
+        calls = self.gather((call, self.completed))
+        self.completed = max(completed for _, completed in calls)
+        check_same_step(calls)
+        self._failed, self._step = False, 0  # every rank counts anew
+        if self._updates is not None:
+            self._updates.restart()
+
     def _run_ahead(self) -> int:
-        """Runs forwards until the last optimizer step has its verdict; how many of them count.
+        """Runs forwards until the last optimizer step is validated; how many of them count.
 
-        All ranks hear the same verdict. Where it changes the weights, all start over, with other tags.
+        All ranks hear of the same total. Where it changes the weights, all start over, with other tags.
         """
-        begun, optimizer, before = 0, self.optimizer, None
-        while optimizer.pending if self._replicas.gathers else not optimizer.try_validate():
-            if begun == self._ahead or not optimizer.has_stepped:
-                optimizer.validate()
-                continue
-            before = before or ForwardState([stage.module for stage in self._stages.values()], self.device)
-            self._run([self._program[begun]])
-            begun += 1
-        if self._count_setbacks() and before is not None:
-            before.restore()
-            torch.clear_autocast_cache()  # casts of weights that have changed
-            self._forget()
-            self._recorder.clear()
-            self._in_flight = begun = 0
-        return begun
+        begun, before = self._ahead.run(self._max_ahead, lambda index: self._run([self._program[index]]))
+        if not self._skip_rolled_back() or before is None:
+            return begun
+        before.restore()
+        self._forget()
+        self._recorder.clear()
+        self._in_flight = 0
+        return 0
 
-    def _count_setbacks(self) -> bool:
-        """True when forwards begun before are void; their messages, sent or still to come, have old tags from now."""
-        new = 0 if self.optimizer is None else self.optimizer.take_rollbacks()
-        self._step += new
-        if new:
+    def _skip_rolled_back(self) -> bool:
+        """Whether forwards that were begun have to run again; their messages, sent or to come, have old tags then."""
+        rollbacks = self._ahead.take_rollbacks()
+        self._step += rollbacks
+        if rollbacks:
             self._transport.forget(self._step)
-        return new > 0
+        return rollbacks > 0
 
     def _reduce(self) -> None:
-        """What a step ends with: the gradients of replicas, and of weights that several ranks hold."""
+        """Reduces the gradients of replicas, and of weights that several ranks hold, at the end of a step."""
         self._transport.activity.begin("reduction over replicas")
         self._replicas.finish()
         self._transport.activity.begin("sum over tied weights")
@@ -312,7 +335,7 @@ class Pipeline:
                 activity.begin(action)
                 with recorder.label(action):
                     self._HANDLERS[action.kind](self, *group)
-            while self.queue.pending():  # eager: what no wait had room for
+            while self.queue.pending():  # eager: W that ran in no wait
                 self._run_oldest()
             self.queue.join()
             if finish is not None:
@@ -320,34 +343,36 @@ class Pipeline:
             activity.begin("none")
         except PipelineError as error:
             self.abandon()
-            self._transport.fail(str(error))  # says nothing new where the transport raised it
+            self._transport.fail(str(error))  # no-op where the transport raised it
             raise
         except BaseException as error:
-            more = memory_at(error, self._room, self._in_flight, self.queue, self.device)
-            more = more or input_of(error, activity.action, self.schedule.placement, self._arrived)
+            more = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
+            more = more or input_of(error, activity.action, self.schedule.placement, self._forward_input)
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{more}"
             self.abandon()
             self._transport.fail(reason)
-            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
+            if not isinstance(
+                error, Exception
+            ):  # Ctrl-C, sys.exit: unchanged on this rank, a PipelineError on the others
                 raise
             raise PipelineError(reason) from error
 
     def _forward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         if self.fill == "eager":
-            self._make_room()
-        inputs = self._arrived = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
+            self._free_memory_for_forward()
+        inputs = self._forward_input = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = self._targets[microbatch] if chunk == self._last else None
         outputs = self._stages[chunk].forward(microbatch, inputs, target)
         self._in_flight += 1
         if chunk == self._last:
             self._losses.append(outputs.detach())
-            if self.nonfinite == "raise" and not torch.isfinite(outputs):
+            if self._raises_nonfinite and not torch.isfinite(outputs):
                 raise FloatingPointError(f"the loss of microbatch {microbatch} is {outputs.item()}")
         else:
             self._send(chunk + 1, "F", microbatch, outputs)
-        self._arrived = None
+        self._forward_input = None
         self._recorder.done((action,), start)
 
     def _backward(self, action: Action) -> None:
@@ -387,11 +412,13 @@ class Pipeline:
         if self.fill == "eager":
             while self.queue.pending() and not self._ready(tag):
                 self._run_oldest()
-        if self.fill_with is not None:
-            while not self._ready(tag) and self.fill_with():
+        if self._fill_with is not None:
+            while not self._ready(tag) and self._fill_with():
                 pass
-        neighbour = action.chunk - 1 if kind == "F" else action.chunk + 1
-        return self._transport.receive(self.schedule.placement[neighbour], tag, self.timeout)
+        placement = self.schedule.placement
+        needed = producer(action, len(placement))
+        assert needed is not None  # the first chunk's inputs and the last one's gradients are not awaited
+        return self._transport.receive(placement[needed[1]], tag, self.timeout)
 
     def _ready(self, tag: Tag) -> bool:
         """Whether the message is there by the time the device wants it, and not the host, which may be far ahead."""
@@ -406,9 +433,9 @@ class Pipeline:
         else:
             self._transport.send(peer, tag, message)
 
-    def _make_room(self) -> None:
+    def _free_memory_for_forward(self) -> None:
         """Runs W until the next F holds no more microbatches, begun or waiting for W, than the plan's own peak."""
-        while self.queue.pending() and self._in_flight + len(self.queue.keys()) >= self._room:
+        while self.queue.pending() and self._in_flight + len(self.queue.keys()) >= self._max_in_flight:
             self._run_oldest(self.queue.keys()[0])
 
     def _run_oldest(self, key: Any = None) -> None:
@@ -426,8 +453,8 @@ class Pipeline:
 
     def _forget(self) -> None:
         """Drops what was begun."""
-        self._arrived = None
+        self._forward_input = None
         self.queue.discard()
-        self._replicas.void()
+        self._replicas.discard()
         for stage in self._stages.values():
             stage.reset()

@@ -1,4 +1,4 @@
-"""After a failure: what its message says of memory and of the input, and whether ranks can go on."""
+"""After a failure: hints for its message, on memory and on the input, and whether ranks can go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zbkern.pipeline.transport.base import PipelineError
 from zbkern.wgrad import WGradQueue
 
 
-def memory_at(error: BaseException, planned: int, begun: int, queue: WGradQueue, device: torch.device) -> str:
+def oom_hint(error: BaseException, planned: int, begun: int, queue: WGradQueue, device: torch.device) -> str:
     """What the message of an error for lack of memory adds, empty for others.
 
     planned: microbatches that the schedule holds at its peak on this rank; begun: those that it held.
@@ -42,7 +42,7 @@ def input_of(error: BaseException, action: object, placement: Sequence[int], arr
     return f"; its input, of chunk {action.chunk - 1} on rank {placement[action.chunk - 1]}, was {kinds}"
 
 
-def agree_to_go_on(calls: Sequence[tuple[str, int]]) -> None:
+def check_same_step(calls: Sequence[tuple[str, int]]) -> None:
     """Raises PipelineError where ranks would go on differently after a failure.
 
     calls: by rank, what it is about to do and how often it has. A rank hears of a failure wherever it is, which may be
@@ -51,6 +51,6 @@ def agree_to_go_on(calls: Sequence[tuple[str, int]]) -> None:
     if len(set(calls)) > 1:
         raise PipelineError(
             "ranks are not at the same step after a failure, because some had completed it; load a checkpoint and make "
-            "the same call on all; by rank, what is called and after how many: "
+            "the same call on all; by rank, the call, and how many were completed before it: "
             + ", ".join(f"{call} after {completed}" for call, completed in calls)
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zbkern.pipeline.runtime.clock import Clock
+from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.simulation.timeline import Event, Sample
 from zbkern.wgrad import WGradQueue
@@ -22,7 +22,7 @@ class Recorder:
         self._device = device
         self._queue = queue
         self._sample = sample
-        self._clock = Clock(device)
+        self._clock = EventClock(device)
         self.now = self._clock.now
         self.clear()
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from zbkern.pipeline.optimizer.undo import gradient_of
-from zbkern.pipeline.transport.distributed import Transport
+from zbkern.pipeline.transport.base import Transport
 from zbkern.wgrad import accumulation
 
 logger = logging.getLogger("zbkern")
@@ -22,7 +21,7 @@ logger = logging.getLogger("zbkern")
 SAMPLE = 64  # values of a parameter that are compared: random numbers that agree in so many are copies
 
 
-class Share(NamedTuple):
+class TiedGradientTag(NamedTuple):
     """A tag: the gradient of a tied weight that a rank has, or on the way from the first holder back, their sum."""
 
     step: int
@@ -38,7 +37,7 @@ class TiedWeights:
 
     modules: this rank's chunks by number. Warns of copies that differ: they get equal gradients, and would differ for
     ever. No error, since a checkpoint that makes them equal is often loaded later. Warns, too, of names that
-    do not meet, and of embeddings whose values another parameter has and which `tied` does not name.
+    only one rank gives, and of embeddings whose values another parameter has and which `tied` does not name.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class TiedWeights:
         prints = {name: _fingerprint(parameter) for name, parameter in tied.items()}
         named, matrices = zip(*transport.gather((prints, _matrices(modules, tied))), strict=True)
         if transport.rank == 0:
-            for warning in (*lonely(named), *undeclared(matrices)):
+            for warning in (*unmatched_names(named), *untied_copies(matrices)):
                 logger.warning(warning)
         for name in sorted(tied):
             ranks = [rank for rank, names in enumerate(named) if name in names]
@@ -69,7 +68,7 @@ class TiedWeights:
     def begin(self) -> None:
         """Leaves what earlier steps have summed, the same on all holders, with one of them: it is summed once more."""
         for _, parameter, ranks in self._shared:
-            gradient = gradient_of(parameter)
+            gradient = accumulation.gradient_of(parameter)
             if gradient is not None and ranks[0] != self._transport.rank:
                 gradient.zero_()
 
@@ -78,7 +77,7 @@ class TiedWeights:
         """Gives every holder the sum of all holders' gradients, the same to the bit; collective among them."""
         transport = self._transport
         for name, parameter, (first, *others) in self._shared:
-            gradient = gradient_of(parameter)
+            gradient = accumulation.gradient_of(parameter)
             if gradient is None:
                 gradient = accumulation.blank(parameter).zero_()
                 if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
@@ -86,13 +85,13 @@ class TiedWeights:
             total = local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if transport.rank == first:
                 for rank in others:
-                    share = transport.receive(rank, Share(step, name, rank), timeout)
-                    total = total + share  # not in place: what was sent must stay
+                    gradient = transport.receive(rank, TiedGradientTag(step, name, rank), timeout)
+                    total = total + gradient  # not in place: what was sent must stay
                 for rank in others:
-                    transport.send(rank, Share(step, name, first), total)
+                    transport.send(rank, TiedGradientTag(step, name, first), total)
             else:
-                transport.send(first, Share(step, name, transport.rank), local)
-                total = transport.receive(first, Share(step, name, first), timeout)
+                transport.send(first, TiedGradientTag(step, name, transport.rank), local)
+                total = transport.receive(first, TiedGradientTag(step, name, first), timeout)
             local.copy_(total)
 
 
@@ -130,7 +129,7 @@ def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Tensor]
     return [*found.values()]
 
 
-def lonely(named: Sequence[Mapping[str, object]]) -> list[str]:
+def unmatched_names(named: Sequence[Mapping[str, object]]) -> list[str]:
     """What to say of names in `tied` that one rank alone gives, where another rank, too, gives one that only it has.
 
     named: by rank. A single one is in order: where one rank holds both modules, as in a V.
@@ -146,7 +145,7 @@ def lonely(named: Sequence[Mapping[str, object]]) -> list[str]:
     ]
 
 
-def undeclared(matrices: Sequence[Sequence[Matrix]]) -> list[str]:
+def untied_copies(matrices: Sequence[Sequence[Matrix]]) -> list[str]:
     """What to say of weights that look tied and are not: of embeddings whose values another parameter has, too.
 
     matrices: by rank. Embeddings only: ranks that start from one seed have more that is equal by chance.

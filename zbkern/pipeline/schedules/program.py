@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from zbkern.pipeline.schedules.actions import Action
 
+FILLS = ("planned", "eager")  # W where the schedule has it, or wherever the rank would wait
+
 
 def merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:
     """The program of a rank: whole W of one chunk that follow each other are one entry, everything else its own."""

@@ -14,12 +14,11 @@ from numbers import Real
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
+from zbkern.pipeline.schedules.program import FILLS
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import Memory
 from zbkern.pipeline.simulation.timeline import Event, Timeline
-
-FILLS = ("planned", "eager")
 
 
 def simulate(

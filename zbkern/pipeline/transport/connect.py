@@ -1,4 +1,4 @@
-"""From what users name their ranks by, a process group or a Transport, to the Transport that runs."""
+"""Connects the ranks of a process group; a Transport that a user passes is taken as it is."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import rank_order
-from zbkern.pipeline.transport.base import PipelineError
-from zbkern.pipeline.transport.distributed import DistributedTransport, Transport
-from zbkern.pipeline.transport.process_groups import meet
+from zbkern.pipeline.transport.base import PipelineError, Transport
+from zbkern.pipeline.transport.distributed import DistributedTransport
+from zbkern.pipeline.transport.process_groups import rendezvous
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -42,11 +42,11 @@ def place(group: Any) -> tuple[int, int]:
 
 
 def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable[str] = ()) -> Transport:
-    """To the ranks that this one exchanges activations with, the optimizer's norms, or gradients of tied weights."""
+    """Connects this rank to those it exchanges activations, norms of gradients, or gradients of tied weights with."""
     if is_transport(group):
         return group
     rank = dist.get_rank(group)
-    names = meet(dist.get_process_group_ranks(group or dist.group.WORLD), sorted(tied))
+    names = rendezvous(dist.get_process_group_ranks(group or dist.group.WORLD), sorted(tied))
     edges = {*pairwise(schedule.placement), *pairwise(rank_order(schedule))}
     for name in {name for row in names for name in row}:
         first, *others = (holder for holder, row in enumerate(names) if name in row)
@@ -55,22 +55,25 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
 
 
 @contextlib.contextmanager
-def closing_on_error(transport: Transport, owned: bool) -> Iterator[None]:
-    """Inside, an error of a constructor ends the transport, where it was made for it, after the other ranks know."""
+def closing_on_error(transport: Transport, owned: bool, what: str) -> Iterator[None]:
+    """Inside, an error of a constructor reaches the other ranks, and closes the transport where the object owns it.
+
+    what: the object in the message, as in "its Pipeline".
+    """
     try:
         yield
     except BaseException as error:
         if not isinstance(error, (PipelineError, ScheduleError)):  # which all ranks raise
-            transport.fail(f"rank {transport.rank}, constructing its Pipeline: {type(error).__name__}: {error}")
+            transport.fail(f"rank {transport.rank}, constructing {what}: {type(error).__name__}: {error}")
         if owned:
             transport.close()
         raise
 
 
-def agree(schedule: Schedule, replan_every: int, transport: Transport) -> None:
+def check_same_plan(schedule: Schedule, replan_every: int, transport: Transport) -> None:
     """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain.
 
-    So they would with different `replan_every`.
+    So they would where they plan anew after different numbers of steps; replan_every: 0 for never.
     """
     found = transport.gather((repr(schedule), _checksum(schedule), replan_every))
     others = [rank for rank, (_, checksum, _) in enumerate(found) if checksum != found[0][1]]
@@ -82,7 +85,10 @@ def agree(schedule: Schedule, replan_every: int, transport: Transport) -> None:
         )
     periods = [period for _, _, period in found]
     if len(set(periods)) > 1:
-        raise ScheduleError(f"Pipeline: replan_every must be the same on all ranks; got, by rank, {periods}")
+        raise ScheduleError(
+            "Pipeline: replanner must be one with the same `every` on all ranks; got, by rank, "
+            f"{[period or None for period in periods]}"
+        )
 
 
 @functools.lru_cache(maxsize=8)  # ranks that are threads have one schedule: 24 ms at 64 ranks and 128 microbatches
@@ -91,7 +97,7 @@ def _checksum(schedule: Schedule) -> int:
 
 
 def connect_row(group: Any, device: torch.device) -> Transport:
-    """To the ranks before and after this one."""
+    """Connects this rank to those before and after it."""
     if is_transport(group):
         return group
     place(group)

@@ -1,10 +1,10 @@
-"""How tensors travel between ranks: what the engine needs of a transport, and `DistributedTransport`.
+"""DistributedTransport: how tensors travel between the ranks of torch.distributed.
 
 A message is a pytree of tensors under a `Tag`. Sending never blocks. Receiving is posted ahead for good: one thread per
 peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag. A
 rank that fails tells its peers the same way, and they tell theirs, so every rank ends with the first rank's message.
-The last word of a rank goes out before anything here raises, so that a rank that only heard of a failure, and ends, is
-never taken for its origin. A rank that waits too long finds out who is stuck (stalls.py).
+A rank's final message goes out before anything here raises, so that a rank that was only told of a failure, and ends,
+is never taken for its origin. A rank that waits too long finds out who is stuck (stalls.py).
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.transport.activity import Activity
 from zbkern.pipeline.transport.base import PipelineError, Tag, Values
 from zbkern.pipeline.transport.framing import (
+    FinalMessage,
     GatherMessage,
-    LastWord,
     Message,
     Sizes,
     StallQuery,
@@ -36,69 +37,22 @@ from zbkern.pipeline.transport.framing import (
     frame,
     receive_message,
 )
-from zbkern.pipeline.transport.mailbox import Activity, Mailbox
-from zbkern.pipeline.transport.process_groups import backend_of, close_groups, finish, meet, meeting_time, open_group
+from zbkern.pipeline.transport.mailbox import Mailbox
+from zbkern.pipeline.transport.process_groups import (
+    backend_of,
+    close_groups,
+    finish,
+    new_communicator,
+    rendezvous,
+    rendezvous_timeout,
+)
 from zbkern.pipeline.transport.stalls import StallDetector
 
 logger = logging.getLogger("zbkern")
 
 _USUAL, _OTHER = 1, 2  # tags of tensors; 0 is that of headers
 _PAUSE = 0.002  # seconds between looks at what has been sent
-_TOLD = 10.0  # seconds in which a rank whose connection broke has heard why, however busy the machine
-
-
-class Transport(Protocol):
-    """What the engine needs of a transport."""
-
-    rank: int
-    size: int
-    activity: Activity
-
-    @property
-    def failure(self) -> str | None:
-        """Why every call raises, None while no rank has failed."""
-
-    def begin(self, call: str) -> None:
-        """Begins this rank's next call, such as a step. Raises PipelineError when a rank has failed.
-
-        Messages carry the call that they are sent in: where another rank makes a different one, both fail.
-        """
-
-    def send(self, peer: int, tag: Any, message: Any) -> None:
-        """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are.
-
-        Raises PipelineError when the peer is gone.
-        """
-
-    def deliver(self, tag: Any, message: Any) -> None:
-        """Files a message of this rank for itself: neighbouring chunks on one rank hand tensors over directly."""
-
-    def ready(self, tag: Any) -> bool:
-        """True when `receive` would return at once."""
-
-    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
-        """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
-
-    def forget(self, step: int) -> None:
-        """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
-
-    def fail(self, reason: str) -> None:
-        """Tells every rank that this one has failed; the first reason that a rank hears or tells stays."""
-
-    def reopen(self) -> None:
-        """Makes a transport that has failed usable again, without the messages that were under way; collective.
-
-        Raises PipelineError when a rank was lost: only a restart brings it back.
-        """
-
-    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
-        """One picklable value of every rank, by rank; collective.
-
-        Raises PipelineError as `receive` does. timeout: None for as long as ranks wait for each other to start.
-        """
-
-    def close(self) -> None:
-        """Ends the transport; collective."""
+_TOLD = 10.0  # seconds in which a rank whose connection broke is told why, however busy the machine
 
 
 class DistributedTransport:
@@ -122,26 +76,27 @@ class DistributedTransport:
 
     def _open(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        meet(ranks)
-        self._headers_up, self._headers_down = (open_group(ranks, "gloo") for _ in range(2))
+        rendezvous(ranks)
+        self._headers_up, self._headers_down = (new_communicator(ranks, "gloo") for _ in range(2))
         self._up, self._down = self._headers_up, self._headers_down
         if not self._on_cpu:
-            self._up, self._down = (open_group(ranks, backend_of(self._group, self.device)) for _ in range(2))
+            self._up, self._down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
         self._mailbox = Mailbox(self.rank)
         self._stalls = StallDetector(self.activity, self._mailbox, self._query, self._reply, self._stuck)
         self._lost, self._gathers = False, 0
         self._usual_to: dict[int, Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
-        self._telling = threading.Lock()
-        self._last_word: LastWord | None = None
-        self._untold = list(self._peers)  # who has not heard it
+        self._ending = threading.Lock()
+        self._final_message: FinalMessage | None = None
+        self._uninformed = list(self._peers)  # peers that it was not sent to
         self._header_lock = threading.Lock()
-        self._sends: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None] = queue.SimpleQueue()
+        self._sends: queue.SimpleQueue[tuple[int, _Works] | None] = queue.SimpleQueue()
+        self._unreachable: set[int] = set()  # peers whose connection has ended
         self._sender = threading.Thread(target=self._finish_sends, name="zbkern-send", daemon=True)
-        self._receivers = [
-            threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
+        self._receivers = {
+            peer: threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
             for peer in self._peers
-        ]
-        for thread in (self._sender, *self._receivers):
+        }
+        for thread in (self._sender, *self._receivers.values()):
             thread.start()
         atexit.register(self.close)
 
@@ -169,7 +124,7 @@ class DistributedTransport:
             works = self._start_send(peer, header)
             slot = _USUAL if header.usual else _OTHER
             works += self._start_tensors(peer, [t for t in tensors if t is not None], slot)
-        self._sends.put(works)
+        self._sends.put((peer, works))
 
     def deliver(self, tag: Tag, message: Any) -> None:
         self._mailbox.put(tag, (message, []), self.rank, self._mailbox.call)
@@ -208,9 +163,9 @@ class DistributedTransport:
                     leaf.record_stream(stream)
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
-        # from rank to rank and back, because an allgather of gloo would wait for a frozen rank without a word
+        # from rank to rank and back, because an allgather of gloo would wait for a frozen rank and never name it
         self.begin("gather")
-        timeout = meeting_time() if timeout is None else timeout
+        timeout = rendezvous_timeout() if timeout is None else timeout
         self._gathers += 1
         earlier, everything = Values(self._gathers, False), Values(self._gathers, True)
         values = [pickle.dumps(value)]
@@ -226,7 +181,7 @@ class DistributedTransport:
     # ---- the end
 
     def fail(self, reason: str) -> None:
-        self._end(LastWord("failed", reason))
+        self._end(FinalMessage("failed", reason))
 
     @property
     def failure(self) -> str | None:
@@ -240,47 +195,48 @@ class DistributedTransport:
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        self._end(LastWord("closed", ""))
+        self._end(FinalMessage("closed", ""))
         deadline = time.monotonic() + (5 if self._mailbox.failure is None else 2)  # a frozen rank never answers
-        for thread in (self._sender, *self._receivers):
+        for thread in (*self._receivers.values(), self._sender):
             thread.join(max(0.0, deadline - time.monotonic()))
         close_groups([self._up, self._down])
         self._headers_up = self._headers_down = self._up = self._down = None
 
-    def _end(self, word: LastWord) -> None:
-        """Says this rank's last word to every peer, and only then lets its calls raise. Peers answer with theirs.
+    def _end(self, message: FinalMessage) -> None:
+        """Sends this rank's final message to every peer, and only then lets its calls raise. Peers answer with theirs.
 
-        Of several the first is said. What an interruption left unsaid is said by the next, that of `close` at last.
+        Of several the first is sent. To peers that an interruption left out the next call sends it, `close` at last.
         """
-        self._lost = self._lost or word.ending == "lost"
-        with self._telling:
-            if self._last_word is None:
-                self._last_word = word
-            while self._untold:
-                self._tell(self._untold[-1], self._last_word)
-                self._untold.pop()
+        self._lost = self._lost or message.ending == "lost"
+        with self._ending:
+            if self._final_message is None:
+                self._final_message = message
+            while self._uninformed:
+                if self._uninformed[-1] not in self._unreachable:
+                    self._send_final(self._uninformed[-1], self._final_message)
+                self._uninformed.pop()
             self._sends.put(None)
-            if word.ending != "closed":
-                self._mailbox.fail(self._last_word.reason or word.reason)
+            if message.ending != "closed":
+                self._mailbox.fail(self._final_message.reason or message.reason)
 
-    def _tell(self, peer: int, word: LastWord) -> None:
+    def _send_final(self, peer: int, message: FinalMessage) -> None:
         try:
-            works = self._start_send(peer, word)
+            works = self._start_send(peer, message)
             if self._on_cpu:  # what the peer has posted a receive for
                 empty = [torch.empty(size, dtype=dtype) for dtype, size in self._usual_to.get(peer, [])]
                 works += self._start_tensors(peer, empty, _USUAL)
-            self._sends.put(works)
+            self._sends.put((peer, works))
         except RuntimeError as error:  # that peer is gone; the others still want to know
             logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
 
     def _stuck(self, reason: str) -> None:
-        self._heard(LastWord("failed", reason))
+        self._fail_all(FinalMessage("failed", reason))
 
-    def _heard(self, word: LastWord) -> None:
-        """A rank has failed, of which no call of this one's tells the user at once."""
+    def _fail_all(self, message: FinalMessage) -> None:
+        """A rank has failed, and no call of this rank is about to raise: the log says so at once."""
         if self._mailbox.failure is None:
-            logger.error("rank %d: pipeline stopped: %s", self.rank, word.reason)
-        self._end(word)
+            logger.error("rank %d: pipeline stopped: %s", self.rank, message.reason)
+        self._end(message)
 
     # ---- sending
 
@@ -292,11 +248,11 @@ class DistributedTransport:
 
     def _send_if_there(self, peer: int, message: Message) -> None:
         with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
-            self._sends.put(self._start_send(peer, message))
+            self._sends.put((peer, self._start_send(peer, message)))
 
     def _send_values(self, peer: int, tag: Values, values: list[bytes]) -> None:
         with self._reaching(peer):
-            self._sends.put(self._start_send(peer, GatherMessage(self._mailbox.call, tag, values)))
+            self._sends.put((peer, self._start_send(peer, GatherMessage(self._mailbox.call, tag, values))))
 
     @contextlib.contextmanager
     def _reaching(self, peer: int) -> Iterator[None]:
@@ -307,29 +263,40 @@ class DistributedTransport:
             self.fail(reason)
             raise PipelineError(reason) from error
 
-    def _start_send(self, peer: int, message: Message) -> list[tuple[dist.Work, Tensor]]:
+    def _start_send(self, peer: int, message: Message) -> _Works:
         group = self._headers_up if peer > self.rank else self._headers_down
         with self._header_lock:  # both parts of one message before those of another thread's
             return [(group.send([part], peer, 0), part) for part in frame(message)]
 
-    def _start_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> list[tuple[dist.Work, Tensor]]:
+    def _start_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> _Works:
         group = self._up if peer > self.rank else self._down
         return [(group.send([tensor], peer, slot), tensor) for tensor in tensors if tensor.numel()]
 
     def _finish_sends(self) -> None:
-        """Thread: lets go of sent tensors as soon as they have left, give or take a pause."""
+        """Thread: lets go of sent tensors as soon as they have left, give or take a pause.
+
+        gloo never completes a send that is itself the first to find its peer gone; every later one raises at once. So
+        what went through gloo is waited for once another send to that peer has begun. The last one to a peer is kept
+        until that peer has sent its final message, or is gone.
+        """
+        last: dict[int, _Works] = {}  # by peer
         with self._stream_of_its_own() as stream:  # no other stream waits for a send
-            while (works := self._sends.get()) is not None:
-                self._finish(works)
+            while (message := self._sends.get()) is not None:
+                peer, works = message
+                self._finish(last.pop(peer, []))
+                last[peer] = [work for work in works if work[1].device.type == "cpu"]
                 if stream is not None:
+                    self._finish([work for work in works if work[1].device.type != "cpu"])
                     departure = torch.cuda.Event(blocking=True)
                     departure.record(stream)
                     departure.synchronize()
-                works = None
+                del message, works
                 if self._sends.empty():
                     time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
+        for peer in last:
+            self._receivers[peer].join()
 
-    def _finish(self, works: list[tuple[dist.Work, Tensor]]) -> None:
+    def _finish(self, works: _Works) -> None:
         for work, tensor in works:
             try:
                 finish(work, tensor.device)
@@ -349,7 +316,7 @@ class DistributedTransport:
         posted: _Posted | None = None
         try:
             with self._stream_of_its_own():  # a receive begins at once, not after the work that is queued on another
-                while not isinstance(message := receive_message(group, peer), LastWord):
+                while not isinstance(message := receive_message(group, peer), FinalMessage):
                     if isinstance(message, TensorHeader):
                         posted = self._receive_tree(peer, message, posted)
                     elif isinstance(message, GatherMessage):
@@ -361,13 +328,16 @@ class DistributedTransport:
             if message.ending == "closed":
                 self._mailbox.closed(peer)
             else:
-                self._heard(message)
+                self._fail_all(message)
             for work in posted[1] if posted else []:
                 finish(work, self.device)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
-            if self._last_word is None:
-                self._heard(LastWord("lost", f"rank {peer} exited unexpectedly: its connection closed without notice"))
+            self._unreachable.add(peer)
+            if self._final_message is None:
+                self._fail_all(
+                    FinalMessage("lost", f"rank {peer} exited unexpectedly: its connection closed without notice")
+                )
 
     def _receive_tree(self, peer: int, header: TensorHeader, posted: _Posted | None) -> _Posted | None:
         """Files a message of tensors; returns the receive that is posted for the next one.
@@ -392,7 +362,7 @@ class DistributedTransport:
     def _file(self, peer: int, message: TensorHeader | GatherMessage, content: tuple[Any, list[dist.Work]]) -> None:
         difference = self._mailbox.put(message.tag, content, peer, message.call)
         if difference is not None:
-            self._heard(LastWord("failed", difference))
+            self._fail_all(FinalMessage("failed", difference))
 
     @contextlib.contextmanager
     def _stream_of_its_own(self) -> Iterator[torch.cuda.Stream | None]:
@@ -405,4 +375,5 @@ class DistributedTransport:
             yield stream
 
 
+_Works = list[tuple["dist.Work", Tensor]]
 _Posted = tuple[list[Tensor], list["dist.Work"]]

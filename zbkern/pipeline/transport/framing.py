@@ -65,15 +65,15 @@ class StallReply(NamedTuple):
     awaited: int
 
 
-class LastWord(NamedTuple):
+class FinalMessage(NamedTuple):
     """Nothing follows. ending: "closed", "failed" with the `reason`, or "lost" when a process has gone."""
 
     ending: str
     reason: str
 
 
-Message = TensorHeader | GatherMessage | StallQuery | StallReply | LastWord
-_KINDS: tuple[Any, ...] = (TensorHeader, GatherMessage, StallQuery, StallReply, LastWord)
+Message = TensorHeader | GatherMessage | StallQuery | StallReply | FinalMessage
+_KINDS: tuple[Any, ...] = (TensorHeader, GatherMessage, StallQuery, StallReply, FinalMessage)
 
 
 def frame(message: Message) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""LocalTransport: the twin without processes. Its ranks are threads, its messages are handed over or come late."""
+"""LocalTransport: a Transport whose ranks are threads of one process; its messages arrive at once, or after a delay."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from zbkern.pipeline.transport.activity import Activity
 from zbkern.pipeline.transport.base import Call, PipelineError, Tag
-from zbkern.pipeline.transport.mailbox import Activity, Mailbox
+from zbkern.pipeline.transport.mailbox import Mailbox
 
 Delay = Callable[[int, int, Any], float]
 
@@ -90,16 +91,16 @@ class _Ring:
         self._written = threading.Condition()
         self.members: list[Any] = []
         self._delay = delay
-        self._postman = _Postman() if delay else None
+        self._delayed = _DelayedDelivery() if delay else None
         self._successor: _Ring | None = None
         self._lock = threading.Lock()
 
     def post(self, sender: int, receiver: int, tag: Any, message: Any) -> None:
-        """Files the message, or lets the postman do so later."""
+        """Files the message, or lets a thread do so later."""
         seconds = self._delay(sender, receiver, tag) if self._delay else 0.0
         call = self.mailboxes[sender].call
-        if self._postman is not None and seconds > 0:
-            self._postman.post(seconds, lambda: self.file(sender, receiver, tag, message, call))
+        if self._delayed is not None and seconds > 0:
+            self._delayed.post(seconds, lambda: self.file(sender, receiver, tag, message, call))
         else:
             self.file(sender, receiver, tag, message, call)
 
@@ -150,8 +151,8 @@ class _Ring:
 
     def close(self, rank: int) -> None:
         """Tells all ranks, after what this one has sent, that nothing more will come from it."""
-        if self._postman is not None:
-            self._postman.wait()
+        if self._delayed is not None:
+            self._delayed.wait()
         for mailbox in self.mailboxes:
             mailbox.closed(rank)
 
@@ -164,13 +165,13 @@ class _Ring:
             return self._successor
 
 
-class _Postman:
+class _DelayedDelivery:
     """Files messages when they are due, from a thread that lives while some are under way."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0  # messages that are due at one time keep their order
-        self._walking = False
+        self._running = False
         self._changed = threading.Condition()
 
     def post(self, seconds: float, file: Callable[[], None]) -> None:
@@ -178,21 +179,21 @@ class _Postman:
             self._count += 1
             heapq.heappush(self._due, (time.monotonic() + seconds, self._count, file))
             self._changed.notify_all()
-            if not self._walking:
-                self._walking = True
-                threading.Thread(target=self._walk, daemon=True).start()
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._deliver_due, daemon=True).start()
 
     def wait(self) -> None:
         """Until nothing is under way."""
         with self._changed:
             self._changed.wait_for(lambda: not self._due)
 
-    def _walk(self) -> None:
+    def _deliver_due(self) -> None:
         with self._changed:
             while self._due:
                 if self._due[0][0] <= time.monotonic():
                     heapq.heappop(self._due)[2]()
                 else:
                     self._changed.wait(self._due[0][0] - time.monotonic())
-            self._walking = False
+            self._running = False
             self._changed.notify_all()

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from zbkern.pipeline.transport.base import PipelineError
 
 _FOREVER = timedelta(days=365)
-_LATE = "late"  # where a meeting keeps the ranks that had not come; those have numbers for keys
+_LATE = "late"  # the key of the ranks that had not come; the values of ranks have numbers for keys
 
 
-def open_group(ranks: Sequence[int], backend: str) -> Any:
+def new_communicator(ranks: Sequence[int], backend: str) -> Any:
     """A communicator of these global ranks; collective among them. Has send and recv; `finish` waits for their works.
 
     Raises PipelineError where one of them ends while they connect.
@@ -37,7 +37,7 @@ def open_group(ranks: Sequence[int], backend: str) -> Any:
     if backend == "nccl":  # connects when it is first used
         return getattr(dist, kind)(*place, _FOREVER)
     try:  # gloo has one time-out to connect and for messages: `finish` has another for these
-        return getattr(dist, kind)(*place, timedelta(seconds=meeting_time()))
+        return getattr(dist, kind)(*place, timedelta(seconds=rendezvous_timeout()))
     except RuntimeError as error:
         raise PipelineError(
             f"Pipeline: {_missing(error, ranks)} ended, or froze, while ranks connected; start all again "
@@ -59,11 +59,11 @@ def finish(work: dist.Work, device: torch.device) -> None:
         work.wait()
 
 
-def meet(ranks: Sequence[int], value: Any = None) -> list[Any]:
+def rendezvous(ranks: Sequence[int], value: Any = None) -> list[Any]:
     """One small JSON value of each of these global ranks, in their order, by way of the store; collective.
 
-    Raises PipelineError, on all ranks sooner or later, where one has not come within `meeting_time`, or where the store
-    is gone. Connections are opened after this, because gloo would not say who has not come.
+    Raises PipelineError, on all ranks sooner or later, where one has not come within `rendezvous_timeout`, or where the
+    store is gone. Communicators are made after this, because gloo would not say who has not come.
     """
     with _needing_store():
         store = place_in_store(ranks, "values")
@@ -75,7 +75,7 @@ def meet(ranks: Sequence[int], value: Any = None) -> list[Any]:
         if store.check([_LATE]):
             late = json.loads(store.get(_LATE))
             raise PipelineError(
-                f"Pipeline: global ranks {late} did not come to connect in {meeting_time():g} s, "
+                f"Pipeline: global ranks {late} did not come to connect in {rendezvous_timeout():g} s, "
                 "the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
             )
         return [json.loads(store.get(str(rank))) for rank in ranks]
@@ -89,18 +89,18 @@ def _needing_store() -> Iterator[None]:
     except dist.DistNetworkError as error:
         host = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "global rank 0"
         raise PipelineError(
-            f"Pipeline: {host} has ended, with the store of torch.distributed that ranks meet in; start all ranks again"
-            f" ({str(error).splitlines()[0]})"
+            f"Pipeline: {host} has ended, and with it torch.distributed's store, through which ranks connect; start "
+            f"all ranks again ({str(error).splitlines()[0]})"
         ) from error
 
 
-def meeting_time() -> float:
-    """Seconds that ranks wait for each other to come to a meeting: what init_process_group was told."""
+def rendezvous_timeout() -> float:
+    """Seconds that ranks wait for each other before they connect: the time-out of init_process_group."""
     return dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
 
 
 def place_in_store(ranks: Sequence[int], what: str) -> dist.PrefixStore:
-    """Where in the job's store these ranks meet: at their n-th call for the same, which they make in the same order."""
+    """A part of the job's store for these ranks' n-th call with this `what`; all make such calls in one order."""
     name, store = f"zbkern/{'_'.join(map(str, ranks))}/{what}", dist.distributed_c10d._get_default_store()
     with _needing_store():
         turn = store.add(f"{name}/taken by {dist.get_rank()}", 1)

@@ -196,7 +196,7 @@ class RankExchange:
         return thread
 
     def _take_place(self) -> dist.PrefixStore:
-        """Where the ranks meet for this call; one that came when it had been given up is the next call's."""
+        """The part of the store for this call; one that was not used in time is left to the next call."""
         with _entering:
             key = tuple(self._group_ranks)
             store = _unused.pop(key, None) or place_in_store(key, "exchange")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from zbkern.pipeline.transport.mailbox import Activity, Mailbox
+from zbkern.pipeline.transport.activity import Activity
+from zbkern.pipeline.transport.mailbox import Mailbox
 
 GRACE = 2.0  # seconds that a stuck rank has to say so itself
 
@@ -37,10 +38,11 @@ class StallDetector:
         """After a wait of `timeout` seconds for `tag` from `peer`: returns once a failure is known that explains it."""
         self._link = None
         self._query(peer, str(tag), timeout)
-        if self._mailbox.wait_for_failure(GRACE) is None and (
-            self._link is None or self._mailbox.wait_for_failure(GRACE) is None  # whoever is next has the first word
-        ):
-            self._fail(self._activity.silent(peer, str(tag), timeout, self._link))
+        if self._mailbox.wait_for_failure(GRACE) is not None:
+            return
+        # where a rank along the chain has answered, the next one has as long to say that it is stuck
+        if self._link is None or self._mailbox.wait_for_failure(GRACE) is None:
+            self._fail(self._activity.timeout_message(peer, str(tag), timeout, self._link))
 
     def on_query(self, asker: int, tag: str, waited: float) -> None:
         """`asker` waits for this rank. Says so and asks on when it waits itself, that it is stuck when not."""

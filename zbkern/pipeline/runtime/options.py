@@ -1,0 +1,31 @@
+"""StepOptions: what a Pipeline does in a step besides its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a Pipeline does in a step besides its actions; on each rank as it likes.
+
+    fill_with: called where the rank would wait and no W is left; it does a little work of yours and returns True while
+    there is more. nonfinite: "raise" ends the step with the microbatch whose loss is not finite (it waits for the
+    device once per loss), "ignore" leaves that to an Optimizer, which skips the step. record: keep samples of the W
+    queue and of memory (`Pipeline.samples`). Raises TypeError or ValueError for anything else.
+    """
+
+    fill_with: Callable[[], bool] | None = None
+    nonfinite: str = "ignore"
+    record: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fill_with is not None and not callable(self.fill_with):
+            raise TypeError(
+                f"StepOptions: fill_with must be callable without arguments, or None; got {self.fill_with!r}"
+            )
+        if self.nonfinite not in ("ignore", "raise"):
+            raise ValueError(f'StepOptions: nonfinite must be "ignore" or "raise"; got {self.nonfinite!r}')
+        if not isinstance(self.record, bool):
+            raise TypeError(f"StepOptions: record must be True or False; got {self.record!r}")
