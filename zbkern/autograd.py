@@ -113,7 +113,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def weight_gradients(
     call: OpCall,
-    launch: wgrad.Launch,
+    kernel: wgrad.WGradKernel,
     tensors: wgrad.Segment,
     needs: Sequence[bool],
     arithmetic: int | Callable[[wgrad.Segment], int] = 0,
@@ -121,15 +121,15 @@ def weight_gradients(
 ) -> Sequence[Tensor | None]:
     """The gradients of `call.params`, or None where a queue (or the route) has taken them over.
 
-    tensors: what the launch reads, detached. needs: ctx.needs_input_grad, the edges' last. arithmetic: the flops of the
-    launch, or what counts them. part: which params the launch is for; None for all.
+    tensors: what the kernel reads, detached. needs: ctx.needs_input_grad, the edges' last. arithmetic: the flops of the
+    kernel, or what counts them. part: which params the kernel is for; None for all.
     What comes back belongs at the edges' places; where the graph has no edges it is None, which autograd ignores.
     """
     params = call.params_requiring_grad if part is None else call.params_requiring_grad[part]
     scope = wgrad.current()
     if call.route is _DETACHED:
         if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in params)):
-            task = wgrad.WGradTask(launch, tensors, params, arithmetic, call.name, call.ddp_managed)
+            task = wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, call.ddp_managed)
             if scope is None:
                 wgrad.run_in_backward(task)
             else:
@@ -145,13 +145,12 @@ def weight_gradients(
     # Hooks that came after the forward run in this backward, so their gradient must be there now; autograd.grad returns
     # what it was asked for and accumulates nothing.
     if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in wanted):
-        scope[0].add(wgrad.WGradTask(launch, tensors, params, arithmetic, call.name), scope[1])
+        scope[0].add(wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name), scope[1])
         return (None,) * len(params)
-    returning = getattr(launch, "returning", None)
-    if returning is not None and all(p.dtype == tensors[0].dtype for p in wanted):
-        return returning(tensors, params)
+    if kernel.allocate is not None and all(p.dtype == tensors[0].dtype for p in wanted):
+        return kernel.allocate(tensors, params)
     gradients = [None if p is None else accumulation.blank(p) for p in params]
-    launch([tensors], gradients, False)
+    kernel.run([tensors], gradients, False)
     return gradients
 
 
@@ -221,7 +220,7 @@ class _WithoutEdge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         if not torch.is_grad_enabled():
-            weight_gradients(ctx.call, accumulation.add_gradients, (gradient,), ())
+            weight_gradients(ctx.call, accumulation.ADD_GRADIENTS, (gradient,), ())
         elif will_run(_anchor_node):
             accumulation.accumulate_via_autograd([(ctx.call.params[0], gradient)], create_graph=True)
         return None, None, None

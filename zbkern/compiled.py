@@ -101,13 +101,13 @@ def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bia
         x, dy = x.clone(), dy.clone()
     dy = as_rows(dy)
     if kind == "embedding":
-        launch = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
-        task = wgrad.WGradTask(launch, (x.reshape(-1), dy), params[:1], dy.numel(), "compiled embedding")
+        kernel = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
+        task = wgrad.WGradTask(kernel, (x.reshape(-1), dy), params[:1], dy.numel(), "compiled embedding")
     else:
         backend = dispatch.resolve("linear", "auto", dy.device.type)
-        launch = backend.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad(backend)
+        kernel = (linear_functions.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad)(backend)
         segment = (as_rows(x), dy)
-        task = wgrad.WGradTask(launch, segment, params, linear_functions.linear_flops, "compiled linear")
+        task = wgrad.WGradTask(kernel, segment, params, linear_functions.linear_flops, "compiled linear")
     if scope is None:
         wgrad.run_in_backward(task)
     else:
@@ -154,8 +154,8 @@ def _register_lowering() -> None:
     @register_lowering(operator, type_promotion_kind=None)
     def lower(kind: str, x: Any, dy: Any, weight: Any, bias: Any, copy: bool) -> None:
         ir.FallbackKernel.create(operator, kind, x, dy, weight, bias, False)
-        launch: Any = V.graph.operations[-1]
-        V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in launch.inputs)
+        call: Any = V.graph.operations[-1]
+        V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in call.inputs)
 
 
 def _parameter(weight: Tensor | None) -> Tensor | None:

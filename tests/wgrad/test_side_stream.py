@@ -170,7 +170,7 @@ def test_what_is_allocated_or_zeroed_for_w_is_ordered_before_it(
     order: list[str] = []
     device.launch(lambda: order.append("last use of freed memory"))
     task = training.queue.tasks()[0]
-    task.launch = lambda segments, outputs, accumulate: device.launch(lambda: order.append("W"))
+    task.kernel = wgrad.WGradKernel(lambda segments, outputs, accumulate: device.launch(lambda: order.append("W")))
     training.queue.run(1)
     device.finish((device.side, device.main))
     assert order == ["last use of freed memory", "W"]
@@ -191,7 +191,7 @@ def test_gradients_with_hooks_are_computed_on_the_current_stream(device: Device)
         used.append(device.current.name)
         outputs[0].fill_(100.0)
 
-    task.launch = launch
+    task.kernel = wgrad.WGradKernel(launch)
     training.queue.run(2)
     assert used == ["main"]
     assert training.weight.grad.tolist() == [110.0, 110.0]
@@ -263,11 +263,10 @@ def test_blocks_end_early_where_the_launch_can_do_that(device: Device) -> None:
         for segments, outputs in layers:
             launch(segments, outputs, accumulate)
 
-    launch.several = several
     for stream in (device.side, None):
         training.queue.stream = stream
         training.backward()
-        training.queue.tasks()[0].launch = launch
+        training.queue.tasks()[0].kernel = wgrad.WGradKernel(launch, several)
         training.queue.run()
         device.finish()
     assert seen == [{"max_tiles": 1}]  # on the current stream nothing else waits for multiprocessors

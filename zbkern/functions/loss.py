@@ -14,6 +14,7 @@ from torch import Tensor
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions.linear import linear_with_torch
 from zbkern.kernels.spec import CrossEntropyOptions
+from zbkern.wgrad import WGradKernel
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -40,10 +41,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             return differentiable_backward(call, linear_cross_entropy_with_torch, (x, target, options), dloss)
         if dx is not None:
             dx = dx * dloss.unsqueeze(1).to(dx.dtype)
-        launch = HeadW(call, weight.detach(), None if bias is None else bias.detach(), options)
+        kernel = WGradKernel(HeadW(call, weight.detach(), None if bias is None else bias.detach(), options))
         segment = (x.detach(), target, lse, dloss.contiguous())
         flops = 4 * x.shape[0] * weight.numel()
-        return None, dx, None, None, *weight_gradients(call, launch, segment, needs, flops)
+        return None, dx, None, None, *weight_gradients(call, kernel, segment, needs, flops)
 
 
 class HeadW:

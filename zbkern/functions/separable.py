@@ -117,12 +117,12 @@ class _Separable(torch.autograd.Function):
             )
         split = next((i for i, value in enumerate(kept) if not isinstance(value, Tensor)), len(kept))
         tensors = tuple([tensor.detach() for tensor in kept[:split]])
-        launch = _launch(own, tuple(kept[split:]))
-        weights = weight_gradients(call, launch, tensors, ctx.needs_input_grad)
+        kernel = _kernel(own, tuple(kept[split:]))
+        weights = weight_gradients(call, kernel, tensors, ctx.needs_input_grad)
         return None, gradients[0], None, *gradients[1:], *weights
 
 
 @functools.cache
-def _launch(own: type[SeparableFunction], options: tuple[Hashable, ...]) -> wgrad.Launch:
+def _kernel(own: type[SeparableFunction], options: tuple[Hashable, ...]) -> wgrad.WGradKernel:
     """The same object for the same options, so that tasks of one weight merge."""
-    return functools.partial(own.launch, options=options) if options else own.launch
+    return wgrad.WGradKernel(functools.partial(own.launch, options=options) if options else own.launch)

@@ -129,8 +129,8 @@ def _automatic(capability: tuple[int, int], extension: bool) -> ModuleType:
     vars(joined).update(launches, linear_fwd=linear_fwd, linear_dgrad=linear_dgrad)
     if extension and capability in selection.WGRAD:
         named = {"cuda": _launches("cuda"), "triton": triton}
-        joined.linear_wgrad = selection.linear_wgrad(selection.WGRAD[capability], named)  # type: ignore[attr-defined]
-        joined.linear_wgrads = joined.linear_wgrad.several  # type: ignore[attr-defined]
+        one, several = selection.linear_wgrad(selection.WGRAD[capability], named)
+        vars(joined).update(linear_wgrad=one, linear_wgrads=several)
     return joined
 
 

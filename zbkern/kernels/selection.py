@@ -42,8 +42,8 @@ def nearest(table: Mapping[tuple[int, int, int], Fastest], shape: tuple[int, int
 
 def linear_wgrad(
     table: Mapping[tuple[int, int, int], str], implementations: Mapping[str, ModuleType]
-) -> Callable[..., None]:
-    """A launch like spec.py's linear_wgrad that runs the faster one at its shape; tokens are those of all segments.
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """linear_wgrad and linear_wgrads (spec.py) that run the faster one at its shape; tokens are those of all segments.
 
     What the extension does not take goes to Triton. Several weights are a launch of each: of the extension, of Triton.
     """
@@ -69,8 +69,7 @@ def linear_wgrad(
     def one(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
         implementations[choose(segments, outputs)].linear_wgrad(segments, outputs, accumulate)
 
-    one.several = several  # type: ignore[attr-defined]  # how a queue finds it
-    return one
+    return one, several
 
 
 def _for_the_extension(dtype: torch.dtype, dweight: Tensor, dbias: Tensor | None) -> bool:

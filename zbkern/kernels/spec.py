@@ -28,12 +28,9 @@ Launches
                                                                dx (+)= dy weight, times activation'(z) if given
     linear_dgrad_sum([(dy, weight), ...], dx)                  dx = sum dy weight, over layers that share their input
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
-    linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one launch.
-                                                               A linear_wgrad has it as `.several` if a queue may use
-                                                               it, then with max_tiles=: a block ends after so many
-                                                               tiles, for work on other streams; 0 for no bound.
-                                                               .returning((x, dy), wanted) -> (dweight, dbias) is for
-                                                               gradients that need no place: torch's own memory
+    linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one launch,
+                                                               with max_tiles=0: a block ends after so many tiles, for
+                                                               work on other streams; 0 for no bound
 
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)
@@ -62,10 +59,7 @@ Launches
                                                                dsummed [M, K], if given, is added to dx
     layer_norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S, rstd [M] S, residual=None, summed=None)
     layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None, dsummed=None)
-                                                               .returning makes the outputs and returns them, in S:
-                                                               (x [..., K], weight, bias, eps) -> y, mean, rstd and
-                                                               (dy, x, weight, mean, rstd, dsummed=None) -> dx, partials
-    norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P; .returning as linear_wgrad's
+    norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
 
     attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, D], options, y [T, Hq, D], lse [Hq, T] S)
     attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)  y = softmax(scale q k^T + mask) v per sequence and head

@@ -8,13 +8,12 @@ parameter: `main_grad` (accumulate there, any dtype), `overwrite_main_grad` (wri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from zbkern.wgrad.task import Segment, WGradTask
+from zbkern.wgrad.task import Segment, WGradKernel, WGradTask
 
 
 class Target:
@@ -82,7 +81,7 @@ def accumulate(batch: Sequence[list[WGradTask]]) -> None:
         gradients = _present(group[0].parameters)
         if gradients is not None:
             segments = [group[0].tensors] if len(group) == 1 else [task.tensors for task in group]
-            group[0].launch(segments, gradients, True)
+            group[0].kernel.run(segments, gradients, True)
             return
     targets = [Target(group[0]) for group in batch]
     launch(batch, targets)
@@ -107,12 +106,12 @@ def _present(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
 def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
     """Runs every group into its target: several of them as one launch for all that are written, one for the others.
 
-    options: for launches that take several weights; the others have none.
+    options: for kernels that take several weights; the others have none.
     """
-    several: Any = getattr(batch[0][0].launch, "several", None)
-    if len(batch) == 1 and (several is None or not options):
+    kernel = batch[0][0].kernel
+    if kernel.run_many is None or (len(batch) == 1 and not options):
         target = targets[0]
-        batch[0][0].launch([task.tensors for task in batch[0]], target.outputs, target.add)
+        kernel.run([task.tensors for task in batch[0]], target.outputs, target.add)
         return
     for add in (False, True):  # what is written first: if the next one fails, nothing has been added twice
         layers = [
@@ -121,7 +120,7 @@ def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **option
             if target.add is add
         ]
         if layers:
-            several(layers, add, **options)
+            kernel.run_many(layers, add, **options)
 
 
 def _announce(parameter: Tensor) -> None:
@@ -141,17 +140,20 @@ def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
                 start = blank(parameter)
                 sums[id(parameter)] = (parameter, start.zero_() if add else start)
         outputs = [None if p is None or id(p) not in sums else sums[id(p)][1] for p in task.parameters]
-        task.launch([task.tensors], outputs, add)
+        task.kernel.run([task.tensors], outputs, add)
     return list(sums.values())
 
 
 def add_gradients(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-    """A launch whose segments are gradients that are computed already: outputs (+)= their sum."""
+    """outputs (+)= the sum of segments, which are gradients already."""
     for segment in segments:
         for output, gradient in zip(outputs, segment, strict=True):
             if output is not None:
                 output.add_(gradient) if accumulate else output.copy_(gradient)
         accumulate = True
+
+
+ADD_GRADIENTS = WGradKernel(add_gradients)
 
 
 def accumulate_via_autograd(gradients: list[tuple[Tensor, Tensor]], create_graph: bool = False) -> None:

@@ -50,24 +50,24 @@ def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list
 
 
 def by_launch(groups: Iterable[list[WGradTask]], hooked: set[WGradTask]) -> Iterator[tuple[Batch, bool]]:
-    """Neighbouring groups that their launch takes at once (`launch.several`): on one device, no parameter in two."""
+    """Neighbouring groups that their launch takes at once (`kernel.run_many`): on one device, no parameter in two."""
     batch: Batch = []
     kind: Any = None
     taken: set[int] = set()
     for group in groups:
         task = group[0]
-        several = getattr(task.launch, "several", None)
-        if several is None or task in hooked:
+        run_many = task.kernel.run_many
+        if run_many is None or task in hooked:
             if batch:
                 yield batch, False
                 batch, taken = [], set()
             yield [group], task in hooked
             continue
         parameters = {id(p) for p in task.parameters if p is not None}
-        if batch and (kind != (several, task.tensors[0].device) or parameters & taken):
+        if batch and (kind != (run_many, task.tensors[0].device) or parameters & taken):
             yield batch, False
             batch, taken = [], set()
         batch.append(group)
-        kind, taken = (several, task.tensors[0].device), taken | parameters
+        kind, taken = (run_many, task.tensors[0].device), taken | parameters
     if batch:
         yield batch, False

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 
 from zbkern.wgrad import accumulation, grouping, side_stream
-from zbkern.wgrad.task import Launch as Launch
-from zbkern.wgrad.task import Segment as Segment
-from zbkern.wgrad.task import WGradTask as WGradTask
+from zbkern.wgrad.task import WGradTask
 
 
 class WGradQueue:
@@ -293,14 +291,14 @@ class WGradQueue:
                 return
             if not task.has_hooks:
                 self._run([([[task]], False)], task)
-            elif task.launch is not accumulation.add_gradients:
+            elif task.kernel is not accumulation.ADD_GRADIENTS:
                 with torch.no_grad():
                     gradients = accumulation.sum_gradients([task])
                 self._remove([task])
                 if gradients:
                     parameters, sums = zip(*gradients, strict=True)
                     self.add(
-                        WGradTask(accumulation.add_gradients, sums, parameters, 0, task.name, task.ddp_managed),
+                        WGradTask(accumulation.ADD_GRADIENTS, sums, parameters, 0, task.name, task.ddp_managed),
                         task.key,
                     )
         if self._bytes > self.max_bytes:

@@ -134,9 +134,6 @@ def linear_wgrads(
         _launch(batch, like, accumulate, num_sms, max_tiles)
 
 
-linear_wgrad.several = linear_wgrads  # type: ignore[attr-defined]  # how a queue finds it
-
-
 def _launch(products: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
     kinds, device = like
     places, hopper = _gpu(device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,14 +58,11 @@ def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tenso
         accumulate = True
 
 
-def _linear_gradients(tensors: Sequence[Tensor], wanted: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
-    """dweight and dbias in memory of their own, None where none is wanted: 3 us less than into given tensors."""
-    x, dy = tensors
+def linear_gradients(segment: Sequence[Tensor], params: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """linear_wgrad in new memory, None where the parameter is None: 3 us less than into given tensors."""
+    x, dy = segment
     columns = dy.mT
-    return None if wanted[0] is None else product(columns, x), None if wanted[1] is None else columns.sum(1)
-
-
-linear_wgrad.returning = _linear_gradients  # type: ignore[attr-defined]
+    return None if params[0] is None else product(columns, x), None if params[1] is None else columns.sum(1)
 
 
 def linear_wgrads(

@@ -72,9 +72,6 @@ def linear_wgrads(
     run("wgrad", products, accumulate, num_sms, max_tiles)
 
 
-linear_wgrad.several = linear_wgrads  # type: ignore[attr-defined]  # how a queue finds it
-
-
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
     """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
     if dx.numel():
