@@ -8,12 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from zbkern.kernels import dispatch, reference, selection, spec
+from zbkern.kernels import dispatch, reference, spec
 
 TRITON = importlib.util.find_spec("triton") is not None
 
@@ -89,74 +88,22 @@ def gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(dispatch, "_launches", lambda impl: dispatch._MODULES[impl])
     monkeypatch.setattr(dispatch, "why_not", lambda op, impl, device, dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    dispatch._automatic.cache_clear()
+    dispatch._auto_backend.cache_clear()
     yield ran
-    dispatch._automatic.cache_clear()
+    dispatch._auto_backend.cache_clear()
 
 
-def test_auto_takes_plain_products_from_the_library_until_ours_are_measured_to_be_faster(
-    gpu: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run() -> list[str]:
-        gpu.clear()
-        dispatch.resolve.cache_clear()
-        dispatch._automatic.cache_clear()
-        launches = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
-        launches.linear_fwd("x", "weight", None, "y")
-        launches.linear_fwd("x", "weight", None, "y", "gelu", "z")
-        launches.linear_dgrad("dy", "weight", "dx")
-        launches.linear_dgrad("dy", "weight", "dx", False, "gelu", "z")
-        launches.linear_wgrad([], (None, None), True)
-        return [label.split()[0] for label in gpu]
-
-    assert run() == ["torch", "triton", "torch", "triton", "triton"]
-    monkeypatch.setitem(selection.PRODUCTS, (9, 0), "triton")
-    assert run() == ["triton"] * 5
+def test_auto_takes_matmuls_with_nothing_to_fuse_from_the_library(gpu: list[str]) -> None:
+    backend = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
+    backend.linear_fwd("x", "weight", None, "y")
+    backend.linear_fwd("x", "weight", None, "y", "gelu", "z")
+    backend.linear_dgrad("dy", "weight", "dx")
+    backend.linear_dgrad("dy", "weight", "dx", False, "gelu", "z")
+    backend.linear_wgrad([], (None, None), True)
+    backend.linear_wgrads([], True)
+    expected = ["torch linear_fwd", "triton linear_fwd", "torch linear_dgrad", "triton linear_dgrad"]
+    assert gpu == [*expected, "triton linear_wgrad", "triton linear_wgrads"]
     assert dispatch.resolve("linear", "triton", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
-
-
-def w_of(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[list[tuple], tuple[torch.Tensor, None]]:
-    """Two segments of together m tokens, and outputs; no memory behind them."""
-    half = tuple(torch.empty(m // 2, columns, dtype=dtype, device="meta") for columns in (k, n))
-    return [half, half], (torch.empty(n, k, device="meta"), None)
-
-
-TABLE = {(1024, 4096, 4096): "cuda", (8192, 4096, 4096): "triton", (1024, 512, 512): "triton"}
-
-
-def test_auto_takes_w_by_shape_where_that_is_measured(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(selection.WGRAD, (9, 0), TABLE)
-    launches = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
-    for m, n, k in [(1024, 4096, 4096), (600, 2048, 8192), (5000, 4096, 4096), (1024, 256, 512)]:
-        launches.linear_wgrad(*w_of(m, n, k), True)
-    assert [label.split()[0] for label in gpu] == ["cuda", "cuda", "triton", "triton"]
-    gpu.clear()
-    products = [w_of(1024, 4096, 4096), w_of(5000, 4096, 4096), w_of(1024, 4096, 2048)]
-    launches.linear_wgrads(products, True, num_sms=16, max_tiles=1)  # a queue's, which has a stream of its own
-    assert gpu == ["cuda linear_wgrads", "triton linear_wgrads"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "flat", "name"),
-    [
-        ((4096, 4096), torch.bfloat16, lambda flat: flat[4 : 4 + 4096**2].view(4096, 4096), "cuda"),
-        ((4096, 4096), torch.bfloat16, lambda flat: flat[: 4096**2].view(4096, 4096).t(), "cuda"),
-        ((4096, 4096), torch.float32, lambda flat: flat[: 4096**2].view(4096, 4096), "triton"),
-        ((4096, 4096), torch.bfloat16, lambda flat: flat[3 : 3 + 4096**2].view(4096, 4096), "triton"),  # behind a bias
-        ((4096, 4096), torch.bfloat16, lambda flat: flat[: 4096 * 4098].view(4096, 4098)[:, :4096], "triton"),
-        ((4096, 4096), torch.bfloat16, lambda flat: flat.view(-1, 4104)[:4096, ::2][:, :2048], "triton"),
-        ((4100, 4096), torch.bfloat16, lambda flat: flat[: 4100 * 4096].view(4100, 4096), "triton"),
-        ((4096, 4096), torch.bfloat16, lambda flat: None, "triton"),
-    ],
-)
-def test_auto_leaves_to_triton_what_the_extension_refuses(
-    gpu: list[str], monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype, flat: Any, name: str
-) -> None:
-    monkeypatch.setitem(selection.WGRAD, (9, 0), TABLE)
-    launches = dispatch.resolve("linear", "auto", "cuda", None)  # as torch.compile's operators ask, for any dtype
-    segments, _ = w_of(1024, *shape, dtype)
-    launches.linear_wgrad(segments, (flat(torch.empty(4104 * 4104)), None), True)
-    assert gpu == [f"{name} linear_wgrad"]
 
 
 def test_auto_on_a_cpu_never_imports_triton() -> None:

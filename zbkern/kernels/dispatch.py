@@ -1,8 +1,11 @@
-"""Which implementation runs an op: named ones run or raise, "auto" takes the first that can.
+"""Which backend runs an op: a named one runs or raises, "auto" takes the first that can.
 
-An implementation is a module that has the launches of `spec.py` as functions. It is imported when first asked for. The
-CUDA extension has only the launches that it does better than Triton; the others of an op it borrows from there. "auto"
-goes by what was measured (`measured.py`).
+A backend is a module that has the kernels of `spec.py` as functions. It is imported when first asked for. The CUDA
+extension has only the kernels that it is meant to do better than Triton; the others of an op come from there.
+
+On a GPU "auto" takes Triton's kernels, but cuBLAS for a matmul with nothing to fuse, which is known to be near the
+ceiling. No measurement says otherwise yet: W of the CUDA extension runs where impl="cuda" asks for it, and
+`python -m bench.cuda_wgrad` compares it with Triton's.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zbkern.kernels import selection, spec
+from zbkern.kernels import spec
 
 _MODULES = {
     "cuda": "zbkern.kernels.cuda.wgrad",
@@ -61,18 +64,15 @@ def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     for candidate in candidates(op, device) if impl == "auto" else (impl,):
         reason = why_not(op, candidate, device, dtype)
         if reason is None:
-            if impl == "auto" and candidate == "triton":
-                extension = why_not(op, "cuda", device, dtype) is None
-                return _automatic(torch.cuda.get_device_capability(device), extension)
-            return _launches_of(op, candidate)
+            return _auto_backend() if impl == "auto" and candidate == "triton" else _launches_of(op, candidate)
     raise UnavailableError(f"{op}: impl={impl!r} cannot run on {device}: {reason}")
 
 
 def candidates(op: str, device: torch.device | str) -> tuple[str, ...]:
     """What "auto" chooses from, in order.
 
-    On a CPU Triton is an interpreter, for tests; it runs where it is named. Where "auto" takes Triton, some launches
-    are others' (`_automatic`).
+    On a CPU Triton is an interpreter, for tests; it runs where it is named. Where "auto" takes Triton, some matmuls are
+    cuBLAS's (`_auto_backend`).
     """
     if torch.device(device).type != "cuda":
         return ("torch",)
@@ -97,12 +97,9 @@ def _launches(impl: str) -> ModuleType:
 
 
 @functools.cache
-def _automatic(capability: tuple[int, int], extension: bool) -> ModuleType:
-    """Triton's launches, but products with nothing to fuse, and W, from where such a GPU was found to be faster.
-
-    extension: the CUDA extension can run here.
-    """
-    triton, library = _launches("triton"), _launches(selection.PRODUCTS.get(capability, "torch"))
+def _auto_backend() -> ModuleType:
+    """Triton's kernels, but F and B of a linear without an activation through torch, which is cuBLAS."""
+    triton, library = _launches("triton"), _launches("torch")
 
     def linear_fwd(
         x: Tensor,
@@ -124,13 +121,9 @@ def _automatic(capability: tuple[int, int], extension: bool) -> ModuleType:
     ) -> None:
         (library if activation is None else triton).linear_dgrad(dy, weight, dx, accumulate, activation, z)
 
-    joined = ModuleType("triton, with products and W by measurement")
+    joined = ModuleType("triton, with matmuls of cuBLAS")
     launches = {name: getattr(triton, name) for name in spec.LAUNCHES if hasattr(triton, name)}
     vars(joined).update(launches, linear_fwd=linear_fwd, linear_dgrad=linear_dgrad)
-    if extension and capability in selection.WGRAD:
-        named = {"cuda": _launches("cuda"), "triton": triton}
-        one, several = selection.linear_wgrad(selection.WGRAD[capability], named)
-        vars(joined).update(linear_wgrad=one, linear_wgrads=several)
     return joined
 
 
