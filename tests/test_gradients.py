@@ -183,7 +183,9 @@ def test_grad_none_present_and_requiring_grad() -> None:
             assert twin.up.weight.grad is kept  # added in place, as autograd does
 
 
-def test_main_grad_in_fp32_under_bf16_weights() -> None:
+@pytest.mark.parametrize("max_bytes", [None, 2000])  # some W early, whose sums wait for the hooks
+@pytest.mark.parametrize("hooked", [False, True])
+def test_main_grad_in_fp32_under_bf16_weights(hooked: bool, max_bytes: int | None) -> None:
     torch.manual_seed(0)
     layer = zbkern.nn.Linear(16, 8).bfloat16()
     wide = nn.Linear(16, 8).double()
@@ -191,7 +193,9 @@ def test_main_grad_in_fp32_under_bf16_weights() -> None:
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
-    queue = zbkern.WGradQueue()
+        if hooked:
+            parameter.register_post_accumulate_grad_hook(lambda p: None)
+    queue = zbkern.WGradQueue(max_bytes)
     for key in range(8):
         x = torch.randn(32, 16).bfloat16()
         wide(x.double()).sum().backward()
@@ -199,7 +203,7 @@ def test_main_grad_in_fp32_under_bf16_weights() -> None:
             layer(x).sum().backward()
     queue.run()
     for parameter, other in zip(layer.parameters(), wide.parameters(), strict=True):
-        assert parameter.grad is None
+        assert not parameter.grad.any() if hooked else parameter.grad is None
         assert parameter.grad_added_to_main_grad is True
         testing.assert_close(parameter.main_grad, other.grad, tolerance=1e-5)  # far below bf16's 4e-3
 

@@ -130,18 +130,28 @@ def _announce(parameter: Tensor) -> None:
 
 
 def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, gradient) for every parameter of these tasks, summed over them; nothing has landed yet."""
+    """(parameter, gradient) for every parameter of these tasks, summed over them; nothing has landed yet.
+
+    Where a parameter has a `main_grad` the sum is of its dtype: a sum in bf16 would be rounded before it is added.
+    """
     sums: dict[int, tuple[Tensor, Tensor]] = {}
     for task in tasks:
         wanted = [p for p in task.parameters if p is not None and p.requires_grad]
         add = any(id(parameter) in sums for parameter in wanted)
         for parameter in wanted:
             if id(parameter) not in sums:
-                start = blank(parameter)
+                start = _blank_sum(parameter)
                 sums[id(parameter)] = (parameter, start.zero_() if add else start)
         outputs = [None if p is None or id(p) not in sums else sums[id(p)][1] for p in task.parameters]
         task.kernel.run([task.tensors], outputs, add)
     return list(sums.values())
+
+
+def _blank_sum(parameter: Tensor) -> Tensor:
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return blank(parameter)
+    return torch.empty_like(parameter, dtype=main_grad.dtype, requires_grad=False)
 
 
 def add_gradients(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
