@@ -11,7 +11,7 @@ import enum
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +33,15 @@ class Route(enum.Enum):
 _DETACHED = Route.DETACHED  # looked up once: in its class a member takes 60 ns to find
 
 
-class OpCall:
+Backend = TypeVar("Backend", bound="ModuleType | type")  # a module of kernels (kernels/spec.py), or a SeparableFunction
+
+
+class OpCall(Generic[Backend]):
     """What a function needs besides tensors: whose gradients it computes, by which backend, for which layer."""
 
     __slots__ = ("backend", "ddp_managed", "name", "params", "params_requiring_grad", "route")
 
-    def __init__(self, params: Params, backend: ModuleType, name: str) -> None:
+    def __init__(self, params: Params, backend: Backend, name: str) -> None:
         self.params: tuple[Any, ...] = params  # which may be None, the function knows
         self.params_requiring_grad = params  # None for the others; meant for DETACHED, elsewhere the edges tell
         self.backend = backend
@@ -91,7 +94,7 @@ def _choose_route(call: OpCall) -> None:
             wanted = (*wanted[:index], None, *wanted[index + 1 :])
         elif not parameter.is_leaf:
             return
-        elif has_hooks(parameter) or getattr(parameter, "main_grad", None) is not None:
+        elif accumulation.has_hooks(parameter) or accumulation.main_grad_of(parameter) is not None:
             detach = True
     module = sys.modules.get("torch.nn.parallel.distributed")
     ddp = None if module is None else module.DistributedDataParallel._active_ddp_module
@@ -104,11 +107,6 @@ def _choose_route(call: OpCall) -> None:
     if detach and any(p is not None for p in wanted):
         call.route = Route.DETACHED
         call.params_requiring_grad = wanted
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """True when this parameter has hooks that autograd runs as it accumulates the gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def weight_gradients(
@@ -156,7 +154,7 @@ def weight_gradients(
 
 def _may_wait(parameter: Tensor) -> bool:
     """True when this backward accumulates into the parameter and no hook expects the gradient there at once."""
-    if not parameter.is_leaf or has_hooks(parameter):
+    if not parameter.is_leaf or accumulation.has_hooks(parameter):
         return False
     return will_run(torch.autograd.graph.get_gradient_edge(parameter).node)
 

@@ -25,7 +25,7 @@ from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions._shapes import as_rows
 from zbkern.kernels import dispatch, reference
-from zbkern.wgrad import queue
+from zbkern.wgrad import accumulation, queue
 
 
 def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
@@ -165,20 +165,20 @@ def _parameter(weight: Tensor | None) -> Tensor | None:
     node = torch._C._current_autograd_node()
     if node is None:  # called by hand
         return weight if weight.is_leaf and weight.requires_grad else None
-    accumulation = _accumulations(node).get(_place(weight))
-    if accumulation is None:
+    accumulator = _accumulations(node).get(_place(weight))
+    if accumulator is None:
         raise RuntimeError(
             f"a compiled backward has no edge to the weight {list(weight.shape)} of a zbkern layer: its gradient would "
             "be lost; compile the model while no WGradQueue exists"
         )
-    if not autograd.will_run(accumulation):
+    if not autograd.will_run(accumulator):
         return None
-    if autograd.has_hooks(accumulation.variable):  # the compiler cannot see them, and autograd runs them in B
+    if accumulation.has_hooks(accumulator.variable):  # the compiler cannot see them, and autograd runs them in B
         raise RuntimeError(
             f"a compiled zbkern layer's weight {list(weight.shape)} has hooks, whose gradient would not be there yet; "
             "do not compile this layer, remove the hooks, or compile while no WGradQueue exists"
         )
-    return accumulation.variable
+    return accumulator.variable
 
 
 class _Edges(threading.local):

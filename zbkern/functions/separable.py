@@ -63,11 +63,10 @@ class SeparableFunction:
         """
         if not inputs or not isinstance(inputs[0], Tensor):
             raise TypeError(f"{cls.__name__}.apply: the first input must be a torch.Tensor; got {inputs[:1]}")
-        listed = isinstance(weights, Iterable) and not isinstance(weights, Tensor)
-        weights = tuple(weights) if listed else weights
-        if not listed or not all(w is None or isinstance(w, Tensor) for w in weights):
+        params = tuple(weights) if isinstance(weights, Iterable) and not isinstance(weights, Tensor) else None
+        if params is None or not all(w is None or isinstance(w, Tensor) for w in params):
             raise TypeError(f"{cls.__name__}.apply: weights must be a list of tensors or None; got {weights!r}")
-        call = OpCall(weights, cls, name or cls.__name__)  # type: ignore[arg-type]  # the class is its backend
+        call = OpCall(params, cls, name or cls.__name__)
         return apply(_Separable, call, inputs[0], len(inputs), *inputs[1:])
 
     @classmethod
@@ -95,7 +94,7 @@ class _Separable(torch.autograd.Function):
     """Any SeparableFunction: its class travels as the `backend` of the call."""
 
     @staticmethod
-    def forward(ctx: Any, call: OpCall, x: Tensor, count: int, *rest: Any) -> Any:
+    def forward(ctx: Any, call: OpCall[type[SeparableFunction]], x: Tensor, count: int, *rest: Any) -> Any:
         others = rest[: count - 1]  # what follows are edges
         ctx.call, ctx.count = call, count
         ctx.needs = (ctx.needs_input_grad[1], *ctx.needs_input_grad[3 : 2 + count])

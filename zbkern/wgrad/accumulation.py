@@ -35,7 +35,7 @@ class Target:
             if parameter is None or not parameter.requires_grad:  # frozen since its backward: autograd drops it, too
                 outputs.append(None)
                 continue
-            gradient = getattr(parameter, "main_grad", None)
+            gradient = main_grad_of(parameter)
             if gradient is not None:
                 owned.append(parameter)
                 if getattr(parameter, "overwrite_main_grad", False):
@@ -63,6 +63,22 @@ class Target:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad  # not sparse + dense
         for parameter in self._owned:
             _announce(parameter)
+
+
+def main_grad_of(parameter: Tensor) -> Tensor | None:
+    """The gradient buffer that a framework keeps for this parameter, or None."""
+    return getattr(parameter, "main_grad", None)
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Where gradients of this parameter accumulate: its `main_grad` if it has one, else its `.grad`."""
+    main_grad = main_grad_of(parameter)
+    return parameter.grad if main_grad is None else main_grad
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """True when this parameter has hooks that autograd runs as it accumulates the gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def blank(parameter: Tensor) -> Tensor:
@@ -148,7 +164,7 @@ def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _blank_sum(parameter: Tensor) -> Tensor:
-    main_grad = getattr(parameter, "main_grad", None)
+    main_grad = main_grad_of(parameter)
     if main_grad is None:
         return blank(parameter)
     return torch.empty_like(parameter, dtype=main_grad.dtype, requires_grad=False)
@@ -174,7 +190,7 @@ def accumulate_via_autograd(gradients: list[tuple[Tensor, Tensor]], create_graph
     instead of copying them.
     """
     for parameter, gradient in gradients:
-        main_grad = getattr(parameter, "main_grad", None)
+        main_grad = main_grad_of(parameter)
         if main_grad is not None:
             overwrite = getattr(parameter, "overwrite_main_grad", False)
             with torch.no_grad():
