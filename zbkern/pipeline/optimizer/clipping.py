@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from zbkern.pipeline.optimizer.undo import gradient_of, local_part
+from zbkern.pipeline.optimizer.undo import local_part
+from zbkern.wgrad.accumulation import gradient_of
 
 
 def grad_norm(

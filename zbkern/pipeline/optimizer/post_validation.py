@@ -31,11 +31,12 @@ from zbkern.pipeline.optimizer.master_weights import (
     unscale,
     update_scale,
 )
-from zbkern.pipeline.optimizer.undo import UNDO, PendingStep, gradient_of, hyperparameters, parameters
+from zbkern.pipeline.optimizer.undo import UNDO, PendingStep, hyperparameters, parameters
 from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, check_timeout
 from zbkern.pipeline.transport.connect import connect_row
+from zbkern.wgrad.accumulation import gradient_of
 
 
 class NormTag(NamedTuple):

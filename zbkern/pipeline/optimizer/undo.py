@@ -8,7 +8,6 @@ The arithmetic is that of Qi et al., Zero Bubble Pipeline Parallelism (arXiv 240
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from zbkern.wgrad.accumulation import gradient_of
 
 
 class Snapshot:
@@ -262,12 +263,6 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Where frameworks and zbkern's weight gradients accumulate: `main_grad` if the parameter has one, else `.grad`."""
-    gradient = getattr(parameter, "main_grad", None)
-    return parameter.grad if gradient is None else gradient
-
-
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What each parameter group says besides its parameters, as it is now."""
     return [
@@ -338,24 +333,3 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a DTensor; of other tensors all."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class ForwardState:
-    """What forwards change besides activations: buffers, written in place or replaced, and random numbers."""
-
-    def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
-        self._entries = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
-        self._buffers = [buffer for module in modules for buffer in module.buffers()]
-        self._copies = [buffer.clone() for buffer in self._buffers]
-        self._random = torch.get_rng_state(), random.getstate()
-        self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        for present, entries in self._entries:
-            present.update(entries)
-        copy_(self._buffers, self._copies)
-        torch.set_rng_state(self._random[0])
-        random.setstate(self._random[1])
-        if self._cuda is not None:
-            device, state = self._cuda
-            torch.cuda.set_rng_state(state, device)

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.optimizer.undo import ForwardState
 from zbkern.pipeline.planner.replanning import Replanner
 from zbkern.pipeline.runtime.arguments import check, check_place, device_of, module_list, split
 from zbkern.pipeline.runtime.data_parallel import Replicas
 from zbkern.pipeline.runtime.failure import agree_to_go_on, input_of, memory_at
+from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.recorder import Recorder
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.tied_weights import TiedWeights
@@ -29,9 +29,8 @@ from zbkern.pipeline.schedules.warmup import speculative_forwards
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.drift import Drift, compare, in_seconds
 from zbkern.pipeline.simulation.timeline import Event, Sample, Timeline, measured
-from zbkern.pipeline.transport.base import PipelineError, Tag
+from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import agree, closing_on_error, connect, place
-from zbkern.pipeline.transport.distributed import Transport
 from zbkern.wgrad import WGradQueue
 
 

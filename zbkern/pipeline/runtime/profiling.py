@@ -19,7 +19,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.timeline import Timeline
-from zbkern.pipeline.transport.distributed import Transport
+from zbkern.pipeline.transport.base import Transport
 
 
 def profile(

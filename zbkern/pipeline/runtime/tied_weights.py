@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from zbkern.pipeline.optimizer.undo import gradient_of
-from zbkern.pipeline.transport.distributed import Transport
+from zbkern.pipeline.transport.base import Transport
 from zbkern.wgrad import accumulation
 
 logger = logging.getLogger("zbkern")
@@ -69,7 +68,7 @@ class TiedWeights:
     def begin(self) -> None:
         """Leaves what earlier steps have summed, the same on all holders, with one of them: it is summed once more."""
         for _, parameter, ranks in self._shared:
-            gradient = gradient_of(parameter)
+            gradient = accumulation.gradient_of(parameter)
             if gradient is not None and ranks[0] != self._transport.rank:
                 gradient.zero_()
 
@@ -78,7 +77,7 @@ class TiedWeights:
         """Gives every holder the sum of all holders' gradients, the same to the bit; collective among them."""
         transport = self._transport
         for name, parameter, (first, *others) in self._shared:
-            gradient = gradient_of(parameter)
+            gradient = accumulation.gradient_of(parameter)
             if gradient is None:
                 gradient = accumulation.blank(parameter).zero_()
                 if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient

@@ -1,14 +1,70 @@
-"""What all transports share: the error that a failed rank means on every rank, the tags of messages, time-outs."""
+"""What all transports share: their protocol, the error of a failed rank, the tags of messages, time-outs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from zbkern.pipeline.transport.activity import Activity
 
 LONGEST_TIMEOUT = 365 * 86400  # seconds; waits for a lock end in an OverflowError from some 300 years on
 
 
 class PipelineError(RuntimeError):
     """A step failed, here or on another rank; the message names the rank, the action and the cause."""
+
+
+class Transport(Protocol):
+    """What the engine needs of a transport."""
+
+    rank: int
+    size: int
+    activity: Activity
+
+    @property
+    def failure(self) -> str | None:
+        """Why every call raises, None while no rank has failed."""
+
+    def begin(self, call: str) -> None:
+        """Begins this rank's next call, such as a step. Raises PipelineError when a rank has failed.
+
+        Messages carry the call that they are sent in: where another rank makes a different one, both fail.
+        """
+
+    def send(self, peer: int, tag: Any, message: Any) -> None:
+        """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are.
+
+        Raises PipelineError when the peer is gone.
+        """
+
+    def deliver(self, tag: Any, message: Any) -> None:
+        """Files a message of this rank for itself: neighbouring chunks on one rank hand tensors over directly."""
+
+    def ready(self, tag: Any) -> bool:
+        """True when `receive` would return at once."""
+
+    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
+        """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
+
+    def forget(self, step: int) -> None:
+        """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
+
+    def fail(self, reason: str) -> None:
+        """Tells every rank that this one has failed; the first reason that a rank hears or tells stays."""
+
+    def reopen(self) -> None:
+        """Makes a transport that has failed usable again, without the messages that were under way; collective.
+
+        Raises PipelineError when a rank was lost: only a restart brings it back.
+        """
+
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        """One picklable value of every rank, by rank; collective.
+
+        Raises PipelineError as `receive` does. timeout: None for as long as ranks wait for each other to start.
+        """
+
+    def close(self) -> None:
+        """Ends the transport; collective."""
 
 
 class Tag(NamedTuple):

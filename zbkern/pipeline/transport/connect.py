@@ -16,8 +16,8 @@ import torch.distributed as dist
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import rank_order
-from zbkern.pipeline.transport.base import PipelineError
-from zbkern.pipeline.transport.distributed import DistributedTransport, Transport
+from zbkern.pipeline.transport.base import PipelineError, Transport
+from zbkern.pipeline.transport.distributed import DistributedTransport
 from zbkern.pipeline.transport.process_groups import meet
 
 if TYPE_CHECKING:

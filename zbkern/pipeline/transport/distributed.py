@@ -1,4 +1,4 @@
-"""How tensors travel between ranks: what the engine needs of a transport, and `DistributedTransport`.
+"""DistributedTransport: how tensors travel between the ranks of torch.distributed.
 
 A message is a pytree of tensors under a `Tag`. Sending never blocks. Receiving is posted ahead for good: one thread per
 peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag. A
@@ -17,13 +17,14 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.transport.activity import Activity
 from zbkern.pipeline.transport.base import PipelineError, Tag, Values
 from zbkern.pipeline.transport.framing import (
     GatherMessage,
@@ -36,7 +37,7 @@ from zbkern.pipeline.transport.framing import (
     frame,
     receive_message,
 )
-from zbkern.pipeline.transport.mailbox import Activity, Mailbox
+from zbkern.pipeline.transport.mailbox import Mailbox
 from zbkern.pipeline.transport.process_groups import backend_of, close_groups, finish, meet, meeting_time, open_group
 from zbkern.pipeline.transport.stalls import StallDetector
 
@@ -45,60 +46,6 @@ logger = logging.getLogger("zbkern")
 _USUAL, _OTHER = 1, 2  # tags of tensors; 0 is that of headers
 _PAUSE = 0.002  # seconds between looks at what has been sent
 _TOLD = 10.0  # seconds in which a rank whose connection broke has heard why, however busy the machine
-
-
-class Transport(Protocol):
-    """What the engine needs of a transport."""
-
-    rank: int
-    size: int
-    activity: Activity
-
-    @property
-    def failure(self) -> str | None:
-        """Why every call raises, None while no rank has failed."""
-
-    def begin(self, call: str) -> None:
-        """Begins this rank's next call, such as a step. Raises PipelineError when a rank has failed.
-
-        Messages carry the call that they are sent in: where another rank makes a different one, both fail.
-        """
-
-    def send(self, peer: int, tag: Any, message: Any) -> None:
-        """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are.
-
-        Raises PipelineError when the peer is gone.
-        """
-
-    def deliver(self, tag: Any, message: Any) -> None:
-        """Files a message of this rank for itself: neighbouring chunks on one rank hand tensors over directly."""
-
-    def ready(self, tag: Any) -> bool:
-        """True when `receive` would return at once."""
-
-    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
-        """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
-
-    def forget(self, step: int) -> None:
-        """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
-
-    def fail(self, reason: str) -> None:
-        """Tells every rank that this one has failed; the first reason that a rank hears or tells stays."""
-
-    def reopen(self) -> None:
-        """Makes a transport that has failed usable again, without the messages that were under way; collective.
-
-        Raises PipelineError when a rank was lost: only a restart brings it back.
-        """
-
-    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
-        """One picklable value of every rank, by rank; collective.
-
-        Raises PipelineError as `receive` does. timeout: None for as long as ranks wait for each other to start.
-        """
-
-    def close(self) -> None:
-        """Ends the transport; collective."""
 
 
 class DistributedTransport:

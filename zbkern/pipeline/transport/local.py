@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from zbkern.pipeline.transport.activity import Activity
 from zbkern.pipeline.transport.base import Call, PipelineError, Tag
-from zbkern.pipeline.transport.mailbox import Activity, Mailbox
+from zbkern.pipeline.transport.mailbox import Mailbox
 
 Delay = Callable[[int, int, Any], float]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from zbkern.pipeline.transport.mailbox import Activity, Mailbox
+from zbkern.pipeline.transport.activity import Activity
+from zbkern.pipeline.transport.mailbox import Mailbox
 
 GRACE = 2.0  # seconds that a stuck rank has to say so itself
 
