@@ -4,11 +4,12 @@
 # On Linux on x86-64 a plain "torch" brings the CUDA packages, so the CPU build is pinned by its local version.
 TORCH ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),torch==2.13.0+cpu,torch==2.13.0)
 RANKS ?= 2
-# Where benchmarks keep their figures; OUT=bench/results replaces those of the repository.
+# Where benchmarks keep their figures, and test-gpu its logs; OUT=bench/results replaces the repository's figures.
 OUT   ?= .cache/bench
-# The tests on a GPU compile some 2000 variants of kernels, at half a second to ten seconds of a core each.
+# The tests on a GPU compile about 2000 variants of kernels, each in half a second to ten seconds of one core.
+# What has not run after TEST_SECONDS is named at the end.
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
-TEST_SECONDS ?= 360
+TEST_SECONDS ?= 600
 # Of tests that need no GPU: as many processes as there are cores, eight at most; 0 runs them in one, for a debugger.
 WORKERS ?= auto
 PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --hypothesis-profile ci
@@ -17,7 +18,8 @@ PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile -
 TORCHES ?= .cache/torch
 SMOKE    = tests/test_import.py tests/test_functional.py tests/test_gradients.py tests/test_conversion.py \
 	tests/test_autograd.py tests/wgrad/test_queue.py tests/test_compile.py tests/docs/test_readme.py \
-	$(addprefix tests/pipeline/test_,engine.py optimizer.py checkpoint.py torch_pipelining.py)
+	$(addprefix tests/pipeline/,runtime/test_engine.py optimizer/test_optimizer.py checkpoint/test_checkpoint.py) \
+	tests/pipeline/test_torch_pipelining.py
 PIP    = $(PYTHON) -m pip --disable-pip-version-check
 
 # The CUDA kernels take minutes to compile: they are built where a GPU is visible, or by `make cuda`.
@@ -65,10 +67,10 @@ demo: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 demo: $(READY) ## compare schedules on this machine, then train with the best one
 	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --out demo
 
-test: $(READY) ## the tests that need no GPU, but for those that take long
+test: $(READY) ## the tests that need no GPU, without the slow ones
 	$(PYTHON) $(PYTEST)
 
-test-all: test ## and those that take long
+test-all: test ## and the slow ones
 	$(PYTHON) $(PYTEST) --slow -m slow
 
 test-torch: ## the main tests with another torch, in an environment of its own: make test-torch TORCH=torch==2.8.0
@@ -79,12 +81,8 @@ test-torch: ## the main tests with another torch, in an environment of its own: 
 	'$(TORCHES)/$(TORCH)/bin/python' -c 'import torch; print("torch", torch.__version__)'
 	'$(TORCHES)/$(TORCH)/bin/python' $(PYTEST) $(SMOKE)
 
-test-gpu: ready-gpu ## every launch on a GPU: against float64, on streams of its own, in CUDA graphs
-	@mkdir -p .cache; export TRITON_INTERPRET=0; code=0; \
-	$(PYTHON) -m pytest -m 'gpu and alone' tests/gpu || code=1; \
-	seq $(SHARDS) | xargs -P $(SHARDS) -I{} sh -c '$(PYTHON) -m pytest -q -m "gpu and not alone" --shard {}/$(SHARDS) \
-	--seconds $(TEST_SECONDS) tests/gpu > .cache/gpu-{}.log 2>&1; code=$$?; cat .cache/gpu-{}.log; exit $$code' || code=1; \
-	exit $$code
+test-gpu: ready-gpu ## every kernel on a GPU: against float64, on streams of its own, in CUDA graphs
+	$(PYTHON) tests/gpu/run.py --out $(OUT)/test-gpu --shards $(SHARDS) --seconds $(TEST_SECONDS)
 
 lint: $(READY) ## style, imports and types
 	$(PYTHON) -m ruff check
@@ -97,7 +95,7 @@ bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for sm_80, sm_90 and sm_100
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.kernels_report
 
-bench-gpu: ready-gpu ## our launches on a GPU beside torch's and other libraries', in 8 minutes or so
+bench-gpu: ready-gpu ## our kernels on a GPU beside torch's and other libraries', in about 8 minutes
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.gpu --out $(OUT)
 	-TRITON_INTERPRET=0 $(PYTHON) -m bench.cuda_wgrad --out $(OUT)  # says so where the extension is not built
 

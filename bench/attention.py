@@ -24,6 +24,7 @@ from zbkern.functions import attention_backends as paths
 from zbkern.functions.attention import attention_with_torch
 from zbkern.kernels import dispatch
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.reporting import markdown_table
 
 COLUMNS = ("tokens", "head", "causal", "core", "forward TFLOP/s", "backward TFLOP/s", "of torch's choice")
 
@@ -48,7 +49,7 @@ def main() -> int:
         compilers.compile(functools.partial(ours, shape, case[-1]) for shape, case in zip(shapes, cases, strict=True))
     for shape, (_, _, causal) in zip(shapes, cases, strict=True):
         figures += compare(shape, causal, arguments.rounds)
-    print(report.table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in figures]))
+    print(markdown_table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in figures]))
     print(report.write_json("attention", figures, arguments.out))
     return 0
 

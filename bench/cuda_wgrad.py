@@ -21,6 +21,7 @@ from bench import report
 from zbkern import testing
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
 from zbkern.kernels.triton import kernels as triton_kernels
+from zbkern.reporting import markdown_table
 
 SHAPES = [(4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192)]  # N, K
 TOKENS = [1024, 2048, 4096, 8192]
@@ -38,9 +39,9 @@ def main() -> int:
     for n, k in SHAPES:
         for tokens in TOKENS:
             figures.append(compare(n, k, tokens))
-    print(report.table(list(figures[0]), [list(row.values()) for row in figures]))
+    print(markdown_table(list(figures[0]), [list(row.values()) for row in figures]))
     together = [layer(hidden, tokens) for hidden in (2048, 4096) for tokens in TOKENS]
-    print("\n" + report.table(list(together[0]), [list(row.values()) for row in together]))
+    print("\n" + markdown_table(list(together[0]), [list(row.values()) for row in together]))
     microseconds = host_time()
     print(f"\nhost time of a launch: {microseconds:.1f} us")
     everything = {"products": figures, "layers": together, "host_us": microseconds}

@@ -23,6 +23,7 @@ from bench import ahead, gpu_peers, gpu_rows, report, roofline
 from bench.gpu_case import Bench, Case, Row, Sizes
 from zbkern import testing
 from zbkern.kernels import dispatch
+from zbkern.reporting import environment, markdown_table
 
 HEADER = ("row", "shape", "ours", "time of a peer over ours", "floor / target", "")
 
@@ -58,11 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     for figure in measure(rows, bench, arguments.seconds - seconds):
         figures.append(figure)
         print(" | ".join(cells(figure)), flush=True)
-    print("\n" + report.table(HEADER, [cells(figure) for figure in figures]))
+    print("\n" + markdown_table(HEADER, [cells(figure) for figure in figures]))
     result = {"impl": arguments.impl, "dtype": arguments.dtype, "versions": gpu_peers.versions(), "rows": figures}
     print("\n" + report.write_json("gpu", result, arguments.out))
     if arguments.out is not None:
-        roofline.write(arguments.out / "gpu.svg", figures, report.environment()["gpu"] or str(device))
+        roofline.write(arguments.out / "gpu.svg", figures, environment()["gpu"] or str(device))
     return 1 if any("wrong" in figure for figure in figures) else 0
 
 

@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from zbkern import reporting
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,10 +98,11 @@ class Record:
         cells = [(job.name, job.dtype, job.status, f"{job.seconds:.1f}", job.detail) for job in launches]
         compiled = [job for job in self.jobs if job.kind == "compile" and job.status not in ("ok", "not reached")]
         lines += ["", *(f"{job.name}: {job.status} {job.detail}" for job in compiled)]
-        lines += ["", "## Launches against float64", "", report.table(("launch", "dtype", "", "s", ""), cells)]
+        table = reporting.markdown_table(("kernel", "dtype", "", "s", ""), cells)
+        lines += ["", "## Kernels against float64", "", table]
         rows = [cell for job in self.jobs if job.kind == "row" for cell in _row_cells(job)]
         header = ("row", "shape", "ours", "time of a peer over ours", "floor / target", "")
-        return "\n".join([*lines, "", "## Rows", "", report.table(header, rows), ""])
+        return "\n".join([*lines, "", "## Rows", "", reporting.markdown_table(header, rows), ""])
 
 
 def _statuses(jobs: Sequence[Job]) -> list[str]:
@@ -181,7 +182,7 @@ def environment() -> dict[str, Any]:
     """The machine and the versions; by the hash of Triton's library kernels compiled elsewhere are found, or not."""
     from bench import gpu_peers
 
-    found = {**report.environment(), **gpu_peers.versions()}
+    found = {**reporting.environment(), **gpu_peers.versions()}
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         for library in Path(triton.origin).parent.glob("_C/libtriton*.so"):
@@ -279,11 +280,9 @@ def check_launch(job: Job, seconds: float, where: Where, send: Send) -> tuple[st
     """One launch against the reference in float64, from the same inputs."""
     import torch
 
+    from tests.support import every_launch
     from zbkern import testing
     from zbkern.kernels import dispatch, reference, spec
-
-    sys.path.insert(0, str(ROOT / "tests"))
-    import every_launch
 
     class Exact(every_launch.Random):
         """The same values, rounded as the launch gets them, in float64."""
@@ -380,10 +379,8 @@ def _to_prepare() -> Iterator[tuple[str, Callable[[], object]]]:
 
     from bench import kernels_launched
     from bench.gpu_case import Sizes
+    from tests.support import every_launch
     from zbkern.kernels.triton import kernels as triton_kernels
-
-    sys.path.insert(0, str(ROOT / "tests"))
-    import every_launch
 
     for dtype in DTYPES:
         random = every_launch.Random(getattr(torch, dtype), "cpu")

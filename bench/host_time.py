@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import ranks
-from bench.report import add_out, environment, table, write_json
+from bench.report import add_out, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
+from zbkern.reporting import environment, machine_line, markdown_table
 
 WIDTH = 8
 
@@ -137,8 +138,8 @@ def main() -> None:
         figures[f"{size} ranks"] = times
         rows = [(name, f"{statistics.median(each):.1f}") for name, each in times.items()]
         print(f"\n{size} rank{'s' * (size > 1)}, {arguments.microbatches} microbatches, gradients equal backward()\n")
-        print(table(("contestant", "us per action"), rows), flush=True)
-    print(f"\n{environment()}\n{write_json('host_time', figures, arguments.out)}")
+        print(markdown_table(("contestant", "us per action"), rows), flush=True)
+    print(f"\n{machine_line(environment())}\n{write_json('host_time', figures, arguments.out)}")
 
 
 if __name__ == "__main__":

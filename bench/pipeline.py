@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import ranks
-from bench.report import add_out, environment, table, write_json
+from bench.report import add_out, write_json
 from zbkern.pipeline import Pipeline, Schedule, schedules
+from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, TOKENS, STEPS = 2, 8, 768, 256, 3
 LAYERS = " with zbkern's layers"
@@ -189,8 +190,8 @@ def main() -> None:
             f"\n{microbatches} microbatches, perfect {perfect[0]:.0f} ms a step, {perfect[1]:.0f} ms{LAYERS}; "
             "gradients equal plain backward()\n"
         )
-        print(table(("contestant", "step", "of perfect", LAYERS.strip()), rows), flush=True)
-    print(f"\n{environment()}\n{write_json('pipeline', figures, arguments.out)}")
+        print(markdown_table(("contestant", "step", "of perfect", LAYERS.strip()), rows), flush=True)
+    print(f"\n{machine_line(environment())}\n{write_json('pipeline', figures, arguments.out)}")
 
 
 if __name__ == "__main__":

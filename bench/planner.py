@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.report import add_out, table, write_json
+from bench.report import add_out, write_json
 from zbkern.pipeline import Costs, plan
+from zbkern.reporting import markdown_table
 
 PROFILES = json.loads((Path(__file__).parent.parent / "tests/data/zb_profiles.json").read_text())
 Cell = tuple[str, Costs, int, int, int, float | None, float | None]  # name, costs, stages, microbatches, chunks, limit
@@ -125,7 +126,7 @@ def main() -> None:
             if options.stages in (None, cell[2]) and options.microbatches in (None, cell[3]):
                 rows.append(measure(cell, options.seconds, options.effort))
                 write_json(options.name, figures, options.out)  # after every plan: all of them take an hour
-        print(table(HEADER, [_line(row) for row in rows]), flush=True)
+        print(markdown_table(HEADER, [_line(row) for row in rows]), flush=True)
 
 
 HEADER = ("model", "p", "m", "chunks", "limit", "published", "plan", "bound", "above bound", "verdict", "s")

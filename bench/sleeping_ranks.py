@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from bench import ranks
-from bench.report import add_out, environment, table, write_json
+from bench.report import add_out, write_json
 from zbkern import wgrad
 from zbkern.pipeline import Costs, Pipeline, Schedule, schedules, simulate
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.reporting import environment, machine_line, markdown_table
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = 1.0, 1.0, 0.75, 0.1  # in units of --unit seconds, of all chunks of a rank
 NAMES = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half", "v_min"]
@@ -115,7 +116,7 @@ def every_schedule(
         schedule = getattr(schedules, name.split()[0])(stages, microbatches)
         found[name] = measure(schedule, "eager" if "eager" in name else "planned", unit)
     rows = [(name, f"{a:.3f} s", f"{b:.3f} s", f"{b / a:.3f}") for name, (a, b) in found.items()]
-    print(table(("schedule", "simulated", "measured", "ratio"), rows))
+    print(markdown_table(("schedule", "simulated", "measured", "ratio"), rows))
     return found
 
 
@@ -126,7 +127,7 @@ def under_jitter(stages: int, microbatches: int, unit: float, jitter: float) -> 
         fill: [measure(schedule, fill, unit, 8, jitter, seed)[1] for seed in range(5)] for fill in ("planned", "eager")
     }
     rows = [(fill, f"{statistics.mean(costs):.3f} s") for fill, costs in found.items()]
-    print(table((f"zb_h1, passes random by {jitter:.0%}", "measured"), rows))
+    print(markdown_table((f"zb_h1, passes random by {jitter:.0%}", "measured"), rows))
     print(f"eager takes {statistics.mean(found['eager']) / statistics.mean(found['planned']):.3f} of planned")
     return found
 
@@ -147,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         name, figures = "sleeping_ranks_jitter", under_jitter(*size, arguments.jitter)
     else:
         name, figures = "sleeping_ranks", every_schedule(*size, arguments.only)
-    print(f"\n{environment()}\n{write_json(name, figures, arguments.out)}")
+    print(f"\n{machine_line(environment())}\n{write_json(name, figures, arguments.out)}")
 
 
 if __name__ == "__main__":

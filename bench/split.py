@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import zbkern
 from bench import report
 from zbkern import testing
+from zbkern.reporting import markdown_table
 
 
 def chain(width: int, layers: int = 6) -> nn.Module:
@@ -191,11 +192,11 @@ def main(arguments: list[str] | None = None) -> int:
     print("(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds\n")
     header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
     keys = ["split", "whole", "torch_split", "held_over_floor"]
-    print(report.table(header, [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in splits]))
+    print(markdown_table(header, [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in splits]))
     print("\nW of four microbatches / four plain W (product and sum, then added to the gradient)\n")
     header = ["case", "four plain W, us", "merged", "one by one"]
     print(
-        report.table(
+        markdown_table(
             header,
             [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in merges],
         )

@@ -30,6 +30,7 @@ from zbkern.pipeline import Costs, Pipeline, Schedule, draw, plan, schedules, si
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.reporting import markdown_table
 
 STAGES, MULTIPROCESSORS = 4, 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a norm: bf16 gradients are rounded at every microbatch
@@ -246,7 +247,7 @@ def show(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     header = ("schedule", "simulated, ms", "measured, ms", "ratio", f"speed over {first.name}, simulated", "measured")
-    return report.table(header, cells)
+    return markdown_table(header, cells)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ import argparse
 import contextlib
 import ctypes
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from trainer import PlainTrainer, Trainer, batch, device_of_this_rank, model_con
 
 import zbkern
 from zbkern.pipeline import Costs, Schedule, ScheduleError, profile, schedules, simulate
+from zbkern.reporting import environment, machine_line, markdown_table
 
 CANDIDATES = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v")
 ROUNDS, STEPS = 3, 3
@@ -112,16 +111,6 @@ def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence
         )
 
 
-def in_seconds(costs: Costs) -> Costs:
-    """The same costs with times in seconds instead of milliseconds."""
-    times = ("forward", "backward", "weight", "communication")
-    values = {f.name: getattr(costs, f.name) for f in fields(costs)}
-    for name in times:
-        value = values[name]
-        values[name] = value * 1e-3 if isinstance(value, float) else tuple(v * 1e-3 for v in value)
-    return Costs(**values)
-
-
 def describe(costs: Costs) -> str:
     flat = costs.per_chunk(len(costs.forward) if isinstance(costs.forward, tuple) else 1)
     rows = zip(flat.forward, flat.backward, flat.weight, strict=True)
@@ -182,64 +171,24 @@ def report(arguments: argparse.Namespace, contestants: Sequence[Figures]) -> Non
     tokens = arguments.rows * arguments.microbatches * arguments.context
     seconds = {c.name: statistics.median(c.seconds) for c in contestants}
     single, base = seconds["one process"], seconds.get("one_f_one_b", float("nan"))
-    head = (
-        "schedule",
-        "step ms",
-        "tokens/s",
-        "bubble planned",
-        "measured",
-        "peak MB",
-        "held W MB",
-        "x 1F1B",
-        "x one process",
-    )
-    rows = [head]
-    for c in sorted(contestants, key=lambda c: -seconds[c.name]):
-        rows.append(
-            (
-                c.name,
-                f"{seconds[c.name] * 1e3:.0f}",
-                f"{tokens / seconds[c.name]:.0f}",
-                "" if c.planned_bubble is None else f"{c.planned_bubble:.1%}",
-                "" if c.bubble is None else f"{c.bubble:.1%}",
-                f"{c.memory / 1e6:.0f}",
-                "" if c.held is None else f"{c.held / 1e6:.1f}",
-                f"{base / seconds[c.name]:.2f}",
-                f"{single / seconds[c.name]:.2f}",
-            )
+    head = ["schedule", "step ms", "tokens/s", "bubble planned", "measured", "peak MB", "W held MB"]
+    head += ["x 1F1B", "x one process"]
+    rows = [
+        (
+            c.name,
+            f"{seconds[c.name] * 1e3:.0f}",
+            f"{tokens / seconds[c.name]:.0f}",
+            "" if c.planned_bubble is None else f"{c.planned_bubble:.1%}",
+            "" if c.bubble is None else f"{c.bubble:.1%}",
+            f"{c.memory / 1e6:.0f}",
+            "" if c.held is None else f"{c.held / 1e6:.1f}",
+            f"{base / seconds[c.name]:.2f}",
+            f"{single / seconds[c.name]:.2f}",
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
-    machine = environment()
-    print("\n" + "\n".join(lines) + "\n" + machine_line(machine), flush=True)
-    (arguments.out / "table.md").write_text("\n".join(lines) + "\n\n" + machine_line(machine) + "\n")
+        for c in sorted(contestants, key=lambda c: -seconds[c.name])
+    ]
+    machine, table = environment(), markdown_table(head, rows)
+    print(f"\n{table}\n{machine_line(machine)}", flush=True)
+    (arguments.out / "table.md").write_text(f"{table}\n\n{machine_line(machine)}\n")
     figures = [{k: v for k, v in vars(c).items() if k != "step"} for c in contestants]
     (arguments.out / "table.json").write_text(json.dumps({"environment": machine, "figures": figures}, indent=1) + "\n")
-
-
-def environment() -> dict[str, Any]:
-    """The machine, the versions and the commit that the figures belong to."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        processor = platform.processor() or platform.machine()
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
-    return {
-        "processor": processor,
-        "cores": torch.multiprocessing.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "zbkern": zbkern.__version__,
-        "commit": commit,
-    }
-
-
-def machine_line(machine: dict[str, Any]) -> str:
-    where = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
-    return f"{where}; torch {machine['torch']}, zbkern {machine['zbkern']} ({machine['commit']})"

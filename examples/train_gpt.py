@@ -20,7 +20,6 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import compare
@@ -29,8 +28,7 @@ import torch.distributed as dist
 from text import Text
 from trainer import PlainTrainer, Trainer, everywhere, say
 
-from zbkern.pipeline import Schedule, checkpoint, draw, schedules, simulate
-from zbkern.pipeline.draw import trace
+from zbkern.pipeline import Schedule, checkpoint, draw, schedules, trace
 
 
 def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
@@ -71,14 +69,13 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
 
 def save_pictures(arguments: argparse.Namespace, trainer: Trainer) -> None:
     """The plan, simulated with the measured costs, above the last step as it was measured."""
-    measured = trainer.pipe.gather_timeline()
-    costs = compare.measure_costs(arguments, trainer.text, trainer.schedule.placement)
+    drift = trainer.pipe.drift(compare.measure_costs(arguments, trainer.text, trainer.schedule.placement))
     if dist.get_rank() == 0:
-        planned = replace(simulate(trainer.schedule, compare.in_seconds(costs)), unit="s", peak_memory=())
+        timelines = [drift.planned, drift.measured]
         titles = [f"{trainer.schedule.name}, planned", f"{trainer.schedule.name}, measured"]
         picture, events = arguments.out / "timeline.svg", arguments.out / "trace.json"
-        draw.save([planned, measured], picture, titles=titles)
-        trace.save([planned, measured], events, titles=titles)
+        draw.save(timelines, picture, titles=titles)
+        trace.save(timelines, events, titles=titles)
         say(f"planned and measured timeline: {picture}\ntrace for Perfetto (ui.perfetto.dev): {events}")
 
 

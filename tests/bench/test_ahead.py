@@ -15,13 +15,13 @@ import types
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from bench import ahead
-from zbkern.kernels import triton_common, triton_launches
+from zbkern.kernels.triton import common, kernels
 
 def compiled():
     import pathlib, os
     return sorted(path.name for path in pathlib.Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
 
-def here(self, grid, arguments, constants, warps, stages, key=None):  # all of a launch but the launch
+def here(self, grid, arguments, constants, warps, stages, key=None):  # everything but the launch itself
     self.function.run(*arguments, *constants, grid=grid, warmup=True, num_warps=warps, num_stages=stages)
 
 if __name__ == "__main__":
@@ -32,17 +32,17 @@ if __name__ == "__main__":
     )
     triton.runtime.driver.set_active(gpu)
     z = torch.ones(32, 64)
-    runs = [lambda: triton_launches.activation_fwd(z, "silu", z), lambda: 1 / 0]
-    runs += [lambda: triton_launches.activation_fwd(z[:, ::2], "silu", z[:, ::2])] * 2
+    runs = [lambda: kernels.activation_fwd(z, "silu", z), lambda: 1 / 0]
+    runs += [lambda: kernels.activation_fwd(z[:, ::2], "silu", z[:, ::2])] * 2
     with ahead.Compilers(1) as compilers:
         assert compilers.compile(runs) == 2
         assert compilers.compile(runs) == 0
     found = compiled()
     assert len(found) == 2, found
-    triton_common.Kernel.__call__ = here
+    common.Kernel.__call__ = here
     runs[0](), runs[2]()
     assert compiled() == found
-    triton_launches.activation_fwd(z, "relu", z)
+    kernels.activation_fwd(z, "relu", z)
     assert len(compiled()) == 3
 """
 

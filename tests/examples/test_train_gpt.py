@@ -205,7 +205,7 @@ def test_the_table_has_every_contestant(two_ranks: Any, tmp_path: Path) -> None:
     assert best[0] == best[1]
     table = (tmp_path / "table.md").read_text()
     for name in ("one process", "one_f_one_b", "zb_h1", "zb_h2", "zb_v", best[0]):
-        assert f" {name} |" in table
+        assert f"| {name} " in table
 
 
 def test_text_refuses_what_is_not_there(tmp_path: Path) -> None:
