@@ -86,12 +86,12 @@ _anchor_node = torch.autograd.graph.get_gradient_edge(_anchor).node
 def _choose_route(call: OpCall) -> None:
     """Detaches in a forward that asks for it, and when something listens to the accumulation."""
     detach = wgrad.current() is not None
-    wanted = call.params
-    for index, parameter in enumerate(wanted):
+    params_requiring_grad = call.params
+    for index, parameter in enumerate(params_requiring_grad):
         if parameter is None:
             continue
         if not parameter.requires_grad:
-            wanted = (*wanted[:index], None, *wanted[index + 1 :])
+            params_requiring_grad = (*params_requiring_grad[:index], None, *params_requiring_grad[index + 1 :])
         elif not parameter.is_leaf:
             return
         elif accumulation.has_hooks(parameter) or accumulation.main_grad_of(parameter) is not None:
@@ -104,9 +104,9 @@ def _choose_route(call: OpCall) -> None:
             call.route = Route.IMMEDIATE
             return
         detach = True
-    if detach and any(p is not None for p in wanted):
+    if detach and any(p is not None for p in params_requiring_grad):
         call.route = Route.DETACHED
-        call.params_requiring_grad = wanted
+        call.params_requiring_grad = params_requiring_grad
 
 
 def weight_gradients(
@@ -137,17 +137,17 @@ def weight_gradients(
     if part is not None:
         needed = needed[part]
     params = tuple([p if need else None for p, need in zip(params, needed, strict=True)])
-    wanted = [p for p in params if p is not None]
-    if not wanted:
+    needed_params = [p for p in params if p is not None]
+    if not needed_params:
         return params
     # Hooks that came after the forward run in this backward, so their gradient must be there now; autograd.grad returns
     # what it was asked for and accumulates nothing.
-    if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in wanted):
+    if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in needed_params):
         scope[0].add(wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name), scope[1])
         return (None,) * len(params)
-    if kernel.allocate is not None and all(p.dtype == tensors[0].dtype for p in wanted):
+    if kernel.allocate is not None and all(p.dtype == tensors[0].dtype for p in needed_params):
         return kernel.allocate(tensors, params)
-    gradients = [None if p is None else accumulation.blank(p) for p in params]
+    gradients = [None if p is None else accumulation.empty_gradient(p) for p in params]
     kernel.run([tensors], gradients, False)
     return gradients
 

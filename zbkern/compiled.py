@@ -38,8 +38,8 @@ def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
         return False
     if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
         return False
-    wanted = [w for w in weights if w is not None and w.requires_grad]
-    return len(wanted) > 0 and all(w.is_leaf for w in wanted)
+    trainable = [w for w in weights if w is not None and w.requires_grad]
+    return len(trainable) > 0 and all(w.is_leaf for w in trainable)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, transposed: bool) -> Tensor:

@@ -68,11 +68,15 @@ def without(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launch = side_stream.SideStream.launch
     with monkeypatch.context() as patch:
         if what == "the event after B":
-            patch.setattr(side_stream.SideStream, "launch", lambda self, f, marks, held: launch(self, f, (), held))
+            patch.setattr(
+                side_stream.SideStream, "launch", lambda self, f, ready_events, held: launch(self, f, (), held)
+            )
         elif what == "the event after W":
-            patch.setattr(side_stream.SideStream, "join", lambda self: self.landed())
+            patch.setattr(side_stream.SideStream, "join", lambda self: self.take_finished())
         elif what == "holding tensors":
-            patch.setattr(side_stream.SideStream, "launch", lambda self, f, marks, held: launch(self, f, marks, ()))
+            patch.setattr(
+                side_stream.SideStream, "launch", lambda self, f, ready_events, held: launch(self, f, ready_events, ())
+            )
         yield
 
 

@@ -60,14 +60,14 @@ def test_weights_whose_launch_takes_several_share_it() -> None:
     calls: list[tuple[int, bool]] = []
 
     def one(segments, outputs, accumulate):
-        several([(segments, outputs)], accumulate)
+        run_many([(segments, outputs)], accumulate)
 
-    def several(layers, accumulate):
+    def run_many(layers, accumulate):
         calls.append((len(layers), accumulate))
         for segments, outputs in layers:
             recorder([])(segments, outputs, accumulate)
 
-    kernel = wgrad.WGradKernel(one, several)
+    kernel = wgrad.WGradKernel(one, run_many)
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
     parameters[1].grad = torch.ones(2)
     queue = zbkern.WGradQueue()

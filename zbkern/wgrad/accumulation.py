@@ -20,7 +20,7 @@ class Target:
     """Where one launch of a task writes: the gradients that exist, to be added to, or new ones, to be written.
 
     outputs, add: for the launch. fresh: something was allocated or zeroed for it, on the current stream. replaces: when
-    the launch has run, `arrive` adds to a gradient that it could not write in place.
+    the launch has run, `commit` adds to a gradient that it could not write in place.
     """
 
     __slots__ = ("_owned", "_unset", "add", "fresh", "outputs", "replaces")
@@ -44,7 +44,7 @@ class Target:
                 gradient = parameter.grad
                 if gradient is None or gradient.is_sparse:
                     self.replaces = self.replaces or gradient is not None
-                    gradient = blank(parameter)
+                    gradient = empty_gradient(parameter)
                     unset.append((parameter, gradient))
             outputs.append(gradient)
         self.add = True
@@ -57,12 +57,12 @@ class Target:
         self.fresh = bool(unset or overwritten)
         self.outputs, self._unset, self._owned = outputs, unset, owned
 
-    def arrive(self) -> None:
+    def commit(self) -> None:
         """The launch has run: new gradients become their parameters', and frameworks hear of theirs."""
         for parameter, gradient in self._unset:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad  # not sparse + dense
         for parameter in self._owned:
-            _announce(parameter)
+            _set_added_flag(parameter)
 
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
@@ -81,7 +81,7 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def blank(parameter: Tensor) -> Tensor:
+def empty_gradient(parameter: Tensor) -> Tensor:
     """Memory for a gradient, in the dtype that the parameter takes: torch's `grad_dtype`, which only leaves have."""
     dtype = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -94,18 +94,18 @@ def accumulate(batch: Sequence[list[WGradTask]]) -> None:
     """
     if len(batch) == 1:  # the usual case without a Target: 0.6 us less of about 8 us per small W
         group = batch[0]
-        gradients = _present(group[0].parameters)
+        gradients = _existing_gradients(group[0].parameters)
         if gradients is not None:
             segments = [group[0].tensors] if len(group) == 1 else [task.tensors for task in group]
             group[0].kernel.run(segments, gradients, True)
             return
     targets = [Target(group[0]) for group in batch]
-    launch(batch, targets)
+    run_into(batch, targets)
     for target in targets:
-        target.arrive()
+        target.commit()
 
 
-def _present(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+def _existing_gradients(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
     """The `.grad` of each, None for those that take none; None when one is not there to be added to in place."""
     gradients: list[Tensor | None] = []
     for parameter in parameters:
@@ -119,7 +119,7 @@ def _present(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
     return gradients
 
 
-def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
+def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
     """Runs every group into its target: several of them as one launch for all that are written, one for the others.
 
     options: for kernels that take several weights; the others have none.
@@ -139,7 +139,7 @@ def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **option
             kernel.run_many(layers, add, **options)
 
 
-def _announce(parameter: Tensor) -> None:
+def _set_added_flag(parameter: Tensor) -> None:
     """Tells the framework that owns this parameter's `main_grad` that the gradient is in it."""
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True
@@ -152,21 +152,21 @@ def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
     """
     sums: dict[int, tuple[Tensor, Tensor]] = {}
     for task in tasks:
-        wanted = [p for p in task.parameters if p is not None and p.requires_grad]
-        add = any(id(parameter) in sums for parameter in wanted)
-        for parameter in wanted:
+        params = [p for p in task.parameters if p is not None and p.requires_grad]
+        add = any(id(parameter) in sums for parameter in params)
+        for parameter in params:
             if id(parameter) not in sums:
-                start = _blank_sum(parameter)
+                start = _empty_sum(parameter)
                 sums[id(parameter)] = (parameter, start.zero_() if add else start)
         outputs = [None if p is None or id(p) not in sums else sums[id(p)][1] for p in task.parameters]
         task.kernel.run([task.tensors], outputs, add)
     return list(sums.values())
 
 
-def _blank_sum(parameter: Tensor) -> Tensor:
+def _empty_sum(parameter: Tensor) -> Tensor:
     main_grad = main_grad_of(parameter)
     if main_grad is None:
-        return blank(parameter)
+        return empty_gradient(parameter)
     return torch.empty_like(parameter, dtype=main_grad.dtype, requires_grad=False)
 
 
@@ -196,15 +196,15 @@ def accumulate_via_autograd(gradients: list[tuple[Tensor, Tensor]], create_graph
             with torch.no_grad():
                 main_grad.copy_(gradient) if overwrite else main_grad.add_(gradient)
                 gradient.zero_()
-            _announce(parameter)
+            _set_added_flag(parameter)
     parameters = [parameter for parameter, _ in gradients]
     gradient = None  # type: ignore[assignment]  # autograd copies a tensor that somebody else holds
     with torch.enable_grad():
-        arrival = _Arrival.apply(gradients, *parameters)
-    torch.autograd.backward(arrival, create_graph=create_graph)
+        injected = _InjectGradient.apply(gradients, *parameters)
+    torch.autograd.backward(injected, create_graph=create_graph)
 
 
-class _Arrival(torch.autograd.Function):
+class _InjectGradient(torch.autograd.Function):
     """A scalar whose gradient with respect to each parameter is the gradient at hand."""
 
     @staticmethod

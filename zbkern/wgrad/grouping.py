@@ -17,7 +17,7 @@ def batches(selected: Sequence[WGradTask], merge: bool | str) -> Iterator[tuple[
     merge: as in WGradQueue. Without it a batch is a task, or tasks that must run together (`by_weight`).
     """
     groups, hooked = by_weight(selected, bool(merge))
-    return by_launch(groups, hooked) if merge is True else (([group], group[0] in hooked) for group in groups)
+    return by_kernel(groups, hooked) if merge is True else (([group], group[0] in hooked) for group in groups)
 
 
 def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list[WGradTask]], set[WGradTask]]:
@@ -49,7 +49,7 @@ def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list
     return groups.values(), hooked
 
 
-def by_launch(groups: Iterable[list[WGradTask]], hooked: set[WGradTask]) -> Iterator[tuple[Batch, bool]]:
+def by_kernel(groups: Iterable[list[WGradTask]], hooked: set[WGradTask]) -> Iterator[tuple[Batch, bool]]:
     """Neighbouring groups that their launch takes at once (`kernel.run_many`): on one device, no parameter in two."""
     batch: Batch = []
     kind: Any = None

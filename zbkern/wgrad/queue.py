@@ -99,8 +99,8 @@ class WGradQueue:
         task.key = key
         with self._lock:
             if self._side is not None and task.tensors[0].device == self._side.stream.device:
-                task.ready = self._side.mark()
-                self._unpin(self._side.landed())
+                task.ready_event = self._side.record_event()
+                self._unpin(self._side.take_finished())
             self._tasks[task] = None
             pinned, pins = self._pinned, task.pins
             for tensor in task.tensors:
@@ -245,13 +245,13 @@ class WGradQueue:
             if hooked:
                 self.join()
                 gradients = accumulation.sum_gradients(tasks)
-            elif first.ready is not None:
+            elif first.ready_event is not None:
                 side = self._side
-                self._launch_beside(batch, tasks)
+                self._run_on_side_stream(batch, tasks)
             else:
                 accumulation.accumulate(batch)
         except Exception as error:
-            raise _failed(first, error) from error
+            raise _kernel_error(first, error) from error
         for task in tasks:
             del self._tasks[task]
         if side is None:
@@ -263,20 +263,20 @@ class WGradQueue:
                 for listener in self.listeners:
                     listener(tasks)
 
-    def _launch_beside(self, batch: list[list[WGradTask]], tasks: list[WGradTask]) -> None:
+    def _run_on_side_stream(self, batch: list[list[WGradTask]], tasks: list[WGradTask]) -> None:
         side = self._side
         assert side is not None
         targets = [accumulation.Target(group[0]) for group in batch]
-        marks = [task.ready for task in tasks]
+        ready_events = [task.ready_event for task in tasks]
         if any(target.fresh for target in targets):
-            marks.append(side.mark())
+            ready_events.append(side.record_event())
         # No priority takes a multiprocessor from a block that runs, so these end after a tile: 44 us on an H100 where W
         # sums over 4096 rows.
-        side.launch(lambda: accumulation.launch(batch, targets, max_tiles=1), marks, tasks)
+        side.launch(lambda: accumulation.run_into(batch, targets, max_tiles=1), ready_events, tasks)
         if any(target.replaces for target in targets):
             self.join()
         for target in targets:
-            target.arrive()
+            target.commit()
 
     def _run_early(self) -> None:
         """Runs the oldest W until the limit holds. Where hooks listen, the gradient is computed but kept.
@@ -343,7 +343,7 @@ class _Scopes(threading.local):
 
 
 _scopes = _Scopes()
-_endings: weakref.WeakValueDictionary[int, WGradQueue] = weakref.WeakValueDictionary()  # by running backward
+_backward_queues: weakref.WeakValueDictionary[int, WGradQueue] = weakref.WeakValueDictionary()  # by running backward
 possible = False  # some queue exists, so W may be deferred
 _alive = 0
 _counting = threading.Lock()
@@ -371,9 +371,9 @@ def run_in_backward(task: WGradTask) -> None:
         accumulation.accumulate([[task]])
         return
     backward = torch._C._current_graph_task_id()
-    queue = _endings.get(backward)
+    queue = _backward_queues.get(backward)
     if queue is None:
-        queue = _endings[backward] = WGradQueue()
+        queue = _backward_queues[backward] = WGradQueue()
         # Only the callback owns the queue: if the backward fails, both go, and its gradients with them, as in torch.
         torch.autograd.Variable._execution_engine.queue_callback(queue.run)  # type: ignore[arg-type]
     queue.add(task)
@@ -390,5 +390,5 @@ def _check_key(method: str, key: Hashable) -> None:
         ) from None
 
 
-def _failed(task: WGradTask, error: Exception) -> RuntimeError:
+def _kernel_error(task: WGradTask, error: Exception) -> RuntimeError:
     return RuntimeError(f"WGradQueue: W of {task} failed and stays in the queue: {error}")

@@ -22,36 +22,36 @@ class SideStream:
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self._flights: deque[tuple[Any, Sequence[Any]]] = deque()  # (event at its end, what it holds), oldest first
+        self._in_flight: deque[tuple[Any, Sequence[Any]]] = deque()  # (event at its end, what it holds), oldest first
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """This point of the current stream: what a launch waits for if it needs what was computed so far."""
         return current(self.stream.device).record_event()
 
-    def launch(self, function: Callable[[], None], marks: Iterable[Any], held: Sequence[Any]) -> None:
-        """function(), once all marks have passed. held: is kept until it comes back from `landed` or `join`."""
-        for mark in marks:
-            self.stream.wait_event(mark)
+    def launch(self, function: Callable[[], None], ready_events: Iterable[Any], held: Sequence[Any]) -> None:
+        """function(), after these events. held: is kept alive until `take_finished` or `join` returns it."""
+        for event in ready_events:
+            self.stream.wait_event(event)
         with on(self.stream):
             function()
-        self._flights.append((self.stream.record_event(), held))
+        self._in_flight.append((self.stream.record_event(), held))
 
-    def landed(self) -> list[Any]:
+    def take_finished(self) -> list[Any]:
         """What the launches held that have ended by now."""
-        if not self._flights or capturing():  # events of a graph that is being captured have no state yet
+        if not self._in_flight or capturing():  # events of a graph that is being captured have no state yet
             return []
         ended: list[Any] = []
-        while self._flights and self._flights[0][0].query():
-            ended += self._flights.popleft()[1]
+        while self._in_flight and self._in_flight[0][0].query():
+            ended += self._in_flight.popleft()[1]
         return ended
 
     def join(self) -> list[Any]:
         """Makes the current stream wait for all launches; what they held may go, since it is freed to that stream."""
-        if not self._flights:
+        if not self._in_flight:
             return []
-        current(self.stream.device).wait_event(self._flights[-1][0])
-        held = [each for _, what in self._flights for each in what]
-        self._flights.clear()
+        current(self.stream.device).wait_event(self._in_flight[-1][0])
+        held = [each for _, what in self._in_flight for each in what]
+        self._in_flight.clear()
         return held
 
 

@@ -38,7 +38,7 @@ class WGradTask:
     """
 
     __slots__ = (
-        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "pins", "ready", "tensors"),
+        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "pins", "ready_event", "tensors"),
         *("version", "weight"),
     )
 
@@ -58,7 +58,7 @@ class WGradTask:
         self.name = name
         self.ddp_managed = ddp_managed
         self.key: Any = None  # hashable
-        self.ready: Any = None  # an event after which `tensors` hold their values, where W has a stream of its own
+        self.ready_event: Any = None  # where W has a stream of its own: after it `tensors` hold their values
         self.pins: list[list[int]] = []  # a queue's entries for the storages of the tensors
         version = 0  # grows whenever one of the tensors is modified in place
         try:
