@@ -1,7 +1,7 @@
 """Layers inside torch.compile: the same deferral, from within a traced graph and without breaking it.
 
 The compiler sees torch's own operations on detached weights, so it traces and fuses F and B as it likes; behind each
-product stands a `_Tap`, an identity whose backward calls one opaque operator, `zbkern::weight_gradient`. At run time
+matmul stands a `_Tap`, an identity whose backward calls one opaque operator, `zbkern::weight_gradient`. At run time
 that operator makes the `WGradTask`. What the graph cannot name, the parameters themselves, it finds as the edges of the
 autograd node that runs the compiled backward.
 """
@@ -43,7 +43,7 @@ def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, transposed: bool) -> Tensor:
-    """functional.linear: the product, its tap, then the activation."""
+    """functional.linear: the matmul, its tap, then the activation."""
     detached = weight.detach().to(x.dtype)
     y = F.linear(x, detached.t() if transposed else detached, None if bias is None else bias.detach().to(x.dtype))
     y = _Tap.apply(y, "transposed" if transposed else "linear", x.detach(), weight, bias)
@@ -68,7 +68,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tenso
 
 
 class _Tap(torch.autograd.Function):
-    """y, whose gradient is also W's: x is the other factor, weight and bias (or None) what W is for."""
+    """y, whose gradient is also W's: x is the other operand, weight and bias (or None) what W is for."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ def linear(
     """activation(x weight^T + bias) with separate B and W.
 
     x: [..., K]; weight: [N, K], or [K, N] when transposed; bias: [N] or None; returns [..., N], all of one dtype and
-    device (under autocast, x and the product take autocast's dtype and the gradients stay the weight's). activation:
+    device (under autocast, x and the result take autocast's dtype and the gradients stay the weight's). activation:
     None, "gelu", "gelu_tanh", "relu" or "silu".
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.host_extension import AdamTensors, HostExtension
 from zbkern import testing
+from zbkern.functions import linear as linear_functions
 from zbkern.kernels import reference, spec
 from zbkern.kernels.cuda import adamw as cuda_adamw
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
@@ -147,7 +148,7 @@ def test_a_queue_runs_the_weights_of_a_layer_in_one_launch(extension: HostExtens
     wanted = []
     for weight in weights:
         (segment,) = segments_of([48], weight.shape[0], 32, BF16)
-        queue.add(WGradTask(cuda_wgrad.linear_wgrad, segment, (weight, None)))
+        queue.add(WGradTask(linear_functions.linear_wgrad(cuda_wgrad), segment, (weight, None)))
         wanted += expected([segment], (torch.zeros(weight.shape), None), False)[:1]
     queue.run()
     assert extension.launches == [(2, 2)]

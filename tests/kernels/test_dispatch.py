@@ -58,34 +58,34 @@ def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert dispatch.resolve("linear", "auto", "cuda", torch.float16) is reference
 
 
-def test_the_cuda_extension_borrows_the_launches_that_it_lacks(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_extension_borrows_the_kernels_that_it_lacks(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from zbkern.kernels.cuda import wgrad as cuda_wgrad
 
-    dispatch._launches.cache_clear()
-    monkeypatch.setitem(dispatch._LENDERS, "cuda", "torch")  # which runs here
+    dispatch._backend.cache_clear()
+    monkeypatch.setitem(dispatch._FALLBACK_BACKEND, "cuda", "torch")  # which runs here
     monkeypatch.setattr(cuda_wgrad, "why_not", lambda device: None)
-    launches = dispatch.resolve("linear", "cuda", "cuda", torch.bfloat16)
-    assert launches.linear_wgrad is cuda_wgrad.linear_wgrad
-    assert launches.linear_fwd is reference.linear_fwd
-    assert dispatch.resolve("gated_mlp", "cuda", "cuda", torch.float16) is launches
+    backend = dispatch.resolve("linear", "cuda", "cuda", torch.bfloat16)
+    assert backend.linear_wgrad is cuda_wgrad.linear_wgrad
+    assert backend.linear_fwd is reference.linear_fwd
+    assert dispatch.resolve("gated_mlp", "cuda", "cuda", torch.float16) is backend
     assert "nothing of its own for this" in dispatch.why_not("attention", "cuda", "cuda", torch.bfloat16)
     assert "not float32" in dispatch.why_not("linear", "cuda", "cuda", torch.float32)
     assert "need a CUDA device, not cpu" in dispatch.why_not("linear", "cuda", "cpu", torch.bfloat16)
     assert dispatch.resolve("linear", "auto", "cpu", torch.bfloat16) is reference
-    dispatch._launches.cache_clear()
+    dispatch._backend.cache_clear()
 
 
 @pytest.fixture
 def gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A GPU whose launches are names in a list of what ran."""
+    """A GPU on which each kernel only adds its name to a list."""
     ran: list[str] = []
     for name in ("cuda", "triton", "torch"):
-        launches = {
-            launch: lambda *_, label=f"{name} {launch}", **__: ran.append(label)
-            for launch in ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads")
+        kernels = {
+            kernel: lambda *_, label=f"{name} {kernel}", **__: ran.append(label)
+            for kernel in ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads")
         }
-        monkeypatch.setitem(dispatch._MODULES, name, SimpleNamespace(**launches))
-    monkeypatch.setattr(dispatch, "_launches", lambda impl: dispatch._MODULES[impl])
+        monkeypatch.setitem(dispatch._MODULES, name, SimpleNamespace(**kernels))
+    monkeypatch.setattr(dispatch, "_backend", lambda impl: dispatch._MODULES[impl])
     monkeypatch.setattr(dispatch, "why_not", lambda op, impl, device, dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     dispatch._auto_backend.cache_clear()

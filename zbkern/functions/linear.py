@@ -1,4 +1,4 @@
-"""Products with weights: linear, the gated MLP as one function, and a linear per group of rows."""
+"""Matmuls with weights: linear, the gated MLP as one function, and a linear per group of rows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Linear(torch.autograd.Function):
 
 
 class GatedMLP(torch.autograd.Function):
-    """y = h down^T, h = activation(x gate^T) * (x up^T), x [..., K]. B: dgate, dup, dx. W: three products.
+    """y = h down^T, h = activation(x gate^T) * (x up^T), x [..., K]. B: dgate, dup, dx. W: three matmuls.
 
     h is computed again in B instead of being kept from F: it costs one pass over the two halves.
     """
@@ -137,7 +137,7 @@ class GroupedLinear(torch.autograd.Function):
 
 def input_gradient(backend: ModuleType, dy: Tensor, weight: Tensor) -> Tensor:
     """dx = dy weight, dy [..., N]."""
-    if backend is reference:  # a product that allocates takes 1.2 us less than one into a given tensor
+    if backend is reference:  # a matmul that allocates takes 1.2 us less than one into a given tensor
         if dy.numel() < reference_matmul.SMALL:
             return dy.mm(weight) if dy.dim() == 2 else torch.matmul(dy, weight)
         return reference_matmul.linear(dy, weight.t(), None)
@@ -156,7 +156,7 @@ def linear_wgrad(backend: ModuleType) -> wgrad.WGradKernel:
 
 @functools.cache
 def transposed_wgrad(backend: ModuleType) -> wgrad.WGradKernel:
-    """linear_wgrad for a weight stored [K, N]: dweight = sum x^T dy, the same product with its factors exchanged."""
+    """linear_wgrad for a weight stored [K, N]: dweight = sum x^T dy, the same matmul with its operands exchanged."""
 
     def run(segments: Any, outputs: Any, accumulate: bool) -> None:
         dweight, dbias = outputs

@@ -1,7 +1,7 @@
 """The head and its cross-entropy as one function, chunk by chunk, so that the logits are never whole in memory.
 
 F computes each chunk's logits once and leaves the loss, log-sum-exp and the gradient of the input; B only scales that
-gradient; W computes the logits again. Four products in all where three would do with all logits kept.
+gradient; W computes the logits again. Four matmuls in all where three would do with all logits kept.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
-"""The contract of every raw launch: names, shapes, dtypes. `reference.py` is the same contract in plain torch.
+"""The contract of every kernel: names, shapes, dtypes. `reference/` is the same contract in plain torch.
 
 Notation
     M   rows: all leading dimensions of an activation flattened (batch, sequence)
     K   input features          N   output features         H   hidden features of an MLP
-    E   groups (experts)        V   vocabulary              P   partial sums an implementation chooses to keep
+    E   groups (experts)        V   vocabulary              P   partial sums that a backend chooses to keep
     x [M, K]    weight [N, K]    bias [N]    y, dy [M, N]    dx [M, K]    dweight [N, K]    dbias [N]
     z [M, N]    the value before an activation, dz its gradient
     S   the statistics' dtype: float32, or float64 where x is float64
     T   tokens of all sequences of a batch one after the other; B sequences; D head size; Hq query, Hk key/value heads
 
 Rules
-    - A launch is named `{op}_{fwd,dgrad,bwd,wgrad}`, writes into the outputs it is given and returns None.
-    - It runs on the current stream, never synchronises, and a wgrad never allocates more than its implementation says.
-    - A wgrad is `launch(segments, outputs, accumulate)`: it sums over all segments (one per microbatch, of any length)
-      and writes (accumulate=False) or adds (accumulate=True) to every output that is not None. This is the launch
-      that `WGradTask` holds, so tasks of one weight merge by joining their segments. Options come last, by keyword.
-    - Outputs may have a wider dtype than the inputs: a bf16 product accumulates into an fp32 gradient.
+    - A kernel is named `{op}_{fwd,dgrad,bwd,wgrad}`, writes into the outputs it is given and returns None.
+    - It runs on the current stream, never synchronises, and a wgrad never allocates more than its backend says.
+    - A wgrad is `kernel(segments, outputs, accumulate)`: it sums over all segments (one per microbatch, of any length)
+      and writes (accumulate=False) or adds (accumulate=True) to every output that is not None. This is the kernel
+      that a `WGradTask` holds, so tasks of one weight merge by joining their segments. Options come last, by keyword.
+    - Outputs may have a wider dtype than the inputs: a bf16 matmul accumulates into an fp32 gradient.
     - Zero rows are legal: outputs are written as the sum over nothing.
     - Matrices may be transposed views (a weight that is stored [K, N]); the last two strides decide.
-    - An implementation may take further options by keyword that change no result (num_sms: how many to use, which
+    - A backend may take further options by keyword that change no result (num_sms: how many to use, which
       copies of operands and outputs with awkward strides do not keep to: these are torch's own kernels).
 
-Launches
+Kernels
     linear_fwd(x, weight, bias | None, y, activation=None, z=None)
                                                                y = activation(z), z = x weight^T + bias, kept if given
     linear_dgrad(dy, weight, dx, accumulate=False, activation=None, z=None)
@@ -111,9 +111,9 @@ OPS = {
     "linear_cross_entropy": ("cross_entropy_fwd", "cross_entropy_wgrad"),
     "adamw": ("adamw", "squared_norm"),
 }
-"""The launches an implementation must have to run an op."""
+"""The kernels that a backend must have to run an op."""
 
-LAUNCHES = tuple(dict.fromkeys(launch for launches in OPS.values() for launch in launches))
+KERNELS = tuple(dict.fromkeys(kernel for kernels in OPS.values() for kernel in kernels))
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
