@@ -1,4 +1,4 @@
-"""What all autograd functions share: how weight gradients travel from a backward to their parameters.
+"""What all autograd functions share: how weight gradients get from a backward to their parameters.
 
 A function (functions/) is applied through `apply`, takes an `OpCall` first and the graph's edges to the weights last,
 and gives its weight gradients to `weight_gradients`: the one place that decides whether they wait, are returned, or go
@@ -55,8 +55,8 @@ def apply(function: type[torch.autograd.Function], call: OpCall, x: Tensor, *arg
 
     Autograd visits a parameter's accumulation in B even when the function returns no gradient for it. That is too
     early for hooks and for DistributedDataParallel's reducer, and a fifth of a small layer's backward. So in a forward
-    within `WGradQueue.defer`, and where hooks listen, the only edge goes to one anchor that all layers share. The
-    anchor keeps outputs in the graph where nothing else requires a gradient, and whether a backward visits it tells
+    within `WGradQueue.defer`, and where parameters have hooks, the only edge goes to one anchor that all layers share.
+    The anchor keeps outputs in the graph where nothing else requires a gradient, and whether a backward visits it tells
     backward() from autograd.grad(y, x).
     """
     if not torch.is_grad_enabled():
@@ -84,7 +84,7 @@ _anchor_node = torch.autograd.graph.get_gradient_edge(_anchor).node
 
 
 def _choose_route(call: OpCall) -> None:
-    """Detaches in a forward that asks for it, and when something listens to the accumulation."""
+    """Detaches within `defer`, and where hooks or a framework wait for the gradient at its accumulation."""
     detach = wgrad.current() is not None
     params_requiring_grad = call.params
     for index, parameter in enumerate(params_requiring_grad):

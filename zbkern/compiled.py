@@ -29,7 +29,7 @@ from zbkern.wgrad import accumulation, queue
 
 
 def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
-    """Inside torch.compile: True while some queue exists, for weights whose gradients nobody expects in B."""
+    """Inside torch.compile: True while some queue exists, for weights whose gradients are not needed in B."""
     if not (queue.possible and _AVAILABLE and torch.is_grad_enabled()):
         return False
     if torch.compiler._is_exporting_flag:  # is_exporting() is True in whatever older compilers trace
@@ -88,7 +88,7 @@ class _Tap(torch.autograd.Function):
 
 @torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, copy: bool) -> None:
-    """Hands W over: kind "linear", "transposed" or "embedding"; x [..., K] or indices [...]; dy [..., N].
+    """Defers or runs W: kind "linear", "transposed" or "embedding"; x [..., K] or indices [...]; dy [..., N].
 
     weight, bias: what W is for, None where it takes no gradient. copy: the caller may write into x and dy as soon as
     this returns, so that what waits must be a copy.

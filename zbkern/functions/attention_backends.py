@@ -55,7 +55,7 @@ class Case:
 def fastest(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, ours: ModuleType | None, why_not_ours: str | None
 ) -> Tensor:
-    """attention(q, k, v) through the first core that can. ours: the Triton launches, or None and why not."""
+    """attention(q, k, v) through the first core that can. ours: the Triton kernels, or None and why not."""
     case = case_of(q, k, options)
     for name in order(case):
         reason = why_not_ours if name == "triton" else None

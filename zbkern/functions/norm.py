@@ -39,7 +39,7 @@ class RMSNorm(torch.autograd.Function):
             call.backend.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd)
             ctx.save_for_backward(x, weight, rstd)
             return y
-        ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in B
+        ctx.set_materialize_grads(False)  # an unused output costs nothing in B
         summed = x.new_empty(x.shape)
         call.backend.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd, as_rows(residual), as_rows(summed))
         ctx.save_for_backward(summed, weight, rstd)
@@ -88,7 +88,7 @@ class LayerNorm(torch.autograd.Function):
             call.backend.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd)
             ctx.save_for_backward(x, weight, mean, rstd)
             return y
-        ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in B
+        ctx.set_materialize_grads(False)  # an unused output costs nothing in B
         summed = x.new_empty(x.shape)
         also = as_rows(residual), as_rows(summed)
         call.backend.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd, *also)

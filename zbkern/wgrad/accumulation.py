@@ -1,8 +1,8 @@
-"""Where a weight gradient lands when W runs: added to or written into `.grad` or `.main_grad`, or given to autograd.
+"""Where W puts its gradient: added to or written into `.grad` or `.main_grad`, or accumulated by autograd.
 
-Nothing here is decided earlier than the launch. Frameworks that keep their own gradient buffers announce it on the
-parameter: `main_grad` (accumulate there, any dtype), `overwrite_main_grad` (write instead of add) and
-`grad_added_to_main_grad` (set to True once it is there).
+Nothing here is decided before W runs. Frameworks that keep their own gradient buffers mark it on the parameter:
+`main_grad` (accumulate there, any dtype), `overwrite_main_grad` (write instead of add) and `grad_added_to_main_grad`
+(set to True once it is there).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from zbkern.wgrad.task import Segment, WGradKernel, WGradTask
 
 
 class Target:
-    """Where one launch of a task writes: the gradients that exist, to be added to, or new ones, to be written.
+    """What the kernel of a task writes to: the gradients that exist, to be added to, or new ones, to be written.
 
-    outputs, add: for the launch. fresh: something was allocated or zeroed for it, on the current stream. replaces: when
-    the launch has run, `commit` adds to a gradient that it could not write in place.
+    outputs, add: arguments of the kernel. fresh: some of them were allocated or zeroed for it, on the current stream.
+    replaces: `commit` adds the result to a gradient that the kernel cannot write in place.
     """
 
     __slots__ = ("_owned", "_unset", "add", "fresh", "outputs", "replaces")
 
     def __init__(self, task: WGradTask) -> None:
         outputs: list[Tensor | None] = []
-        unset: list[tuple[Tensor, Tensor]] = []  # (parameter, output) to be assigned once the launch has run
+        unset: list[tuple[Tensor, Tensor]] = []  # (parameter, output) to be assigned after the kernel
         overwritten: list[Tensor] = []
         owned: list[Tensor] = []  # parameters with a main_grad
         self.replaces = False
@@ -51,14 +51,14 @@ class Target:
         if unset or overwritten:
             new = [*overwritten, *(gradient for _, gradient in unset)]
             self.add = len(new) < sum(output is not None for output in outputs)
-            if self.add:  # one launch has one mode: start those that are to be written at zero, and add to all
+            if self.add:  # a kernel writes all or adds to all: zero those that are to be written, and add
                 for gradient in new:
                     gradient.zero_()
         self.fresh = bool(unset or overwritten)
         self.outputs, self._unset, self._owned = outputs, unset, owned
 
     def commit(self) -> None:
-        """The launch has run: new gradients become their parameters', and frameworks hear of theirs."""
+        """After the kernel: assigns new gradients to their parameters, and sets the flag of those with a main_grad."""
         for parameter, gradient in self._unset:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad  # not sparse + dense
         for parameter in self._owned:
@@ -90,7 +90,7 @@ def empty_gradient(parameter: Tensor) -> Tensor:
 def accumulate(batch: Sequence[list[WGradTask]]) -> None:
     """Runs W straight into the gradients: added in place where one exists, written where none does.
 
-    batch: groups of tasks; those of a group have one weight, and several groups have a launch that takes them all.
+    batch: groups of tasks; those of a group have one weight, and several groups have a kernel that takes them all.
     """
     if len(batch) == 1:  # the usual case without a Target: 0.6 us less of about 8 us per small W
         group = batch[0]
@@ -120,7 +120,7 @@ def _existing_gradients(parameters: Sequence[Tensor | None]) -> list[Tensor | No
 
 
 def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
-    """Runs every group into its target: several of them as one launch for all that are written, one for the others.
+    """Runs every group into its target: several groups as one kernel for those that are written, one for the others.
 
     options: for kernels that take several weights; the others have none.
     """
@@ -140,13 +140,13 @@ def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **opti
 
 
 def _set_added_flag(parameter: Tensor) -> None:
-    """Tells the framework that owns this parameter's `main_grad` that the gradient is in it."""
+    """Tells the framework that owns this parameter's `main_grad` that the gradient is in it, if it wants to know."""
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True
 
 
 def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, gradient) for every parameter of these tasks, summed over them; nothing has landed yet.
+    """(parameter, gradient) for every parameter of these tasks, summed over them; not in `.grad` or `.main_grad` yet.
 
     Where a parameter has a `main_grad` the sum is of its dtype: a sum in bf16 would be rounded before it is added.
     """
@@ -185,7 +185,7 @@ ADD_GRADIENTS = WGradKernel(add_gradients)
 def accumulate_via_autograd(gradients: list[tuple[Tensor, Tensor]], create_graph: bool = False) -> None:
     """Gives gradients to leaf parameters through autograd's accumulation: every kind of hook runs as in a backward.
 
-    A gradient whose parameter has a `main_grad` lands there first, and its hooks see zeros: they are told that the
+    A gradient whose parameter has a `main_grad` is added there first, and its hooks see zeros: they run when the
     gradient is ready, and whatever they add changes nothing. Empties the list, so that autograd may keep the tensors
     instead of copying them.
     """
@@ -198,7 +198,7 @@ def accumulate_via_autograd(gradients: list[tuple[Tensor, Tensor]], create_graph
                 gradient.zero_()
             _set_added_flag(parameter)
     parameters = [parameter for parameter, _ in gradients]
-    gradient = None  # type: ignore[assignment]  # autograd copies a tensor that somebody else holds
+    gradient = None  # type: ignore[assignment]  # autograd copies a tensor to which there are other references
     with torch.enable_grad():
         injected = _InjectGradient.apply(gradients, *parameters)
     torch.autograd.backward(injected, create_graph=create_graph)

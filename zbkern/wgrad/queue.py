@@ -1,8 +1,8 @@
 """The deferred half of a backward: `WGradTask`, one W that has not run yet, and `WGradQueue`, which holds them.
 
 A zbkern layer's backward computes the gradient of its input at once and, while a queue is deferring on this thread,
-hands the gradient of its weights over as a task. Everything that can change between B and W is decided when the task
-runs (`landing.py`): whether the gradient is added or written, and whether it lives in `.grad` or in `.main_grad`.
+adds a task to the queue for the gradient of its weights. Everything that can change between B and W is decided when the
+task runs (`accumulation.py`): whether the gradient is added or written, and whether it is `.grad` or `.main_grad`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class WGradQueue:
     """Holds the W of every backward that ran inside `defer`, and runs it when asked, in any order.
 
     max_bytes: pinned bytes above which the oldest W run at once instead of waiting; None for no limit.
-    merge: True runs the pending tasks of one weight as one launch (equal to separate launches up to rounding);
-    "exact" runs them one after the other in the order of their backwards, bit for bit as separate launches; False
-    never groups. listeners: called with the tasks of each launch once their gradients have landed. Every method may be
-    called from any thread; a scope of `defer` belongs to the thread that opened it.
+    merge: True runs the pending tasks of one weight as one kernel (equal to separate kernels up to rounding); "exact"
+    runs them one after the other in the order of their backwards, bit for bit as separate tasks; False never groups.
+    listeners: functions, called with the tasks that have just run, once their gradients are complete. Every method may
+    be called from any thread; a scope of `defer` belongs to the thread that opened it.
 
-    stream: a CUDA stream on which W runs beside other work (`streams.py` says how, and what its priority is worth);
+    stream: a CUDA stream on which W runs beside other work (`side_stream.py` explains how, and priorities);
     None for the current one. Gradients are then complete where `join` or `run()` of everything was called; until
     then nothing else may touch them, a backward that does not defer included. Gradients with hooks, which may look at
     them at once, are computed on the current stream.
@@ -92,7 +92,7 @@ class WGradQueue:
         return _Scope(self, key)
 
     def add(self, task: WGradTask, key: Hashable = None) -> None:
-        """Takes a task over. Layers call this; so can a layer of your own (see `current`)."""
+        """Adds a task to those that wait. Layers call this; so can a layer of your own (see `current`)."""
         if not isinstance(task, WGradTask):
             raise TypeError(f"WGradQueue.add: task must be a WGradTask; got {type(task).__name__}")
         _check_key("add", key)
@@ -130,7 +130,7 @@ class WGradQueue:
         return len(selected)
 
     def join(self) -> None:
-        """Makes the current stream wait for the W on the queue's own stream: from here on their gradients are there."""
+        """Makes the current stream wait for the W on the queue's own stream, whose gradients are then complete."""
         if self._side is not None:
             with self._lock:
                 self._unpin(self._side.join())
@@ -225,7 +225,7 @@ class WGradQueue:
         return None
 
     def _run_batch(self, batch: grouping.Batch, hooked: bool) -> None:
-        """Runs groups that are one launch; the tasks leave the queue once their gradients have landed."""
+        """Runs groups that are one kernel; the tasks leave the queue once their gradients are computed."""
         tasks = batch[0] if len(batch) == 1 else [task for group in batch for task in group]
         for task in tasks:
             version = 0
@@ -256,7 +256,7 @@ class WGradQueue:
             del self._tasks[task]
         if side is None:
             self._unpin(tasks)
-        if gradients:  # the tasks are gone by now: if a hook raises, the gradient has landed all the same
+        if gradients:  # the tasks are gone by now: if a hook raises, the gradient is not added twice
             accumulation.accumulate_via_autograd(gradients)
         if self.listeners:
             with nullcontext() if side is None else side_stream.on(side.stream):  # after W, whichever stream it is on
@@ -279,9 +279,9 @@ class WGradQueue:
             target.commit()
 
     def _run_early(self) -> None:
-        """Runs the oldest W until the limit holds. Where hooks listen, the gradient is computed but kept.
+        """Runs the oldest W until the limit holds. Of a parameter with hooks, the gradient is computed but kept.
 
-        They hear of it when the task is asked for: this backward may have more to add to the same parameter.
+        The hooks run when the task is asked for: this backward may have more to add to the same parameter.
         """
         assert self.max_bytes is not None
         for task in list(self._tasks):
@@ -363,7 +363,7 @@ def current() -> tuple[WGradQueue, Hashable] | None:
 
 
 def run_in_backward(task: WGradTask) -> None:
-    """Runs a task that nobody defers: now, or where hooks listen when this backward ends and all contributions are in.
+    """Runs a task that is not deferred: now, or for hooks when this backward ends and all contributions are in.
 
     Autograd, too, calls a parameter's hooks once per backward.
     """

@@ -32,7 +32,7 @@ class WGradTask:
 
     kernel: a WGradKernel, or its `run` alone; outputs are aligned with `parameters` (None where a parameter takes no
     gradient). tensors: what this task's one segment holds, usually the layer's input and its output gradient, detached.
-    arithmetic: the flops of this W, or a function of `tensors` that counts them when somebody asks. ddp_managed: the
+    arithmetic: the flops of this W, or a function of `tensors` that counts them on demand. ddp_managed: the
     gradients must go through autograd's accumulation although the parameters have no hooks that can be seen, because
     DistributedDataParallel's reducer waits for them there.
     """

@@ -96,7 +96,7 @@ def linear_wgrads(
     batch: list[tuple] = []  # of one launch, as the extension takes it
     like: tuple = ()  # what they have in common
     room = 0
-    copies: list[Tensor] = []  # their memory must not be given away before the launch
+    copies: list[Tensor] = []  # kept alive until the launch: their memory would be reused
     for segments, (dweight, dbias) in layers:
         (n, k), (step, unit) = ((0, 0), (0, 1)) if dweight is None else (dweight.shape, dweight.stride())
         if dweight is None or unit != 1 or not (n and k) or (dbias is not None and not dbias.is_contiguous()):
