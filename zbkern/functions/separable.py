@@ -65,7 +65,9 @@ class SeparableFunction:
             raise TypeError(f"{cls.__name__}.apply: the first input must be a torch.Tensor; got {inputs[:1]}")
         params = tuple(weights) if isinstance(weights, Iterable) and not isinstance(weights, Tensor) else None
         if params is None or not all(w is None or isinstance(w, Tensor) for w in params):
-            raise TypeError(f"{cls.__name__}.apply: weights must be a list of tensors or None; got {weights!r}")
+            raise TypeError(
+                f"{cls.__name__}.apply: weights must be a list of tensors or None; got {params or weights!r}"
+            )
         call = OpCall(params, cls, name or cls.__name__)
         return apply(_Separable, call, inputs[0], len(inputs), *inputs[1:])
 
