@@ -94,7 +94,7 @@ def _choose_route(call: OpCall) -> None:
             params_requiring_grad = (*params_requiring_grad[:index], None, *params_requiring_grad[index + 1 :])
         elif not parameter.is_leaf:
             return
-        elif accumulation.has_hooks(parameter) or accumulation.main_grad_of(parameter) is not None:
+        elif accumulation.has_hooks_or_main_grad(parameter):
             detach = True
     module = sys.modules.get("torch.nn.parallel.distributed")
     ddp = None if module is None else module.DistributedDataParallel._active_ddp_module

@@ -81,6 +81,13 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def has_hooks_or_main_grad(parameter: Tensor) -> bool:
+    """True when autograd alone, accumulating in B, would run hooks too early or miss the `main_grad`."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return True
+    return getattr(parameter, "main_grad", None) is not None
+
+
 def empty_gradient(parameter: Tensor) -> Tensor:
     """Memory for a gradient, in the dtype that the parameter takes: torch's `grad_dtype`, which only leaves have."""
     dtype = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
