@@ -2,8 +2,8 @@
 
     python -m bench.attention
 
-Each result is compared with torch's own attention in float32 before a time is printed. Random data; cores in turn. At
-the end: the entries for `ATTENTION` in zbkern/kernels/selection.py, from which impl="auto" chooses on such a GPU.
+Each result is compared with torch's own attention in float32 before a time is printed. Random data; cores in turn. The
+fastest core of each case comes first: what `ORDER` in zbkern/functions/attention_backends.py should say of such a GPU.
 """
 
 from __future__ import annotations
@@ -40,20 +40,16 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("cannot run: no GPU is visible")
         return 1
-    figures, table = [], {}
+    figures = []
     cases = list(itertools.product(arguments.tokens, (64, 128, 256), (False, True)))
     shapes = [
         (max(1, arguments.total // tokens), tokens, max(1, arguments.width // size), size) for tokens, size, _ in cases
     ]
     with ahead.Compilers() as compilers:
         compilers.compile(functools.partial(ours, shape, case[-1]) for shape, case in zip(shapes, cases, strict=True))
-    for shape, (tokens, size, causal) in zip(shapes, cases, strict=True):
-        rows = compare(shape, causal, arguments.rounds)
-        table[tokens, size, 1 + causal] = tuple(row["core"] for row in rows)
-        figures += rows
+    for shape, (_, _, causal) in zip(shapes, cases, strict=True):
+        figures += compare(shape, causal, arguments.rounds)
     print(markdown_table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in figures]))
-    print(f"\nATTENTION[{torch.cuda.get_device_capability()}] = {{")
-    print("".join(f"    {shape}: {names},\n" for shape, names in table.items()) + "}")
     print(report.write_json("attention", figures, arguments.out))
     return 0
 

@@ -4,7 +4,7 @@
 
 The peers are `torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)` for one microbatch, and four
 of those for four; Triton's kernel is timed beside them. Every result is compared with the peer's before a time is
-printed. Random data; contestants in turn. The last line is an entry for zbkern/kernels/selection.py for this GPU.
+printed. Random data; contestants in turn.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ def main() -> int:
     if reason is not None:
         print(f"cannot run: {reason}")
         return 1
-    figures, faster = [], {}
+    figures = []
     for n, k in SHAPES:
         for tokens in TOKENS:
             figures.append(compare(n, k, tokens))
-            faster[tokens, n, k] = figures[-1]["faster"]
-            faster[4 * tokens, n, k] = figures[-1]["faster of 4"]
     print(markdown_table(list(figures[0]), [list(row.values()) for row in figures]))
     together = [layer(hidden, tokens) for hidden in (2048, 4096) for tokens in TOKENS]
     print("\n" + markdown_table(list(together[0]), [list(row.values()) for row in together]))
@@ -48,7 +46,6 @@ def main() -> int:
     print(f"\nhost time of a call: {microseconds:.1f} us")
     everything = {"products": figures, "layers": together, "host_us": microseconds}
     print(report.write_json("cuda_wgrad", everything, arguments.out))
-    print(f"\n{torch.cuda.get_device_capability()}: {faster},")
     return 0
 
 

@@ -168,7 +168,7 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
     """All jobs, in the order in which they are to run: bfloat16 of every kernel before the other dtypes."""
     from zbkern.kernels import spec
 
-    names = [name for name in spec.LAUNCHES if name not in ("norm_partials", "adamw", "squared_norm")]
+    names = [name for name in spec.KERNELS if name not in ("norm_partials", "adamw", "squared_norm")]
     names.sort(key=lambda name: "wgrad" not in name)
     first, *others = arguments.dtype or DTYPES
     jobs = [Job("kernel", name, first, arguments.kernel_limit) for name in names]

@@ -1,4 +1,4 @@
-"""What all autograd functions share: how weight gradients travel from a backward to their parameters.
+"""What all autograd functions share: how weight gradients get from a backward to their parameters.
 
 A function (functions/) is applied through `apply`, takes an `OpCall` first and the graph's edges to the weights last,
 and gives its weight gradients to `weight_gradients`: the one place that decides whether they wait, are returned, or go
@@ -11,7 +11,7 @@ import enum
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +33,15 @@ class Route(enum.Enum):
 _DETACHED = Route.DETACHED  # looked up once: in its class a member takes 60 ns to find
 
 
-class OpCall:
+Backend = TypeVar("Backend", bound="ModuleType | type")  # a module of kernels (kernels/spec.py), or a SeparableFunction
+
+
+class OpCall(Generic[Backend]):
     """What a function needs besides tensors: whose gradients it computes, by which backend, for which layer."""
 
     __slots__ = ("backend", "ddp_managed", "name", "params", "params_requiring_grad", "route")
 
-    def __init__(self, params: Params, backend: ModuleType, name: str) -> None:
+    def __init__(self, params: Params, backend: Backend, name: str) -> None:
         self.params: tuple[Any, ...] = params  # which may be None, the function knows
         self.params_requiring_grad = params  # None for the others; meant for DETACHED, elsewhere the edges tell
         self.backend = backend
@@ -52,8 +55,8 @@ def apply(function: type[torch.autograd.Function], call: OpCall, x: Tensor, *arg
 
     Autograd visits a parameter's accumulation in B even when the function returns no gradient for it. That is too
     early for hooks and for DistributedDataParallel's reducer, and a fifth of a small layer's backward. So in a forward
-    within `WGradQueue.defer`, and where hooks listen, the only edge goes to one anchor that all layers share. The
-    anchor keeps outputs in the graph where nothing else requires a gradient, and whether a backward visits it tells
+    within `WGradQueue.defer`, and where parameters have hooks, the only edge goes to one anchor that all layers share.
+    The anchor keeps outputs in the graph where nothing else requires a gradient, and whether a backward visits it tells
     backward() from autograd.grad(y, x).
     """
     if not torch.is_grad_enabled():
@@ -81,17 +84,17 @@ _anchor_node = torch.autograd.graph.get_gradient_edge(_anchor).node
 
 
 def _choose_route(call: OpCall) -> None:
-    """Detaches in a forward that asks for it, and when something listens to the accumulation."""
+    """Detaches within `defer`, and where hooks or a framework wait for the gradient at its accumulation."""
     detach = wgrad.current() is not None
-    wanted = call.params
-    for index, parameter in enumerate(wanted):
+    params_requiring_grad = call.params
+    for index, parameter in enumerate(params_requiring_grad):
         if parameter is None:
             continue
         if not parameter.requires_grad:
-            wanted = (*wanted[:index], None, *wanted[index + 1 :])
+            params_requiring_grad = (*params_requiring_grad[:index], None, *params_requiring_grad[index + 1 :])
         elif not parameter.is_leaf:
             return
-        elif has_hooks(parameter) or getattr(parameter, "main_grad", None) is not None:
+        elif accumulation.has_hooks_or_main_grad(parameter):
             detach = True
     module = sys.modules.get("torch.nn.parallel.distributed")
     ddp = None if module is None else module.DistributedDataParallel._active_ddp_module
@@ -101,19 +104,14 @@ def _choose_route(call: OpCall) -> None:
             call.route = Route.IMMEDIATE
             return
         detach = True
-    if detach and any(p is not None for p in wanted):
+    if detach and any(p is not None for p in params_requiring_grad):
         call.route = Route.DETACHED
-        call.params_requiring_grad = wanted
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """True when this parameter has hooks that autograd runs as it accumulates the gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        call.params_requiring_grad = params_requiring_grad
 
 
 def weight_gradients(
     call: OpCall,
-    launch: wgrad.Launch,
+    kernel: wgrad.WGradKernel,
     tensors: wgrad.Segment,
     needs: Sequence[bool],
     arithmetic: int | Callable[[wgrad.Segment], int] = 0,
@@ -121,15 +119,15 @@ def weight_gradients(
 ) -> Sequence[Tensor | None]:
     """The gradients of `call.params`, or None where a queue (or the route) has taken them over.
 
-    tensors: what the launch reads, detached. needs: ctx.needs_input_grad, the edges' last. arithmetic: the flops of the
-    launch, or what counts them. part: which params the launch is for; None for all.
+    tensors: what the kernel reads, detached. needs: ctx.needs_input_grad, the edges' last. arithmetic: the flops of the
+    kernel, or what counts them. part: which params the kernel is for; None for all.
     What comes back belongs at the edges' places; where the graph has no edges it is None, which autograd ignores.
     """
     params = call.params_requiring_grad if part is None else call.params_requiring_grad[part]
     scope = wgrad.current()
     if call.route is _DETACHED:
         if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in params)):
-            task = wgrad.WGradTask(launch, tensors, params, arithmetic, call.name, call.ddp_managed)
+            task = wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, call.ddp_managed)
             if scope is None:
                 wgrad.run_in_backward(task)
             else:
@@ -139,25 +137,24 @@ def weight_gradients(
     if part is not None:
         needed = needed[part]
     params = tuple([p if need else None for p, need in zip(params, needed, strict=True)])
-    wanted = [p for p in params if p is not None]
-    if not wanted:
+    needed_params = [p for p in params if p is not None]
+    if not needed_params:
         return params
     # Hooks that came after the forward run in this backward, so their gradient must be there now; autograd.grad returns
     # what it was asked for and accumulates nothing.
-    if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in wanted):
-        scope[0].add(wgrad.WGradTask(launch, tensors, params, arithmetic, call.name), scope[1])
+    if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in needed_params):
+        scope[0].add(wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name), scope[1])
         return (None,) * len(params)
-    returning = getattr(launch, "returning", None)
-    if returning is not None and all(p.dtype == tensors[0].dtype for p in wanted):
-        return returning(tensors, params)
-    gradients = [None if p is None else accumulation.blank(p) for p in params]
-    launch([tensors], gradients, False)
+    if kernel.allocate is not None and all(p.dtype == tensors[0].dtype for p in needed_params):
+        return kernel.allocate(tensors, params)
+    gradients = [None if p is None else accumulation.empty_gradient(p) for p in params]
+    kernel.run([tensors], gradients, False)
     return gradients
 
 
 def _may_wait(parameter: Tensor) -> bool:
     """True when this backward accumulates into the parameter and no hook expects the gradient there at once."""
-    if not parameter.is_leaf or has_hooks(parameter):
+    if not parameter.is_leaf or accumulation.has_hooks(parameter):
         return False
     return will_run(torch.autograd.graph.get_gradient_edge(parameter).node)
 
@@ -221,7 +218,7 @@ class _WithoutEdge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         if not torch.is_grad_enabled():
-            weight_gradients(ctx.call, accumulation.add_gradients, (gradient,), ())
+            weight_gradients(ctx.call, accumulation.ADD_GRADIENTS, (gradient,), ())
         elif will_run(_anchor_node):
             accumulation.accumulate_via_autograd([(ctx.call.params[0], gradient)], create_graph=True)
         return None, None, None

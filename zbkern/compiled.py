@@ -1,7 +1,7 @@
 """Layers inside torch.compile: the same deferral, from within a traced graph and without breaking it.
 
 The compiler sees torch's own operations on detached weights, so it traces and fuses F and B as it likes; behind each
-product stands a `_Tap`, an identity whose backward calls one opaque operator, `zbkern::weight_gradient`. At run time
+matmul stands a `_Tap`, an identity whose backward calls one opaque operator, `zbkern::weight_gradient`. At run time
 that operator makes the `WGradTask`. What the graph cannot name, the parameters themselves, it finds as the edges of the
 autograd node that runs the compiled backward.
 """
@@ -25,11 +25,11 @@ from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions._shapes import as_rows
 from zbkern.kernels import dispatch, reference
-from zbkern.wgrad import queue
+from zbkern.wgrad import accumulation, queue
 
 
 def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
-    """Inside torch.compile: True while some queue exists, for weights whose gradients nobody expects in B."""
+    """Inside torch.compile: True while some queue exists, for weights whose gradients are not needed in B."""
     if not (queue.possible and _AVAILABLE and torch.is_grad_enabled()):
         return False
     if torch.compiler._is_exporting_flag:  # is_exporting() is True in whatever older compilers trace
@@ -38,12 +38,12 @@ def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
         return False
     if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
         return False
-    wanted = [w for w in weights if w is not None and w.requires_grad]
-    return len(wanted) > 0 and all(w.is_leaf for w in wanted)
+    trainable = [w for w in weights if w is not None and w.requires_grad]
+    return len(trainable) > 0 and all(w.is_leaf for w in trainable)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, transposed: bool) -> Tensor:
-    """functional.linear: the product, its tap, then the activation."""
+    """functional.linear: the matmul, its tap, then the activation."""
     detached = weight.detach().to(x.dtype)
     y = F.linear(x, detached.t() if transposed else detached, None if bias is None else bias.detach().to(x.dtype))
     y = _Tap.apply(y, "transposed" if transposed else "linear", x.detach(), weight, bias)
@@ -68,7 +68,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tenso
 
 
 class _Tap(torch.autograd.Function):
-    """y, whose gradient is also W's: x is the other factor, weight and bias (or None) what W is for."""
+    """y, whose gradient is also W's: x is the other operand, weight and bias (or None) what W is for."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,7 +88,7 @@ class _Tap(torch.autograd.Function):
 
 @torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, copy: bool) -> None:
-    """Hands W over: kind "linear", "transposed" or "embedding"; x [..., K] or indices [...]; dy [..., N].
+    """Defers or runs W: kind "linear", "transposed" or "embedding"; x [..., K] or indices [...]; dy [..., N].
 
     weight, bias: what W is for, None where it takes no gradient. copy: the caller may write into x and dy as soon as
     this returns, so that what waits must be a copy.
@@ -101,13 +101,13 @@ def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bia
         x, dy = x.clone(), dy.clone()
     dy = as_rows(dy)
     if kind == "embedding":
-        launch = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
-        task = wgrad.WGradTask(launch, (x.reshape(-1), dy), params[:1], dy.numel(), "compiled embedding")
+        kernel = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
+        task = wgrad.WGradTask(kernel, (x.reshape(-1), dy), params[:1], dy.numel(), "compiled embedding")
     else:
         backend = dispatch.resolve("linear", "auto", dy.device.type)
-        launch = backend.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad(backend)
+        kernel = (linear_functions.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad)(backend)
         segment = (as_rows(x), dy)
-        task = wgrad.WGradTask(launch, segment, params, linear_functions.linear_flops, "compiled linear")
+        task = wgrad.WGradTask(kernel, segment, params, linear_functions.linear_flops, "compiled linear")
     if scope is None:
         wgrad.run_in_backward(task)
     else:
@@ -154,8 +154,8 @@ def _register_lowering() -> None:
     @register_lowering(operator, type_promotion_kind=None)
     def lower(kind: str, x: Any, dy: Any, weight: Any, bias: Any, copy: bool) -> None:
         ir.FallbackKernel.create(operator, kind, x, dy, weight, bias, False)
-        launch: Any = V.graph.operations[-1]
-        V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in launch.inputs)
+        call: Any = V.graph.operations[-1]
+        V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in call.inputs)
 
 
 def _parameter(weight: Tensor | None) -> Tensor | None:
@@ -165,20 +165,20 @@ def _parameter(weight: Tensor | None) -> Tensor | None:
     node = torch._C._current_autograd_node()
     if node is None:  # called by hand
         return weight if weight.is_leaf and weight.requires_grad else None
-    accumulation = _accumulations(node).get(_place(weight))
-    if accumulation is None:
+    accumulator = _accumulations(node).get(_place(weight))
+    if accumulator is None:
         raise RuntimeError(
             f"a compiled backward has no edge to the weight {list(weight.shape)} of a zbkern layer: its gradient would "
             "be lost; compile the model while no WGradQueue exists"
         )
-    if not autograd.will_run(accumulation):
+    if not autograd.will_run(accumulator):
         return None
-    if autograd.has_hooks(accumulation.variable):  # the compiler cannot see them, and autograd runs them in B
+    if accumulation.has_hooks(accumulator.variable):  # the compiler cannot see them, and autograd runs them in B
         raise RuntimeError(
             f"a compiled zbkern layer's weight {list(weight.shape)} has hooks, whose gradient would not be there yet; "
             "do not compile this layer, remove the hooks, or compile while no WGradQueue exists"
         )
-    return accumulation.variable
+    return accumulator.variable
 
 
 class _Edges(threading.local):

@@ -1,8 +1,8 @@
-"""FSDP2 and deferred W: reduce-scatter a group's gradients when its last W has landed, while other W still run.
+"""FSDP2 and deferred W: reduce-scatter a group's gradients when its last W has run, while other W still run.
 
 `fully_shard` reduces in its own post-backward, which comes with B; the gradients that wait in a queue are not there
 yet. Here the same post-backward runs once more for every group that W completes. DistributedDataParallel needs nothing
-of this: its reducer listens to the accumulation of gradients, which W goes through. A Pipeline does it by itself.
+of this: its reducer hooks into the accumulation of gradients, which W goes through. A Pipeline does this by itself.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class ShardedReduction:
             )
         self._model = model
         self._queue = queue
-        queue.listeners.append(self._landed)
+        queue.listeners.append(self._after_wgrad)
 
     def finish(self) -> None:
         """Reduces what is left and waits for it. Call it after the W of a step, before the optimizer's step."""
         end_backward(self._model)
 
     def detach(self) -> None:
-        """Stops listening to the queue."""
-        self._queue.listeners.remove(self._landed)
+        """The queue's W no longer start reductions."""
+        self._queue.listeners.remove(self._after_wgrad)
 
-    def _landed(self, tasks: Sequence[WGradTask]) -> None:
-        landed = {id(p) for task in tasks for p in task.parameters if p is not None}
+    def _after_wgrad(self, tasks: Sequence[WGradTask]) -> None:
+        complete = {id(p) for task in tasks for p in task.parameters if p is not None}
         waiting = {id(p) for task in self._queue.tasks() for p in task.parameters if p is not None}
         for group in parameter_groups(self._model):
             mine = {id(parameter) for parameter in unsharded(group)}
-            if mine & landed and not mine & waiting:
+            if mine & complete and not mine & waiting:
                 group.post_backward()
 
 

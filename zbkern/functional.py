@@ -1,7 +1,7 @@
-"""Public ops: they check their arguments, pick an implementation, and call autograd.
+"""Public ops: they check their arguments, pick a backend, and call autograd.
 
 Every op here behaves as its torch twin. Inside `WGradQueue.defer`, its backward computes input gradients only and the
-weight gradients wait in the queue. `impl` is "auto", "cuda", "triton" or "torch": a named implementation that cannot
+weight gradients wait in the queue. `impl` is "auto", "cuda", "triton" or "torch": a named backend that cannot
 run raises UnavailableError. `name` is what errors and the queue call the layer.
 """
 
@@ -38,7 +38,7 @@ def linear(
     """activation(x weight^T + bias) with separate B and W.
 
     x: [..., K]; weight: [N, K], or [K, N] when transposed; bias: [N] or None; returns [..., N], all of one dtype and
-    device (under autocast, x and the product take autocast's dtype and the gradients stay the weight's). activation:
+    device (under autocast, x and the result take autocast's dtype and the gradients stay the weight's). activation:
     None, "gelu", "gelu_tanh", "relu" or "silu".
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
@@ -332,7 +332,7 @@ def linear_cross_entropy(
 
 
 def check_impl(caller: str, impl: str) -> str:
-    """impl. Raises ValueError where no implementation has this name; whether it can run, its first call finds out."""
+    """impl. Raises ValueError where no backend has this name; whether it can run shows at its first call."""
     if impl != "auto" and impl not in spec.IMPLEMENTATIONS:
         raise ValueError(f'{caller}: impl must be "auto" or one of {spec.IMPLEMENTATIONS}; got {impl!r}')
     return impl

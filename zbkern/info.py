@@ -59,7 +59,7 @@ def _ops() -> list[str]:
     import torch
 
     from zbkern.functions import attention_backends
-    from zbkern.kernels import dispatch, selection, spec
+    from zbkern.kernels import dispatch, spec
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     groups: dict[str, list[str]] = {}  # ops of which the same is to be said
@@ -68,8 +68,7 @@ def _ops() -> list[str]:
         chosen = next((impl for impl in dispatch.candidates(op, device) if reasons[impl] is None), "nothing")
         named = [impl for impl, reason in reasons.items() if reason is None and impl != chosen]
         if chosen == "triton" and "linear_fwd" in spec.OPS[op]:
-            library = selection.PRODUCTS.get(torch.cuda.get_device_capability(), "torch")
-            chosen += f" (products with nothing to fuse: {'cuBLAS' if library == 'torch' else library})"
+            chosen += " (matmuls with nothing to fuse: cuBLAS)"
         also = f", where named through {' or '.join(named)}" if named else ""
         passed = [f"  not {impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
         if op == "attention" and device == "cuda":  # which has more to choose from

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zbkern.kernels import dispatch
 from zbkern.kernels.spec import AdamWOptions
+from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 _PLAIN = frozenset((Tensor, nn.Parameter))  # of other tensors (DTensor) each rank steps its local part
 _SMALL = frozenset((torch.bfloat16, torch.float16))  # dtypes of parameters that may have a master
@@ -113,7 +114,7 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; a `main_grad` is zeroed in place."""
         super().zero_grad(set_to_none)
-        own = (getattr(parameter, "main_grad", None) for group in self.param_groups for parameter in group["params"])
+        own = (main_grad_of(parameter) for group in self.param_groups for parameter in group["params"])
         if kept := [gradient for gradient in own if gradient is not None]:
             torch._foreach_zero_([_local(gradient) for gradient in kept])
 
@@ -144,8 +145,8 @@ class AdamW(torch.optim.Optimizer):
             rows: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
             masters = group["master_weights"]
             for parameter in group["params"]:
-                gradient = getattr(parameter, "main_grad", None)
-                if gradient is None and (gradient := parameter.grad) is None:
+                gradient = gradient_of(parameter)
+                if gradient is None:
                     continue
                 plain = type(parameter) in _PLAIN and type(gradient) in _PLAIN
                 if not plain:

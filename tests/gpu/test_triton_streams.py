@@ -14,6 +14,7 @@ from torch import Tensor
 import zbkern
 from tests.support import needs_gpu
 from zbkern import functional, testing, wgrad
+from zbkern.functions import linear as linear_functions
 from zbkern.kernels import dispatch
 from zbkern.wgrad import side_stream
 
@@ -68,11 +69,15 @@ def without(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launch = side_stream.SideStream.launch
     with monkeypatch.context() as patch:
         if what == "the event after B":
-            patch.setattr(side_stream.SideStream, "launch", lambda self, f, marks, held: launch(self, f, (), held))
+            patch.setattr(
+                side_stream.SideStream, "launch", lambda self, f, ready_events, held: launch(self, f, (), held)
+            )
         elif what == "the event after W":
-            patch.setattr(side_stream.SideStream, "join", lambda self: self.landed())
+            patch.setattr(side_stream.SideStream, "join", lambda self: self.take_finished())
         elif what == "holding tensors":
-            patch.setattr(side_stream.SideStream, "launch", lambda self, f, marks, held: launch(self, f, marks, ()))
+            patch.setattr(
+                side_stream.SideStream, "launch", lambda self, f, ready_events, held: launch(self, f, ready_events, ())
+            )
         yield
 
 
@@ -91,7 +96,7 @@ def delayed(launches: ModuleType, late: str) -> tuple[Tensor, Tensor, bool]:
         torch.cuda._sleep(LONG)
     x.copy_(values[0])  # what F and B compute
     dy.copy_(values[1])
-    queue.add(wgrad.WGradTask(launches.linear_wgrad, (x, dy), (weight, None)), key=0)
+    queue.add(wgrad.WGradTask(linear_functions.linear_wgrad(launches), (x, dy), (weight, None)), key=0)
     if late == "side":
         with torch.cuda.stream(queue.stream):
             torch.cuda._sleep(LONG)
@@ -112,7 +117,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 def warm(launches: ModuleType, values: tuple[Tensor, Tensor]) -> None:
     """Compiles, which takes longer than any stream is held up."""
     queue = zbkern.WGradQueue(stream=torch.cuda.Stream())
-    queue.add(wgrad.WGradTask(launches.linear_wgrad, values, (new_weight(), None)), key=0)
+    queue.add(wgrad.WGradTask(linear_functions.linear_wgrad(launches), values, (new_weight(), None)), key=0)
     queue.run()
     torch.cuda.synchronize()
 
@@ -142,7 +147,7 @@ def test_w_runs_beside_the_current_stream(launches: ModuleType) -> None:
     weight = new_weight()
     x, dy = random(512, 256), random(512, 512)
     warm(launches, (x, dy))
-    queue.add(wgrad.WGradTask(launches.linear_wgrad, (x, dy), (weight, None)), key=0)
+    queue.add(wgrad.WGradTask(linear_functions.linear_wgrad(launches), (x, dy), (weight, None)), key=0)
     torch.cuda.synchronize()
     torch.cuda._sleep(5 * LONG)
     main = torch.cuda.current_stream().record_event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from tests.support.host_extension import AdamTensors, HostExtension
 from zbkern import testing
+from zbkern.functions import linear as linear_functions
 from zbkern.kernels import reference, spec
 from zbkern.kernels.cuda import adamw as cuda_adamw
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
-from zbkern.kernels.reference import adamw as reference_adamw
 from zbkern.wgrad import WGradQueue, WGradTask
+
+# the module: in `reference` this name is the kernel
+reference_adamw = importlib.import_module("zbkern.kernels.reference.adamw")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -147,7 +151,7 @@ def test_a_queue_runs_the_weights_of_a_layer_in_one_launch(extension: HostExtens
     wanted = []
     for weight in weights:
         (segment,) = segments_of([48], weight.shape[0], 32, BF16)
-        queue.add(WGradTask(cuda_wgrad.linear_wgrad, segment, (weight, None)))
+        queue.add(WGradTask(linear_functions.linear_wgrad(cuda_wgrad), segment, (weight, None)))
         wanted += expected([segment], (torch.zeros(weight.shape), None), False)[:1]
     queue.run()
     assert extension.launches == [(2, 2)]

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from zbkern.kernels import dispatch, reference, selection, spec
+from zbkern.kernels import dispatch, reference, spec
 
 TRITON = importlib.util.find_spec("triton") is not None
 
@@ -59,105 +58,52 @@ def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert dispatch.resolve("linear", "auto", "cuda", torch.float16) is reference
 
 
-def test_the_cuda_extension_borrows_the_launches_that_it_lacks(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_extension_borrows_the_kernels_that_it_lacks(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from zbkern.kernels.cuda import wgrad as cuda_wgrad
 
-    dispatch._launches.cache_clear()
-    monkeypatch.setitem(dispatch._LENDERS, "cuda", "torch")  # which runs here
+    dispatch._backend.cache_clear()
+    monkeypatch.setitem(dispatch._FALLBACK_BACKEND, "cuda", "torch")  # which runs here
     monkeypatch.setattr(cuda_wgrad, "why_not", lambda device: None)
-    launches = dispatch.resolve("linear", "cuda", "cuda", torch.bfloat16)
-    assert launches.linear_wgrad is cuda_wgrad.linear_wgrad
-    assert launches.linear_fwd is reference.linear_fwd
-    assert dispatch.resolve("gated_mlp", "cuda", "cuda", torch.float16) is launches
+    backend = dispatch.resolve("linear", "cuda", "cuda", torch.bfloat16)
+    assert backend.linear_wgrad is cuda_wgrad.linear_wgrad
+    assert backend.linear_fwd is reference.linear_fwd
+    assert dispatch.resolve("gated_mlp", "cuda", "cuda", torch.float16) is backend
     assert "nothing of its own for this" in dispatch.why_not("attention", "cuda", "cuda", torch.bfloat16)
     assert "not float32" in dispatch.why_not("linear", "cuda", "cuda", torch.float32)
     assert "need a CUDA device, not cpu" in dispatch.why_not("linear", "cuda", "cpu", torch.bfloat16)
     assert dispatch.resolve("linear", "auto", "cpu", torch.bfloat16) is reference
-    dispatch._launches.cache_clear()
+    dispatch._backend.cache_clear()
 
 
 @pytest.fixture
 def gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A GPU whose launches are names in a list of what ran."""
+    """A GPU on which each kernel only adds its name to a list."""
     ran: list[str] = []
     for name in ("cuda", "triton", "torch"):
-        launches = {
-            launch: lambda *_, label=f"{name} {launch}", **__: ran.append(label)
-            for launch in ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads")
+        kernels = {
+            kernel: lambda *_, label=f"{name} {kernel}", **__: ran.append(label)
+            for kernel in ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads")
         }
-        monkeypatch.setitem(dispatch._MODULES, name, SimpleNamespace(**launches))
-    monkeypatch.setattr(dispatch, "_launches", lambda impl: dispatch._MODULES[impl])
+        monkeypatch.setitem(dispatch._MODULES, name, SimpleNamespace(**kernels))
+    monkeypatch.setattr(dispatch, "_backend", lambda impl: dispatch._MODULES[impl])
     monkeypatch.setattr(dispatch, "why_not", lambda op, impl, device, dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    dispatch._automatic.cache_clear()
+    dispatch._auto_backend.cache_clear()
     yield ran
-    dispatch._automatic.cache_clear()
+    dispatch._auto_backend.cache_clear()
 
 
-def test_auto_takes_plain_products_from_the_library_until_ours_are_measured_to_be_faster(
-    gpu: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run() -> list[str]:
-        gpu.clear()
-        dispatch.resolve.cache_clear()
-        dispatch._automatic.cache_clear()
-        launches = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
-        launches.linear_fwd("x", "weight", None, "y")
-        launches.linear_fwd("x", "weight", None, "y", "gelu", "z")
-        launches.linear_dgrad("dy", "weight", "dx")
-        launches.linear_dgrad("dy", "weight", "dx", False, "gelu", "z")
-        launches.linear_wgrad([], (None, None), True)
-        return [label.split()[0] for label in gpu]
-
-    assert run() == ["torch", "triton", "torch", "triton", "triton"]
-    monkeypatch.setitem(selection.PRODUCTS, (9, 0), "triton")
-    assert run() == ["triton"] * 5
+def test_auto_takes_matmuls_with_nothing_to_fuse_from_the_library(gpu: list[str]) -> None:
+    backend = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
+    backend.linear_fwd("x", "weight", None, "y")
+    backend.linear_fwd("x", "weight", None, "y", "gelu", "z")
+    backend.linear_dgrad("dy", "weight", "dx")
+    backend.linear_dgrad("dy", "weight", "dx", False, "gelu", "z")
+    backend.linear_wgrad([], (None, None), True)
+    backend.linear_wgrads([], True)
+    expected = ["torch linear_fwd", "triton linear_fwd", "torch linear_dgrad", "triton linear_dgrad"]
+    assert gpu == [*expected, "triton linear_wgrad", "triton linear_wgrads"]
     assert dispatch.resolve("linear", "triton", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
-
-
-def w_of(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[list[tuple], tuple[torch.Tensor, None]]:
-    """Two segments of together m tokens, and outputs; no memory behind them."""
-    half = tuple(torch.empty(m // 2, columns, dtype=dtype, device="meta") for columns in (k, n))
-    return [half, half], (torch.empty(n, k, device="meta"), None)
-
-
-TABLE = {(1024, 4096, 4096): "cuda", (8192, 4096, 4096): "triton", (1024, 512, 512): "triton"}
-
-
-def test_auto_takes_w_by_shape_where_that_is_measured(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(selection.WGRAD, (9, 0), TABLE)
-    launches = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
-    for m, n, k in [(1024, 4096, 4096), (600, 2048, 8192), (5000, 4096, 4096), (1024, 256, 512)]:
-        launches.linear_wgrad(*w_of(m, n, k), True)
-    assert [label.split()[0] for label in gpu] == ["cuda", "cuda", "triton", "triton"]
-    gpu.clear()
-    products = [w_of(1024, 4096, 4096), w_of(5000, 4096, 4096), w_of(1024, 4096, 2048)]
-    launches.linear_wgrad.several(products, True, num_sms=16, max_tiles=1)  # a queue's, which has a stream of its own
-    assert gpu == ["cuda linear_wgrads", "triton linear_wgrads"]
-    assert launches.linear_wgrads is launches.linear_wgrad.several
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "flat", "name"),
-    [
-        ((4096, 4096), torch.bfloat16, lambda flat: flat[4 : 4 + 4096**2].view(4096, 4096), "cuda"),
-        ((4096, 4096), torch.bfloat16, lambda flat: flat[: 4096**2].view(4096, 4096).t(), "cuda"),
-        ((4096, 4096), torch.float32, lambda flat: flat[: 4096**2].view(4096, 4096), "triton"),
-        ((4096, 4096), torch.bfloat16, lambda flat: flat[3 : 3 + 4096**2].view(4096, 4096), "triton"),  # behind a bias
-        ((4096, 4096), torch.bfloat16, lambda flat: flat[: 4096 * 4098].view(4096, 4098)[:, :4096], "triton"),
-        ((4096, 4096), torch.bfloat16, lambda flat: flat.view(-1, 4104)[:4096, ::2][:, :2048], "triton"),
-        ((4100, 4096), torch.bfloat16, lambda flat: flat[: 4100 * 4096].view(4100, 4096), "triton"),
-        ((4096, 4096), torch.bfloat16, lambda flat: None, "triton"),
-    ],
-)
-def test_auto_leaves_to_triton_what_the_extension_refuses(
-    gpu: list[str], monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype, flat: Any, name: str
-) -> None:
-    monkeypatch.setitem(selection.WGRAD, (9, 0), TABLE)
-    launches = dispatch.resolve("linear", "auto", "cuda", None)  # as torch.compile's operators ask, for any dtype
-    segments, _ = w_of(1024, *shape, dtype)
-    launches.linear_wgrad(segments, (flat(torch.empty(4104 * 4104)), None), True)
-    assert gpu == [f"{name} linear_wgrad"]
 
 
 def test_auto_on_a_cpu_never_imports_triton() -> None:

@@ -68,7 +68,7 @@ def test_accesses_and_sizes() -> None:
 
 LISTING = """
 import importlib
-from zbkern.kernels import aot, sass
+from zbkern.kernels.triton import aot, sass
 variants = importlib.import_module("zbkern.kernels.triton.attention_forward").variants(90)
 variant = next(variant for variant in variants if variant.name == "attention fwd bf16 64 causal")
 print(sass.disassemble(aot.compiled(variant, 90).asm["cubin"]))

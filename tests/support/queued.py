@@ -23,7 +23,7 @@ def batches(count: int) -> list[Tensor]:
     return [torch.randn(4 + index, 5, dtype=torch.float64) for index in range(count)]
 
 
-def recorder(launches: list[int]) -> wgrad.Launch:
+def recorder(launches: list[int]) -> wgrad.WGradFunction:
     """A launch that adds its segments up, and tells `launches` how many it had."""
 
     def launch(segments, outputs, accumulate):
@@ -34,8 +34,10 @@ def recorder(launches: list[int]) -> wgrad.Launch:
     return launch
 
 
-def fill(queue: zbkern.WGradQueue, launch: wgrad.Launch, parameters: list[Tensor], keys: int = 3) -> None:
+def fill(
+    queue: zbkern.WGradQueue, kernel: wgrad.WGradFunction | wgrad.WGradKernel, parameters: list[Tensor], keys: int = 3
+) -> None:
     """Tasks with gradients of 1, 10, 100, ... for every parameter under the keys 0, 1, 2, ..."""
     for key in range(keys):
         for parameter in parameters:
-            queue.add(wgrad.WGradTask(launch, (torch.full((2,), 10.0**key),), (parameter,)), key)
+            queue.add(wgrad.WGradTask(kernel, (torch.full((2,), 10.0**key),), (parameter,)), key)

@@ -60,18 +60,18 @@ def test_weights_whose_launch_takes_several_share_it() -> None:
     calls: list[tuple[int, bool]] = []
 
     def one(segments, outputs, accumulate):
-        several([(segments, outputs)], accumulate)
+        run_many([(segments, outputs)], accumulate)
 
-    def several(layers, accumulate):
+    def run_many(layers, accumulate):
         calls.append((len(layers), accumulate))
         for segments, outputs in layers:
             recorder([])(segments, outputs, accumulate)
 
-    one.several = several
+    kernel = wgrad.WGradKernel(one, run_many)
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
     parameters[1].grad = torch.ones(2)
     queue = zbkern.WGradQueue()
-    fill(queue, one, parameters)
+    fill(queue, kernel, parameters)
     queue.run([0, 1])
     assert calls == [(3, False), (1, True)]
     queue.run()
@@ -80,11 +80,11 @@ def test_weights_whose_launch_takes_several_share_it() -> None:
 
     calls.clear()
     shared = (parameters[0],)
-    queue.add(wgrad.WGradTask(one, (torch.ones(2),), shared))
+    queue.add(wgrad.WGradTask(kernel, (torch.ones(2),), shared))
     queue.add(wgrad.WGradTask(lambda *arguments: one(*arguments), (torch.ones(2),), (parameters[1],)))
-    queue.add(wgrad.WGradTask(one, (torch.ones(2), torch.ones(2)), (parameters[0], parameters[2])))
+    queue.add(wgrad.WGradTask(kernel, (torch.ones(2), torch.ones(2)), (parameters[0], parameters[2])))
     assert [len(batch) for batch, _ in grouping.batches(queue.tasks(), True)] == [1, 1, 1]
-    tied = [task for task in queue.tasks() if task.launch is one]
+    tied = [task for task in queue.tasks() if task.kernel is kernel]
     assert [len(batch) for batch, _ in grouping.batches(tied, True)] == [1, 1]
     queue.discard()
 
@@ -97,9 +97,8 @@ def test_weights_share_a_launch_only_when_merging(merge: bool | str) -> None:
     def never(layers, accumulate):
         raise AssertionError
 
-    one.several = never
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     queue = zbkern.WGradQueue(merge=merge)
-    fill(queue, one, parameters)
+    fill(queue, wgrad.WGradKernel(one, never), parameters)
     queue.run()
     assert [parameter.grad[0].item() for parameter in parameters] == [111, 111]

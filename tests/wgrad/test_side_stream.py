@@ -111,7 +111,9 @@ def test_without_the_event_after_w_a_step_reads_too_early(device: Device, monkey
 def test_without_holding_them_tensors_are_freed_under_w(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = side_stream.SideStream.launch
     monkeypatch.setattr(
-        side_stream.SideStream, "launch", lambda self, function, marks, held: launch(self, function, marks, ())
+        side_stream.SideStream,
+        "launch",
+        lambda self, function, ready_events, held: launch(self, function, ready_events, ()),
     )
     assert train(device, "main").read != [[110.0, 110.0]]
 
@@ -170,7 +172,7 @@ def test_what_is_allocated_or_zeroed_for_w_is_ordered_before_it(
     order: list[str] = []
     device.launch(lambda: order.append("last use of freed memory"))
     task = training.queue.tasks()[0]
-    task.launch = lambda segments, outputs, accumulate: device.launch(lambda: order.append("W"))
+    task.kernel = wgrad.WGradKernel(lambda segments, outputs, accumulate: device.launch(lambda: order.append("W")))
     training.queue.run(1)
     device.finish((device.side, device.main))
     assert order == ["last use of freed memory", "W"]
@@ -191,7 +193,7 @@ def test_gradients_with_hooks_are_computed_on_the_current_stream(device: Device)
         used.append(device.current.name)
         outputs[0].fill_(100.0)
 
-    task.launch = launch
+    task.kernel = wgrad.WGradKernel(launch)
     training.queue.run(2)
     assert used == ["main"]
     assert training.weight.grad.tolist() == [110.0, 110.0]
@@ -258,16 +260,15 @@ def test_blocks_end_early_where_the_launch_can_do_that(device: Device) -> None:
     def launch(segments: list[tuple[Tensor, ...]], outputs: list[Tensor], accumulate: bool) -> None:
         training.launch(segments, outputs, accumulate)
 
-    def several(layers: list[tuple], accumulate: bool, **options: int) -> None:
+    def run_many(layers: list[tuple], accumulate: bool, **options: int) -> None:
         seen.append(options)
         for segments, outputs in layers:
             launch(segments, outputs, accumulate)
 
-    launch.several = several
     for stream in (device.side, None):
         training.queue.stream = stream
         training.backward()
-        training.queue.tasks()[0].launch = launch
+        training.queue.tasks()[0].kernel = wgrad.WGradKernel(launch, run_many)
         training.queue.run()
         device.finish()
     assert seen == [{"max_tiles": 1}]  # on the current stream nothing else waits for multiprocessors

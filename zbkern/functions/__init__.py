@@ -1,1 +1,1 @@
-"""Autograd functions: forward saves; backward runs the input gradient now and hands the weight gradient on as a W."""
+"""Autograd functions: forward saves; backward computes the input gradient and defers the weight gradient, W."""

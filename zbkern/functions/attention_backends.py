@@ -1,7 +1,7 @@
 """Which attention core impl="auto" runs on a GPU: ours, one of torch's, or an installed FlashAttention.
 
-What has been measured on such a GPU decides (`kernels/selection.py`), and `ORDER` where nothing has been. A core that
-cannot take the case is passed over; `explain` says why, `zbkern info` prints it, and the log names each first choice.
+`ORDER` decides; `python -m bench.attention` measures what it should be on the GPU at hand. A core that cannot take the
+case is passed over; `explain` says why, `zbkern info` prints it, and the log names each first choice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zbkern.functions.attention import attention, attention_with_torch
-from zbkern.kernels import selection
 from zbkern.kernels.spec import AttentionOptions
 
 _log = logging.getLogger("zbkern")
@@ -45,7 +44,6 @@ class Case:
     capability: tuple[int, int]
     dtype: torch.dtype
     size: int
-    tokens: int
     causal: bool
     window: bool
     packed: bool
@@ -57,7 +55,7 @@ class Case:
 def fastest(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, ours: ModuleType | None, why_not_ours: str | None
 ) -> Tensor:
-    """attention(q, k, v) through the first core that can. ours: the Triton launches, or None and why not."""
+    """attention(q, k, v) through the first core that can. ours: the Triton kernels, or None and why not."""
     case = case_of(q, k, options)
     for name in order(case):
         reason = why_not_ours if name == "triton" else None
@@ -80,7 +78,6 @@ def case_of(q: Tensor, k: Tensor, options: AttentionOptions) -> Case:
         capability=torch.cuda.get_device_capability(q.device),
         dtype=q.dtype,
         size=q.shape[-1],
-        tokens=_longest(options.queries),
         causal=options.causal,
         window=options.window is not None,
         packed=packed,
@@ -95,9 +92,6 @@ def order(case: Case) -> tuple[str, ...]:
     if case.dtype not in (torch.float16, torch.bfloat16):  # ours multiplies three times, in small tiles
         plain = not (case.packed or case.window or (case.causal and not case.square))
         return ("torch", "triton") if plain else ("triton", "torch")
-    table = selection.ATTENTION.get(case.capability)
-    if table:
-        return selection.nearest(table, (max(case.tokens, 1), max(case.size, 1), 2 if case.causal else 1))
     return ORDER[min(max(case.capability[0], min(ORDER)), max(ORDER))]
 
 
@@ -109,14 +103,13 @@ def explain(case: Case, why_not_ours: str | None = None) -> list[tuple[str, str 
 def lines(device: torch.device | str, why_not_ours: str | None) -> list[str]:
     """For `zbkern info`: the usual case on that GPU, and one that others' cores do not take."""
     capability = torch.cuda.get_device_capability(device)
-    usual = Case(capability, torch.bfloat16, 128, 8192, True, False, False, True, False)
-    how = "as measured" if capability in selection.ATTENTION else "not measured on such a GPU yet"
+    usual = Case(capability, torch.bfloat16, 128, True, False, False, True, False)
     windowed = replace(usual, dtype=torch.float32, window=True)
     found = []
     for what, case in (("bf16, causal, heads of 128", usual), ("float32 with a window", windowed)):
         cores = explain(case, why_not_ours)
         chosen = next(name for name, reason in cores if reason is None)
-        found.append(f"  {what}: through {chosen}" + f" ({how})" * (case is usual))
+        found.append(f"  {what}: through {chosen}" + " (not measured by us yet)" * (case is usual))
         found += [f"  not {name}: {reason}" for name, reason in cores if reason is not None]
     return found
 

@@ -31,15 +31,15 @@ class Embedding(torch.autograd.Function):
         (indices,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return differentiable_backward(call, embedding_with_torch, (indices, ctx.padding_idx), dy)
-        launch = embedding_wgrad(call.backend, ctx.padding_idx)
+        kernel = embedding_wgrad(call.backend, ctx.padding_idx)
         segment = (indices.reshape(-1), dy.reshape(-1, dy.shape[-1]))
-        return None, None, None, *weight_gradients(call, launch, segment, ctx.needs_input_grad, dy.numel())
+        return None, None, None, *weight_gradients(call, kernel, segment, ctx.needs_input_grad, dy.numel())
 
 
 @functools.cache
-def embedding_wgrad(backend: ModuleType, padding_idx: int | None) -> wgrad.Launch:
-    """The launch with its padding index fixed; the same object each time, so that tasks of one weight merge."""
-    return functools.partial(backend.embedding_wgrad, padding_idx=padding_idx)
+def embedding_wgrad(backend: ModuleType, padding_idx: int | None) -> wgrad.WGradKernel:
+    """The kernel with its padding index fixed; the same object each time, so that tasks of one weight merge."""
+    return wgrad.WGradKernel(functools.partial(backend.embedding_wgrad, padding_idx=padding_idx))
 
 
 def embedding_with_torch(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:

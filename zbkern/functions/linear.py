@@ -1,4 +1,4 @@
-"""Products with weights: linear, the gated MLP as one function, and a linear per group of rows."""
+"""Matmuls with weights: linear, the gated MLP as one function, and a linear per group of rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from zbkern import wgrad
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import as_rows
 from zbkern.kernels import reference
+from zbkern.kernels.reference import linear as reference_linear
 from zbkern.kernels.reference import matmul as reference_matmul
 
 
@@ -64,13 +65,13 @@ class Linear(torch.autograd.Function):
             x = x.detach()
         if x.dim() != 2:
             x, dy = as_rows(x), as_rows(dy)
-        launch = transposed_wgrad(call.backend) if ctx.transposed else call.backend.linear_wgrad
-        weights = weight_gradients(call, launch, (x, dy), needs, linear_flops)
+        kernel = (transposed_wgrad if ctx.transposed else linear_wgrad)(call.backend)
+        weights = weight_gradients(call, kernel, (x, dy), needs, linear_flops)
         return None, dx, None, None, *weights
 
 
 class GatedMLP(torch.autograd.Function):
-    """y = h down^T, h = activation(x gate^T) * (x up^T), x [..., K]. B: dgate, dup, dx. W: three products.
+    """y = h down^T, h = activation(x gate^T) * (x up^T), x [..., K]. B: dgate, dup, dx. W: three matmuls.
 
     h is computed again in B instead of being kept from F: it costs one pass over the two halves.
     """
@@ -101,11 +102,11 @@ class GatedMLP(torch.autograd.Function):
         if needs[1]:
             dx = x.new_empty(x.shape)
             backend.linear_dgrad_sum([(da, gate), (db, up)], as_rows(dx))
-        rows, launch = as_rows(x.detach()), backend.linear_wgrad
+        rows, kernel = as_rows(x.detach()), linear_wgrad(backend)
         # params: gate, up, down, then their biases; each task takes a weight with its bias
-        dgate, dgate_bias = weight_gradients(call, launch, (rows, da), needs, linear_flops, slice(0, None, 3))
-        dup, dup_bias = weight_gradients(call, launch, (rows, db), needs, linear_flops, slice(1, None, 3))
-        ddown, ddown_bias = weight_gradients(call, launch, (h, dy), needs, linear_flops, slice(2, None, 3))
+        dgate, dgate_bias = weight_gradients(call, kernel, (rows, da), needs, linear_flops, slice(0, None, 3))
+        dup, dup_bias = weight_gradients(call, kernel, (rows, db), needs, linear_flops, slice(1, None, 3))
+        ddown, ddown_bias = weight_gradients(call, kernel, (h, dy), needs, linear_flops, slice(2, None, 3))
         return None, dx, None, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias
 
 
@@ -131,13 +132,14 @@ class GroupedLinear(torch.autograd.Function):
         if needs[1]:
             dx = torch.empty_like(x, requires_grad=False)
             backend.grouped_linear_dgrad(dy, weight, counts, dx)
-        weights = weight_gradients(call, backend.grouped_linear_wgrad, (x.detach(), dy, counts), needs, linear_flops)
+        kernel = wgrad.WGradKernel(backend.grouped_linear_wgrad)
+        weights = weight_gradients(call, kernel, (x.detach(), dy, counts), needs, linear_flops)
         return None, dx, None, *weights
 
 
 def input_gradient(backend: ModuleType, dy: Tensor, weight: Tensor) -> Tensor:
     """dx = dy weight, dy [..., N]."""
-    if backend is reference:  # a product that allocates takes 1.2 us less than one into a given tensor
+    if backend is reference:  # a matmul that allocates takes 1.2 us less than one into a given tensor
         if dy.numel() < reference_matmul.SMALL:
             return dy.mm(weight) if dy.dim() == 2 else torch.matmul(dy, weight)
         return reference_matmul.linear(dy, weight.t(), None)
@@ -147,17 +149,25 @@ def input_gradient(backend: ModuleType, dy: Tensor, weight: Tensor) -> Tensor:
 
 
 @functools.cache
-def transposed_wgrad(backend: ModuleType) -> wgrad.Launch:
-    """linear_wgrad for a weight stored [K, N]: dweight = sum x^T dy, the same product with its factors exchanged."""
+def linear_wgrad(backend: ModuleType) -> wgrad.WGradKernel:
+    """W of a linear layer in all forms that the backend has. Several weights at once gain nothing in the reference."""
+    if backend is reference:
+        return wgrad.WGradKernel(reference.linear_wgrad, allocate=reference_linear.linear_gradients)
+    return wgrad.WGradKernel(backend.linear_wgrad, backend.linear_wgrads)
 
-    def launch(segments: Any, outputs: Any, accumulate: bool) -> None:
+
+@functools.cache
+def transposed_wgrad(backend: ModuleType) -> wgrad.WGradKernel:
+    """linear_wgrad for a weight stored [K, N]: dweight = sum x^T dy, the same matmul with its operands exchanged."""
+
+    def run(segments: Any, outputs: Any, accumulate: bool) -> None:
         dweight, dbias = outputs
         if dweight is not None:
             backend.linear_wgrad([(dy, x) for x, dy in segments], (dweight, None), accumulate)
         if dbias is not None:
             backend.linear_wgrad(segments, (None, dbias), accumulate)
 
-    return launch
+    return wgrad.WGradKernel(run)
 
 
 def linear_flops(tensors: wgrad.Segment) -> int:

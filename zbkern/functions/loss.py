@@ -1,7 +1,7 @@
 """The head and its cross-entropy as one function, chunk by chunk, so that the logits are never whole in memory.
 
 F computes each chunk's logits once and leaves the loss, log-sum-exp and the gradient of the input; B only scales that
-gradient; W computes the logits again. Four products in all where three would do with all logits kept.
+gradient; W computes the logits again. Four matmuls in all where three would do with all logits kept.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions.linear import linear_with_torch
 from zbkern.kernels.spec import CrossEntropyOptions
+from zbkern.wgrad import WGradKernel
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -40,10 +41,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             return differentiable_backward(call, linear_cross_entropy_with_torch, (x, target, options), dloss)
         if dx is not None:
             dx = dx * dloss.unsqueeze(1).to(dx.dtype)
-        launch = HeadW(call, weight.detach(), None if bias is None else bias.detach(), options)
+        kernel = WGradKernel(HeadW(call, weight.detach(), None if bias is None else bias.detach(), options))
         segment = (x.detach(), target, lse, dloss.contiguous())
         flops = 4 * x.shape[0] * weight.numel()
-        return None, dx, None, None, *weight_gradients(call, launch, segment, needs, flops)
+        return None, dx, None, None, *weight_gradients(call, kernel, segment, needs, flops)
 
 
 class HeadW:

@@ -5,7 +5,9 @@ What waits is a few rows of partial sums, not the input and the output gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import as_rows, statistics_dtype
+from zbkern.kernels import reference
+from zbkern.kernels.reference import norm as reference_norm
+from zbkern.wgrad import WGradKernel
 
 
 class RMSNorm(torch.autograd.Function):
@@ -34,7 +39,7 @@ class RMSNorm(torch.autograd.Function):
             call.backend.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd)
             ctx.save_for_backward(x, weight, rstd)
             return y
-        ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in B
+        ctx.set_materialize_grads(False)  # an unused output costs nothing in B
         summed = x.new_empty(x.shape)
         call.backend.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd, as_rows(residual), as_rows(summed))
         ctx.save_for_backward(summed, weight, rstd)
@@ -59,7 +64,7 @@ class RMSNorm(torch.autograd.Function):
         call.backend.rms_norm_dgrad(as_rows(dy), rows, weight, rstd, dx, partials, *also)
         weights: Sequence[Tensor | None] = (None,) * len(call.params)
         if partials is not None:
-            weights = weight_gradients(call, call.backend.norm_wgrad, (partials,), needs, partials.numel())
+            weights = weight_gradients(call, norm_wgrad(call.backend), (partials,), needs, partials.numel())
         return _gradients(ctx, dx.view(x.shape), weights)
 
 
@@ -72,9 +77,8 @@ class LayerNorm(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         weight, bias = call.params
         ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
-        returning = _returning(call.backend.layer_norm_fwd, x)
-        if returning is not None and residual is None:
-            y, mean, rstd = returning(x, weight, bias, eps)
+        if residual is None and _reference_allocates(call, x):
+            y, mean, rstd = reference_norm.layer_norm(x, weight, bias, eps)
             ctx.save_for_backward(x, weight, mean, rstd)
             return y
         rows = as_rows(x)
@@ -84,7 +88,7 @@ class LayerNorm(torch.autograd.Function):
             call.backend.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd)
             ctx.save_for_backward(x, weight, mean, rstd)
             return y
-        ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in B
+        ctx.set_materialize_grads(False)  # an unused output costs nothing in B
         summed = x.new_empty(x.shape)
         also = as_rows(residual), as_rows(summed)
         call.backend.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd, *also)
@@ -102,9 +106,8 @@ class LayerNorm(torch.autograd.Function):
             return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
         also = () if dsummed is None else (as_rows(dsummed),)
-        returning = _returning(call.backend.layer_norm_dgrad, x)
-        if returning is not None:
-            dx, partials = returning(as_rows(dy), rows, weight, mean, rstd, *also)
+        if _reference_allocates(call, x):
+            dx, partials = reference_norm.layer_norm_gradients(as_rows(dy), rows, weight, mean, rstd, *also)
         else:
             dx, partials = rows.new_empty(rows.shape), None
             if weight is not None:
@@ -113,13 +116,18 @@ class LayerNorm(torch.autograd.Function):
             call.backend.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
         weights: Sequence[Tensor | None] = (None,) * len(call.params)
         if partials is not None:
-            weights = weight_gradients(call, call.backend.norm_wgrad, (partials,), needs, partials.numel())
+            weights = weight_gradients(call, norm_wgrad(call.backend), (partials,), needs, partials.numel())
         return _gradients(ctx, dx.view(x.shape), weights)
 
 
-def _returning(launch: Any, x: Tensor) -> Any:
-    """The launch that makes its own outputs, in the statistics' dtype, if that is x's and there is one."""
-    return getattr(launch, "returning", None) if x.dtype == statistics_dtype(x.dtype) else None
+@functools.cache
+def norm_wgrad(backend: ModuleType) -> WGradKernel:
+    return WGradKernel(backend.norm_wgrad, allocate=reference_norm.norm_gradients if backend is reference else None)
+
+
+def _reference_allocates(call: OpCall, x: Tensor) -> bool:
+    """Whether torch's own functions compute this, which allocate what they return, in the statistics' dtype."""
+    return call.backend is reference and x.dtype == statistics_dtype(x.dtype)
 
 
 def _gradients(ctx: Any, dx: Tensor | None, weights: Sequence[Tensor | None]) -> tuple[Any, ...]:

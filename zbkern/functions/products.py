@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import as_rows
-from zbkern.wgrad import Launch, Segment
+from zbkern.wgrad import Segment, WGradKernel
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
@@ -207,8 +207,8 @@ class Product(torch.autograd.Function):
             _, dx, *second = differentiable_backward(call, again, (x,), dy)
             return None, dx, None, None, None, *second
         dx = kind.dgrad(dy, x, weight, *options) if ctx.needs_input_grad[1] else None
-        launch = _launch(kind, ctx.key, ctx.steps, weight.shape, weight.dtype, options, call.backend)
-        weights = weight_gradients(call, launch, (x.detach(), dy), ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
+        kernel = _product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
+        weights = weight_gradients(call, kernel, (x.detach(), dy), ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
         return None, dx, None, None, None, *weights
 
 
@@ -228,43 +228,51 @@ class Source(torch.autograd.Function):
         if torch.is_grad_enabled():
             _, *weights = differentiable_backward(ctx.call, lambda parameter: replay(ctx.steps, parameter), (), dy)
             return None, None, None, *weights
-        launch = _sum(ctx.key, ctx.steps)
-        return None, None, None, *weight_gradients(ctx.call, launch, (dy,), ctx.needs_input_grad, dy.numel())
+        kernel = _sum_wgrad(ctx.key, ctx.steps)
+        return None, None, None, *weight_gradients(ctx.call, kernel, (dy,), ctx.needs_input_grad, dy.numel())
 
 
-_LAUNCHES: dict[Any, Launch] = {}
+_KERNELS: dict[Any, WGradKernel] = {}
 
 
-def _launch(kind: Kind, key: Any, steps: Any, shape: Any, dtype: Any, options: tuple[Any, ...], backend: Any) -> Launch:
-    """The same object for the same part of a parameter, so that tasks of several microbatches merge."""
+def _product_wgrad(
+    kind: Kind, key: Any, steps: Sequence[Step], weight: Tensor, options: tuple[Any, ...], backend: Any
+) -> WGradKernel:
+    """W of a product. The same object for the same part of a parameter, so that tasks of several microbatches merge."""
+    like = torch.empty_like(weight, device="meta")
 
-    def launch(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-        (gradient,) = outputs
-        assert gradient is not None
-        if not accumulate:
-            gradient.zero_()
+    def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+        gradient = _begun(outputs, accumulate)
         part = part_of(gradient, steps) if kind is LINEAR else None
         if part is not None:
             backend.linear_wgrad([(as_rows(x), as_rows(dy)) for x, dy in segments], (part, None), True)
             return
-        weight = torch.empty(shape, dtype=dtype, device="meta")
         for x, dy in segments:
-            add_to_part(gradient, steps, kind.wgrad(x, dy, weight, *options))
+            add_to_part(gradient, steps, kind.wgrad(x, dy, like, *options))
 
-    if any(isinstance(argument, Tensor) for argument in (*options, *(a for _, args, _ in steps for a in args))):
-        return launch
-    return _LAUNCHES.setdefault((kind.name, key, shape, dtype, repr(options), backend), launch)
+    return _kept((kind.name, key, like.shape, like.dtype, repr(options), backend), run, steps, options)
 
 
-def _sum(key: Any, steps: Any) -> Launch:
-    def launch(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-        (gradient,) = outputs
-        assert gradient is not None
-        if not accumulate:
-            gradient.zero_()
+def _sum_wgrad(key: Any, steps: Sequence[Step]) -> WGradKernel:
+    """W of a value: its gradients, added up."""
+
+    def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+        gradient = _begun(outputs, accumulate)
         for (dy,) in segments:
             add_to_part(gradient, steps, dy)
 
-    if any(isinstance(argument, Tensor) for _, args, _ in steps for argument in args):
-        return launch
-    return _LAUNCHES.setdefault(("sum", key), launch)
+    return _kept(("sum", key), run, steps)
+
+
+def _begun(outputs: Sequence[Tensor | None], accumulate: bool) -> Tensor:
+    """The one output, of the whole parameter, at zero where it is to be written: a part is added to it."""
+    (gradient,) = outputs
+    assert gradient is not None
+    return gradient if accumulate else gradient.zero_()
+
+
+def _kept(key: Any, run: Callable[..., None], steps: Sequence[Step], options: Sequence[Any] = ()) -> WGradKernel:
+    """The kernel of an earlier call with this key; tensors among the arguments (chosen experts) are never equal."""
+    if any(isinstance(argument, Tensor) for argument in (*options, *(a for _, args, _ in steps for a in args))):
+        return WGradKernel(run)
+    return _KERNELS.setdefault(key, WGradKernel(run))

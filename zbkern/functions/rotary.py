@@ -21,8 +21,8 @@ class Rotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.backend, ctx.interleaved, ctx.back = backend, interleaved, back
         y = x.new_empty(x.shape)
-        launch = backend.rotary_dgrad if back else backend.rotary_fwd
-        launch(_batched(x), cos, sin, interleaved, _batched(y))
+        kernel = backend.rotary_dgrad if back else backend.rotary_fwd
+        kernel(_batched(x), cos, sin, interleaved, _batched(y))
         return y
 
     @staticmethod

@@ -63,11 +63,12 @@ class SeparableFunction:
         """
         if not inputs or not isinstance(inputs[0], Tensor):
             raise TypeError(f"{cls.__name__}.apply: the first input must be a torch.Tensor; got {inputs[:1]}")
-        listed = isinstance(weights, Iterable) and not isinstance(weights, Tensor)
-        weights = tuple(weights) if listed else weights
-        if not listed or not all(w is None or isinstance(w, Tensor) for w in weights):
-            raise TypeError(f"{cls.__name__}.apply: weights must be a list of tensors or None; got {weights!r}")
-        call = OpCall(weights, cls, name or cls.__name__)  # type: ignore[arg-type]  # the class is its backend
+        params = tuple(weights) if isinstance(weights, Iterable) and not isinstance(weights, Tensor) else None
+        if params is None or not all(w is None or isinstance(w, Tensor) for w in params):
+            raise TypeError(
+                f"{cls.__name__}.apply: weights must be a list of tensors or None; got {params or weights!r}"
+            )
+        call = OpCall(params, cls, name or cls.__name__)
         return apply(_Separable, call, inputs[0], len(inputs), *inputs[1:])
 
     @classmethod
@@ -95,7 +96,7 @@ class _Separable(torch.autograd.Function):
     """Any SeparableFunction: its class travels as the `backend` of the call."""
 
     @staticmethod
-    def forward(ctx: Any, call: OpCall, x: Tensor, count: int, *rest: Any) -> Any:
+    def forward(ctx: Any, call: OpCall[type[SeparableFunction]], x: Tensor, count: int, *rest: Any) -> Any:
         others = rest[: count - 1]  # what follows are edges
         ctx.call, ctx.count = call, count
         ctx.needs = (ctx.needs_input_grad[1], *ctx.needs_input_grad[3 : 2 + count])
@@ -117,12 +118,12 @@ class _Separable(torch.autograd.Function):
             )
         split = next((i for i, value in enumerate(kept) if not isinstance(value, Tensor)), len(kept))
         tensors = tuple([tensor.detach() for tensor in kept[:split]])
-        launch = _launch(own, tuple(kept[split:]))
-        weights = weight_gradients(call, launch, tensors, ctx.needs_input_grad)
+        kernel = _kernel(own, tuple(kept[split:]))
+        weights = weight_gradients(call, kernel, tensors, ctx.needs_input_grad)
         return None, gradients[0], None, *gradients[1:], *weights
 
 
 @functools.cache
-def _launch(own: type[SeparableFunction], options: tuple[Hashable, ...]) -> wgrad.Launch:
+def _kernel(own: type[SeparableFunction], options: tuple[Hashable, ...]) -> wgrad.WGradKernel:
     """The same object for the same options, so that tasks of one weight merge."""
-    return functools.partial(own.launch, options=options) if options else own.launch
+    return wgrad.WGradKernel(functools.partial(own.launch, options=options) if options else own.launch)

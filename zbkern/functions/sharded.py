@@ -19,7 +19,7 @@ from torch import Tensor
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import as_rows
 from zbkern.functions.linear import linear_flops
-from zbkern.wgrad import Launch, Segment
+from zbkern.wgrad import Segment, WGradFunction, WGradKernel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -51,8 +51,8 @@ class ShardedLinear(torch.autograd.Function):
         places = [_of_product(*pair, dy.dim() - 1) for pair in zip(x.placements, dy.placements, strict=True)]
         segment = as_rows(x.to_local().detach()), as_rows(dy.to_local())
         if all(_agrees(parameter, places) for parameter in call.params):
-            launch = local(call.backend.linear_wgrad)
-            return None, dx, *weight_gradients(call, launch, segment, ctx.needs_input_grad, linear_flops)
+            kernel = local(call.backend.linear_wgrad)
+            return None, dx, *weight_gradients(call, kernel, segment, ctx.needs_input_grad, linear_flops)
         wanted = [parameter is not None for parameter in call.params]
         found = [_rows(dy).mT @ _rows(x) if wanted[0] else None, _rows(dy).sum(0) if wanted[1] else None]
         return None, dx, *_as_computed(call, found, ctx.needs_input_grad)
@@ -77,9 +77,9 @@ class ShardedEmbedding(torch.autograd.Function):
         places = zip(weight.placements, indices.placements, dy.placements, strict=True)
         if all(_splits_embedding(*place, dy.dim() - 1) for place in places):
             rows, first = weight.to_local().shape[0], _first_row(weight)
-            launch = _embedding_kernel(call.backend.embedding_wgrad, ctx.padding_idx, first, rows)
+            kernel = _embedding_kernel(call.backend.embedding_wgrad, ctx.padding_idx, first, rows)
             segment = indices.to_local().reshape(-1), as_rows(dy.to_local())
-            return None, None, None, *weight_gradients(call, launch, segment, ctx.needs_input_grad, segment[1].numel())
+            return None, None, None, *weight_gradients(call, kernel, segment, ctx.needs_input_grad, segment[1].numel())
         found = torch.ops.aten.embedding_dense_backward(
             dy, indices, weight.shape[0], -1 if ctx.padding_idx is None else ctx.padding_idx, False
         )
@@ -87,17 +87,17 @@ class ShardedEmbedding(torch.autograd.Function):
 
 
 @functools.cache
-def local(kernel: Launch) -> Launch:
+def local(kernel: WGradFunction) -> WGradKernel:
     """The kernel on this rank's part of its outputs; the same object each time, so that tasks of one weight merge."""
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
         kernel(segments, [_local(output) for output in outputs], accumulate)
 
-    return run
+    return WGradKernel(run)
 
 
 @functools.cache
-def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, first: int, rows: int) -> Launch:
+def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, first: int, rows: int) -> WGradKernel:
     """kernel for rows first to first + rows of the vocabulary: tokens of other rows count nothing."""
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -109,7 +109,7 @@ def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, firs
             own.append((torch.where(here, indices - first, 0), dy * here.unsqueeze(-1)))
         kernel(own, [_local(output) for output in outputs], accumulate, padding_idx=None)
 
-    return run
+    return WGradKernel(run)
 
 
 def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -121,11 +121,14 @@ def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumula
         accumulate = True
 
 
+_ADD = WGradKernel(_add)
+
+
 def _as_computed(call: OpCall, found: Sequence[Any], needs: Sequence[bool]) -> Sequence[Tensor | None]:
     """Gradients that B has computed, brought to their parameters' placements: W adds them."""
     pairs: list[tuple[Any, Any]] = list(zip(call.params_requiring_grad, found, strict=True))
     parts = tuple(g.redistribute(p.device_mesh, p.placements).to_local() for p, g in pairs if p is not None)
-    return weight_gradients(call, _add, parts, needs)
+    return weight_gradients(call, _ADD, parts, needs)
 
 
 def _local(tensor: Any) -> Any:

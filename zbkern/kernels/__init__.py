@@ -1,1 +1,1 @@
-"""Raw launches: the contract (`spec`), its plain-torch twin (`reference`), and who runs what (`dispatch`)."""
+"""Kernels: their contract (`spec`), the same in plain torch (`reference`), and which backend runs what (`dispatch`)."""

@@ -1,8 +1,11 @@
-"""Which implementation runs an op: named ones run or raise, "auto" takes the first that can.
+"""Which backend runs an op: a named one runs or raises, "auto" takes the first that can.
 
-An implementation is a module that has the launches of `spec.py` as functions. It is imported when first asked for. The
-CUDA extension has only the launches that it does better than Triton; the others of an op it borrows from there. "auto"
-goes by what was measured (`measured.py`).
+A backend is a module that has the kernels of `spec.py` as functions. It is imported when first asked for. The CUDA
+extension has only the kernels that it is meant to do better than Triton; the others of an op come from there.
+
+On a GPU "auto" takes Triton's kernels, but cuBLAS for a matmul with nothing to fuse, which is known to be near the
+ceiling. No measurement says otherwise yet: W of the CUDA extension runs where impl="cuda" asks for it, and
+`python -m bench.cuda_wgrad` compares it with Triton's.
 """
 
 from __future__ import annotations
@@ -16,21 +19,21 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zbkern.kernels import selection, spec
+from zbkern.kernels import spec
 
 _MODULES = {
     "cuda": "zbkern.kernels.cuda.wgrad",
     "triton": "zbkern.kernels.triton.kernels",
     "torch": "zbkern.kernels.reference",
 }
-_LENDERS = {"cuda": "triton"}
-_WHOLE = {("adamw", "cuda"): "zbkern.kernels.cuda.adamw"}  # has all launches of its op, and dtypes of its own
+_FALLBACK_BACKEND = {"cuda": "triton"}  # has the kernels that the other one lacks
+_STANDALONE_OPS = {("adamw", "cuda"): "zbkern.kernels.cuda.adamw"}  # all kernels of the op, dtypes of their own
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class UnavailableError(RuntimeError):
-    """A named implementation cannot run here; the message says why and what would."""
+    """A named backend cannot run here; the message says why, and what to do."""
 
 
 @functools.cache
@@ -41,7 +44,7 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     if impl not in _MODULES:
         return f"this version of zbkern has no {impl} kernels; use impl='torch' or impl='auto'"
     if impl == "triton":
-        if (op, "cuda") in _WHOLE:
+        if (op, "cuda") in _STANDALONE_OPS:
             return "it has no kernels for this"
         reason = _why_not_triton(torch.device(device), dtype)
         if reason is not None:
@@ -50,59 +53,53 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
         reason = _why_not_cuda(op, torch.device(device), dtype)
         if reason is not None:
             return reason
-    module = _launches_of(op, impl)
+    module = _backend_of(op, impl)
     missing = [name for name in spec.OPS[op] if not hasattr(module, name)]
     return f"{impl} lacks {', '.join(missing)}" if missing else None
 
 
 @functools.cache
 def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype | None = None) -> ModuleType:
-    """The module whose launches run `op`. Raises UnavailableError when a named implementation cannot."""
+    """The module whose kernels run `op`. Raises UnavailableError when a named backend cannot."""
     for candidate in candidates(op, device) if impl == "auto" else (impl,):
         reason = why_not(op, candidate, device, dtype)
         if reason is None:
-            if impl == "auto" and candidate == "triton":
-                extension = why_not(op, "cuda", device, dtype) is None
-                return _automatic(torch.cuda.get_device_capability(device), extension)
-            return _launches_of(op, candidate)
+            return _auto_backend() if impl == "auto" and candidate == "triton" else _backend_of(op, candidate)
     raise UnavailableError(f"{op}: impl={impl!r} cannot run on {device}: {reason}")
 
 
 def candidates(op: str, device: torch.device | str) -> tuple[str, ...]:
     """What "auto" chooses from, in order.
 
-    On a CPU Triton is an interpreter, for tests; it runs where it is named. Where "auto" takes Triton, some launches
-    are others' (`_automatic`).
+    On a CPU Triton is an interpreter, for tests; it runs where it is named. Where "auto" takes Triton, some matmuls are
+    cuBLAS's (`_auto_backend`).
     """
     if torch.device(device).type != "cuda":
         return ("torch",)
-    return ("cuda", "torch") if (op, "cuda") in _WHOLE else ("triton", "torch")
+    return ("cuda", "torch") if (op, "cuda") in _STANDALONE_OPS else ("triton", "torch")
 
 
-def _launches_of(op: str, impl: str) -> ModuleType:
-    return importlib.import_module(_WHOLE[op, impl]) if (op, impl) in _WHOLE else _launches(impl)
+def _backend_of(op: str, impl: str) -> ModuleType:
+    return importlib.import_module(_STANDALONE_OPS[op, impl]) if (op, impl) in _STANDALONE_OPS else _backend(impl)
 
 
 @functools.cache
-def _launches(impl: str) -> ModuleType:
+def _backend(impl: str) -> ModuleType:
     module = importlib.import_module(_MODULES[impl])
-    if impl not in _LENDERS:
+    if impl not in _FALLBACK_BACKEND:
         return module
-    joined = ModuleType(f"{module.__name__} and {_LENDERS[impl]}")
-    for name in spec.LAUNCHES:
-        for owner in (module, _launches(_LENDERS[impl])):
+    joined = ModuleType(f"{module.__name__} and {_FALLBACK_BACKEND[impl]}")
+    for name in spec.KERNELS:
+        for owner in (module, _backend(_FALLBACK_BACKEND[impl])):
             if not hasattr(joined, name) and hasattr(owner, name):
                 setattr(joined, name, getattr(owner, name))
     return joined
 
 
 @functools.cache
-def _automatic(capability: tuple[int, int], extension: bool) -> ModuleType:
-    """Triton's launches, but products with nothing to fuse, and W, from where such a GPU was found to be faster.
-
-    extension: the CUDA extension can run here.
-    """
-    triton, library = _launches("triton"), _launches(selection.PRODUCTS.get(capability, "torch"))
+def _auto_backend() -> ModuleType:
+    """Triton's kernels, but F and B of a linear without an activation through torch, which is cuBLAS."""
+    triton, library = _backend("triton"), _backend("torch")
 
     def linear_fwd(
         x: Tensor,
@@ -124,19 +121,15 @@ def _automatic(capability: tuple[int, int], extension: bool) -> ModuleType:
     ) -> None:
         (library if activation is None else triton).linear_dgrad(dy, weight, dx, accumulate, activation, z)
 
-    joined = ModuleType("triton, with products and W by measurement")
-    launches = {name: getattr(triton, name) for name in spec.LAUNCHES if hasattr(triton, name)}
-    vars(joined).update(launches, linear_fwd=linear_fwd, linear_dgrad=linear_dgrad)
-    if extension and capability in selection.WGRAD:
-        named = {"cuda": _launches("cuda"), "triton": triton}
-        joined.linear_wgrad = selection.linear_wgrad(selection.WGRAD[capability], named)  # type: ignore[attr-defined]
-        joined.linear_wgrads = joined.linear_wgrad.several  # type: ignore[attr-defined]
+    joined = ModuleType("triton, with matmuls of cuBLAS")
+    kernels = {name: getattr(triton, name) for name in spec.KERNELS if hasattr(triton, name)}
+    vars(joined).update(kernels, linear_fwd=linear_fwd, linear_dgrad=linear_dgrad)
     return joined
 
 
 def _why_not_cuda(op: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
-    whole = (op, "cuda") in _WHOLE
-    module = _launches_of(op, "cuda") if whole else importlib.import_module(_MODULES["cuda"])
+    standalone = (op, "cuda") in _STANDALONE_OPS
+    module = _backend_of(op, "cuda") if standalone else importlib.import_module(_MODULES["cuda"])
     if not any(hasattr(module, name) for name in spec.OPS[op]):
         return "it has nothing of its own for this; use impl='triton'"
     if dtype is not None and dtype not in module.DTYPES:
@@ -144,7 +137,7 @@ def _why_not_cuda(op: str, device: torch.device, dtype: torch.dtype | None) -> s
         return f"its kernels take {names}, not {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda":
         return f"its kernels need a CUDA device, not {device}"
-    return module.why_not(device) or (None if whole else why_not(op, _LENDERS["cuda"], device, dtype))
+    return module.why_not(device) or (None if standalone else why_not(op, _FALLBACK_BACKEND["cuda"], device, dtype))
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype | None) -> str | None:

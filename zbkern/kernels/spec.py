@@ -1,39 +1,36 @@
-"""The contract of every raw launch: names, shapes, dtypes. `reference.py` is the same contract in plain torch.
+"""The contract of every kernel: names, shapes, dtypes. `reference/` is the same contract in plain torch.
 
 Notation
     M   rows: all leading dimensions of an activation flattened (batch, sequence)
     K   input features          N   output features         H   hidden features of an MLP
-    E   groups (experts)        V   vocabulary              P   partial sums an implementation chooses to keep
+    E   groups (experts)        V   vocabulary              P   partial sums that a backend chooses to keep
     x [M, K]    weight [N, K]    bias [N]    y, dy [M, N]    dx [M, K]    dweight [N, K]    dbias [N]
     z [M, N]    the value before an activation, dz its gradient
     S   the statistics' dtype: float32, or float64 where x is float64
     T   tokens of all sequences of a batch one after the other; B sequences; D head size; Hq query, Hk key/value heads
 
 Rules
-    - A launch is named `{op}_{fwd,dgrad,bwd,wgrad}`, writes into the outputs it is given and returns None.
-    - It runs on the current stream, never synchronises, and a wgrad never allocates more than its implementation says.
-    - A wgrad is `launch(segments, outputs, accumulate)`: it sums over all segments (one per microbatch, of any length)
-      and writes (accumulate=False) or adds (accumulate=True) to every output that is not None. This is the launch
-      that `WGradTask` holds, so tasks of one weight merge by joining their segments. Options come last, by keyword.
-    - Outputs may have a wider dtype than the inputs: a bf16 product accumulates into an fp32 gradient.
+    - A kernel is named `{op}_{fwd,dgrad,bwd,wgrad}`, writes into the outputs it is given and returns None.
+    - It runs on the current stream, never synchronises, and a wgrad never allocates more than its backend says.
+    - A wgrad is `kernel(segments, outputs, accumulate)`: it sums over all segments (one per microbatch, of any length)
+      and writes (accumulate=False) or adds (accumulate=True) to every output that is not None. This is the kernel
+      that a `WGradTask` holds, so tasks of one weight merge by joining their segments. Options come last, by keyword.
+    - Outputs may have a wider dtype than the inputs: a bf16 matmul accumulates into an fp32 gradient.
     - Zero rows are legal: outputs are written as the sum over nothing.
     - Matrices may be transposed views (a weight that is stored [K, N]); the last two strides decide.
-    - An implementation may take further options by keyword that change no result (num_sms: how many to use, which
+    - A backend may take further options by keyword that change no result (num_sms: how many to use, which
       copies of operands and outputs with awkward strides do not keep to: these are torch's own kernels).
 
-Launches
+Kernels
     linear_fwd(x, weight, bias | None, y, activation=None, z=None)
                                                                y = activation(z), z = x weight^T + bias, kept if given
     linear_dgrad(dy, weight, dx, accumulate=False, activation=None, z=None)
                                                                dx (+)= dy weight, times activation'(z) if given
     linear_dgrad_sum([(dy, weight), ...], dx)                  dx = sum dy weight, over layers that share their input
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
-    linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one launch.
-                                                               A linear_wgrad has it as `.several` if a queue may use
-                                                               it, then with max_tiles=: a block ends after so many
-                                                               tiles, for work on other streams; 0 for no bound.
-                                                               .returning((x, dy), wanted) -> (dweight, dbias) is for
-                                                               gradients that need no place: torch's own memory
+    linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one kernel,
+                                                               with max_tiles=0: a block ends after so many tiles, for
+                                                               work on other streams; 0 for no bound
 
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)
@@ -62,10 +59,7 @@ Launches
                                                                dsummed [M, K], if given, is added to dx
     layer_norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S, rstd [M] S, residual=None, summed=None)
     layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None, dsummed=None)
-                                                               .returning makes the outputs and returns them, in S:
-                                                               (x [..., K], weight, bias, eps) -> y, mean, rstd and
-                                                               (dy, x, weight, mean, rstd, dsummed=None) -> dx, partials
-    norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P; .returning as linear_wgrad's
+    norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
 
     attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, D], options, y [T, Hq, D], lse [Hq, T] S)
     attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)  y = softmax(scale q k^T + mask) v per sequence and head
@@ -117,9 +111,9 @@ OPS = {
     "linear_cross_entropy": ("cross_entropy_fwd", "cross_entropy_wgrad"),
     "adamw": ("adamw", "squared_norm"),
 }
-"""The launches an implementation must have to run an op."""
+"""The kernels that a backend must have to run an op."""
 
-LAUNCHES = tuple(dict.fromkeys(launch for launches in OPS.values() for launch in launches))
+KERNELS = tuple(dict.fromkeys(kernel for kernels in OPS.values() for kernel in kernels))
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from zbkern.wgrad.queue import WGradQueue as WGradQueue
 from zbkern.wgrad.queue import current as current
 from zbkern.wgrad.queue import run_in_backward as run_in_backward
-from zbkern.wgrad.task import Launch as Launch
 from zbkern.wgrad.task import Segment as Segment
+from zbkern.wgrad.task import WGradFunction as WGradFunction
+from zbkern.wgrad.task import WGradKernel as WGradKernel
 from zbkern.wgrad.task import WGradTask as WGradTask
 
-__all__ = ["Launch", "Segment", "WGradQueue", "WGradTask", "current", "run_in_backward"]
+__all__ = [
+    "Segment",
+    "WGradFunction",
+    "WGradKernel",
+    "WGradQueue",
+    "WGradTask",
+    "current",
+    "run_in_backward",
+]

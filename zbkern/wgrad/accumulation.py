@@ -1,34 +1,33 @@
-"""Where a weight gradient lands when W runs: added to or written into `.grad` or `.main_grad`, or given to autograd.
+"""Where W puts its gradient: added to or written into `.grad` or `.main_grad`, or accumulated by autograd.
 
-Nothing here is decided earlier than the launch. Frameworks that keep their own gradient buffers announce it on the
-parameter: `main_grad` (accumulate there, any dtype), `overwrite_main_grad` (write instead of add) and
-`grad_added_to_main_grad` (set to True once it is there).
+Nothing here is decided before W runs. Frameworks that keep their own gradient buffers mark it on the parameter:
+`main_grad` (accumulate there, any dtype), `overwrite_main_grad` (write instead of add) and `grad_added_to_main_grad`
+(set to True once it is there).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from zbkern.wgrad.task import Segment, WGradTask
+from zbkern.wgrad.task import Segment, WGradKernel, WGradTask
 
 
 class Target:
-    """Where one launch of a task writes: the gradients that exist, to be added to, or new ones, to be written.
+    """What the kernel of a task writes to: the gradients that exist, to be added to, or new ones, to be written.
 
-    outputs, add: for the launch. fresh: something was allocated or zeroed for it, on the current stream. replaces: when
-    the launch has run, `arrive` adds to a gradient that it could not write in place.
+    outputs, add: arguments of the kernel. fresh: some of them were allocated or zeroed for it, on the current stream.
+    replaces: `commit` adds the result to a gradient that the kernel cannot write in place.
     """
 
     __slots__ = ("_owned", "_unset", "add", "fresh", "outputs", "replaces")
 
     def __init__(self, task: WGradTask) -> None:
         outputs: list[Tensor | None] = []
-        unset: list[tuple[Tensor, Tensor]] = []  # (parameter, output) to be assigned once the launch has run
+        unset: list[tuple[Tensor, Tensor]] = []  # (parameter, output) to be assigned after the kernel
         overwritten: list[Tensor] = []
         owned: list[Tensor] = []  # parameters with a main_grad
         self.replaces = False
@@ -36,7 +35,7 @@ class Target:
             if parameter is None or not parameter.requires_grad:  # frozen since its backward: autograd drops it, too
                 outputs.append(None)
                 continue
-            gradient = getattr(parameter, "main_grad", None)
+            gradient = main_grad_of(parameter)
             if gradient is not None:
                 owned.append(parameter)
                 if getattr(parameter, "overwrite_main_grad", False):
@@ -45,34 +44,51 @@ class Target:
                 gradient = parameter.grad
                 if gradient is None or gradient.is_sparse:
                     self.replaces = self.replaces or gradient is not None
-                    gradient = blank(parameter)
+                    gradient = empty_gradient(parameter)
                     unset.append((parameter, gradient))
             outputs.append(gradient)
         self.add = True
         if unset or overwritten:
             new = [*overwritten, *(gradient for _, gradient in unset)]
             self.add = len(new) < sum(output is not None for output in outputs)
-            if self.add:  # one launch has one mode: start those that are to be written at zero, and add to all
+            if self.add:  # a kernel writes all or adds to all: zero those that are to be written, and add
                 for gradient in new:
                     gradient.zero_()
         self.fresh = bool(unset or overwritten)
         self.outputs, self._unset, self._owned = outputs, unset, owned
 
-    def arrive(self) -> None:
-        """The launch has run: new gradients become their parameters', and frameworks hear of theirs."""
+    def commit(self) -> None:
+        """After the kernel: assigns new gradients to their parameters, and sets the flag of those with a main_grad."""
         for parameter, gradient in self._unset:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad  # not sparse + dense
         for parameter in self._owned:
-            _announce(parameter)
+            _set_added_flag(parameter)
+
+
+def main_grad_of(parameter: Tensor) -> Tensor | None:
+    """The gradient buffer that a framework keeps for this parameter, or None."""
+    return getattr(parameter, "main_grad", None)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Where frameworks and zbkern's weight gradients accumulate: `main_grad` if the parameter has one, else `.grad`."""
-    gradient = getattr(parameter, "main_grad", None)
-    return parameter.grad if gradient is None else gradient
+    """Where gradients of this parameter accumulate: its `main_grad` if it has one, else its `.grad`."""
+    main_grad = main_grad_of(parameter)
+    return parameter.grad if main_grad is None else main_grad
 
 
-def blank(parameter: Tensor) -> Tensor:
+def has_hooks(parameter: Tensor) -> bool:
+    """True when this parameter has hooks that autograd runs as it accumulates the gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def has_hooks_or_main_grad(parameter: Tensor) -> bool:
+    """True when autograd alone, accumulating in B, would run hooks too early or miss the `main_grad`."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return True
+    return getattr(parameter, "main_grad", None) is not None
+
+
+def empty_gradient(parameter: Tensor) -> Tensor:
     """Memory for a gradient, in the dtype that the parameter takes: torch's `grad_dtype`, which only leaves have."""
     dtype = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -81,22 +97,22 @@ def blank(parameter: Tensor) -> Tensor:
 def accumulate(batch: Sequence[list[WGradTask]]) -> None:
     """Runs W straight into the gradients: added in place where one exists, written where none does.
 
-    batch: groups of tasks; those of a group have one weight, and several groups have a launch that takes them all.
+    batch: groups of tasks; those of a group have one weight, and several groups have a kernel that takes them all.
     """
     if len(batch) == 1:  # the usual case without a Target: 0.6 us less of about 8 us per small W
         group = batch[0]
-        gradients = _present(group[0].parameters)
+        gradients = _existing_gradients(group[0].parameters)
         if gradients is not None:
             segments = [group[0].tensors] if len(group) == 1 else [task.tensors for task in group]
-            group[0].launch(segments, gradients, True)
+            group[0].kernel.run(segments, gradients, True)
             return
     targets = [Target(group[0]) for group in batch]
-    launch(batch, targets)
+    run_into(batch, targets)
     for target in targets:
-        target.arrive()
+        target.commit()
 
 
-def _present(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+def _existing_gradients(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
     """The `.grad` of each, None for those that take none; None when one is not there to be added to in place."""
     gradients: list[Tensor | None] = []
     for parameter in parameters:
@@ -110,15 +126,15 @@ def _present(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
     return gradients
 
 
-def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
-    """Runs every group into its target: several of them as one launch for all that are written, one for the others.
+def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
+    """Runs every group into its target: several groups as one kernel for those that are written, one for the others.
 
-    options: for launches that take several weights; the others have none.
+    options: for kernels that take several weights; the others have none.
     """
-    several: Any = getattr(batch[0][0].launch, "several", None)
-    if len(batch) == 1 and (several is None or not options):
+    kernel = batch[0][0].kernel
+    if kernel.run_many is None or (len(batch) == 1 and not options):
         target = targets[0]
-        batch[0][0].launch([task.tensors for task in batch[0]], target.outputs, target.add)
+        kernel.run([task.tensors for task in batch[0]], target.outputs, target.add)
         return
     for add in (False, True):  # what is written first: if the next one fails, nothing has been added twice
         layers = [
@@ -127,42 +143,42 @@ def launch(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **option
             if target.add is add
         ]
         if layers:
-            several(layers, add, **options)
+            kernel.run_many(layers, add, **options)
 
 
-def _announce(parameter: Tensor) -> None:
-    """Tells the framework that owns this parameter's `main_grad` that the gradient is in it."""
+def _set_added_flag(parameter: Tensor) -> None:
+    """Tells the framework that owns this parameter's `main_grad` that the gradient is in it, if it wants to know."""
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True
 
 
 def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, gradient) for every parameter of these tasks, summed over them; nothing has landed yet.
+    """(parameter, gradient) for every parameter of these tasks, summed over them; not in `.grad` or `.main_grad` yet.
 
     Where a parameter has a `main_grad` the sum is of its dtype: a sum in bf16 would be rounded before it is added.
     """
     sums: dict[int, tuple[Tensor, Tensor]] = {}
     for task in tasks:
-        wanted = [p for p in task.parameters if p is not None and p.requires_grad]
-        add = any(id(parameter) in sums for parameter in wanted)
-        for parameter in wanted:
+        params = [p for p in task.parameters if p is not None and p.requires_grad]
+        add = any(id(parameter) in sums for parameter in params)
+        for parameter in params:
             if id(parameter) not in sums:
-                start = _blank_sum(parameter)
+                start = _empty_sum(parameter)
                 sums[id(parameter)] = (parameter, start.zero_() if add else start)
         outputs = [None if p is None or id(p) not in sums else sums[id(p)][1] for p in task.parameters]
-        task.launch([task.tensors], outputs, add)
+        task.kernel.run([task.tensors], outputs, add)
     return list(sums.values())
 
 
-def _blank_sum(parameter: Tensor) -> Tensor:
-    main_grad = getattr(parameter, "main_grad", None)
+def _empty_sum(parameter: Tensor) -> Tensor:
+    main_grad = main_grad_of(parameter)
     if main_grad is None:
-        return blank(parameter)
+        return empty_gradient(parameter)
     return torch.empty_like(parameter, dtype=main_grad.dtype, requires_grad=False)
 
 
 def add_gradients(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-    """A launch whose segments are gradients that are computed already: outputs (+)= their sum."""
+    """outputs (+)= the sum of segments, which are gradients already."""
     for segment in segments:
         for output, gradient in zip(outputs, segment, strict=True):
             if output is not None:
@@ -170,29 +186,32 @@ def add_gradients(segments: Sequence[Segment], outputs: Sequence[Tensor | None],
         accumulate = True
 
 
+ADD_GRADIENTS = WGradKernel(add_gradients)
+
+
 def accumulate_via_autograd(gradients: list[tuple[Tensor, Tensor]], create_graph: bool = False) -> None:
     """Gives gradients to leaf parameters through autograd's accumulation: every kind of hook runs as in a backward.
 
-    A gradient whose parameter has a `main_grad` lands there first, and its hooks see zeros: they are told that the
+    A gradient whose parameter has a `main_grad` is added there first, and its hooks see zeros: they run when the
     gradient is ready, and whatever they add changes nothing. Empties the list, so that autograd may keep the tensors
     instead of copying them.
     """
     for parameter, gradient in gradients:
-        main_grad = getattr(parameter, "main_grad", None)
+        main_grad = main_grad_of(parameter)
         if main_grad is not None:
             overwrite = getattr(parameter, "overwrite_main_grad", False)
             with torch.no_grad():
                 main_grad.copy_(gradient) if overwrite else main_grad.add_(gradient)
                 gradient.zero_()
-            _announce(parameter)
+            _set_added_flag(parameter)
     parameters = [parameter for parameter, _ in gradients]
-    gradient = None  # type: ignore[assignment]  # autograd copies a tensor that somebody else holds
+    gradient = None  # type: ignore[assignment]  # autograd copies a tensor to which there are other references
     with torch.enable_grad():
-        arrival = _Arrival.apply(gradients, *parameters)
-    torch.autograd.backward(arrival, create_graph=create_graph)
+        injected = _InjectGradient.apply(gradients, *parameters)
+    torch.autograd.backward(injected, create_graph=create_graph)
 
 
-class _Arrival(torch.autograd.Function):
+class _InjectGradient(torch.autograd.Function):
     """A scalar whose gradient with respect to each parameter is the gradient at hand."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Which waiting W run together: tasks of one weight as one sum, groups of several weights as one launch."""
+"""Which waiting W run together: tasks of one weight as one sum, groups of several weights as one kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zbkern.wgrad.task import WGradTask
 
-Batch = list[list["WGradTask"]]  # groups that one launch takes, of tasks that one launch sums up
+Batch = list[list["WGradTask"]]  # groups that one kernel takes, each of tasks that are summed up
 
 
 def batches(selected: Sequence[WGradTask], merge: bool | str) -> Iterator[tuple[Batch, bool]]:
@@ -17,18 +17,18 @@ def batches(selected: Sequence[WGradTask], merge: bool | str) -> Iterator[tuple[
     merge: as in WGradQueue. Without it a batch is a task, or tasks that must run together (`by_weight`).
     """
     groups, hooked = by_weight(selected, bool(merge))
-    return by_launch(groups, hooked) if merge is True else (([group], group[0] in hooked) for group in groups)
+    return by_kernel(groups, hooked) if merge is True else (([group], group[0] in hooked) for group in groups)
 
 
 def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list[WGradTask]], set[WGradTask]]:
     """The tasks in groups that run together, oldest group first; and those for which hooks wait.
 
-    May: the same weight, when merging. Must: tasks of one key that share a parameter whose hooks listen, because
-    autograd calls those once per backward, after all its contributions (DistributedDataParallel relies on it).
+    May: the same weight, when merging. Must: tasks of one key that share a parameter with hooks, because autograd
+    runs those once per backward, after all its contributions (DistributedDataParallel relies on it).
     """
     groups: dict[Hashable, list[WGradTask]] = {}
     hooked: set[WGradTask] = set()
-    joined: dict[tuple[Hashable, int], Hashable] = {}  # (key, parameter) -> its group, where hooks listen
+    joined: dict[tuple[Hashable, int], Hashable] = {}  # (key, parameter) -> its group, where there are hooks
     for task in selected:
         label: Hashable = task.weight if merge else task
         if not task.has_hooks:
@@ -49,25 +49,25 @@ def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list
     return groups.values(), hooked
 
 
-def by_launch(groups: Iterable[list[WGradTask]], hooked: set[WGradTask]) -> Iterator[tuple[Batch, bool]]:
-    """Neighbouring groups that their launch takes at once (`launch.several`): on one device, no parameter in two."""
+def by_kernel(groups: Iterable[list[WGradTask]], hooked: set[WGradTask]) -> Iterator[tuple[Batch, bool]]:
+    """Neighbouring groups that their kernel takes at once (`kernel.run_many`): on one device, no parameter in two."""
     batch: Batch = []
     kind: Any = None
     taken: set[int] = set()
     for group in groups:
         task = group[0]
-        several = getattr(task.launch, "several", None)
-        if several is None or task in hooked:
+        run_many = task.kernel.run_many
+        if run_many is None or task in hooked:
             if batch:
                 yield batch, False
                 batch, taken = [], set()
             yield [group], task in hooked
             continue
         parameters = {id(p) for p in task.parameters if p is not None}
-        if batch and (kind != (several, task.tensors[0].device) or parameters & taken):
+        if batch and (kind != (run_many, task.tensors[0].device) or parameters & taken):
             yield batch, False
             batch, taken = [], set()
         batch.append(group)
-        kind, taken = (several, task.tensors[0].device), taken | parameters
+        kind, taken = (run_many, task.tensors[0].device), taken | parameters
     if batch:
         yield batch, False

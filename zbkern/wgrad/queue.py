@@ -1,8 +1,8 @@
 """The deferred half of a backward: `WGradTask`, one W that has not run yet, and `WGradQueue`, which holds them.
 
 A zbkern layer's backward computes the gradient of its input at once and, while a queue is deferring on this thread,
-hands the gradient of its weights over as a task. Everything that can change between B and W is decided when the task
-runs (`landing.py`): whether the gradient is added or written, and whether it lives in `.grad` or in `.main_grad`.
+adds a task to the queue for the gradient of its weights. Everything that can change between B and W is decided when the
+task runs (`accumulation.py`): whether the gradient is added or written, and whether it is `.grad` or `.main_grad`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from typing import Any
 import torch
 
 from zbkern.wgrad import accumulation, grouping, side_stream
-from zbkern.wgrad.task import Launch as Launch
-from zbkern.wgrad.task import Segment as Segment
-from zbkern.wgrad.task import WGradTask as WGradTask
+from zbkern.wgrad.task import WGradTask
 
 
 class WGradQueue:
     """Holds the W of every backward that ran inside `defer`, and runs it when asked, in any order.
 
     max_bytes: pinned bytes above which the oldest W run at once instead of waiting; None for no limit.
-    merge: True runs the pending tasks of one weight as one launch (equal to separate launches up to rounding);
-    "exact" runs them one after the other in the order of their backwards, bit for bit as separate launches; False
-    never groups. listeners: called with the tasks of each launch once their gradients have landed. Every method may be
-    called from any thread; a scope of `defer` belongs to the thread that opened it.
+    merge: True runs the pending tasks of one weight as one kernel (equal to separate kernels up to rounding); "exact"
+    runs them one after the other in the order of their backwards, bit for bit as separate tasks; False never groups.
+    listeners: functions, called with the tasks that have just run, once their gradients are complete. Every method may
+    be called from any thread; a scope of `defer` belongs to the thread that opened it.
 
-    stream: a CUDA stream on which W runs beside other work (`streams.py` says how, and what its priority is worth);
+    stream: a CUDA stream on which W runs beside other work (`side_stream.py` explains how, and priorities);
     None for the current one. Gradients are then complete where `join` or `run()` of everything was called; until
     then nothing else may touch them, a backward that does not defer included. Gradients with hooks, which may look at
     them at once, are computed on the current stream.
@@ -94,15 +92,15 @@ class WGradQueue:
         return _Scope(self, key)
 
     def add(self, task: WGradTask, key: Hashable = None) -> None:
-        """Takes a task over. Layers call this; so can a layer of your own (see `current`)."""
+        """Adds a task to those that wait. Layers call this; so can a layer of your own (see `current`)."""
         if not isinstance(task, WGradTask):
             raise TypeError(f"WGradQueue.add: task must be a WGradTask; got {type(task).__name__}")
         _check_key("add", key)
         task.key = key
         with self._lock:
             if self._side is not None and task.tensors[0].device == self._side.stream.device:
-                task.ready = self._side.mark()
-                self._unpin(self._side.landed())
+                task.ready_event = self._side.record_event()
+                self._unpin(self._side.take_finished())
             self._tasks[task] = None
             pinned, pins = self._pinned, task.pins
             for tensor in task.tensors:
@@ -132,7 +130,7 @@ class WGradQueue:
         return len(selected)
 
     def join(self) -> None:
-        """Makes the current stream wait for the W on the queue's own stream: from here on their gradients are there."""
+        """Makes the current stream wait for the W on the queue's own stream, whose gradients are then complete."""
         if self._side is not None:
             with self._lock:
                 self._unpin(self._side.join())
@@ -227,7 +225,7 @@ class WGradQueue:
         return None
 
     def _run_batch(self, batch: grouping.Batch, hooked: bool) -> None:
-        """Runs groups that are one launch; the tasks leave the queue once their gradients have landed."""
+        """Runs groups that are one kernel; the tasks leave the queue once their gradients are computed."""
         tasks = batch[0] if len(batch) == 1 else [task for group in batch for task in group]
         for task in tasks:
             version = 0
@@ -247,43 +245,43 @@ class WGradQueue:
             if hooked:
                 self.join()
                 gradients = accumulation.sum_gradients(tasks)
-            elif first.ready is not None:
+            elif first.ready_event is not None:
                 side = self._side
-                self._launch_beside(batch, tasks)
+                self._run_on_side_stream(batch, tasks)
             else:
                 accumulation.accumulate(batch)
         except Exception as error:
-            raise _failed(first, error) from error
+            raise _kernel_error(first, error) from error
         for task in tasks:
             del self._tasks[task]
         if side is None:
             self._unpin(tasks)
-        if gradients:  # the tasks are gone by now: if a hook raises, the gradient has landed all the same
+        if gradients:  # the tasks are gone by now: if a hook raises, the gradient is not added twice
             accumulation.accumulate_via_autograd(gradients)
         if self.listeners:
             with nullcontext() if side is None else side_stream.on(side.stream):  # after W, whichever stream it is on
                 for listener in self.listeners:
                     listener(tasks)
 
-    def _launch_beside(self, batch: list[list[WGradTask]], tasks: list[WGradTask]) -> None:
+    def _run_on_side_stream(self, batch: list[list[WGradTask]], tasks: list[WGradTask]) -> None:
         side = self._side
         assert side is not None
         targets = [accumulation.Target(group[0]) for group in batch]
-        marks = [task.ready for task in tasks]
+        ready_events = [task.ready_event for task in tasks]
         if any(target.fresh for target in targets):
-            marks.append(side.mark())
+            ready_events.append(side.record_event())
         # No priority takes a multiprocessor from a block that runs, so these end after a tile: 44 us on an H100 where W
         # sums over 4096 rows.
-        side.launch(lambda: accumulation.launch(batch, targets, max_tiles=1), marks, tasks)
+        side.launch(lambda: accumulation.run_into(batch, targets, max_tiles=1), ready_events, tasks)
         if any(target.replaces for target in targets):
             self.join()
         for target in targets:
-            target.arrive()
+            target.commit()
 
     def _run_early(self) -> None:
-        """Runs the oldest W until the limit holds. Where hooks listen, the gradient is computed but kept.
+        """Runs the oldest W until the limit holds. Of a parameter with hooks, the gradient is computed but kept.
 
-        They hear of it when the task is asked for: this backward may have more to add to the same parameter.
+        The hooks run when the task is asked for: this backward may have more to add to the same parameter.
         """
         assert self.max_bytes is not None
         for task in list(self._tasks):
@@ -293,14 +291,14 @@ class WGradQueue:
                 return
             if not task.has_hooks:
                 self._run([([[task]], False)], task)
-            elif task.launch is not accumulation.add_gradients:
+            elif task.kernel is not accumulation.ADD_GRADIENTS:
                 with torch.no_grad():
                     gradients = accumulation.sum_gradients([task])
                 self._remove([task])
                 if gradients:
                     parameters, sums = zip(*gradients, strict=True)
                     self.add(
-                        WGradTask(accumulation.add_gradients, sums, parameters, 0, task.name, task.ddp_managed),
+                        WGradTask(accumulation.ADD_GRADIENTS, sums, parameters, 0, task.name, task.ddp_managed),
                         task.key,
                     )
         if self._bytes > self.max_bytes:
@@ -345,7 +343,7 @@ class _Scopes(threading.local):
 
 
 _scopes = _Scopes()
-_endings: weakref.WeakValueDictionary[int, WGradQueue] = weakref.WeakValueDictionary()  # by running backward
+_backward_queues: weakref.WeakValueDictionary[int, WGradQueue] = weakref.WeakValueDictionary()  # by running backward
 possible = False  # some queue exists, so W may be deferred
 _alive = 0
 _counting = threading.Lock()
@@ -365,7 +363,7 @@ def current() -> tuple[WGradQueue, Hashable] | None:
 
 
 def run_in_backward(task: WGradTask) -> None:
-    """Runs a task that nobody defers: now, or where hooks listen when this backward ends and all contributions are in.
+    """Runs a task that is not deferred: now, or for hooks when this backward ends and all contributions are in.
 
     Autograd, too, calls a parameter's hooks once per backward.
     """
@@ -373,9 +371,9 @@ def run_in_backward(task: WGradTask) -> None:
         accumulation.accumulate([[task]])
         return
     backward = torch._C._current_graph_task_id()
-    queue = _endings.get(backward)
+    queue = _backward_queues.get(backward)
     if queue is None:
-        queue = _endings[backward] = WGradQueue()
+        queue = _backward_queues[backward] = WGradQueue()
         # Only the callback owns the queue: if the backward fails, both go, and its gradients with them, as in torch.
         torch.autograd.Variable._execution_engine.queue_callback(queue.run)  # type: ignore[arg-type]
     queue.add(task)
@@ -392,5 +390,5 @@ def _check_key(method: str, key: Hashable) -> None:
         ) from None
 
 
-def _failed(task: WGradTask, error: Exception) -> RuntimeError:
+def _kernel_error(task: WGradTask, error: Exception) -> RuntimeError:
     return RuntimeError(f"WGradQueue: W of {task} failed and stays in the queue: {error}")

@@ -11,47 +11,47 @@ import torch
 
 
 class SideStream:
-    """Launches on `stream`, ordered by events alone; the host never waits.
+    """Launches kernels on `stream`, ordered by events alone; the host never waits.
 
-    What a launch reads was allocated for another stream, whose allocator would give the memory away as soon as the
-    last reference is gone. So a launch holds its tensors, until the host has seen its end or a stream waits for it.
-    (record_stream would keep the memory, too, but until somebody next asks the allocator, and invisibly.) What a launch
-    allocates belongs to this stream. A stream's priority counts only against others: give the forwards and backwards
-    a stream of higher priority (torch.cuda.Stream(priority=-1)), or W competes with them as an equal.
+    What a kernel reads was allocated on another stream, whose allocator reuses the memory as soon as the last reference
+    is gone. So references are held until the host has seen that the kernel is done, or a stream waits for it.
+    (record_stream would keep the memory, too, but until the allocator is next called, and no count would show it.) What
+    a kernel allocates belongs to this stream. A stream's priority counts only against others: give the forwards and
+    backwards a stream of higher priority (torch.cuda.Stream(priority=-1)), or W competes with them as an equal.
     """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self._flights: deque[tuple[Any, Sequence[Any]]] = deque()  # (event at its end, what it holds), oldest first
+        self._in_flight: deque[tuple[Any, Sequence[Any]]] = deque()  # (event at its end, what it holds), oldest first
 
-    def mark(self) -> Any:
-        """This point of the current stream: what a launch waits for if it needs what was computed so far."""
+    def record_event(self) -> Any:
+        """An event after everything that the current stream has been given so far."""
         return current(self.stream.device).record_event()
 
-    def launch(self, function: Callable[[], None], marks: Iterable[Any], held: Sequence[Any]) -> None:
-        """function(), once all marks have passed. held: is kept until it comes back from `landed` or `join`."""
-        for mark in marks:
-            self.stream.wait_event(mark)
+    def launch(self, function: Callable[[], None], ready_events: Iterable[Any], held: Sequence[Any]) -> None:
+        """function(), after these events. held: is kept alive until `take_finished` or `join` returns it."""
+        for event in ready_events:
+            self.stream.wait_event(event)
         with on(self.stream):
             function()
-        self._flights.append((self.stream.record_event(), held))
+        self._in_flight.append((self.stream.record_event(), held))
 
-    def landed(self) -> list[Any]:
-        """What the launches held that have ended by now."""
-        if not self._flights or capturing():  # events of a graph that is being captured have no state yet
+    def take_finished(self) -> list[Any]:
+        """What was held for kernels that are done by now."""
+        if not self._in_flight or capturing():  # events of a graph that is being captured have no state yet
             return []
         ended: list[Any] = []
-        while self._flights and self._flights[0][0].query():
-            ended += self._flights.popleft()[1]
+        while self._in_flight and self._in_flight[0][0].query():
+            ended += self._in_flight.popleft()[1]
         return ended
 
     def join(self) -> list[Any]:
-        """Makes the current stream wait for all launches; what they held may go, since it is freed to that stream."""
-        if not self._flights:
+        """Makes the current stream wait for all kernels. Returns what was held, whose memory that stream may reuse."""
+        if not self._in_flight:
             return []
-        current(self.stream.device).wait_event(self._flights[-1][0])
-        held = [each for _, what in self._flights for each in what]
-        self._flights.clear()
+        current(self.stream.device).wait_event(self._in_flight[-1][0])
+        held = [each for _, what in self._in_flight for each in what]
+        self._in_flight.clear()
         return held
 
 

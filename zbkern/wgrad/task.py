@@ -1,48 +1,64 @@
-"""`WGradTask`: one W that has not run yet."""
+"""`WGradTask`: one W that has not run yet, and `WGradKernel`: what runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 Segment = tuple[Tensor, ...]
-Launch = Callable[[Sequence[Segment], Sequence["Tensor | None"], bool], None]
+Gradients = Sequence["Tensor | None"]
+WGradFunction = Callable[[Sequence[Segment], Gradients, bool], None]
+
+
+class WGradKernel(NamedTuple):
+    """A kernel that computes W, and further forms of it that some backends have, None for the others.
+
+    run(segments, outputs, accumulate): sums W over `segments`, the tensors of one microbatch each, and writes it
+        (accumulate=False) or adds it to every output that is not None.
+    run_many([(segments, outputs), ...], accumulate, max_tiles=0): `run` for several weights at once. max_tiles: a block
+        of the GPU ends after so many tiles, so that work on other streams gets its multiprocessor; 0 for no bound.
+    allocate(segment, params): W of one segment in new memory, None where the parameter is None.
+    """
+
+    run: WGradFunction
+    run_many: Callable[..., None] | None = None
+    allocate: Callable[[Segment, Gradients], Gradients] | None = None
 
 
 class WGradTask:
-    """One W: run `launch(segments, outputs, accumulate)` into the gradients of `parameters`.
+    """One W: run `kernel.run(segments, outputs, accumulate)` into the gradients of `parameters`.
 
-    launch: a raw wgrad launch (`kernels/spec.py`); it sums over `segments` and writes or adds to each output, aligned
-    with `parameters` (None where a parameter takes no gradient). tensors: what this task's one segment holds, usually
-    the layer's input and its output gradient, detached. arithmetic: the launch's flops, or a function of `tensors`
-    that counts them when somebody asks. ddp_managed: something that leaves no trace on the parameters waits for their
-    gradients at autograd's accumulation, as DistributedDataParallel's reducer does.
+    kernel: a WGradKernel, or its `run` alone; outputs are aligned with `parameters` (None where a parameter takes no
+    gradient). tensors: what this task's one segment holds, usually the layer's input and its output gradient, detached.
+    arithmetic: the flops of this W, or a function of `tensors` that counts them on demand. ddp_managed: the
+    gradients must go through autograd's accumulation although the parameters have no hooks that can be seen, because
+    DistributedDataParallel's reducer waits for them there.
     """
 
     __slots__ = (
-        *("_arithmetic", "ddp_managed", "key", "launch", "name", "parameters", "pins", "ready", "tensors"),
+        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "pins", "ready_event", "tensors"),
         *("version", "weight"),
     )
 
     def __init__(
         self,
-        launch: Launch,
+        kernel: WGradKernel | WGradFunction,
         tensors: Segment,
         parameters: tuple[Tensor | None, ...],
         arithmetic: int | Callable[[Segment], int] = 0,
         name: str = "",
         ddp_managed: bool = False,
     ) -> None:
-        self.launch = launch
+        self.kernel = kernel if isinstance(kernel, WGradKernel) else WGradKernel(kernel)
         self.tensors = tensors
         self.parameters = parameters
         self._arithmetic = arithmetic
         self.name = name
         self.ddp_managed = ddp_managed
         self.key: Any = None  # hashable
-        self.ready: Any = None  # an event after which `tensors` hold their values, where W has a stream of its own
+        self.ready_event: Any = None  # where W has a stream of its own: after it `tensors` hold their values
         self.pins: list[list[int]] = []  # a queue's entries for the storages of the tensors
         version = 0  # grows whenever one of the tensors is modified in place
         try:
@@ -51,11 +67,11 @@ class WGradTask:
         except AttributeError:
             raise TypeError(f"WGradTask: tensors must be a tuple of tensors; got {tensors!r}") from None
         self.version = version
-        self.weight = (launch, *map(id, parameters))  # equal for tasks that can be one launch
+        self.weight = (self.kernel.run, *map(id, parameters))  # equal for tasks that one kernel can sum up
 
     @property
     def flops(self) -> int:
-        """The arithmetic of the launch."""
+        """Floating-point operations of this W."""
         return self._arithmetic if isinstance(self._arithmetic, int) else self._arithmetic(self.tensors)
 
     @property

@@ -11,7 +11,9 @@ from torch import Tensor
 
 import zbkern
 from zbkern import functional, testing
+from zbkern.functions import linear as linear_functions
 from zbkern.kernels.triton import kernels as triton_kernels
+from zbkern.wgrad import WGradKernel
 
 
 def linear(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -66,10 +68,9 @@ def test_gradients_equal_torchs(name: str, deferred: bool) -> None:
 
 def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    launch = triton_kernels.linear_wgrad
-    monkeypatch.setattr(
-        triton_kernels, "linear_wgrad", lambda s, o, a: (calls.append([x.shape[0] for x, _ in s]), launch(s, o, a))
-    )
+    run, _, _ = linear_functions.linear_wgrad(triton_kernels)
+    kernel = WGradKernel(lambda s, o, a: (calls.append([x.shape[0] for x, _ in s]), run(s, o, a)))
+    monkeypatch.setattr(linear_functions, "linear_wgrad", lambda backend: kernel)
     weight = torch.randn(8, 16, requires_grad=True)
     queue = zbkern.WGradQueue()
     for rows in (3, 4, 5):
@@ -81,10 +82,9 @@ def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPa
 
 def test_weights_of_several_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    several = triton_kernels.linear_wgrad.several
-    monkeypatch.setattr(
-        triton_kernels.linear_wgrad, "several", lambda layers, a: (calls.append(len(layers)), several(layers, a))
-    )
+    run, run_many, _ = linear_functions.linear_wgrad(triton_kernels)
+    kernel = WGradKernel(run, lambda layers, a: (calls.append(len(layers)), run_many(layers, a)))
+    monkeypatch.setattr(linear_functions, "linear_wgrad", lambda backend: kernel)
     weights = [torch.randn(*shape, requires_grad=True) for shape in [(8, 16), (24, 8), (16, 24)]]
     queue = zbkern.WGradQueue()
     x = torch.randn(5, 16)

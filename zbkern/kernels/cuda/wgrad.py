@@ -1,6 +1,6 @@
 """Thin calls into the compiled extension zbkern._cuda: addresses are taken from tensors here, and checked once.
 
-linear_wgrad is the launch of spec.py; all tokens of a weight are one product, whose sum runs over the segments in the
+linear_wgrad is the kernel of spec.py; all tokens of a weight are one matmul, whose sum runs over the segments in the
 order of the list, in fp32, and whose result is read and written once. Nothing here waits for the GPU. A launch
 allocates only where it has to copy an operand whose rows are not contiguous or not at multiples of 16 bytes.
 """
@@ -78,15 +78,15 @@ def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool)
     """linear_wgrad of every group of rows: outputs [E, ..], segments (x, dy, counts)."""
     parts = [(x.split(counts.tolist()), dy.split(counts.tolist())) for x, dy, counts in segments]
     groups = next(output for output in outputs if output is not None).shape[0]
-    products = []
+    layers = []
     for group in range(groups):
         targets = [None if output is None else output[group] for output in outputs]
-        products.append(([(xs[group], dys[group]) for xs, dys in parts], targets))
-    linear_wgrads(products, accumulate)
+        layers.append(([(xs[group], dys[group]) for xs, dys in parts], targets))
+    linear_wgrads(layers, accumulate)
 
 
 def linear_wgrads(
-    products: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, num_sms: int | None = None, max_tiles: int = 0
+    layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, num_sms: int | None = None, max_tiles: int = 0
 ) -> None:
     """linear_wgrad of several weights, each dweight and dbias in memory of its own, in as few launches as possible.
 
@@ -96,15 +96,15 @@ def linear_wgrads(
     batch: list[tuple] = []  # of one launch, as the extension takes it
     like: tuple = ()  # what they have in common
     room = 0
-    copies: list[Tensor] = []  # their memory must not be given away before the launch
-    for segments, (dweight, dbias) in products:
+    copies: list[Tensor] = []  # kept alive until the launch: their memory would be reused
+    for segments, (dweight, dbias) in layers:
         (n, k), (step, unit) = ((0, 0), (0, 1)) if dweight is None else (dweight.shape, dweight.stride())
         if dweight is None or unit != 1 or not (n and k) or (dbias is not None and not dbias.is_contiguous()):
             _add_bias(segments, dbias, accumulate)
             dbias = None
             if dweight is None or not (n and k):
                 continue
-            if unit != 1:  # a transposed view: the same product with its factors exchanged
+            if unit != 1:  # a transposed view: the same matmul with its operands exchanged
                 segments, dweight = [(dy, x) for x, dy in segments], dweight.t()
                 n, k, step, unit = k, n, unit, step
             if unit != 1:
@@ -123,7 +123,7 @@ def linear_wgrads(
                 some = parts[first : first + _cuda.MAX_SEGMENTS]
                 _launch([(*target, some)], same, accumulate or first > 0, num_sms, max_tiles)
             continue
-        if batch and (same != like or len(parts) > room or len(batch) == _most_products(device)):
+        if batch and (same != like or len(parts) > room or len(batch) == _max_weights(device)):
             _launch(batch, like, accumulate, num_sms, max_tiles)
             batch = []
         if not batch:
@@ -134,15 +134,12 @@ def linear_wgrads(
         _launch(batch, like, accumulate, num_sms, max_tiles)
 
 
-linear_wgrad.several = linear_wgrads  # type: ignore[attr-defined]  # how a queue finds it
-
-
-def _launch(products: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
+def _launch(layers: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
     kinds, device = like
     places, hopper = _gpu(device)
     if num_sms is not None:  # a block each: two of a launch are on one multiprocessor only where all are taken
         places = min(num_sms, places)
-    _cuda.wgrad(products, *kinds, accumulate, places, max_tiles, hopper, device, raw_stream(device))
+    _cuda.wgrad(layers, *kinds, accumulate, places, max_tiles, hopper, device, raw_stream(device))
 
 
 def _addresses(
@@ -195,7 +192,7 @@ def _gpu(device: int) -> tuple[int, bool]:
     return properties.multi_processor_count * (1 if hopper else 2), hopper
 
 
-def _most_products(device: int) -> int:
+def _max_weights(device: int) -> int:
     return _cuda.MAX_PRODUCTS if _gpu(device)[1] else 1
 
 
@@ -208,7 +205,7 @@ def _aligned(matrix: Tensor) -> Tensor:
 
 
 def _add_bias(segments: Segments, dbias: Tensor | None, accumulate: bool) -> None:
-    """The bias alone: of a frozen weight, and of one whose factors are exchanged."""
+    """The bias alone: of a frozen weight, and of one whose operands are exchanged."""
     if dbias is None:
         return
     if not accumulate:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from zbkern.kernels.reference.activation import activation_bwd as activation_bwd
+from zbkern.kernels.reference.activation import activation_function as activation_function
+from zbkern.kernels.reference.activation import activation_fwd as activation_fwd
+from zbkern.kernels.reference.activation import gated_bwd as gated_bwd
+from zbkern.kernels.reference.activation import gated_fwd as gated_fwd
 from zbkern.kernels.reference.adamw import adamw as adamw
 from zbkern.kernels.reference.adamw import squared_norm as squared_norm
 from zbkern.kernels.reference.attention import attention_dgrad as attention_dgrad
 from zbkern.kernels.reference.attention import attention_fwd as attention_fwd
-from zbkern.kernels.reference.linear import activation_bwd as activation_bwd
-from zbkern.kernels.reference.linear import activation_function as activation_function
-from zbkern.kernels.reference.linear import activation_fwd as activation_fwd
-from zbkern.kernels.reference.linear import add_sum as add_sum
-from zbkern.kernels.reference.linear import embedding_fwd as embedding_fwd
-from zbkern.kernels.reference.linear import embedding_wgrad as embedding_wgrad
-from zbkern.kernels.reference.linear import gated_bwd as gated_bwd
-from zbkern.kernels.reference.linear import gated_fwd as gated_fwd
+from zbkern.kernels.reference.embedding import embedding_fwd as embedding_fwd
+from zbkern.kernels.reference.embedding import embedding_wgrad as embedding_wgrad
 from zbkern.kernels.reference.linear import gated_linear_dgrad as gated_linear_dgrad
 from zbkern.kernels.reference.linear import gated_linear_fwd as gated_linear_fwd
 from zbkern.kernels.reference.linear import grouped_linear_dgrad as grouped_linear_dgrad

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zbkern.kernels.reference.matmul import add_product, linear
+from zbkern.kernels.reference.matmul import addmm_into, linear
 from zbkern.kernels.spec import CrossEntropyOptions
 
 
@@ -39,7 +39,7 @@ def cross_entropy_fwd(
         loss[rows] = torch.where(counts, value, 0)
         if dx is not None:
             dz = _logit_gradient(z, target[rows], lse[rows], counts.to(z.dtype), options)
-            add_product(dx[rows], dz.to(x.dtype), weight, False)
+            addmm_into(dx[rows], dz.to(x.dtype), weight, False)
 
 
 def cross_entropy_wgrad(
@@ -62,7 +62,7 @@ def cross_entropy_wgrad(
             factor = torch.where(target[rows] != options.ignore_index, dloss[rows], 0)
             dz = _logit_gradient(z, target[rows], lse[rows], factor, options)
             if dweight is not None:
-                add_product(dweight, dz.to(x.dtype).t(), x[rows], True)
+                addmm_into(dweight, dz.to(x.dtype).t(), x[rows], True)
             if dbias is not None:
                 dbias.add_(dz.sum(0))
 

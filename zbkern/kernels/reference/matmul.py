@@ -1,6 +1,6 @@
-"""Plain products by the libraries that torch has on board, and which of two takes one on a CPU.
+"""Plain matmuls by the libraries that torch has on board, and which of two takes one on a CPU.
 
-torch gives fp32 products to MKL, which leaves AVX-512 alone on processors that are not Intel's. oneDNN, which torch
+torch gives fp32 matmuls to MKL, which leaves AVX-512 alone on processors that are not Intel's. oneDNN, which torch
 has on board for other work, uses it there: 2.1 times as fast on a core with whole AVX-512 units (EPYC, Zen 5: 199
 against 90 GFLOP/s of 237), from about two million multiplications on. `torch.backends.mkldnn.enabled = False` leaves
 everything to MKL.
@@ -17,16 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LEAST = 1 << 21  # multiplications: below, oneDNN's look-ups (10 us) take what its products save
-SMALL = 1 << 12  # elements of a factor or of the product: below, MKL is the faster one or not much slower
-_BLOCK = 1 << 22  # elements of a product on its way to where it is added: larger ones cost page faults
+_MIN_MULTIPLICATIONS = 1 << 21  # multiplications: below, oneDNN's look-ups (10 us) take what its matmuls save
+SMALL = 1 << 12  # elements of an operand or of the result: below, MKL is the faster one or not much slower
+_BLOCK = 1 << 22  # elements of a result on its way to where it is added: larger ones cost page faults
 
 
 def library() -> str:
-    """Who takes the products of this machine's CPU."""
+    """Which library computes matmuls on this machine's CPU."""
     if _onednn is None or not torch.backends.mkldnn.enabled:
-        return "products by torch's default library"
-    return "large products by oneDNN, because torch's default, MKL, has no AVX-512 for this processor"
+        return "matmuls by torch's default library"
+    return "large matmuls by oneDNN, because torch's default, MKL, has no AVX-512 for this processor"
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,15 +47,15 @@ def write_linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
         torch.addmm(bias, x, weight.t(), out=y)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a b in new memory, a [M, K], b [K, N]."""
     if a.numel() < SMALL or not _faster(a, b, b.size(1)):
         return a.mm(b)
     return _onednn(a, b.mT, None, "none", [], "")
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """out (+)= a b, in place; a product of narrower inputs is accumulated in the dtype of `out`."""
+def addmm_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """out (+)= a b, in place; narrower inputs are multiplied and accumulated in the dtype of `out`."""
     if out.dtype == a.dtype and (a.numel() < SMALL or not _faster(a, b, b.size(1))):
         if accumulate:
             out.addmm_(a, b)
@@ -67,20 +67,20 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
         wide = torch.promote_types(out.dtype, a.dtype)
         b = b.to(wide)
         for part, rows in _blocks(out, a):
-            value = product(rows.to(wide), b)
+            value = matmul(rows.to(wide), b)
             part.add_(value) if accumulate else part.copy_(value)
 
 
 def _blocks(out: Tensor, a: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Rows of a product, and of its first factor, that may be in new memory on their way to `out`."""
+    """Rows of the result, and of the first operand, that may be in new memory on their way to `out`."""
     rows = max(1, _BLOCK // max(1, out.size(1)))
     return zip(out.split(rows), a.split(rows), strict=True)
 
 
 def _faster(a: Tensor, b: Tensor, columns: int) -> bool:
-    """Whether oneDNN takes less time than MKL for the product of a [..., K] and b, of which `columns` come out."""
+    """Whether oneDNN takes less time than MKL for the matmul of a [..., K] and b, of which `columns` come out."""
     elements = a.numel()
-    if _onednn is None or elements < SMALL or elements * columns < _LEAST:
+    if _onednn is None or elements < SMALL or elements * columns < _MIN_MULTIPLICATIONS:
         return False
     inner = a.size(-1)
     return (

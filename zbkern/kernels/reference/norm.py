@@ -73,17 +73,14 @@ def layer_norm_fwd(
 ) -> None:
     """y = (x - mean) rstd weight + bias; with residual of summed = x + residual instead of x."""
     wide = _summed(x, residual, summed).to(rstd.dtype)
-    for output, found in zip((y, mean, rstd), _layer_norm(wide, weight, bias, eps), strict=True):
+    for output, found in zip((y, mean, rstd), layer_norm(wide, weight, bias, eps), strict=True):
         output.copy_(found)
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean, rstd, for x [..., K] in the statistics' dtype."""
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """layer_norm_fwd in new memory: y, mean, rstd, for x [..., K] in the statistics' dtype."""
     y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], _wide(weight, x), _wide(bias, x), eps)
     return y, mean.view(-1), rstd.view(-1)
-
-
-layer_norm_fwd.returning = _layer_norm  # type: ignore[attr-defined]
 
 
 def layer_norm_dgrad(
@@ -97,16 +94,16 @@ def layer_norm_dgrad(
     dsummed: Tensor | None = None,
 ) -> None:
     """dx [+ dsummed], and partials = sums over rows of dy normal and of dy."""
-    found, sums = _layer_norm_gradients(dy.to(rstd.dtype), x.to(rstd.dtype), weight, mean, rstd, dsummed)
+    found, sums = layer_norm_gradients(dy.to(rstd.dtype), x.to(rstd.dtype), weight, mean, rstd, dsummed)
     dx.copy_(found)
     if partials is not None and sums is not None:
         partials.copy_(sums)
 
 
-def _layer_norm_gradients(
+def layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, dsummed: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """dx and partials, None without a weight; all in the statistics' dtype."""
+    """layer_norm_dgrad in new memory: dx, and partials or None without a weight; all in the statistics' dtype."""
     weight = _wide(weight, rstd)
     sums = weight is not None
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
@@ -115,9 +112,6 @@ def _layer_norm_gradients(
     if dsummed is not None:
         dx.add_(dsummed)
     return dx, torch.stack((dweight, dbias)).unsqueeze(1) if sums else None
-
-
-layer_norm_dgrad.returning = _layer_norm_gradients  # type: ignore[attr-defined]
 
 
 def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -130,12 +124,10 @@ def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor 
         accumulate = True
 
 
-def _norm_gradients(segment: tuple[Tensor, ...], wanted: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def norm_gradients(segment: tuple[Tensor, ...], params: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """norm_wgrad of one segment in new memory, None where the parameter is None."""
     (partials,) = segment
-    return tuple([None if p is None else partial.sum(0) for p, partial in zip(wanted, partials, strict=True)])
-
-
-norm_wgrad.returning = _norm_gradients  # type: ignore[attr-defined]
+    return tuple([None if p is None else partial.sum(0) for p, partial in zip(params, partials, strict=True)])
 
 
 def _summed(x: Tensor, residual: Tensor | None, summed: Tensor | None) -> Tensor:

@@ -16,18 +16,18 @@ from zbkern.kernels.triton.common import Kernel, Variant, activate, activation_g
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
+    as_operand,
     capability_of,
-    factor,
     has_bulk_copies,
     load,
     multiply,
     operand,
     pieces,
-    place,
     plan,
     precision,
     rounded,
     store,
+    tile_index,
 )
 
 
@@ -47,7 +47,7 @@ def _gated_fwd(
     """
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=FLATTEN):
-        p, q = place(tile, P, Q, M, N, GROUP)
+        p, q = tile_index(tile, P, Q, M, N, GROUP)
         first = tl.zeros((M, N), tl.float32)
         second = tl.zeros((M, N), tl.float32)
         for step in range(tl.cdiv(R, K)):
@@ -101,7 +101,7 @@ def _gated_dgrad(
     """
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
-        p, q = place(tile, P, Q, M, N, GROUP)
+        p, q = tile_index(tile, P, Q, M, N, GROUP)
         dh = tl.zeros((M, N), tl.float32)
         for step in range(tl.cdiv(R, K)):
             dh, _ = multiply(
@@ -132,7 +132,7 @@ def gated_linear_fwd(
     (p, r), q = x.shape, weight_gate.shape[0]
     if p == 0 or q == 0:
         return
-    a, b, c = factor(x), factor(weight_gate.t()), factor(weight_up.t())
+    a, b, c = as_operand(x), as_operand(weight_gate.t()), as_operand(weight_up.t())
     outputs = (gate, up, h)
     if b.layout != c.layout or not _regular(outputs):
         linear_fwd(x, weight_gate, bias_gate, gate, num_sms=num_sms)
@@ -173,7 +173,7 @@ def gated_linear_dgrad(
     (p, r), q = dy.shape, down.shape[1]
     if p == 0 or q == 0:
         return
-    a, b = factor(dy), factor(down)
+    a, b = as_operand(dy), as_operand(down)
     inputs, outputs = (gate, up), (dgate, dup, h)
     if not _regular(inputs) or not _regular(outputs):
         dh = torch.empty_like(gate)

@@ -1,4 +1,4 @@
-"""The launches that run as Triton kernels, as one module: what `dispatch` resolves impl="triton" to."""
+"""All Triton kernels as one module: what `dispatch` resolves impl="triton" to."""
 
 from __future__ import annotations
 

@@ -10,16 +10,16 @@ from zbkern.kernels import tiles
 from zbkern.kernels.triton.common import Kernel, Variant, activate, activation_gradient, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
-    factor,
+    as_operand,
     has_bulk_copies,
     load,
     multiply,
     pieces,
-    place,
     plan,
     precision,
     rounded,
     store,
+    tile_index,
 )
 
 
@@ -62,7 +62,7 @@ def _product(
     """
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
-        p, q = place(tile, P, Q, M, N, GROUP)
+        p, q = tile_index(tile, P, Q, M, N, GROUP)
         accumulator = tl.zeros((M, N), tl.float32)
         for step in range(tl.cdiv(R, K)):
             accumulator, _ = multiply(
@@ -118,7 +118,7 @@ def _run_product(
     (p, r), q = a.shape, b.shape[1]
     if p == 0 or q == 0:
         return
-    left, right = factor(a), factor(b)
+    left, right = as_operand(a), as_operand(b)
     rows, beside = rows_dense(out, copy=accumulate), None if z is None else rows_dense(z, copy=backward)
     targets = [None if tensor is None else Matrix(tensor) for tensor in (rows, beside)]
     bulk = has_bulk_copies(a.device)

@@ -1,4 +1,4 @@
-"""One tile of a matrix product, in parts that the kernels of linear layers share.
+"""One tile of a matmul, in parts that the kernels of linear layers share.
 
 out [P, Q] = sum over r of A[p, r] B[r, q]. A program takes tiles [M, N] of the output in turn. Operands are matrices of
 rows and columns in memory, either way round: A is stored [P, R], or [R, P] if A_T; B is stored [R, Q], or [Q, R] if
@@ -18,7 +18,7 @@ from zbkern.kernels.triton.common import INTERPRETED, dot, offset
 
 
 @triton.jit
-def place(tile, P, Q, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
+def tile_index(tile, P, Q, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
     """Where tile number `tile` begins: down bands of GROUP tile rows, so that its neighbours find operands in L2."""
     rows = tl.cdiv(P, M)
     band = GROUP * tl.cdiv(Q, N)
@@ -69,7 +69,7 @@ def operand(
 ):  # fmt: skip
     """[ROWS, COLUMNS] from (row, column) on of a matrix, which is stored [columns, rows] if TRANSPOSED.
 
-    Pointers are laid out as the product wants them: sm_80 cannot copy ahead what is transposed after it was loaded.
+    Pointers are laid out as the matmul wants them: sm_80 cannot copy ahead what is transposed after it was loaded.
     """
     if not TRANSPOSED:
         return load(source, row, column, rows, columns, stride, ROWS, COLUMNS, DESCRIPTOR)
@@ -164,10 +164,10 @@ def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[
     return found
 
 
-def factor(tensor: Tensor) -> Matrix:
+def as_operand(tensor: Tensor) -> Matrix:
     """A matrix that is multiplied: itself where GPUs copy 16 bytes of it at a time, else as a copy of which they do.
 
-    One element at a time nothing is copied ahead of the product, and registers spill: the copy costs less.
+    One element at a time nothing is copied ahead of the matmul, and registers spill: the copy costs less.
     """
     matrix = Matrix(tensor)
     # Triton knows of a stride only whether it is a multiple of 16 elements
@@ -209,7 +209,7 @@ def plan(
     num_sms: int | None,
     others: tuple[tuple[int, int], ...] = (),
 ) -> tuple[tiles.Tile, int]:
-    """(tile, programs to start) for [p, q] and `others` in one launch. describable: factors and outputs all are."""
+    """(tile, programs to start) for [p, q] and `others` in one launch. describable: operands and outputs all are."""
     capability, available = _machine(device)
     sms = min(available, num_sms or available)
     tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, describable, others)
@@ -217,7 +217,7 @@ def plan(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: where torch may use tf32 as one product of tf32, else as three of its parts.
+    """How float32 is multiplied: where torch may use tf32 as one matmul of tf32, else as three of its parts.
 
     torch.set_float32_matmul_precision and allow_tf32 both set what is asked here; torch's own question after the former
     raises an error where a program has set fp32_precision.

@@ -1,6 +1,6 @@
-"""Sums of products as one Triton kernel: what W of weights and microbatches, dx of layers, and groups of rows run on.
+"""Sums of matmuls as one Triton kernel: what W of weights and microbatches, dx of layers, and groups of rows run on.
 
-One launch takes up to eight pairs of factors: eight products, or one product that sums over eight, or two over four.
+One launch takes up to eight pairs of operands: eight matmuls, or one matmul that sums over eight, or two over four.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,23 +15,23 @@ from zbkern.kernels import tiles
 from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
-    factor,
+    as_operand,
     has_bulk_copies,
     load,
     multiply,
     pieces,
-    place,
     plan,
     precision,
     store,
+    tile_index,
 )
 
 SLOTS = 8
-"""Pairs of factors that one launch takes; more run as further launches."""
+"""Pairs of operands that one launch takes; more run as further launches."""
 
 
 @triton.jit
-def _land(
+def _store_tile(
     value, p, q, out, bias, P, Q, o_stride,
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, BIAS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
@@ -58,11 +58,11 @@ def _sums(
     COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out_i [P_i, Q_i] (+)= sum over the segments s of product i and rows r < r_s of A_s[p, r] B_s[r, q].
+    """out_i [P_i, Q_i] (+)= sum over the segments s of matmul i and rows r < r_s of A_s[p, r] B_s[r, q].
 
     COLUMNS: v_i [P_i] (+)= sum over s, r of A_s[p, r], the gradient of a bias. BIAS: v_i [Q_i] is added to every row.
-    Segments SEGMENTS i to SEGMENTS (i + 1) are product i's. One program computes every num_programs-th tile [M, N],
-    through all products without a pause. Tiles, segments and steps are one loop: each step picks its operands by its
+    Segments SEGMENTS i to SEGMENTS (i + 1) are matmul i's. One program computes every num_programs-th tile [M, N],
+    through all matmuls without a pause. Tiles, segments and steps are one loop: each step picks its operands by its
     number, so copies run ahead across the borders of segments and tiles, and an output is read and written once. (As
     nested loops the compiler fuses tiles and steps only where all tiles take as many; `turn` must come first, and from
     a choice, not a branch, or no copy runs ahead at all: aot.py looks.)
@@ -75,11 +75,11 @@ def _sums(
     p_s = (p0, p1, p2, p3, p4, p5, p6, p7)
     q_s = (q0, q1, q2, q3, q4, q5, q6, q7)
     # Tuples grow by addition: Triton has no unpacking.
-    steps = (max(tl.cdiv(r0, K), 1),)  # the step after the last of each segment, counted through all products
+    steps = (max(tl.cdiv(r0, K), 1),)  # the step after the last of each segment, counted through all matmuls
     for s in tl.static_range(1, PRODUCTS * SEGMENTS):
-        least = 1 if s % SEGMENTS == 0 else 0  # a product of no rows takes one step, which writes zeros
+        least = 1 if s % SEGMENTS == 0 else 0  # a matmul of no rows takes one step, which writes zeros
         steps = steps + (steps[s - 1] + max(tl.cdiv(r_s[s], K), least),)  # type: ignore[assignment]  # noqa: RUF005
-    ends = (tl.cdiv(p0, M) * tl.cdiv(q0, N),)  # the tile after the last of each product
+    ends = (tl.cdiv(p0, M) * tl.cdiv(q0, N),)  # the tile after the last of each matmul
     for i in tl.static_range(1, PRODUCTS):
         ends = ends + (ends[i - 1] + tl.cdiv(p_s[i], M) * tl.cdiv(q_s[i], N),)  # type: ignore[assignment]  # noqa: RUF005
     begin, length = 0, steps[SEGMENTS - 1]
@@ -117,7 +117,7 @@ def _sums(
                     a, b, rows = a_s[SEGMENTS * i], b_s[SEGMENTS * i], r_s[SEGMENTS * i]
                     first, begin = ends[i - 1], steps[SEGMENTS * i - 1]
                     length = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
-            p, q = place(tile - first, P, Q, M, N, GROUP)
+            p, q = tile_index(tile - first, P, Q, M, N, GROUP)
         offset = turn
         if SEGMENTS > 1:
             a, b, rows, before = a0, b0, r0, 0
@@ -135,7 +135,7 @@ def _sums(
         if turn == length - 1:
             parts = pieces(accumulator, M, N, PARTS)
             for i in tl.static_range(PARTS):
-                _land(
+                _store_tile(
                     parts[i], p, q + i * (N // PARTS), out, vector, P, Q, o_stride,
                     ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // PARTS,
                 )  # fmt: skip
@@ -166,7 +166,7 @@ class Product(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one launch takes of a product."""
+    """What one launch takes of a matmul."""
 
     factors: list[tuple[Matrix, Matrix]]
     result: Matrix
@@ -188,7 +188,7 @@ class _Kind(NamedTuple):
 
 
 def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None = None, max_tiles: int = 0) -> None:
-    """Every product, or (accumulate) added to what its output has. Outputs are not empty, and share no memory.
+    """Every matmul, or (accumulate) added to what its output has. Outputs are not empty, and share no memory.
 
     num_sms: programs start for so many SMs, None for all. max_tiles: a program ends after so many tiles, 0 for no
     bound; there are then more programs, and between two of them an SM is free for another stream's work.
@@ -207,7 +207,7 @@ def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | N
 
 def _run_several(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
     """Those of one kind share launches."""
-    rounds: list[dict[_Kind, list[_Part]]] = []  # the second part of a product adds to what the first has written
+    rounds: list[dict[_Kind, list[_Part]]] = []  # the second part of a matmul adds to what the first has written
     for product in products:
         for turn, part in enumerate(_parts(product, accumulate)):
             if turn == len(rounds):
@@ -215,7 +215,7 @@ def _run_several(op: str, products: Sequence[Product], accumulate: bool, num_sms
             rounds[turn].setdefault(_kind(part), []).append(part)
     for groups in rounds:
         for kind, parts in groups.items():
-            slots = SLOTS // 2 if kind.dtypes[0] == torch.float32 else SLOTS  # of float32, eight products spill
+            slots = SLOTS // 2 if kind.dtypes[0] == torch.float32 else SLOTS  # of float32, eight matmuls spill
             together = max(1, slots // kind.segments)
             for first in range(0, len(parts), together):
                 _launch(op, kind, parts[first : first + together], num_sms, max_tiles)
@@ -223,7 +223,7 @@ def _run_several(op: str, products: Sequence[Product], accumulate: bool, num_sms
 
 def _parts(product: Product, add: bool) -> Iterable[_Part]:
     """Factors of one layout at a time, SLOTS at most; the first part writes (unless it adds), the others add."""
-    rest, result = [(factor(a), factor(b)) for a, b in product.pairs], Matrix(product.out)
+    rest, result = [(as_operand(a), as_operand(b)) for a, b in product.pairs], Matrix(product.out)
     while rest:
         left, right = rest[0][0].layout, rest[0][1].layout
         same = [pair for pair in rest if pair[0].layout == left and pair[1].layout == right][:SLOTS]
@@ -272,7 +272,7 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
         out = part.result.descriptor(tile.m, tile.n // tile.parts()) if writes else part.result.tensor
         targets.append((out, part.vector, *shape))
     count = _power_of_2(len(parts))
-    targets += [(*targets[0][:2], 0, q)] * (count - len(parts))  # products of no rows
+    targets += [(*targets[0][:2], 0, q)] * (count - len(parts))  # matmuls of no rows
     slots += [(*slots[0][:2], 0)] * (segments * count - len(slots))
 
     strides = (1, 1, kind.result) if reads else (left.stride, right.stride, kind.result)

@@ -1,4 +1,4 @@
-"""The gradients of linear layers that are sums of products: W of one weight or several, and dx of several layers."""
+"""The gradients of linear layers that are sums of matmuls: W of one weight or several, and dx of several layers."""
 
 from collections.abc import Iterable, Sequence
 
@@ -66,13 +66,10 @@ def linear_wgrads(
             sum_rows([dy for _, dy in segments], dbias, accumulate, num_sms, max_tiles)
             dbias = None
         if dweight is not None and dweight.numel():
-            if exchanged:  # the same product with its factors exchanged
+            if exchanged:  # the same matmul with its operands exchanged
                 dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
             products.append(Product(pairs, dweight, dbias))
     run("wgrad", products, accumulate, num_sms, max_tiles)
-
-
-linear_wgrad.several = linear_wgrads  # type: ignore[attr-defined]  # how a queue finds it
 
 
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
@@ -84,7 +81,7 @@ def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_
 def sum_rows(
     gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool, num_sms: int | None = None, max_tiles: int = 0
 ) -> None:
-    """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no product takes it along."""
+    """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no matmul computes it, too."""
     tiles = triton.cdiv(dbias.shape[0], 64)
     programs = min(tiles, num_sms or tiles)
     if max_tiles:
@@ -97,7 +94,7 @@ def sum_rows(
 
 
 def variants(capability: int) -> list[Variant]:
-    """A bias gradient that no product takes along, the same on every GPU; the products are triton_linear_sums's."""
+    """A bias gradient that no matmul computes, the same on every GPU; the matmuls are those of multi_matmul.py."""
     return [
         Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", "i32:16", 1, 1), (True, 32, 64), 4, 3),
     ]

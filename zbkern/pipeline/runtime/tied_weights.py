@@ -79,7 +79,7 @@ class TiedWeights:
         for name, parameter, (first, *others) in self._shared:
             gradient = accumulation.gradient_of(parameter)
             if gradient is None:
-                gradient = accumulation.blank(parameter).zero_()
+                gradient = accumulation.empty_gradient(parameter).zero_()
                 if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
                     parameter.grad = gradient
             total = local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -55,7 +55,7 @@ def test_onednn_against_float64(m: int, k: int, n: int, kind_a: str, kind_b: str
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_matmul, "_onednn", torch.ops.mkldnn._linear_pointwise.default)
         patch.setattr(reference_matmul, "SMALL", 0)
-        patch.setattr(reference_matmul, "_LEAST", 0)
+        patch.setattr(reference_matmul, "_MIN_MULTIPLICATIONS", 0)
         patch.setattr(reference_matmul, "_BLOCK", 1 << 10)
         expected = F.linear(a.double(), weight.double(), None if offset is None else offset.double())
         size = k**0.5 + 1
@@ -69,10 +69,10 @@ def test_onednn_against_float64(m: int, k: int, n: int, kind_a: str, kind_b: str
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5 * size)
         begun = torch.randn(m, n) if accumulate else torch.full((m, n), float("nan"))
         out = begun.clone()
-        reference_matmul.add_product(out, a, weight.t(), accumulate)
+        reference_matmul.addmm_into(out, a, weight.t(), accumulate)
         expected = a.double() @ weight.double().t()
         torch.testing.assert_close(
-            reference_matmul.product(a, weight.t()).double(), expected, rtol=1e-5, atol=1e-5 * size
+            reference_matmul.matmul(a, weight.t()).double(), expected, rtol=1e-5, atol=1e-5 * size
         )
         expected = expected + begun.double() if accumulate else expected
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * size)
@@ -120,7 +120,7 @@ def test_small_products_and_other_dtypes_stay_with_torch(calls: list[tuple[int, 
         (torch.randn(256, 0), torch.randn(0, 256)),
     ]
     for a, b in cases:
-        assert torch.equal(reference_matmul.product(a, b), a.mm(b))
+        assert torch.equal(reference_matmul.matmul(a, b), a.mm(b))
         assert torch.equal(reference_matmul.linear(a, b.t(), None), F.linear(a, b.t()))
     assert not calls
 
@@ -128,16 +128,16 @@ def test_small_products_and_other_dtypes_stay_with_torch(calls: list[tuple[int, 
 def test_torch_says_whether_onednn_may_be_used(calls: list[tuple[int, ...]]) -> None:
     a, b = torch.randn(256, 256), torch.randn(256, 256)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert torch.equal(reference_matmul.product(a, b), a.mm(b))
+        assert torch.equal(reference_matmul.matmul(a, b), a.mm(b))
     assert not calls
-    reference_matmul.product(a, b)
+    reference_matmul.matmul(a, b)
     assert calls
 
 
 def test_a_mode_that_watches_sees_what_it_knows(calls: list[tuple[int, ...]]) -> None:
     a, b = torch.randn(256, 256), torch.randn(256, 256)
     with FlopCounterMode(display=False) as counter:
-        reference_matmul.product(a, b)
+        reference_matmul.matmul(a, b)
     assert counter.get_total_flops() == 2 * 256**3
     assert not calls
 

@@ -1,0 +1,32 @@
+"""Embeddings in plain torch. Contract: spec.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def embedding_fwd(indices: Tensor, weight: Tensor, y: Tensor) -> None:
+    """y[i] = weight[indices[i]]."""
+    torch.index_select(weight, 0, indices, out=y)
+
+
+def embedding_wgrad(
+    segments: Sequence[tuple[Tensor, ...]],
+    outputs: Sequence[Tensor | None],
+    accumulate: bool,
+    padding_idx: int | None = None,
+) -> None:
+    """dweight[v] (+)= sum of dy[i] over all i with indices[i] = v; nothing for v = padding_idx."""
+    (dweight,) = outputs
+    if dweight is None:
+        return
+    if not accumulate:
+        dweight.zero_()
+    for indices, dy in segments:
+        if padding_idx is not None:
+            kept = (indices != padding_idx).unsqueeze(1)
+            dy = dy * kept
+        dweight.index_add_(0, indices, dy.to(dweight.dtype))
