@@ -123,5 +123,5 @@ def test_a_store_that_has_gone_is_told_with_its_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     del server
-    with pytest.raises(PipelineError, match="global rank 0 has ended, with the store"):
+    with pytest.raises(PipelineError, match="global rank 0 has ended, and with it"):
         rendezvous([0, 1])
