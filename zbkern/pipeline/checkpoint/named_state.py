@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zbkern.pipeline.checkpoint.protocols import AnyOptimizer, Modules, OptimizerLike, PipelineLike
-from zbkern.pipeline.optimizer.undo import hyperparameters, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
 
 Rename = Callable[[int, str], str]
 

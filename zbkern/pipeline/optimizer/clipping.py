@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from zbkern.pipeline.optimizer.undo import local_part
+from zbkern.pipeline.optimizer.params import local_part
 from zbkern.pipeline.transport.connect import check_tied
 from zbkern.wgrad.accumulation import gradient_of
 

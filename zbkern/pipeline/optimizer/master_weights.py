@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.optimizer.undo import copy_, local_part
+from zbkern.pipeline.optimizer.params import copy_, local_part
 
 Pairs = list[tuple[Tensor, Tensor]]  # a parameter below fp32, its fp32 master
 

@@ -37,8 +37,9 @@ from zbkern.pipeline.optimizer.master_weights import (
     unscale,
     update_scale,
 )
+from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.protocols import PipelineLike
-from zbkern.pipeline.optimizer.undo import UNDO, PendingStep, hyperparameters, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
 from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout

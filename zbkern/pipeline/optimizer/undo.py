@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from zbkern.pipeline.optimizer.params import copied, copy_, hyperparameters, parameters
 from zbkern.wgrad.accumulation import gradient_of
 
 
@@ -233,16 +233,7 @@ def _assign(group: dict[str, Any], settings: dict[str, Any]) -> None:
             with torch.no_grad():
                 present.copy_(value)
         else:
-            group[name] = _copied(value)
-
-
-def _copied(value: Any) -> Any:
-    """A copy of nested lists, tuples and dicts, with copies of tensors in them."""
-    if type(value) is dict:
-        return {key: _copied(part) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return value.detach().clone() if isinstance(value, Tensor) else value
+            group[name] = copied(value)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -256,29 +247,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 UNDO: dict[str, Callable[[torch.optim.Optimizer], Any]] = {"snapshot": Snapshot, "inverse": Inverse}
-
-
-def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """All parameters of an optimizer, in its order."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What its state is of: the names of its class and of those that this one inherits from."""
-    classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
-    return [kind.__name__ for kind in classes if kind is not torch.optim.Optimizer]
-
-
-def same_kind(optimizer: torch.optim.Optimizer, kinds: Sequence[str]) -> bool:
-    """Whether it can take the state of an optimizer of these `kinds_of`: zbkern's AdamW that of torch's, say."""
-    return not set(kinds_of(optimizer)).isdisjoint(kinds)
-
-
-def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each parameter group says besides its parameters, as it is now."""
-    return [
-        {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-    ]
 
 
 def _check_invertible(settings: dict[str, Any]) -> None:
@@ -324,23 +292,3 @@ def _invert_sgd(parameter: Tensor, gradient: Tensor, state: dict[str, Any], sett
 
 def _like(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-
-
-@torch.no_grad()
-def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target, of any dtype; of shards (DTensor) the part that is here.
-
-    One launch per device and dtype: a counter on the CPU would put the whole list on the slow path.
-    """
-    kinds: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        lists = kinds.setdefault((target.device, target.dtype), ([], []))
-        lists[0].append(local_part(target))
-        lists[1].append(local_part(source))
-    for target_list, source_list in kinds.values():
-        torch._foreach_copy_(target_list, source_list)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; of other tensors all."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

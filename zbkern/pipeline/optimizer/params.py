@@ -1,0 +1,62 @@
+"""What is read off a torch optimizer: its parameters, its settings, the kind of its state; copies of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All parameters of an optimizer, in its order."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What its state is of: the names of its class and of those that this one inherits from."""
+    classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
+    return [kind.__name__ for kind in classes if kind is not torch.optim.Optimizer]
+
+
+def same_kind(optimizer: torch.optim.Optimizer, kinds: Sequence[str]) -> bool:
+    """Whether it can take the state of an optimizer of these `kinds_of`: zbkern's AdamW that of torch's, say."""
+    return not set(kinds_of(optimizer)).isdisjoint(kinds)
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each parameter group says besides its parameters, as it is now."""
+    return [
+        {name: copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def copied(value: Any) -> Any:
+    """A copy of nested lists, tuples and dicts, with copies of tensors in them."""
+    if type(value) is dict:
+        return {key: copied(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+@torch.no_grad()
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, of any dtype; of shards (DTensor) the part that is here.
+
+    One kernel per device and dtype: a counter on the CPU would put the whole list on the slow path.
+    """
+    kinds: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        lists = kinds.setdefault((target.device, target.dtype), ([], []))
+        lists[0].append(local_part(target))
+        lists[1].append(local_part(source))
+    for target_list, source_list in kinds.values():
+        torch._foreach_copy_(target_list, source_list)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; of other tensors all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
