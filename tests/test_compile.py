@@ -259,9 +259,9 @@ def test_compiled_chunks_in_a_pipeline(fill: str) -> None:
     inputs, targets = torch.randn(2, 8, 8)
     F.mse_loss(expected(inputs), targets).backward()
     compiled = [torch.compile(zbkern.convert(chunk), backend="aot_eager", fullgraph=True) for chunk in chunks]
-    landed: list[int] = []
+    finished: list[int] = []
     with Pipeline(compiled, schedules.zb_v(1, 4), F.mse_loss, LocalTransport.ring(1)[0], fill=fill) as pipe:
-        pipe.queue.listeners.append(lambda tasks: landed.append(len(tasks)))
+        pipe.queue.listeners.append(lambda tasks: finished.append(len(tasks)))
         pipe.step(inputs, targets)
-    assert sum(landed) == 4 * 4  # linear layers by microbatches; norms stay in B
+    assert sum(finished) == 4 * 4  # linear layers by microbatches; norms stay in B
     testing.assert_same_gradients(nn.Sequential(*chunks), expected)

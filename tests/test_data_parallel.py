@@ -80,7 +80,7 @@ def ddp_steps(kind: str, mode: str, options: dict[str, Any]) -> None:
             with queue.defer():
                 loss.backward()
             deferred = queue.run()
-        elif mode == "no_sync":  # the first accumulates locally; its W lands before the second's forward
+        elif mode == "no_sync":  # the first accumulates locally; its W runs before the second's forward
             with ddp.no_sync(), queue.defer("local"):
                 ddp(step[0][rank]).square().mean().backward()
             deferred = queue.run("local")

@@ -1,4 +1,4 @@
-"""An op of the user's own: its W waits, merges, lands and runs hooks as that of a layer of ours."""
+"""An op of the user's own: its W waits, merges, accumulates and runs hooks as that of a layer of ours."""
 
 from __future__ import annotations
 

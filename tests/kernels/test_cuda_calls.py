@@ -347,7 +347,7 @@ def test_the_reference_converts_by_portions(
 
 @pytest.mark.parametrize("moved", range(4))
 def test_the_reference_goes_by_elements_whatever_the_strides(moved: int) -> None:
-    """torch's fused step goes by memory on a CPU, and is wrong there without a word."""
+    """torch's fused step goes by memory on a CPU, and is silently wrong there."""
     lists = [[torch.rand(6, 5)] for _ in range(4)] + [[torch.tensor(4.0)], None]
     twins = copied(lists)
     lists[moved] = [lists[moved][0].t().contiguous().t()]

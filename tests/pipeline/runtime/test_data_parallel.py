@@ -138,8 +138,8 @@ def record(kind: str, name: str) -> list[tuple[str, set[int]]]:
             patch.setattr(groups, "foreach_reduce", recorded)
         done = pipe._replicas.backward_done
         patch.setattr(pipe._replicas, "backward_done", lambda chunk: (events.append(("B", set())), done(chunk)))
-        landed = lambda tasks: events.append(("W", {id(p) for task in tasks for p in task.parameters}))  # noqa: E731
-        pipe.queue.listeners.insert(0, landed)
+        finished = lambda tasks: events.append(("W", {id(p) for task in tasks for p in task.parameters}))  # noqa: E731
+        pipe.queue.listeners.insert(0, finished)
         for _ in range(2):  # DDP settles its buckets in the first, FSDP2 makes its parameters
             events.clear()
             pipe.step(*setup.data(0))
@@ -161,7 +161,7 @@ def test_a_reduction_starts_after_its_last_w_and_under_the_others(four_ranks: An
         first = reductions[0]
         assert [what for what, _ in events[:first]].count("B") >= MICROBATCHES
         assert events[first - 1][0] == "W"
-        assert events[first - 1][1] & events[first][1], "not reduced as soon as its last W had landed"
+        assert events[first - 1][1] & events[first][1], "not reduced as soon as its last W had run"
         assert "W" in {what for what, _ in events[first:]}, "no W is left to cover it"
 
 

@@ -235,7 +235,7 @@ def check(case: Case) -> None:
 
 
 def fits(place: str, fault: str) -> bool:
-    """Before connecting and at the end, a rank that raises is gone for the others without a word of its own."""
+    """Before connecting and at the end, a rank that raises is gone for the others, without a message of its own."""
     return not (place == "before connecting" and fault not in ("kill", "stop"))
 
 

@@ -226,11 +226,11 @@ def test_a_weight_that_every_rank_holds() -> None:
 
 
 def test_a_holder_that_fails_while_the_other_waits_for_its_gradient() -> None:
-    landed: list[int] = []
+    finished: list[int] = []
 
     def hook(rank: int) -> None:
-        landed.append(rank)
-        if rank == 0 and landed.count(0) == 4:  # its last W: the last rank has nothing more to do
+        finished.append(rank)
+        if rank == 0 and finished.count(0) == 4:  # its last W: the last rank has nothing more to do
             raise ArithmeticError("a broken hook")
 
     good = results_on_threads(2, lambda transport: tied_chain(transport, 1))
