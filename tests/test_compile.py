@@ -70,6 +70,7 @@ def test_compiled_gradients_are_equal_without_a_graph_break(deferred: bool) -> N
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor reuses memory after the last use that it knows of; it must know of W's."""
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_launcher_finds_what_was_compiled(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     program = tmp_path / "program.py"

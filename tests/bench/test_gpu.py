@@ -34,6 +34,7 @@ def test_every_row_is_measured_and_checked(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("row", [row.name for row in gpu_rows.ROWS[2:]])
+@pytest.mark.slow
 def test_the_rows_fit_our_kernels(row: str, tmp_path: Path) -> None:
     """In the interpreter, float32: arguments and results; its times mean nothing."""
     pytest.importorskip("triton", reason="triton is not installed")

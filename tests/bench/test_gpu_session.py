@@ -27,6 +27,7 @@ def jobs(folder: Path) -> dict[str, dict]:
     return {job["name"]: job for job in json.loads((folder / "session.json").read_text())["jobs"]}
 
 
+@pytest.mark.slow
 def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
     faults = ("hang=rms_norm_fwd", "wrong=rms_norm_dgrad", "kill=RMSNorm backward")
     options = ["--only", "norm_|RMSNorm", "--dtype", "float32", "--kernel-limit", "7", "--seconds", "60"]
@@ -46,6 +47,7 @@ def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
     assert "timed out" in (tmp_path / "session.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_was_found_before_it_is_killed_stays(tmp_path: Path) -> None:
     options = ["--only", "activation_", "--dtype", "float32", "--workers", "1", "--fault", "hang=activation_bwd"]
     session = start(tmp_path, *options)

@@ -75,7 +75,7 @@ def test_the_smallest_model_has_all_its_parts() -> None:
     ("microbatches", "tied", "fill"),
     [
         pytest.param(4, False, "planned", marks=pytest.mark.slow),
-        (5, True, "planned"),
+        pytest.param(5, True, "planned", marks=pytest.mark.slow),
         pytest.param(4, True, "eager", marks=pytest.mark.slow),
     ],
 )
@@ -84,6 +84,7 @@ def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, microbatches:
         assert len(done) >= len(schedules.NAMES) - 2, f"only {done} were checked"
 
 
+@pytest.mark.slow
 def test_losses_of_replicas_equal_a_plain_loop(four_ranks: Any, tmp_path: Path) -> None:
     for done in four_ranks.run(check_losses, ["zb_h2", "zb_v"], 4, True, "eager", tmp_path, 2):
         assert len(done) == 2
@@ -160,6 +161,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(two_ranks: Any, tmp_path: Pat
     ]
 
 
+@pytest.mark.slow
 def test_a_run_may_change_its_schedule(two_ranks: Any, tmp_path: Path) -> None:
     two_ranks.run(trained, tmp_path / "whole", [6], ["zb_h1"])
     two_ranks.run(trained, tmp_path / "parts", [2, 4, 6], ["zb_h1", "zb_v", "one_f_one_b"])

@@ -75,6 +75,7 @@ print(sass.disassemble(aot.compiled(variant, 90).asm["cubin"]))
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_without_its_waits() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")

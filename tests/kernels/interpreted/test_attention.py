@@ -71,6 +71,7 @@ def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_heads_in_pieces(arguments: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = tiles.attention
     monkeypatch.setattr(tiles, "attention", lambda *case: replace(choose(*case), piece=16))

@@ -107,6 +107,7 @@ def test_weight_gradient(data: st.DataObject, rows: list[int], n: int, k: int, l
 
 @fewer
 @given(st.data(), layouts)
+@pytest.mark.slow
 def test_weight_gradients_of_several_layers(data: st.DataObject, layouts: tuple[str, ...]) -> None:
     rows = st.lists(st.integers(0, 40), min_size=1, max_size=data.draw(st.sampled_from([1, 3]), label="segments"))
     shapes = data.draw(st.lists(st.tuples(sizes, sizes, rows), min_size=1, max_size=9))
@@ -116,6 +117,7 @@ def test_weight_gradients_of_several_layers(data: st.DataObject, layouts: tuple[
 
 @fewer
 @given(st.data(), st.sampled_from([1, 3, 9]), sizes, sizes, layouts)
+@pytest.mark.slow
 def test_groups(data: st.DataObject, groups: int, n: int, k: int, layouts: tuple[str, ...]) -> None:
     rows = st.lists(st.sampled_from([0, 1, 8, 15, 16, 17, 40]), min_size=groups, max_size=groups)
     counts = data.draw(st.lists(rows, min_size=1, max_size=2))
@@ -127,6 +129,7 @@ def test_groups(data: st.DataObject, groups: int, n: int, k: int, layouts: tuple
 
 @properties
 @given(st.data(), st.lists(sizes, min_size=1, max_size=3), st.integers(0, 40), sizes, layouts)
+@pytest.mark.slow
 def test_input_gradient_of_several_layers(
     data: st.DataObject, ns: list[int], m: int, k: int, layouts: tuple[str, ...]
 ) -> None:
@@ -135,6 +138,7 @@ def test_input_gradient_of_several_layers(
 
 @properties
 @given(st.data(), st.integers(0, 40), sizes, sizes, st.sampled_from([1, 32, 40, 48, 64, 65]), layouts)
+@pytest.mark.slow
 def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tuple[str, ...]) -> None:
     random = draw(data, scale=0.3)
     activation, bias = data.draw(st.sampled_from(spec.ACTIVATIONS)), data.draw(st.booleans())

@@ -78,6 +78,7 @@ def test_equals_one_process(four_ranks: Any, kind: str, name: str, fill: str) ->
     ("kind", "options"),
     [("ddp", {}), ("fsdp", {"reshard_after_forward": False}), ("fsdp", {"reshard_after_forward": True})],
 )
+@pytest.mark.slow
 def test_replicas_that_disagree_about_w_reduce_in_one_order(
     four_ranks: Any, kind: str, options: dict[str, Any], disagree: str, name: str
 ) -> None:

@@ -157,6 +157,7 @@ def train_small(kind: str, dtype: torch.dtype, policy: bool) -> tuple[tuple[int,
         ("fsdp", torch.float32, True),
     ],
 )
+@pytest.mark.slow
 def test_small_dtypes_of_replicas(four_ranks: Any, kind: str, dtype: torch.dtype, policy: bool) -> None:
     results = four_ranks.run(train_small, kind, dtype, policy)
     assert [counts[0] for counts, _ in results] == [3, 0, 3, 0]

@@ -80,6 +80,7 @@ def test_gradients_equal_plain_backward(name: str, stages: int, microbatches: in
     check_against_plain(name, stages, microbatches, fill)
 
 
+@pytest.mark.slow
 def test_many_virtual_ranks() -> None:
     check_against_plain("zb_h1", 32, 40, "planned")
 

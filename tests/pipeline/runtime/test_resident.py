@@ -96,6 +96,7 @@ def growth(steps: int) -> int:
     return resident.growth
 
 
+@pytest.mark.slow
 def test_five_hundred_steps_leave_nothing_behind(fresh_ranks: Any) -> None:
     assert max(fresh_ranks.run(growth, 500)) < 2**20
 
