@@ -112,7 +112,7 @@ def test_ranks_in_different_calls_are_told(two_ranks: Any) -> None:
 
 @contextlib.contextmanager
 def store_of_rank_0() -> Iterator[None]:
-    """Inside, rank 0 hosts torch's store, as init_process_group has it without torchrun; else the test's process does."""
+    """Inside, rank 0 hosts torch's store, as without torchrun; elsewhere the process of the tests does."""
     outside = place_in_store(range(dist.get_world_size()), "store of rank 0")
     if dist.get_rank() == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
