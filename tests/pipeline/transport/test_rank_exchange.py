@@ -119,11 +119,16 @@ def store_of_rank_0() -> Iterator[None]:
         outside.set("port", str(store.port))
     else:
         store = dist.TCPStore("127.0.0.1", int(outside.get("port")), is_master=False)
+
+    def meet(where: str) -> None:
+        outside.set(f"{dist.get_rank()} {where}", "")
+        outside.wait([f"{rank} {where}" for rank in range(dist.get_world_size())])
+
+    meet("is connected")  # before rank 0 stops itself
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
         yield
-    outside.set(f"{dist.get_rank()} is done", "")  # the store ends with what rank 0 has of it
-    outside.wait([f"{rank} is done" for rank in range(dist.get_world_size())])
+    meet("is done")  # the store ends with what rank 0 has of it
 
 
 def stopped(failing: int) -> tuple[str, str, float]:
