@@ -88,6 +88,8 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
     "conv_transpose1d": ({"w": (8, 4, 2)}, lambda p, x: F.conv_transpose1d(x.mT[None], p["w"], stride=2)[0].mT),
     "embedding": ({"w": (5, 8)}, lambda p, x: x + F.embedding(torch.arange(len(x)) % 3, p["w"])),
     "embedding, indexed": ({"w": (5, 8)}, lambda p, x: x + p["w"][torch.arange(len(x)) % 3]),
+    "rows counted from the end": ({"w": (5, 8)}, lambda p, x: x + p["w"][torch.arange(len(x)) % 3 - 3]),
+    "rows of a mask": ({"w": (9, 8)}, lambda p, x: x + p["w"][torch.arange(9) < len(x)]),
     "positions": ({"w": (9, 8)}, lambda p, x: x + p["w"][: len(x)]),
     "1 + weight": (VECTOR, lambda p, x: F.rms_norm(x, (8,)) * (1.0 + p["w"])),
     "layer norm": ({"w": (8,), "b": (8,)}, lambda p, x: F.layer_norm(x, (8,), p["w"], p["b"])),

@@ -68,13 +68,8 @@ def add_to_part(gradient: Tensor, steps: Sequence[Step], value: Tensor) -> None:
     if part is not None:
         part.add_(value)
         return
-    if (
-        len(steps) == 1
-        and steps[0][0] is Tensor.__getitem__
-        and isinstance(index := steps[0][1][0], Tensor)
-        and index.dim() == 1
-    ):
-        gradient.index_add_(0, index, value.to(gradient.dtype))
+    if (index := _rows_chosen(steps)) is not None:
+        gradient.index_put_((index,), value.to(gradient.dtype), accumulate=True)  # counts from the end, too
         return
     with torch.enable_grad():
         whole = torch.zeros_like(gradient, requires_grad=True)
