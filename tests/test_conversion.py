@@ -1,4 +1,5 @@
-"""convert keeps objects, parameters, hooks and keys; restore undoes it; unconverted says what stayed and why."""
+"""convert keeps objects, parameters, hooks and keys; restore undoes it; unconverted says what stayed and why, coverage
+how much waits."""
 
 from __future__ import annotations
 
@@ -72,6 +73,87 @@ def test_modules_without_a_twin_keep_their_forward() -> None:
         assert isinstance(model[name], zbkern.nn.Intercepted)
         assert isinstance(model[name], kind)
         assert type(model[name]).__name__ == kind.__name__
+
+
+class Configured:
+    """What a library adds to torch's classes: no arithmetic."""
+
+
+class OwnLinear(nn.Linear, Configured): ...
+
+
+class OwnEmbedding(nn.Embedding, Configured): ...
+
+
+class OwnRMSNorm(nn.RMSNorm, Configured): ...
+
+
+class OwnLayerNorm(nn.LayerNorm, Configured): ...
+
+
+@pytest.mark.parametrize(
+    ("make", "twin"),
+    [
+        (lambda: OwnLinear(4, 4), zbkern.nn.Linear),
+        (lambda: OwnEmbedding(5, 4), zbkern.nn.Embedding),
+        (lambda: OwnRMSNorm(4), zbkern.nn.RMSNorm),
+        (lambda: OwnLayerNorm(4), zbkern.nn.LayerNorm),
+    ],
+)
+def test_a_subclass_that_inherits_its_forward_gets_that_of_the_twin(
+    make: Callable[[], nn.Module], twin: type[nn.Module]
+) -> None:
+    model = nn.Sequential(make())
+    kind, plain = type(model[0]), copy.deepcopy(model)
+    zbkern.convert(model)
+    assert isinstance(model[0], twin)
+    assert isinstance(model[0], kind)
+    assert zbkern.unconverted(model) == {}
+    x = torch.tensor([1, 3]) if twin is zbkern.nn.Embedding else torch.randn(3, 4)
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        model(x).square().sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    queue.run()
+    plain(x).square().sum().backward()
+    testing.assert_same_gradients(model, plain)
+    assert type(zbkern.restore(pickle.loads(pickle.dumps(model)))[0]) is kind
+    assert isinstance(zbkern.convert(OwnLayerNorm((2, 4))), zbkern.nn.Intercepted)  # has no twin of two dimensions
+
+
+def test_coverage_is_measured() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 4))
+    model[0].weight.grad = gradient = torch.ones(6, 4)
+    x = torch.randn(8, 4)
+    state = torch.get_rng_state()
+    assert zbkern.coverage(model, lambda: model(x).sum()) == (0.0, {"0.weight": 0.5, "3.weight": 0.5})
+    zbkern.convert(model, filter=lambda name, module: name == "0")
+    found = zbkern.coverage(model, lambda: model(x).sum())
+    assert str(found) == "50.0% of the weight gradient waits; at once: 3.weight (50.0%)"
+    zbkern.convert(model)
+    assert str(zbkern.coverage(model, lambda: model(x).sum())) == "100.0% of the weight gradient waits"
+    assert model[0].weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(6, 4))
+    assert all(parameter.grad is None for parameter in model[1:].parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="coverage: loss must depend on parameters of model"):
+        zbkern.coverage(model, lambda: torch.ones((), requires_grad=True))
+
+
+def test_coverage_names_the_largest_five() -> None:
+    model = nn.ModuleList([nn.Linear(2, size) for size in range(1, 9)])
+    found = zbkern.coverage(model, lambda: sum(layer(torch.ones(1, 2)).sum() for layer in model))
+    assert next(iter(found.at_once)) == "7.weight"
+    assert str(found).endswith("3.weight (11.1%) and 3 more")
+
+
+def test_a_weight_that_waits_in_one_use_only_does_not_wait() -> None:
+    """Its gradient is whole only once B and W have both added to it; half of it is computed in B."""
+    model = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
+    model[1].weight = model[0].weight
+    zbkern.convert(model, filter=lambda name, module: name == "0")
+    found = zbkern.coverage(model, lambda: model[1](model[0](torch.ones(1, 3))).sum())
+    assert found == (0.0, {"0.weight": 1.0})
 
 
 @pytest.mark.parametrize(

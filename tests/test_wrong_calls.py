@@ -106,6 +106,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("zbkern.restore(None)", TypeError, "restore: model must be a torch.nn.Module; got NoneType"),
     ("zbkern.restore(layer(), filter=1)", TypeError, "restore: filter must be callable as filter(name, module); got"),
     ("zbkern.unconverted('model')", TypeError, "unconverted: model must be a torch.nn.Module; got str"),
+    ("zbkern.coverage(nn.Linear(2, 2), t(2))", TypeError, "coverage: loss must be callable, as in lambda: model"),
     ("zbkern.nothing", AttributeError, "module 'zbkern' has no attribute 'nothing'"),
     ("WGradQueue(max_bytes=-1)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
     ("WGradQueue(max_bytes='1GB')", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),

@@ -1,16 +1,21 @@
-"""Swaps the modules of a model for their zbkern twins in place, and back: same objects, parameters, hooks and keys."""
+"""Swaps the modules of a model for their zbkern twins in place, and back: same objects, parameters, hooks and keys.
+
+`unconverted` lists the modules that stayed; `coverage` measures how much of the weight gradient waits.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zbkern import functional, nn
 from zbkern.recognition import is_rms_norm, looks_like_rms_norm
+from zbkern.wgrad import WGradQueue
 
 Module = torch.nn.Module
 Model = TypeVar("Model", bound=Module)
@@ -31,9 +36,9 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None)
     Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms that a
     library or you have written: modules whose only tensor is a weight [K], and which give RMSNorm's values and
     gradients on random tensors. (Where they round half precisions before the weight as well, that rounding is left
-    out.) Any other module with parameters keeps its forward, in which the torch functions that take a parameter become
-    ops whose W waits (`interception.py`): experts, routers, convolutions, norms that multiply by 1 + weight, subclasses
-    of torch's own. filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda",
+    out.) A subclass of these four that inherits its forward computes what they do. Any other module with parameters
+    keeps its forward, in which the torch functions that take a parameter become ops whose W waits (`interception.py`):
+    experts, routers, convolutions, norms that multiply by 1 + weight, subclasses with a forward of their own. filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda",
     "triton" or "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None
     leaves it as it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
     `unconverted` tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for
@@ -82,6 +87,59 @@ def unconverted(model: Module) -> dict[str, str]:
 left_alone = unconverted  # its earlier name
 
 
+class Coverage(NamedTuple):
+    """How much of a model's weight gradient waits; as a string, one line.
+
+    share: of all elements of parameters with two or more dimensions that get a gradient, those whose gradient waits.
+    at_once: {name: its share} of the parameters whose gradient does not wait, or not all of it, the largest first.
+    """
+
+    share: float
+    at_once: dict[str, float]
+
+    def __str__(self) -> str:
+        line = f"{100 * self.share:.1f}% of the weight gradient waits"
+        if not self.at_once:
+            return line
+        named = [f"{name} ({100 * share:.1f}%)" for name, share in self.at_once.items()]
+        return f"{line}; at once: {', '.join(named[:5])}" + (f" and {len(named) - 5} more" if len(named) > 5 else "")
+
+
+def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
+    """Measures how much of the weight gradient of a converted model waits, by one forward and B.
+
+    loss: computes a loss of the model, a tensor of one element, as in `lambda: model(**batch).loss`. Parameters of one
+    dimension are left out: their gradients cost next to nothing. Gradients and random numbers are left as they were;
+    buffers that a forward updates are not. For a model that is not wrapped (DistributedDataParallel, FSDP2) yet.
+    Raises TypeError for wrong arguments, ValueError where no such parameter gets a gradient.
+    """
+    _check("coverage", model, None)
+    if not callable(loss):
+        raise TypeError(
+            f"coverage: loss must be callable, as in lambda: model(**batch).loss; got {type(loss).__name__}"
+        )
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() >= 2}
+    before = [(p, p.grad) for p in model.parameters()]
+    devices = {p.device for p in matrices.values() if p.device.type == "cuda"}
+    queue = WGradQueue()
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        with torch.random.fork_rng(list(devices)), torch.enable_grad(), queue.defer():
+            loss().backward()
+        waiting = {id(parameter) for task in queue.tasks() for parameter in task.parameters}
+        at_once = {name: p.numel() for name, p in matrices.items() if p.grad is not None}
+        total = sum(p.numel() for name, p in matrices.items() if name in at_once or id(p) in waiting)
+    finally:
+        queue.discard()
+        for parameter, gradient in before:
+            parameter.grad = gradient
+    if not total:
+        raise ValueError("coverage: loss must depend on parameters of model with two or more dimensions; it does not")
+    shares = {name: size / total for name, size in sorted(at_once.items(), key=lambda item: -item[1])}
+    return Coverage(1 - sum(at_once.values()) / total, shares)
+
+
 def _twin(module: Module) -> type[Module] | str:
     """The class of this module's twin, or why it has none."""
     kind = type(module)
@@ -107,13 +165,19 @@ def _twin(module: Module) -> type[Module] | str:
             return _subclass(nn.TransposedLinear, kind)
         if looks_like_rms_norm(module) and is_rms_norm(module):
             return _subclass(nn.ForeignRMSNorm, kind)
-    elif not isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) or len(module.normalized_shape) == 1:
-        return _TWINS[kind]
+    if (base := _inherits_forward(kind)) is not None:
+        if not isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) or len(module.normalized_shape) == 1:
+            return _TWINS[base] if kind is base else _subclass(_TWINS[base], kind)
     return _subclass(nn.Intercepted, kind) if own or _uses_parameters_of_children(module) else "it has no parameters"
 
 
 def _is_ours(kind: type[Module]) -> bool:
     return kind.__module__.startswith("zbkern.")
+
+
+def _inherits_forward(kind: type[Module]) -> type[Module] | None:
+    """Which of the classes with a twin this one is, or adds no arithmetic to; None for none."""
+    return next((base for base in _TWINS if issubclass(kind, base) and kind.forward is base.forward), None)
 
 
 def _uses_parameters_of_children(module: Module) -> bool:
@@ -149,7 +213,7 @@ def _original(kind: type[Module]) -> type[Module] | None:
     for original, twin in _TWINS.items():
         if kind is twin:
             return original
-    return kind.__bases__[1] if kind.__bases__[0] in (nn.TransposedLinear, nn.ForeignRMSNorm, nn.Intercepted) else None
+    return kind.__bases__[1] if kind in _SUBCLASSES.values() else None
 
 
 def _check(caller: str, model: Module, filter: Filter | None) -> None:

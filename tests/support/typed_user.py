@@ -36,6 +36,7 @@ def layers(model: torch.nn.Sequential) -> None:
     assert_type(zbkern.convert(model, filter=lambda name, module: name != "head"), torch.nn.Sequential)
     assert_type(zbkern.restore(model), torch.nn.Sequential)
     assert_type(zbkern.unconverted(model), dict[str, str])
+    assert_type(zbkern.coverage(model, lambda: model(torch.ones(1)).sum()).share, float)
     assert_type(zbkern.nn.Linear(64, 256, bias=False).weight, torch.nn.Parameter | Tensor)
     zbkern.nn.MLP(64, 256, activation="silu")
     zbkern.nn.Attention(64)  # type: ignore[call-arg]
