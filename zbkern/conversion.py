@@ -38,11 +38,12 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None)
     gradients on random tensors. (Where they round half precisions before the weight as well, that rounding is left
     out.) A subclass of these four that inherits its forward computes what they do. Any other module with parameters
     keeps its forward, in which the torch functions that take a parameter become ops whose W waits (`interception.py`):
-    experts, routers, convolutions, norms that multiply by 1 + weight, subclasses with a forward of their own. filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda",
-    "triton" or "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None
-    leaves it as it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
-    `unconverted` tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for
-    an impl that does not exist.
+    experts, routers, convolutions, norms that multiply by 1 + weight, subclasses with a forward of their own.
+    filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda", "triton" or
+    "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as
+    it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called. `unconverted`
+    tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for an impl that
+    does not exist.
     """
     _check("convert", model, filter)
     if impl is not None:
@@ -165,9 +166,10 @@ def _twin(module: Module) -> type[Module] | str:
             return _subclass(nn.TransposedLinear, kind)
         if looks_like_rms_norm(module) and is_rms_norm(module):
             return _subclass(nn.ForeignRMSNorm, kind)
-    if (base := _inherits_forward(kind)) is not None:
-        if not isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) or len(module.normalized_shape) == 1:
-            return _TWINS[base] if kind is base else _subclass(_TWINS[base], kind)
+    base = _inherits_forward(kind)
+    planes = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) > 1
+    if base is not None and not planes:
+        return _TWINS[base] if kind is base else _subclass(_TWINS[base], kind)
     return _subclass(nn.Intercepted, kind) if own or _uses_parameters_of_children(module) else "it has no parameters"
 
 
