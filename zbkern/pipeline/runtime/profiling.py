@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.engine import Pipeline
@@ -38,7 +39,9 @@ def profile(
     modules: this rank's chunks, converted. placement: the rank of each chunk in model order. The others are as for
     `Pipeline`, with inputs and targets of `microbatches` microbatches. Times are medians over microbatches and
     `repeats` steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were;
-    buffers that a forward updates (running statistics) are not. Raises TypeError or ValueError as a `Pipeline` does.
+    buffers that a forward updates (running statistics) are not. Under tensor parallelism, memory is that of this rank's
+    part, and every pipeline measures times of its own: give all of them the schedule planned for one. Raises TypeError
+    or ValueError as a `Pipeline` does.
     """
     _check(placement, repeats)
     counted = [_Counted(module) for module in module_list("profile", modules)]
@@ -116,7 +119,7 @@ class _Counted(torch.nn.Module):
         self.keeps_inputs = False
         self._calls = 0
         self._storages: dict[int, int] = {}
-        self._kept = {_address(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._kept = {s.data_ptr() for tensor in (*module.parameters(), *module.buffers()) for s in _storages(tensor)}
 
     @property
     def saved_bytes(self) -> int:
@@ -143,12 +146,18 @@ class _Counted(torch.nn.Module):
 
     def _save(self, tensor: Tensor) -> Tensor:
         if self._calls == 1:
-            self._storages[_address(tensor)] = tensor.untyped_storage().nbytes()
+            self._storages.update({storage.data_ptr(): storage.nbytes() for storage in _storages(tensor)})
         return tensor
 
     def _keep(self, tensor: Tensor) -> None:
-        self._kept.add(_address(tensor))
+        self._kept.update(storage.data_ptr() for storage in _storages(tensor))
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor on this rank; of one that wraps others, as a DTensor does, theirs."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor.untyped_storage()
+        return
+    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+        if isinstance(part, Tensor):  # a DTensor also names its mesh
+            yield from _storages(part)

@@ -1,0 +1,131 @@
+"""Two stages of two tensor-parallel ranks: steps, norms, clipping and measured costs equal those of one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zbkern
+from tests.support.tensor_parallel import (
+    MAX_NORM,
+    MICROBATCHES,
+    STEEP,
+    OneProcess,
+    Stages,
+    apart,
+    batch,
+    chunk,
+    loss_fn,
+    parallelize,
+    values,
+)
+from zbkern.pipeline import clip_grad_norm_, profile
+
+pytestmark = pytest.mark.dist
+
+STEPS = range(20)
+
+
+@functools.cache
+def one_process(tied: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    plain = OneProcess(tied)
+    return *plain.train(STEPS), plain.named()
+
+
+def trained(schedule: str, tied: bool, sequence: bool, fill: str) -> tuple[Any, ...]:
+    """Losses, norms, weights, how many steps were clipped, how many W waited."""
+    ours = Stages(2, 2, schedule, tied, sequence, fill)
+    ran: list[int] = []
+    ours.pipe.queue.listeners.append(lambda tasks: ran.append(len(tasks)))
+    with ours.pipe:
+        losses, norms = ours.train(STEPS)
+    return losses, norms, values(ours.named()), ours.optimizer.clipped, sum(ran)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tied", "sequence", "fill"),
+    [
+        ("zb_h1", True, False, "planned"),
+        ("zb_v", False, True, "eager"),
+        pytest.param("zb_v", True, False, "planned", marks=pytest.mark.slow),
+        pytest.param("zb_h1", False, True, "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_equal_one_process(four_ranks: Any, schedule: str, tied: bool, sequence: bool, fill: str) -> None:
+    losses, norms, weights = one_process(tied)
+    assert sum(norm > MAX_NORM for norm in norms) == len(STEEP)
+    results = four_ranks.run(trained, schedule, tied, sequence, fill)
+    assert any(result[0][0] is not None for result in results)
+    for found, found_norms, found_weights, clipped, waited in results:
+        assert found in ([None] * len(STEPS), pytest.approx(losses, rel=1e-11))
+        assert found_norms == pytest.approx(norms, rel=1e-11)
+        far = apart(found_weights, weights)
+        assert max(far.values()) < 1e-10, far
+        assert clipped == len(STEEP)
+        assert waited > len(STEPS) * MICROBATCHES
+
+
+def clipped() -> tuple[float, dict[str, Any]]:
+    ours = Stages(2, 2, "zb_h1", tied=True, sequence=False, fill="planned")
+    with ours.pipe:
+        ours.gradients(STEEP[0])
+        norm = clip_grad_norm_(ours.named().values(), MAX_NORM, ours.pipe)
+    return norm, values({name: parameter.grad for name, parameter in ours.named().items()})
+
+
+def test_clip_grad_norm(four_ranks: Any) -> None:
+    plain = OneProcess(tied=True)
+    plain.gradients(STEEP[0])
+    expected = plain.clip()
+    assert expected > MAX_NORM
+    for norm, gradients in four_ranks.run(clipped):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        far = apart(gradients, {name: parameter.grad for name, parameter in plain.named().items()})
+        assert max(far.values()) < 1e-12, far
+
+
+def measured(tensor: int) -> tuple[Any, ...]:
+    """Costs of this rank's pipeline, and whether gradients and weights are as before."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
+    stage = mesh["stage"].get_local_rank()
+    module = zbkern.convert(chunk(stage, 2))
+    if tensor > 1:
+        parallelize(module, mesh["tensor"], sequence=False)
+    inputs, targets = batch(0)
+    costs = profile(
+        module,
+        (0, 1),
+        loss_fn,
+        inputs if stage == 0 else None,
+        targets if stage == 1 else None,
+        MICROBATCHES,
+        mesh.get_group("stage"),
+        repeats=1,
+    )
+    assert all(parameter.grad is None for parameter in module.parameters())
+    return costs.activation, costs.held, costs.weight
+
+
+def test_measured_memory_is_that_of_this_ranks_part(four_ranks: Any) -> None:
+    plain = four_ranks.run(measured, 1)[0]
+    for activation, held, weight in four_ranks.run(measured, 2):
+        for mine, all_of_it in ((activation, plain[0]), (held, plain[1])):
+            for chunk_mine, chunk_whole in zip(mine, all_of_it, strict=True):
+                assert 0.4 * chunk_whole < chunk_mine < 0.95 * chunk_whole
+        assert all(time > 0 for time in weight)
+
+
+def test_the_model_is_the_same_whatever_its_chunks() -> None:
+    inputs, _ = batch(0)
+    expected = chunk(0, 1)(inputs)
+    for count in (2, 4):
+        y = inputs
+        for index in range(count):
+            y = chunk(index, count)(y)
+        assert torch.equal(y, expected)
