@@ -44,7 +44,7 @@ from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_row
-from zbkern.wgrad.accumulation import gradient_of
+from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 
 class NormTag(NamedTuple):
@@ -176,7 +176,7 @@ class Optimizer(OptimizerWrapper):
         for parameter in self._model_parameters():
             if set_to_none:
                 parameter.grad = None
-            if (main_grad := getattr(parameter, "main_grad", None)) is not None:
+            if (main_grad := main_grad_of(parameter)) is not None:
                 main_grad.zero_()
 
     def step(self) -> None:  # type: ignore[override]  # no closure
@@ -206,7 +206,7 @@ class Optimizer(OptimizerWrapper):
             if step.has_stepped and self.max_norm is None and not self._undo.needs_gradients and not self._post_hooks:
                 step.drop_gradients()  # it will be kept or skipped, never done again
             else:
-                main_grads = (getattr(parameter, "main_grad", None) for parameter in self._model_parameters())
+                main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
             self._pending = step
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zbkern.pipeline.optimizer.params import copied, copy_, hyperparameters, parameters
-from zbkern.wgrad.accumulation import gradient_of
+from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 
 class Snapshot:
@@ -206,7 +206,7 @@ class PendingStep:
         main = getattr(optimizer, "reads_main_grad", False)
         replaced = []
         for parameter in parameters(optimizer):
-            place = "main_grad" if main and getattr(parameter, "main_grad", None) is not None else "grad"
+            place = "main_grad" if main and main_grad_of(parameter) is not None else "grad"
             present, gradient = getattr(parameter, place), wanted.get(id(parameter))
             if present is not gradient:
                 replaced.append((parameter, place, present))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zbkern.data_parallel import end_backward, parameter_groups, unsharded
 from zbkern.wgrad import WGradQueue, WGradTask, accumulation
@@ -36,7 +37,7 @@ class Replicas:
             reducer.claim(taken)
         self._queue = queue
         parameters = (parameter for module in modules.values() for parameter in module.parameters())
-        self._has_shards = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+        self._has_shards = any(isinstance(parameter, DTensor) for parameter in parameters)
         self.clear()
         if self._reducers:
             queue.listeners.append(self._accumulated)
@@ -181,7 +182,8 @@ class DDPReducer:
     def last_backward_done(self) -> None:
         if not self._ddp.require_backward_grad_sync:  # the user's no_sync(): gradients add up to a later step
             return
-        wrong = next((p for p in self._parameters if not p.requires_grad or hasattr(p, "main_grad")), None)
+        mine = self._parameters
+        wrong = next((p for p in mine if not p.requires_grad or accumulation.main_grad_of(p) is not None), None)
         if wrong is not None:
             raise ValueError(
                 f"Pipeline: DistributedDataParallel cannot reduce a parameter of shape {list(wrong.shape)} in chunk "
