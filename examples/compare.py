@@ -17,9 +17,8 @@ import gpt
 import torch
 import torch.distributed as dist
 from text import Text
-from trainer import PlainTrainer, Trainer, batch, device_of_this_rank, model_config, pipeline_group, say
+from trainer import PlainTrainer, Trainer, batch, chunks_of_this_rank, device_of_this_rank, mesh, say
 
-import zbkern
 from zbkern.pipeline import Costs, Schedule, ScheduleError, profile, schedules, simulate
 from zbkern.reporting import environment, machine_line, markdown_table
 
@@ -92,21 +91,18 @@ def best(arguments: argparse.Namespace, text: Text) -> Schedule:
 
 def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence[int]) -> Costs:
     """Measured costs of this model, cut into chunks for `placement`. Collective."""
-    device, count = device_of_this_rank(), len(placement)
-    replica, rank = divmod(dist.get_rank(), max(placement) + 1)
-    config = model_config(arguments)
-    mine = [index for index in range(count) if placement[index] == rank]
-    modules = [zbkern.convert(gpt.chunk(config, index, count).to(device)) for index in mine]
+    device, count, ranks = device_of_this_rank(), len(placement), mesh(arguments)
+    replica, mine = ranks["replica"].get_local_rank(), chunks_of_this_rank(arguments, placement)
     inputs, targets = (part.chunk(arguments.replicas)[replica] for part in batch(arguments, text, 0, device))
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         return profile(
-            modules,
+            list(mine.values()),
             placement,
             gpt.loss_fn,
             inputs if 0 in mine else None,
             targets if count - 1 in mine else None,
             microbatches=arguments.microbatches,
-            group=pipeline_group(arguments),
+            group=ranks.get_group("stage"),
             device=device,
         )
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 
@@ -26,7 +29,7 @@ class Config:
 class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_size = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
         half = config.width // config.heads // 2
@@ -35,10 +38,10 @@ class Attention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (part.transpose(1, 2) for part in self.qkv(x).view(batch, length, 3, self.heads, -1).unbind(2))
+        together = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # of all heads, or of this rank's
+        q, k, v = (part.transpose(1, 2) for part in together.unbind(-2))
         y = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return self.out(y.transpose(1, 2).flatten(2))
 
     def _rotate(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
@@ -74,7 +77,7 @@ class Head(nn.Module):
 
 
 def layer(config: Config, index: int) -> nn.Module:
-    """Layer `index` of the model: the embedding, the blocks, the head."""
+    """Layer `index` of the model: the embedding, the blocks, the head (tied: with the embedding's values)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed + index)
         if index == 0:
@@ -83,7 +86,10 @@ def layer(config: Config, index: int) -> nn.Module:
             return embedding
         if index <= config.layers:
             return Block(config)
-        return Head(config)
+        head = Head(config)
+        if config.tied:
+            head.vocabulary.load_state_dict(layer(config, 0).state_dict())
+        return head
 
 
 def chunk(config: Config, index: int, chunks: int) -> nn.Sequential:
@@ -114,10 +120,22 @@ def tie(config: Config, chunks: dict[int, nn.Sequential], count: int) -> dict[st
     first, last = chunks.get(0), chunks.get(count - 1)
     if first is not None and last is not None:
         last[-1].vocabulary.weight = first[0].weight
-    elif last is not None:
-        last[-1].vocabulary.weight = nn.Parameter(layer(config, 0).weight.detach())
     shared = first[0].weight if first is not None else last[-1].vocabulary.weight if last is not None else None
     return {} if shared is None else {"embedding": shared}
+
+
+def parallelize(layers: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Cuts the weights over the ranks of `mesh`, attention by heads, with torch's tensor parallelism; before `tie`."""
+    block = {name: ColwiseParallel() for name in ("attention.qkv", "gate", "up")}
+    block |= {name: RowwiseParallel() for name in ("attention.out", "down")}
+    plans = {
+        nn.Embedding: RowwiseParallel(input_layouts=Replicate()),
+        Block: block,
+        Head: {"vocabulary": ColwiseParallel(output_layouts=Replicate())},
+    }
+    for part in layers:
+        kind = next(kind for kind in plans if isinstance(part, kind))
+        parallelize_module(part, mesh, plans[kind])
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:

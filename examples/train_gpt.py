@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --schedule zb_h1    # train with this one
     torchrun --nproc-per-node 2 examples/train_gpt.py --check             # losses against a plain one-process loop
     torchrun --nproc-per-node 4 examples/train_gpt.py --schedule zb_v --replicas 2    # two pipelines of two stages
+    torchrun --nproc-per-node 4 examples/train_gpt.py --schedule zb_v --tensor-parallel 2    # two stages of two ranks
 
 With checkpoints a run can be restarted. The variable is needed because torch 2.13 otherwise keeps one store over
 restarts, which still has the addresses of the processes that have ended:
@@ -52,7 +53,7 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
         loss = trainer.step(step)
         done = step + 1
         if done % arguments.log_every == 0 or done == arguments.steps:
-            value = everywhere(loss, arguments.replicas, trainer.device)
+            value = everywhere(loss, arguments, trainer.device)
             speed = (done - reported) * tokens / (time.perf_counter() - began)
             began, reported = time.perf_counter(), done
             if rank == 0:
@@ -82,7 +83,7 @@ def save_pictures(arguments: argparse.Namespace, trainer: Trainer) -> None:
 def check(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
     """Exits with an error unless 20 losses equal the plain loop's to a relative 1e-5."""
     trainer = Trainer(arguments, text, schedule, arguments.fill)
-    losses = [everywhere(trainer.step(step), arguments.replicas, trainer.device) for step in range(20)]
+    losses = [everywhere(trainer.step(step), arguments, trainer.device) for step in range(20)]
     trainer.pipe.close()
     plain = PlainTrainer(arguments, text)
     worst = 0.0
@@ -118,6 +119,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--replicas", type=int, default=1, help="pipelines side by side; needs --schedule")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of a stage; needs --schedule")
     parser.add_argument("--rows", type=int, default=2, help="sequences per microbatch")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
@@ -135,13 +137,20 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="compare 20 losses with a plain one-process loop and exit")
     arguments = parser.parse_args()
-    for name in ("steps", "microbatches", "replicas", "rows", "layers", "width", "heads", "context", "log_every"):
+    numbers = ("steps", "microbatches", "replicas", "tensor_parallel", "rows", "layers", "width", "heads", "context")
+    for name in (*numbers, "log_every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(arguments, name)}")
     if arguments.width % (2 * arguments.heads):
         parser.error(f"--width must be a multiple of 2 x --heads; got {arguments.width} and {arguments.heads}")
-    if arguments.replicas > 1 and not (arguments.schedule or arguments.check):
-        parser.error("--replicas needs --schedule: compare schedules on the ranks of one pipeline first")
+    if arguments.heads % arguments.tensor_parallel:
+        parser.error(f"--tensor-parallel must divide --heads; got {arguments.tensor_parallel} and {arguments.heads}")
+    for name in ("replicas", "tensor_parallel"):
+        if getattr(arguments, name) > 1 and not (arguments.schedule or arguments.check):
+            option = name.replace("_", "-")
+            parser.error(f"--{option} needs --schedule: compare schedules on the ranks of one pipeline first")
+    if arguments.replicas > 1 and arguments.tensor_parallel > 1:
+        parser.error("--replicas and --tensor-parallel exclude each other: DistributedDataParallel takes no DTensors")
     return arguments
 
 
@@ -162,9 +171,11 @@ def main() -> None:
     start_ranks()
     text = Text(arguments.data, arguments.seed)
     say(f"{len(text.bytes) / 1e6:.1f} MB of text from {text.source}, {dist.get_world_size()} ranks")
-    stages, rest = divmod(dist.get_world_size(), arguments.replicas)
+    stages, rest = divmod(dist.get_world_size(), arguments.replicas * arguments.tensor_parallel)
     if rest:
-        raise SystemExit(f"--replicas {arguments.replicas} does not divide {dist.get_world_size()} ranks")
+        option = "replicas" if arguments.replicas > 1 else "tensor-parallel"
+        value = arguments.replicas * arguments.tensor_parallel
+        raise SystemExit(f"--{option} {value} does not divide {dist.get_world_size()} ranks")
     if arguments.check or arguments.schedule:
         schedule = compare.build(arguments.schedule or "zb_h1", stages, arguments.microbatches)
     if arguments.check:

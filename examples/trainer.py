@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+from collections.abc import Sequence
 
 import gpt
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from text import Text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import zbkern
@@ -24,18 +26,16 @@ class Trainer:
     def __init__(self, arguments: argparse.Namespace, text: Text, schedule: Schedule, fill: str = "planned") -> None:
         self.arguments, self.text, self.schedule = arguments, text, schedule
         self.device = device_of_this_rank()
-        self.replica, rank = divmod(dist.get_rank(), schedule.stages)
+        self.replica = mesh(arguments)["replica"].get_local_rank()
         count = len(schedule.placement)
         self.config = model_config(arguments)
-        mine = {index: gpt.chunk(self.config, index, count) for index in schedule.chunks_of(rank)}
-        for module in mine.values():
-            zbkern.convert(module.to(self.device))
+        mine = chunks_of_this_rank(arguments, schedule.placement)
         tied = gpt.tie(self.config, mine, count)
         self.modules = list(mine.values())
         self.first, self.last = 0 in mine, count - 1 in mine
-        group = pipeline_group(arguments)
-        if group is not None:
-            replicas = mesh(arguments.replicas).get_group("replica")
+        group = mesh(arguments).get_group("stage")
+        if arguments.replicas > 1:
+            replicas = mesh(arguments).get_group("replica")
             wrap = nn.parallel.DistributedDataParallel
             self.modules = [wrap(module, process_group=replicas) for module in self.modules]
         self.pipe = Pipeline(self.modules, schedule, gpt.loss_fn, group, self.device, fill=fill, tied=tied)
@@ -94,7 +94,11 @@ def device_of_this_rank() -> torch.device:
 
 
 def make_optimizer(arguments: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    """AdamW; tensor-parallel parameters are a group of their own, because torch's kernels do not mix the two."""
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
+    named = [{"params": group} for group in groups if group]
+    return torch.optim.AdamW(named, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def half(arguments: argparse.Namespace, device: torch.device) -> torch.autocast:
@@ -106,16 +110,27 @@ def warm_up(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
 
 
+def mesh(arguments: argparse.Namespace) -> DeviceMesh:
+    """All ranks, as --replicas pipelines, each stage of which is --tensor-parallel ranks."""
+    return _mesh(arguments.replicas, arguments.tensor_parallel)
+
+
 @functools.cache
-def mesh(replicas: int) -> DeviceMesh:
-    """All ranks, as --replicas pipelines."""
-    shape = (replicas, dist.get_world_size() // replicas)
-    return init_device_mesh(device_of_this_rank().type, shape, mesh_dim_names=("replica", "stage"))
+def _mesh(replicas: int, tensor: int) -> DeviceMesh:
+    shape = (replicas, dist.get_world_size() // replicas // tensor, tensor)
+    return init_device_mesh(device_of_this_rank().type, shape, mesh_dim_names=("replica", "stage", "tensor"))
 
 
-def pipeline_group(arguments: argparse.Namespace) -> dist.ProcessGroup | None:
-    """The ranks of this rank's pipeline; None for all ranks."""
-    return mesh(arguments.replicas).get_group("stage") if arguments.replicas > 1 else None
+def chunks_of_this_rank(arguments: argparse.Namespace, placement: Sequence[int]) -> dict[int, nn.Sequential]:
+    """This rank's chunks of the model by number, converted; under --tensor-parallel its part of them."""
+    stage, device = mesh(arguments)["stage"].get_local_rank(), device_of_this_rank()
+    found = {}
+    for index in (index for index, home in enumerate(placement) if home == stage):
+        module = gpt.chunk(model_config(arguments), index, len(placement)).to(device)
+        found[index] = zbkern.convert(module)
+        if arguments.tensor_parallel > 1:
+            gpt.parallelize(module, mesh(arguments)["tensor"])
+    return found
 
 
 def batch(arguments: argparse.Namespace, text: Text, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -125,11 +140,11 @@ def batch(arguments: argparse.Namespace, text: Text, step: int, device: torch.de
     return inputs.to(device), targets.to(device)
 
 
-def everywhere(loss: Tensor | None, replicas: int, device: torch.device) -> float:
-    """The mean loss over replicas, each of which has its loss on one rank; returned on all ranks."""
+def everywhere(loss: Tensor | None, arguments: argparse.Namespace, device: torch.device) -> float:
+    """The mean loss over replicas, each of which has its loss on the ranks of one stage; returned on all ranks."""
     value = torch.zeros((), device=device) if loss is None else loss.float()
     dist.all_reduce(value)
-    return value.item() / replicas
+    return value.item() / (arguments.replicas * arguments.tensor_parallel)
 
 
 def say(line: str) -> None:

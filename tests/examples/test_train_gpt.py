@@ -27,10 +27,11 @@ def arguments(out: Path, **changes: Any) -> argparse.Namespace:
         "steps": 6,
         "microbatches": 4,
         "replicas": 1,
+        "tensor_parallel": 1,
         "rows": 2,
         "layers": 4,
         "width": 16,
-        "heads": 1,
+        "heads": 2,
         "context": 8,
         "tied": True,
         "lr": 3e-3,
@@ -51,9 +52,9 @@ def example(name: str) -> Any:
     return __import__(name)
 
 
-def check_losses(names: list[str], microbatches: int, tied: bool, fill: str, out: Path, replicas: int = 1) -> list[str]:
+def check_losses(names: list[str], microbatches: int, tied: bool, fill: str, out: Path, **sizes: int) -> list[str]:
     train_gpt, text = example("train_gpt"), example("text")
-    asked = arguments(out, microbatches=microbatches, tied=tied, fill=fill, replicas=replicas)
+    asked = arguments(out, microbatches=microbatches, tied=tied, fill=fill, **sizes)
     source = text.Text(str(EXAMPLES))
     done = []
     for name in names:
@@ -84,20 +85,34 @@ def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, microbatches:
         assert len(done) >= len(schedules.NAMES) - 2, f"only {done} were checked"
 
 
+def check_replicas(names: list[str], out: Path) -> list[str]:
+    return check_losses(names, 4, True, "eager", out, replicas=2)
+
+
 @pytest.mark.slow
 def test_losses_of_replicas_equal_a_plain_loop(four_ranks: Any, tmp_path: Path) -> None:
-    for done in four_ranks.run(check_losses, ["zb_h2", "zb_v"], 4, True, "eager", tmp_path, 2):
+    for done in four_ranks.run(check_replicas, ["zb_h2", "zb_v"], tmp_path):
         assert len(done) == 2
 
 
-def train_replicas(out: Path) -> None:
+def check_tensor_parallel(names: list[str], out: Path) -> list[str]:
+    return check_losses(names, 4, True, "planned", out, tensor_parallel=2)
+
+
+def test_losses_of_tensor_parallel_stages_equal_a_plain_loop(four_ranks: Any, tmp_path: Path) -> None:
+    for done in four_ranks.run(check_tensor_parallel, ["zb_v"], tmp_path):
+        assert done == ["zb_v"]
+
+
+def train_side_by_side(out: Path, sizes: dict[str, int]) -> None:
     train_gpt, text = example("train_gpt"), example("text")
-    asked = arguments(out, steps=4, checkpoint_every=2, replicas=2)
+    asked = arguments(out, steps=4, checkpoint_every=2, **sizes)
     train_gpt.train(asked, text.Text(str(EXAMPLES)), schedules.zb_v(2, 4))
 
 
-def test_replicas_train_and_save(four_ranks: Any, tmp_path: Path) -> None:
-    four_ranks.run(train_replicas, tmp_path)
+@pytest.mark.parametrize("option", ["replicas", "tensor_parallel"])
+def test_replicas_and_tensor_parallel_stages_train_and_save(four_ranks: Any, tmp_path: Path, option: str) -> None:
+    four_ranks.run(train_side_by_side, tmp_path, {option: 2})
     assert [step for step, _ in losses(tmp_path)] == ["2", "4"]
     assert checkpoint.latest(tmp_path / "checkpoint").name == "step-00000004"
     assert (tmp_path / "timeline.svg").exists()
