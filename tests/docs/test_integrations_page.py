@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -70,8 +72,27 @@ def test_torch_pipelining(two_ranks: Any, tmp_path: Path) -> None:
     assert all(count > 0 for count in two_ranks.run(torch_pipelining, str(tmp_path / "plan.csv")))
 
 
-def sharded_stages(make_stage: str, reshard_after_forward: bool) -> None:
-    """The stages of torchtitan's recipe under FSDP2, over a group of one."""
+def patched(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A stand-in for the modules of the table after the page's line: makes a stage, then changes the stage's module."""
+    module = ModuleType("torchtitan.distributed.pipeline_parallel")
+    module.PipelineStage = torch.distributed.pipelining.PipelineStage
+
+    def split(chunk: nn.Module, index: int, count: int, group: Any, change: Callable[[nn.Module], nn.Module]) -> Any:
+        stage = module.PipelineStage(chunk, index, count, torch.device("cpu"), group=group)
+        stage.submod = change(chunk)
+        return stage
+
+    module.split = split
+    package = ModuleType("torchtitan.distributed")
+    package.pipeline_parallel = module
+    monkeypatch.setitem(sys.modules, "torchtitan", ModuleType("torchtitan"))
+    monkeypatch.setitem(sys.modules, "torchtitan.distributed", package)
+    exec(block(PAGE, "pipeline_parallel.PipelineStage = PipelineStage"), {})
+    return module
+
+
+def sharded_stages(reshard_after_forward: bool) -> None:
+    """Stages by the page's line under FSDP2, over a group of one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import ScheduleZBVZeroBubble
@@ -79,12 +100,13 @@ def sharded_stages(make_stage: str, reshard_after_forward: bool) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))
     chunks, plain = make_chunks(4)
-    names: dict[str, Any] = {}
-    exec(make_stage, names)
-    stages = []
-    for index in (rank, 3 - rank):
-        stages.append(names["make_stage"](chunks[index], index, 4, torch.device("cpu"), mesh.get_group("stage")))
-        fully_shard(chunks[index], mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+
+    def shard(module: nn.Module) -> nn.Module:
+        return fully_shard(module, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        split = patched(patch).split
+        stages = [split(chunks[index], index, 4, mesh.get_group("stage"), shard) for index in (rank, 3 - rank)]
     schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
     for step in range(2):
         inputs, targets = data(step)
@@ -99,8 +121,8 @@ def sharded_stages(make_stage: str, reshard_after_forward: bool) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("reshard_after_forward", [False, True])
-def test_torchtitan_stages_under_fsdp2(two_ranks: Any, reshard_after_forward: bool) -> None:
-    two_ranks.run(sharded_stages, block(PAGE, "def make_stage"), reshard_after_forward)
+def test_stages_under_fsdp2(two_ranks: Any, reshard_after_forward: bool) -> None:
+    two_ranks.run(sharded_stages, reshard_after_forward)
 
 
 class Configurable:
@@ -111,23 +133,104 @@ class Linear(nn.Linear, Configurable):
     """As torchtitan's: torch's, built otherwise."""
 
 
-def test_torchtitan_subclasses() -> None:
-    names: dict[str, Any] = {"zbkern": zbkern, "Linear": Linear}
-    exec(block(PAGE, "class DeferredLinear"), names)
-    plain = nn.Sequential(Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model = copy.deepcopy(plain)
-    assert not isinstance(zbkern.convert(copy.deepcopy(plain))[0], zbkern.nn.Linear)  # it keeps its own forward
-    names["convert_torchtitan"](model)
-    assert isinstance(model[0], Linear)
-    assert isinstance(model[0], zbkern.nn.Linear)
-    x = torch.randn(3, 4)
-    queue = zbkern.WGradQueue()
-    with queue.defer():
-        model(x).square().sum().backward()
-    assert queue.pending() == 2
-    queue.run()
-    plain(x).square().sum().backward()
-    testing.assert_same_gradients(model, plain)
+class MaskedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = Linear(WIDTH, 2 * WIDTH, bias=False), Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x)))) * mask.unsqueeze(-1)
+
+
+class Decoder(nn.Module):
+    """A chunk of two blocks, which takes a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): MaskedBlock() for index in range(2)})
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x, mask)
+        return x
+
+
+def saves_products(context: Any, operation: Any, *arguments: Any, **options: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
+    return CheckpointPolicy.MUST_SAVE if operation in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_and_compile(module: nn.Module, compiled: bool) -> nn.Module:
+    """Selective activation checkpointing of every block, then its compilation in place."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    context = functools.partial(create_selective_checkpoint_contexts, saves_products)
+    for name, layer in module.layers.items():
+        module.layers[name] = checkpoint_wrapper(layer, context_fn=context)
+        if compiled:
+            module.layers[name].compile(backend="aot_eager", fullgraph=True)
+    return module
+
+
+def masked_stages(compiled: bool) -> int:
+    """Steps of a V whose stages are checkpointed, compiled and take a mask; how many W were deferred."""
+    from torch.distributed.pipelining import ScheduleZBVZeroBubble
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    chunks = [Decoder() for _ in range(4)]
+    plain = copy.deepcopy(chunks)
+    with pytest.MonkeyPatch.context() as patch:
+        split = patched(patch).split
+        change = functools.partial(checkpoint_and_compile, compiled=compiled)
+        stages = [split(chunks[index], index, 4, None, change) for index in (rank, 3 - rank)]
+    ran: list[int] = []
+    for stage in stages:
+        stage.queue.listeners.append(lambda tasks: ran.append(len(tasks)))
+    schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    for step in range(2):
+        inputs, targets = data(step)
+        mask = torch.rand(len(inputs), generator=torch.Generator().manual_seed(step)) > 0.3
+        schedule.step(*((inputs,) if rank == 0 else ()), mask=mask, **({"target": targets} if rank == 0 else {}))
+        parts = zip(*(whole.chunk(MICROBATCHES) for whole in (inputs, mask, targets)), strict=True)
+        for x, masked, target in parts:
+            for chunk in plain:
+                x = chunk(x, masked)
+            (nn.functional.mse_loss(x, target) / MICROBATCHES).backward()
+        for index in (rank, 3 - rank):
+            found = list(chunks[index].parameters())  # checkpoint_wrapper gives them other names
+            for ours, expected in zip(found, plain[index].parameters(), strict=True):
+                testing.assert_close(ours.grad, expected.grad)
+        for module in [*chunks, *plain]:
+            module.zero_grad()
+    return sum(ran)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("compiled", [False, True])
+def test_stages_that_are_checkpointed_and_compiled_and_take_a_mask(two_ranks: Any, compiled: bool) -> None:
+    # two steps, two chunks of two blocks: two linears, and the norm where nothing is compiled
+    for deferred in two_ranks.run(masked_stages, compiled):
+        assert deferred == 2 * 2 * 2 * MICROBATCHES * (2 if compiled else 3)
+
+
+def stage_of_a_part() -> list[bool]:
+    """Which linears of a stage are zbkern's, of a module of which one had been converted."""
+    from zbkern.pipeline.torch_pipelining import PipelineStage
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zbkern.convert(model, filter=lambda name, module: name == "1")
+    PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"))
+    return [isinstance(layer, zbkern.nn.Linear) for layer in model]
+
+
+@pytest.mark.dist
+def test_a_stage_leaves_a_module_alone_that_is_converted_in_part(two_ranks: Any) -> None:
+    assert two_ranks.run(stage_of_a_part) == [[False, True]] * 2
 
 
 def megatron_loop(dtype: torch.dtype, prepare: Callable[[nn.Module], None]) -> dict[str, Any]:

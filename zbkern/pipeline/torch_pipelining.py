@@ -15,14 +15,18 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.nn.parallel import DistributedDataParallel
 
+from zbkern.conversion import convert
+from zbkern.nn import Layer
 from zbkern.wgrad import WGradQueue, accumulation
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """torch's PipelineStage, with the same arguments, for a submodule that went through `zbkern.convert`.
+    """torch's PipelineStage, with the same arguments, whose W waits.
 
-    What is not a zbkern layer keeps its whole backward in B. queue: where the W wait, a new WGradQueue when None; its
-    keys are (stage_index, microbatch). Raises TypeError for a dw_builder: that is what this class is.
+    A submodule without any zbkern layer goes through `zbkern.convert`; one that has been converted, or a part of it,
+    stays as it is. What is not a zbkern layer then keeps its whole backward in B. queue: where the W wait, a new
+    WGradQueue when None; its keys are (stage_index, microbatch). Raises TypeError for a dw_builder: that is what this
+    class is.
     """
 
     def __init__(
@@ -37,6 +41,8 @@ class PipelineStage(pipelining.PipelineStage):
     ) -> None:
         if "dw_builder" in options:
             raise TypeError("PipelineStage: dw_builder is taken by the queue; use torch's PipelineStage with your own")
+        if isinstance(submodule, nn.Module) and not any(isinstance(part, Layer) for part in submodule.modules()):
+            convert(submodule)
         self.queue = WGradQueue() if queue is None else queue
         self._runner: Callable[[], Any] = _nothing
         options["dw_builder"] = lambda: self._runner
