@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbkern import autograd, compiled, functional_checks, wgrad
 from zbkern.functions import attention as attention_functions
-from zbkern.functions import attention_backends, sharded
+from zbkern.functions import attention_backends, collectives, sharded, sharded_norm
 from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions import loss as loss_functions
@@ -48,6 +48,9 @@ def linear(
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
         return compiled.linear(_autocast("linear", x, weight, bias), weight, bias, activation, transposed)
     if not _plain(x, weight):
+        if collectives.is_wrapped(x):
+            x = collectives.Arrived.apply(x)
+            return linear(x, weight, bias, activation, impl, transposed=transposed, name=name)
         if activation is None and not transposed and _defers_sharded(x, weight, bias):
             call = autograd.OpCall((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
             return autograd.apply(sharded.ShardedLinear, call, x)
@@ -178,6 +181,11 @@ def rms_norm(
     x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
+        if collectives.is_wrapped(x):
+            x = collectives.Arrived.apply(x)
+            return rms_norm(x, weight, eps, impl, residual=residual, name=name)
+        if weight is not None and _defers_sharded(x, weight, residual) and sharded_norm.has_local_rows(x, weight):
+            return _norm_of_local_rows(norm_functions.RMSNorm, "rms_norm", (weight,), x, eps, residual, impl, name)
         return norm_functions.rms_norm_with_torch(weight, x, eps, residual)
     x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
     call = autograd.OpCall((weight,), dispatch.resolve("rms_norm", impl, x.device, x.dtype), name)
@@ -229,6 +237,13 @@ def layer_norm(
     functional_checks.check_number("layer_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
+        if collectives.is_wrapped(x):
+            x = collectives.Arrived.apply(x)
+            return layer_norm(x, weight, bias, eps, impl, residual=residual, name=name)
+        deferred = weight is not None and _defers_sharded(x, weight, bias, residual)
+        if deferred and sharded_norm.has_local_rows(x, weight, bias):
+            params = weight, bias
+            return _norm_of_local_rows(norm_functions.LayerNorm, "layer_norm", params, x, eps, residual, impl, name)
         return norm_functions.layer_norm_with_torch(weight, bias, x, eps, residual)
     x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
     call = autograd.OpCall((weight, bias), dispatch.resolve("layer_norm", impl, x.device, x.dtype), name)
@@ -352,6 +367,22 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
 def _defers_sharded(*tensors: Tensor | None) -> bool:
     """True for DTensors in a forward whose W may wait: elsewhere torch's own operations do the whole backward."""
     return wgrad.current() is not None and not torch.compiler.is_compiling() and sharded.is_sharded(*tensors)
+
+
+def _norm_of_local_rows(
+    norm: type[torch.autograd.Function],
+    op: str,
+    params: tuple[Tensor | None, ...],
+    x: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    impl: str,
+    name: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    summed = x if residual is None else x + residual
+    backend = dispatch.resolve(op, impl, x.device, x.dtype)
+    y = sharded_norm.on_local_rows(norm, params, backend, name, summed, eps)
+    return y if residual is None else (y, summed)
 
 
 _TENSORS = (Tensor, torch.nn.Parameter)
