@@ -310,3 +310,38 @@ def test_norms_add_to_a_gradient_as_it_is_laid_out(two_ranks: Any, case: str) ->
     for placement, found in two_ranks.run(norm_targets_rank, case):
         assert found < 1e-12
         assert placement.startswith("P" if case == "none" else "R"), placement
+
+
+def sequence_linear(kind: str, mesh: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A norm and two linears of its output under sequence parallelism; and this rank's part of a [batch, tokens, K]."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = zbkern.convert(nn.ModuleDict({"norm": nn.RMSNorm(WIDTH), "mlp": GatedBlock()}).double())
+    tokens = Shard(1)
+    styles: dict[str, Any] = {
+        "norm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),)),
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=tokens),
+    }
+    return parallelize_module(model, mesh, styles), lambda x: x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+
+
+class GatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
