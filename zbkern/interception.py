@@ -10,7 +10,7 @@ torch gives it, at once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern import autograd, functional, wgrad
 from zbkern.functions import products
-from zbkern.functions.products import Kind, ParameterView, Product, Source
+from zbkern.functions.products import Kind, ParameterView, Product, Source, Step
 from zbkern.kernels import dispatch
 
 # Functions of a tensor whose result is a part of it, or all of it in another shape, order or dtype
@@ -206,6 +206,11 @@ class Interception(TorchFunctionMode):
         view = self._view(weight) if offs is not None and bias is None and out_dtype is None else None
         if view is None or self._view(x) is not None or x.dim() != 2 or weight.dim() != 3:
             return None
+        if not view.steps or _exchanges_last(view.steps):
+            weight, transposed = view.parameter, not view.steps
+            return functional.grouped_linear(
+                x, weight, offsets=offs, transposed=transposed, impl=self._impl, name=self._name
+            )
         return self.product(products.GROUPED, x, view, offs)
 
     def embedding(
@@ -247,6 +252,17 @@ class Interception(TorchFunctionMode):
 
 def _transposed(tensor: Tensor) -> Tensor:
     return tensor.mT
+
+
+def _exchanges_last(steps: Sequence[Step]) -> bool:
+    """Whether a view of [E, N, K] is [E, K, N] of the same."""
+    if len(steps) != 1:
+        return False
+    function, args, kwargs = steps[0]
+    if function is _transposed:
+        return True
+    names = (Tensor.transpose, Tensor.swapaxes)
+    return function in names and not kwargs and {axis % 3 for axis in args} == {1, 2}
 
 
 def _plain_indices(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -57,18 +57,18 @@ def parallelize(model: nn.Module, kind: str, mesh: Any) -> nn.Module:
         parallelize_module,
     )
 
-    if kind == "sequence":
-        tokens = Shard(1)
-        plan: dict[str, Any] = {
-            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-            "head": ColwiseParallel(input_layouts=tokens, output_layouts=Replicate()),
-        }
-        block = {
-            "norm": SequenceParallel(),
-            "gate": ColwiseParallel(input_layouts=tokens),
-            "up": ColwiseParallel(input_layouts=tokens),
-            "down": RowwiseParallel(output_layouts=tokens),
-        }
+    tokens = Shard(1)
+    block: dict[str, Any] = {
+        "norm": SequenceParallel(),
+        "gate": ColwiseParallel(input_layouts=tokens),
+        "up": ColwiseParallel(input_layouts=tokens),
+        "down": RowwiseParallel(output_layouts=tokens),
+    }
+    embedding = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)}
+    if kind == "all but the head":
+        plan: dict[str, Any] = embedding
+    elif kind == "sequence":
+        plan = embedding | {"head": ColwiseParallel(input_layouts=tokens, output_layouts=Replicate())}
     else:
         plan = {
             "embedding": RowwiseParallel(input_layouts=Replicate())
@@ -312,7 +312,7 @@ def test_norms_add_to_a_gradient_as_it_is_laid_out(two_ranks: Any, case: str) ->
         assert placement.startswith("P" if case == "none" else "R"), placement
 
 
-def sequence_linear(kind: str, mesh: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def sequence_linear(mesh: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """A norm and two linears of its output under sequence parallelism; and this rank's part of a [batch, tokens, K]."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -345,3 +345,161 @@ class GatedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def order_rank(batch: int, w_per_collective: int) -> tuple[list[str], int, list[Tensor]]:
+    """What happened in B of the second microbatch, how many W waited after it, and the gradients in the end."""
+    import torch.distributed._functional_collectives as collectives
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, part = sequence_linear(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(2, 2, batch, TOKENS, WIDTH, dtype=torch.float64, generator=generator)
+    events: list[str] = []
+    queue = zbkern.WGradQueue(merge=False, w_per_collective=w_per_collective)
+    queue.listeners.append(lambda tasks: events.append("W"))
+
+    def recorded(name: str, event: str) -> Callable[..., Any]:
+        original = getattr(collectives, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return original(*args, **kwargs)
+
+        return call
+
+    names = {"all_gather_single": "gather", "reduce_scatter_single": "reduce", "wait_tensor": "wait"}
+    for key in range(2):
+        with queue.defer(key):
+            y = model["mlp"](model["norm"](part(x[key]).requires_grad_()))
+            with pytest.MonkeyPatch.context() as patch:
+                for name, event in names.items():
+                    patch.setattr(collectives, name, recorded(name, event))
+                events.clear()
+                y.backward(part(dy[key]))
+    in_b, waiting = list(events), queue.pending()
+    queue.run()
+    return in_b, waiting, [whole(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.dist
+def test_w_runs_between_the_start_of_a_collective_and_the_wait(two_ranks: Any) -> None:
+    for rank in range(2):
+        events, waiting, covered = two_ranks.run(order_rank, 1, 1)[rank]
+        assert events == ["gather", "W", "wait", "reduce", "W", "wait"]
+        assert waiting == 8 - 1 - 2  # one in the first microbatch: before its first collective nothing was pending
+        uncovered_events, uncovered_waiting, expected = two_ranks.run(order_rank, 1, 0)[rank]
+        assert "W" not in uncovered_events
+        assert uncovered_waiting == 8
+        assert all(torch.equal(a, b) for a, b in zip(covered, expected, strict=True))
+
+
+def gather_rank(gather_again: bool, tokens: int) -> tuple[int, int, list[str], list[Tensor]]:
+    """Bytes that autograd keeps of x between F and B, bytes that W hold, collectives of W, and the gradients."""
+    import torch.distributed._functional_collectives as collectives
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, part = sequence_linear(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    x, dy = torch.randn(2, 2, tokens, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    queue, events = zbkern.WGradQueue(gather_again=gather_again), []
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Any) -> Any:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    own = part(x).detach().clone().requires_grad_()
+    for key in range(2):
+        with queue.defer(key):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                y = model["mlp"](model["norm"](own))
+            y.backward(part(dy))
+        if key == 0:
+            from_f_to_b, held = sum(kept.values()), queue.bytes
+    with pytest.MonkeyPatch.context() as patch:
+        original = collectives.all_gather_single
+        patch.setattr(collectives, "all_gather_single", lambda *a, **k: (events.append("gather"), original(*a, **k))[1])
+        queue.run()
+    return from_f_to_b, held, events, [own.grad, *(whole(p.grad) for p in model.parameters())]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tokens", [4, 6])
+def test_w_gathers_its_input_again(two_ranks: Any, tokens: int) -> None:
+    kept, again = (two_ranks.run(gather_rank, choice, tokens) for choice in (False, True))
+    saved = 2 * tokens * WIDTH * 8 // 2  # of float64: the other rank's half, shared by gate and up
+    for (f_kept, w_kept, none, expected), (f_again, w_again, gathers, found) in zip(kept, again, strict=True):
+        assert f_kept - f_again == saved
+        assert w_kept - w_again == saved
+        assert not none
+        assert gathers == ["gather"] * 4  # gate and up of two microbatches
+        for a, b in zip(found, expected, strict=True):
+            assert float((a - b).abs().max()) <= 1e-12 * float(b.abs().max())
+
+
+def second_derivative_rank() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, part = sequence_linear(init_device_mesh("cpu", (2,)))
+    x = part(torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)).requires_grad_()
+    with zbkern.WGradQueue(gather_again=True).defer():
+        y = model["mlp"](model["norm"](x))
+        try:
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.dist
+def test_what_was_not_kept_has_no_second_derivative(two_ranks: Any) -> None:
+    for message in two_ranks.run(second_derivative_rank):
+        assert "gather_again=False" in message
+
+
+def loss_parallel_rank(order: str, ranks: int) -> tuple[list[str], dict[str, float], float]:
+    """A head whose vocabulary is cut, with torch's loss_parallel: what did not wait, and the differences."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    model, twin = make(), make()
+    for step in ("convert", "parallelize") if order == "converted first" else ("parallelize", "convert"):
+        if step == "convert":
+            twin = zbkern.convert(twin)
+        else:
+            twin = parallelize(twin, "all but the head", mesh)
+            style = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+            twin.head = parallelize_module(twin.head, mesh, style)
+    queue, largest = zbkern.WGradQueue(), 0.0
+    for key, indices in enumerate(batches()):
+        targets = indices.roll(1, 1)
+        expected = nn.functional.cross_entropy(model(indices).flatten(0, 1), targets.flatten())
+        expected.backward()
+        with queue.defer(key), loss_parallel():
+            loss = nn.functional.cross_entropy(twin(indices).flatten(0, 1), targets.flatten())
+            loss.backward()
+        largest = max(largest, abs(float(whole(loss.detach()) - expected.detach())))
+    at_once = [name for name, p in twin.named_parameters() if p.grad is not None]
+    queue.run()
+    return at_once, differences(twin, model), largest
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("order", ["converted first", "parallelized first"])
+def test_a_vocabulary_that_is_cut(two_ranks: Any, order: str) -> None:
+    for at_once, found, loss in two_ranks.run(loss_parallel_rank, order, 2):
+        assert not at_once
+        assert max(found.values()) < 1e-10, found
+        assert loss < 1e-12
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_vocabulary_that_is_cut_in_four(four_ranks: Any) -> None:
+    for at_once, found, loss in four_ranks.run(loss_parallel_rank, "converted first", 4):
+        assert not at_once
+        assert max(found.values()) < 1e-10, found
+        assert loss < 1e-12

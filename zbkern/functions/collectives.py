@@ -28,11 +28,6 @@ def run_w() -> None:
         scope[0].run_during_collective()
 
 
-def in_flight(tensor: Any) -> bool:
-    """True for what one of torch's functional collectives has returned and nobody has waited for."""
-    return is_wrapped(tensor) and not tensor.completed
-
-
 def arrived(tensor: Any) -> Tensor:
     """The tensor itself, waited for: kernels read memory, which an AsyncCollectiveTensor has none of."""
     return tensor.trigger_wait() if is_wrapped(tensor) else tensor
@@ -58,10 +53,13 @@ class Arrived(torch.autograd.Function):
 
 
 def arriving(gradient: DTensor) -> DTensor:
-    """A gradient that B needs next; while it is in flight, W runs."""
-    if in_flight(gradient._local_tensor) and not torch.is_grad_enabled():
+    """A gradient that B needs next, waited for; while it is in flight, W runs."""
+    part = gradient._local_tensor
+    if not is_wrapped(part) or torch.is_grad_enabled():
+        return gradient
+    if not part.completed:  # type: ignore[attr-defined]
         run_w()
-    return gradient
+    return Layout.of(gradient).tensor(arrived(part))
 
 
 def local_of(tensor: DTensor, placements: Sequence[Placement] | None = None) -> Tensor:
@@ -71,7 +69,7 @@ def local_of(tensor: DTensor, placements: Sequence[Placement] | None = None) -> 
         return (tensor.redistribute(placements=placements) if moves else tensor).to_local()
     if moves:
         tensor = tensor.redistribute(placements=placements, async_op=True)
-    return arrived(arriving(tensor)._local_tensor)
+    return arriving(tensor)._local_tensor
 
 
 def cover_backward_of(x: DTensor) -> None:

@@ -61,7 +61,8 @@ class ShardedLinear(torch.autograd.Function):
                     "gather_again=False on the WGradQueue"
                 )
             return differentiable_backward(call, _linear, (x,), dy)
-        dx = torch.matmul(arriving(dy), weight) if ctx.needs_input_grad[1] else None
+        dy = arriving(dy)
+        dx = torch.matmul(dy, weight) if ctx.needs_input_grad[1] else None
         places = [_of_product(*pair, dy.dim() - 1) for pair in zip(ctx.placements, dy.placements, strict=True)]
         sums = tuple([place == SUM for place in places])
         if all(_agrees(parameter, places) for parameter in call.params) and may_be_terms(call.params, sums):
