@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zbkern import functional
+from zbkern.expert_parallel import ExpertParallel as ExpertParallel
 from zbkern.interception import intercepted
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zbkern import wgrad
@@ -106,3 +107,32 @@ def _cover(
         return None
     local = local_of(gradient, placements)
     return (Layout(gradient.device_mesh, placements, gradient.shape).tensor(local),)
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows to and from every rank of a group: sent[r] rows of x go to rank r, received[r] rows come from there.
+
+    B is the way back; W runs while it is in flight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.route = sent, received, group
+        y, work = _start(x, sent, received, group)
+        work.wait()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received, group = ctx.route
+        if torch.is_grad_enabled():  # create_graph=True
+            return AllToAll.apply(dy, received, sent, group), None, None, None
+        dx, work = _start(dy, received, sent, group)
+        run_w()
+        work.wait()
+        return dx, None, None, None
+
+
+def _start(x: Tensor, sent: list[int], received: list[int], group: Any) -> tuple[Tensor, Any]:
+    y = x.new_empty((sum(received), *x.shape[1:]))
+    return y, dist.all_to_all_single(y, x.contiguous(), received, sent, group=group, async_op=True)
