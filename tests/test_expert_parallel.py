@@ -178,3 +178,71 @@ def test_wrong_arguments() -> None:
         zbkern.nn.ExpertParallel(experts)(torch.zeros(3, WIDTH))
     with pytest.raises(ValueError, match=r"both \[3, 'top_k'\]"):
         zbkern.nn.ExpertParallel(experts)(torch.zeros(3, WIDTH), (torch.zeros(2, 2).long(), torch.zeros(2, 2)))
+
+
+class GroupedExperts(nn.Module):
+    """As torchtitan has them: three parameters, cut by experts as DTensors, taken by to_local() in the forward."""
+
+    def __init__(self, way: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH, dtype=dtype))
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN, dtype=dtype))
+        self.w3 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH, dtype=dtype))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        w1, w2, w3 = (w.to_local() if hasattr(w, "to_local") else w for w in (self.w1, self.w2, self.w3))
+        if self.way == "grouped":
+            ends = counts.cumsum(0, dtype=torch.int32)
+            h = nn.functional.silu(torch._grouped_mm(x, w1.transpose(-2, -1), offs=ends))
+            h = h * torch._grouped_mm(x, w3.transpose(-2, -1), offs=ends)
+            return torch._grouped_mm(h, w2.transpose(-2, -1), offs=ends)
+        found = []
+        for expert, rows in enumerate(x.split(counts.tolist())):
+            h = nn.functional.silu(torch.matmul(rows, w1[expert].transpose(-2, -1)))
+            h = h * torch.matmul(rows, w3[expert].transpose(-2, -1))
+            found.append(torch.matmul(h, w2[expert].transpose(-2, -1)))
+        return torch.cat(found)
+
+
+def sharded_experts_rank(way: str, parallelize_first: bool) -> tuple[int, list[str], list[float]]:
+    """W that waited, placements of gradients, and the largest differences of gradients, relative."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh, share = init_device_mesh("cpu", (ranks,)), EXPERTS // ranks
+    dtype = torch.float32 if way == "grouped" else torch.float64
+    alone, own = GroupedExperts(way, dtype), GroupedExperts(way, dtype)
+    counts = torch.tensor([3, 0, 2, 4])
+    mine = slice(rank * share, (rank + 1) * share)
+    x = torch.randn(int(counts.sum()), WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    own = own if parallelize_first else zbkern.convert(own)
+    for name, parameter in list(own.named_parameters()):
+        setattr(own, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    own = zbkern.convert(own)
+    queue = zbkern.WGradQueue()
+    rows = x.split(counts.tolist())
+    for key in range(2):
+        alone(x, counts).square().sum().backward()
+        with queue.defer(key):
+            own(torch.cat(rows[mine]), counts[mine]).square().sum().backward()
+    assert all(p.grad is None for p in own.parameters())
+    waiting = queue.pending()
+    queue.run()
+    pairs = zip(own.parameters(), alone.parameters(), strict=True)
+    differences = [
+        float((p.grad.to_local() - q.grad[mine]).abs().max() / q.grad.abs().max().clamp(1e-30)) for p, q in pairs
+    ]
+    return waiting, [str(p.grad.placements) for p in own.parameters()], differences
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("parallelize_first", [False, True])
+@pytest.mark.parametrize("way", ["loop", "grouped"])
+def test_experts_that_are_dtensors(two_ranks: Any, way: str, parallelize_first: bool) -> None:
+    for waiting, placements, found in two_ranks.run(sharded_experts_rank, way, parallelize_first):
+        assert waiting == 2 * 3 * (1 if way == "grouped" else EXPERTS // 2)
+        assert all("Shard(dim=0)" in placement for placement in placements)
+        assert max(found) < (1e-5 if way == "grouped" else 1e-10)

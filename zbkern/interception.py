@@ -10,6 +10,7 @@ torch gives it, at once.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
 from zbkern import autograd, functional, wgrad
-from zbkern.functions import products
+from zbkern.functions import products, sharded
 from zbkern.functions.products import Kind, ParameterView, Product, Source, Step
 from zbkern.kernels import dispatch
 
@@ -64,6 +65,7 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self._name = name
         self._impl = impl
+        self._sharded = "torch.distributed.tensor" in sys.modules
         self._views: dict[int, ParameterView] = {}  # by id of the tensor that stands for it
         self._kept: list[Tensor] = []  # so that no other tensor gets that id meanwhile
 
@@ -110,6 +112,11 @@ class Interception(TorchFunctionMode):
         if view is None and type(tensor) is torch.nn.Parameter and tensor.requires_grad:
             view = ParameterView(tensor, (), tensor.detach())
             self._remember(tensor, view)
+        elif view is None and self._sharded and type(tensor) is Tensor and tensor.grad_fn is not None:
+            parameter = sharded.parameter_of(tensor)
+            if parameter is not None:
+                view = ParameterView(parameter, ((products.to_local, (), ()),), tensor.detach())
+                self._remember(tensor, view)
         return view
 
     def _remember(self, tensor: Tensor, view: ParameterView) -> None:

@@ -115,9 +115,19 @@ def local(kernel: WGradFunction, sums: Sums = ()) -> WGradKernel:
     """
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-        kernel(segments, [_local(output, sums) for output in outputs], accumulate)
+        kernel(segments, [local_part(output, sums) for output in outputs], accumulate)
 
     return WGradKernel(run, empty=functools.partial(empty_terms, sums) if any(sums) else None)
+
+
+def parameter_of(part: Tensor) -> Any:
+    """The parameter of which `part` is what to_local() returned, with a gradient cut as the parameter is; else None."""
+    node: Any = part.grad_fn
+    if type(node).__name__ != "_ToTorchTensorBackward":
+        return None
+    if node.grad_placements is not None and tuple(node.grad_placements) != tuple(node.dtensor_spec.placements):
+        return None
+    return getattr(node.next_functions[0][0], "variable", None)  # of an AccumulateGrad
 
 
 def may_be_terms(params: Params, sums: Sums) -> bool:
@@ -146,7 +156,7 @@ def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, firs
             if padding_idx is not None:
                 here &= indices != padding_idx
             own.append((torch.where(here, indices - first, 0), dy * here.unsqueeze(-1)))
-        kernel(own, [_local(output) for output in outputs], accumulate, padding_idx=None)
+        kernel(own, [local_part(output) for output in outputs], accumulate, padding_idx=None)
 
     return WGradKernel(run)
 
@@ -154,7 +164,7 @@ def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, firs
 def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
     for segment in segments:
         for output, gradient in zip(filter(None.__ne__, outputs), segment, strict=True):
-            part = _local(output)
+            part = local_part(output)
             assert part is not None
             part.add_(gradient) if accumulate else part.copy_(gradient)
         accumulate = True
@@ -163,7 +173,7 @@ def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumula
 _ADD = WGradKernel(_add)
 
 
-def _local(tensor: Any, sums: Sums = ()) -> Any:
+def local_part(tensor: Any, sums: Sums = ()) -> Any:
     """This rank's part, the memory itself. Raises ValueError for a gradient that is summed over ranks where what W has
     is not, or the other way round."""
     if not is_sharded(tensor) or tensor is None:
