@@ -47,6 +47,28 @@ def torch_grouped(x, weight, bias):
     return torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(COUNTS))])
 
 
+def torch_experts(interleaved=False, gpt_oss=False):
+    """By slicing, as the transformers library does; gpt-oss's gate has limits, here low enough to be reached."""
+
+    def run(x, gate_up, down, *biases):
+        parts = []
+        for e, rows in enumerate(x.split(COUNTS)):
+            z = F.linear(rows, gate_up[e], biases[0][e] if biases else None)
+            gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, -1)
+            if gpt_oss:
+                gate, up = gate.clamp(min=None, max=0.5), up.clamp(min=-0.5, max=0.5)
+                h = (up + 1) * gate * torch.sigmoid(gate * 1.702)
+            else:
+                h = F.silu(gate) * up
+            parts.append(F.linear(h, down[e], biases[1][e] if biases else None))
+        return torch.cat(parts)
+
+    return run
+
+
+GPT_OSS = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "up_offset": 1.0}
+
+
 def torch_head(x, weight, bias, smoothing=0.0, z_loss=0.0, reduction="mean"):
     z = F.linear(x, weight, bias)
     loss = F.cross_entropy(z, TARGET, label_smoothing=smoothing, reduction=reduction)
@@ -97,6 +119,27 @@ CASES: dict[str, Case] = {
     "swiglu": Case(Z.swiglu, torch_gated(F.silu), [(2, 3, 5)], [(6, 5), (6, 5), (4, 6)]),
     "grouped_linear": Case(
         lambda x, w, b: Z.grouped_linear(x, w, COUNTS, b), torch_grouped, [(5, 4)], [(3, 2, 4), (3, 2)]
+    ),
+    "grouped_linear transposed": Case(
+        lambda x, w, b: Z.grouped_linear(x, w, COUNTS, b, transposed=True),
+        lambda x, w, b: torch_grouped(x, w.mT, b),
+        [(5, 4)],
+        [(3, 4, 2), (3, 2)],
+    ),
+    "grouped_mlp": Case(
+        lambda x, a, b: Z.grouped_mlp(x, a, b, COUNTS), torch_experts(), [(5, 4)], [(3, 12, 4), (3, 2, 6)]
+    ),
+    "grouped_mlp interleaved": Case(
+        lambda x, a, b: Z.grouped_mlp(x, a, b, COUNTS, interleaved=True),
+        torch_experts(interleaved=True),
+        [(5, 4)],
+        [(3, 12, 4), (3, 2, 6)],
+    ),
+    "grouped_mlp as gpt-oss's": Case(
+        lambda x, a, b, c, d: Z.grouped_mlp(x, a, b, COUNTS, c, d, transposed=True, **GPT_OSS),
+        lambda x, a, b, c, d: torch_experts(interleaved=True, gpt_oss=True)(x, a.mT, b.mT, c, d),
+        [(5, 4)],
+        [(3, 4, 12), (3, 6, 2), (3, 12), (3, 2)],
     ),
 }
 for name, function in ACTIVATIONS.items():

@@ -160,6 +160,58 @@ def test_grouped_linear() -> None:
     testing.assert_same_gradients(module, other)
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "silu": {},
+    "geglu": {"activation": "gelu", "bias": True},
+    "gpt-oss": {"bias": True, "transposed": True, "interleaved": True, "limit": 0.4, "alpha": 1.702, "up_offset": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name: str) -> None:
+    """Counts on the host, as a tensor and as offsets; each microbatch has other ones, the last an expert without rows
+    and rows without an expert."""
+    options = EXPERTS[name]
+    module = zbkern.nn.Experts(5, 6, 3, dtype=torch.float64, **options)
+    other, queue = copy.deepcopy(module), zbkern.WGradQueue()
+    microbatches: list[dict[str, Any]] = [
+        {"counts": [2, 0, 5]},
+        {"counts": torch.tensor([0, 0, 7])},
+        {"offsets": torch.tensor([3, 3, 5], dtype=torch.int32)},
+    ]
+    for key, rows in enumerate(microbatches):
+        x, y = torch.randn(7, 5, dtype=torch.float64).requires_grad_(), torch.randn(7, 5, dtype=torch.float64)
+        twin = x.detach().clone().requires_grad_()
+        with queue.defer(key):
+            found = module(x, **rows)
+            found.backward(y)
+        sizes = torch.as_tensor(rows["counts"]) if "counts" in rows else torch.tensor([3, 0, 2])
+        expected = by_slices(other, twin, sizes.tolist())
+        expected.backward(y)
+        testing.assert_close(found, expected, "y")
+        testing.assert_close(x.grad, twin.grad, "dx")
+    assert all(p.grad is None for p in module.parameters())
+    queue.run()
+    testing.assert_same_gradients(module, other)
+
+
+def by_slices(m: zbkern.nn.Experts, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Experts as the transformers library writes them; zeros for rows of none."""
+    parts = []
+    for e, rows in enumerate(x[: sum(sizes)].split(sizes)):
+        first, second = m.gate_up_proj[e], m.down_proj[e]
+        biases = (None, None) if m.gate_up_proj_bias is None else (m.gate_up_proj_bias[e], m.down_proj_bias[e])
+        z = F.linear(rows, first.t() if m.transposed else first, biases[0])
+        gate, up = (z[:, ::2], z[:, 1::2]) if m.interleaved else z.chunk(2, -1)
+        if m.limit is None:
+            h = {"silu": F.silu, "gelu": F.gelu}[m.activation](gate) * up
+        else:
+            gate, up = gate.clamp(max=m.limit), up.clamp(-m.limit, m.limit)
+            h = gate * torch.sigmoid(m.alpha * gate) * (up + 1)
+        parts.append(F.linear(h, second.t() if m.transposed else second, biases[1]))
+    return torch.cat([*parts, x.new_zeros(len(x) - sum(sizes), x.shape[1])])
+
+
 def test_linear_cross_entropy() -> None:
     module = zbkern.nn.LinearCrossEntropy(5, 9, bias=True, dtype=torch.float64, label_smoothing=0.1)
     x, target = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[1, -100, 2], [8, 0, 0]])
@@ -179,6 +231,7 @@ LAYERS: dict[str, Any] = {
     "MLP": lambda **o: zbkern.nn.MLP(4, 6, **o),
     "Attention": lambda **o: zbkern.nn.Attention(4, 2, **o),
     "GroupedLinear": lambda **o: zbkern.nn.GroupedLinear(2, 4, 3, **o),
+    "Experts": lambda **o: zbkern.nn.Experts(4, 3, 2, **o),
     "LinearCrossEntropy": lambda **o: zbkern.nn.LinearCrossEntropy(4, 9, **o),
 }
 
@@ -187,7 +240,7 @@ def called(name: str, layer: nn.Module) -> torch.Tensor:
     x = torch.linspace(-1, 1, 3 * 2 * 4).view(2, 3, 4)
     if name == "Embedding":
         return layer(torch.tensor([[0, 3, 3], [2, 0, 6]]))
-    if name == "GroupedLinear":
+    if name in ("GroupedLinear", "Experts"):
         return layer(x.flatten(0, 1), [2, 4])
     return layer(x, torch.tensor([[0, 3, 3], [2, 0, 6]])) if name == "LinearCrossEntropy" else layer(x)
 

@@ -147,7 +147,7 @@ def weight_gradients(
         return (None,) * len(params)
     if kernel.allocate is not None and all(p.dtype == tensors[0].dtype for p in needed_params):
         return kernel.allocate(tensors, params)
-    gradients = [None if p is None else accumulation.empty_gradient(p) for p in params]
+    gradients = [None if p is None else accumulation.empty_gradient(p, kernel) for p in params]
     kernel.run([tensors], gradients, False)
     return gradients
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from zbkern import autograd, compiled, functional_checks, wgrad
 from zbkern.functions import attention as attention_functions
-from zbkern.functions import attention_backends, sharded
+from zbkern.functions import attention_backends, collectives, sharded, sharded_norm
 from zbkern.functions import embedding as embedding_functions
+from zbkern.functions import grouped as grouped_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions import loss as loss_functions
 from zbkern.functions import norm as norm_functions
@@ -48,6 +49,9 @@ def linear(
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
         return compiled.linear(_autocast("linear", x, weight, bias), weight, bias, activation, transposed)
     if not _plain(x, weight):
+        if collectives.is_wrapped(x):
+            x = collectives.Arrived.apply(x)
+            return linear(x, weight, bias, activation, impl, transposed=transposed, name=name)
         if activation is None and not transposed and _defers_sharded(x, weight, bias):
             call = autograd.OpCall((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
             return autograd.apply(sharded.ShardedLinear, call, x)
@@ -94,23 +98,66 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, impl: str = "auto"
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
-    counts: Sequence[int] | Tensor,
+    counts: Sequence[int] | Tensor | None = None,
     bias: Tensor | None = None,
     impl: str = "auto",
     *,
+    offsets: Tensor | None = None,
+    transposed: bool = False,
     name: str = "",
 ) -> Tensor:
     """A linear per group of rows, for mixture-of-experts: the first counts[0] rows use weight[0], and so on.
 
-    x: [M, K], rows sorted by group; weight: [E, N, K]; counts: E numbers of rows, possibly 0, M in all; bias: [E, N]
-    or None; returns [M, N]. Raises as `linear` does.
+    x: [M, K], rows sorted by group; weight: [E, N, K], or [E, K, N] when transposed; bias: [E, N] or None; returns
+    [M, N]. counts: E numbers of rows, possibly 0, M in all. offsets: instead of counts, the row at which every group
+    ends, as torch's grouped_mm takes it; rows from the last end on belong to no group: they come out as zeros and get
+    no gradient. Tensors on x's device are used there: the host never waits for them, so what they hold is not checked.
+    Raises as `linear` does.
     """
-    counts = functional_checks.check_grouped_linear(x, weight, counts, bias)
+    functional_checks.check_grouped_linear("grouped_linear", x, weight, bias, transposed)
+    ends = functional_checks.group_ends("grouped_linear", x, weight.shape[0], counts, offsets)
     if not _plain(x, weight):
-        return linear_functions.grouped_linear_with_torch(weight, bias, x, counts)
+        return grouped_functions.grouped_linear_with_torch(weight, bias, x, ends, transposed)
     x = _autocast("grouped_linear", x, weight, bias)
     call = autograd.OpCall((weight, bias), dispatch.resolve("grouped_linear", impl, x.device, x.dtype), name)
-    return autograd.apply(linear_functions.GroupedLinear, call, x, counts)
+    return autograd.apply(grouped_functions.GroupedLinear, call, x, ends, transposed)
+
+
+def grouped_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    counts: Sequence[int] | Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    impl: str = "auto",
+    *,
+    offsets: Tensor | None = None,
+    transposed: bool = False,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    name: str = "",
+) -> Tensor:
+    """`gated_mlp` per group of rows, for experts: (activation(gate) * up) down[e]^T, (gate, up) = x gate_up[e]^T.
+
+    x: [M, K], rows sorted by group; gate_up: [E, 2 H, K], down: [E, N, H], or [E, K, 2 H] and [E, H, N] when
+    transposed; biases [E, 2 H], [E, N] or None; returns [M, N]. counts, offsets: as in `grouped_linear`. Of gate_up's
+    outputs the first half are gate, or, interleaved, every second one from the first on. gpt-oss's experts have limit=7
+    (gate is cut off above it, up above it and below -limit), alpha=1.702 (activation(alpha gate) / alpha) and
+    up_offset=1 (added to up). Raises as `linear` does.
+    """
+    op, params = "grouped_mlp", (gate_up, down, gate_up_bias, down_bias)
+    functional_checks.check_grouped_mlp(x, *params, transposed)
+    options = functional_checks.gate_options(activation, interleaved, limit, alpha, up_offset)
+    ends = functional_checks.group_ends(op, x, gate_up.shape[0], counts, offsets)
+    if not _plain(x, gate_up):
+        return grouped_functions.grouped_mlp_with_torch(*params, x, ends, options, transposed)
+    x = _autocast(op, x, *params)
+    call = autograd.OpCall(params, dispatch.resolve(op, impl, x.device, x.dtype), name)
+    return autograd.apply(grouped_functions.GroupedMLP, call, x, ends, options, transposed)
 
 
 def embedding(
@@ -178,6 +225,11 @@ def rms_norm(
     x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
+        if collectives.is_wrapped(x):
+            x = collectives.Arrived.apply(x)
+            return rms_norm(x, weight, eps, impl, residual=residual, name=name)
+        if weight is not None and _defers_sharded(x, weight, residual) and sharded_norm.has_local_rows(x, weight):
+            return _norm_of_local_rows(norm_functions.RMSNorm, "rms_norm", (weight,), x, eps, residual, impl, name)
         return norm_functions.rms_norm_with_torch(weight, x, eps, residual)
     x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
     call = autograd.OpCall((weight,), dispatch.resolve("rms_norm", impl, x.device, x.dtype), name)
@@ -229,6 +281,13 @@ def layer_norm(
     functional_checks.check_number("layer_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
+        if collectives.is_wrapped(x):
+            x = collectives.Arrived.apply(x)
+            return layer_norm(x, weight, bias, eps, impl, residual=residual, name=name)
+        deferred = weight is not None and _defers_sharded(x, weight, bias, residual)
+        if deferred and sharded_norm.has_local_rows(x, weight, bias):
+            params = weight, bias
+            return _norm_of_local_rows(norm_functions.LayerNorm, "layer_norm", params, x, eps, residual, impl, name)
         return norm_functions.layer_norm_with_torch(weight, bias, x, eps, residual)
     x, residual = _norm_autocast(x), None if residual is None else _norm_autocast(residual)
     call = autograd.OpCall((weight, bias), dispatch.resolve("layer_norm", impl, x.device, x.dtype), name)
@@ -352,6 +411,22 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
 def _defers_sharded(*tensors: Tensor | None) -> bool:
     """True for DTensors in a forward whose W may wait: elsewhere torch's own operations do the whole backward."""
     return wgrad.current() is not None and not torch.compiler.is_compiling() and sharded.is_sharded(*tensors)
+
+
+def _norm_of_local_rows(
+    norm: type[torch.autograd.Function],
+    op: str,
+    params: tuple[Tensor | None, ...],
+    x: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    impl: str,
+    name: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    summed = x if residual is None else x + residual
+    backend = dispatch.resolve(op, impl, x.device, x.dtype)
+    y = sharded_norm.on_local_rows(norm, params, backend, name, summed, eps)
+    return y if residual is None else (y, summed)
 
 
 _TENSORS = (Tensor, torch.nn.Parameter)

@@ -84,29 +84,95 @@ def check_gated_mlp(
     check_activation("gated_mlp", activation)
 
 
-def check_grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, bias: Tensor | None) -> Tensor:
-    """The counts as int64 on the CPU."""
-    _check_tensors("grouped_linear", x=x, weight=weight)
-    if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1]:
+def check_grouped_linear(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool = False,
+    names: tuple[str, str] = ("weight", "bias"),
+) -> None:
+    layout = "[E, K, N]" if transposed else "[E, N, K]"
+    _check_tensors(op, **{"x": x, names[0]: weight})
+    if x.dim() != 2 or weight.dim() != 3 or weight.shape[1 if transposed else 2] != x.shape[1]:
         raise ValueError(
-            f"grouped_linear: x must be [M, K] and weight [E, N, K]; got {list(x.shape)} and {list(weight.shape)}"
-        )
-    if isinstance(counts, str) or not hasattr(counts, "__len__"):
-        raise TypeError(f"grouped_linear: counts must be a list or a tensor of integers; got {counts!r}")
-    counts = torch.as_tensor(counts, device="cpu")
-    if counts.numel() and (counts.is_floating_point() or counts.dtype == torch.bool):
-        raise TypeError(f"grouped_linear: counts must be integers; got {counts.tolist()}")
-    counts = counts.long()
-    if counts.shape != weight.shape[:1] or bool((counts < 0).any()) or int(counts.sum()) != x.shape[0]:
-        raise ValueError(
-            f"grouped_linear: counts must be {weight.shape[0]} numbers >= 0 that add up to {x.shape[0]} rows; "
-            f"got {counts.tolist()}"
+            f"{op}: x must be [M, K] and {names[0]} {layout}; got {list(x.shape)} and {list(weight.shape)}"
         )
     if bias is not None:
-        _check_tensors("grouped_linear", x=x, bias=bias)
-        if bias.shape != weight.shape[:2]:
-            raise ValueError(f"grouped_linear: bias must be [E, N] = {list(weight.shape[:2])}; got {list(bias.shape)}")
-    return counts
+        _check_tensors(op, **{"x": x, names[1]: bias})
+        wanted = [weight.shape[0], weight.shape[2 if transposed else 1]]
+        if list(bias.shape) != wanted:
+            raise ValueError(f"{op}: {names[1]} must be [E, N] = {wanted}; got {list(bias.shape)}")
+
+
+def check_grouped_mlp(
+    x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, transposed: bool
+) -> None:
+    op, names = "grouped_mlp", ("gate_up", "gate_up_bias")
+    check_grouped_linear(op, x, gate_up, gate_up_bias, transposed, names)
+    columns, rows = (2, 1) if transposed else (1, 2)
+    hidden, odd = divmod(gate_up.shape[columns], 2)
+    if odd:
+        raise ValueError(f"{op}: gate_up must have an even number of outputs, gate and up; got {2 * hidden + 1}")
+    _check_tensors(op, x=x, down=down)
+    if down.dim() != 3 or down.shape[0] != gate_up.shape[0] or down.shape[rows] != hidden:
+        layout = "[E, H, N]" if transposed else "[E, N, H]"
+        raise ValueError(
+            f"{op}: down must be {layout} with E={gate_up.shape[0]} and H={hidden} like gate_up; got {list(down.shape)}"
+        )
+    if down_bias is not None:
+        _check_tensors(op, x=x, down_bias=down_bias)
+        if list(down_bias.shape) != [down.shape[0], down.shape[columns]]:
+            wanted = [down.shape[0], down.shape[columns]]
+            raise ValueError(f"{op}: down_bias must be [E, N] = {wanted}; got {list(down_bias.shape)}")
+
+
+def gate_options(
+    activation: str, interleaved: bool, limit: float | None, alpha: float, up_offset: float
+) -> spec.GateOptions:
+    op = "grouped_mlp"
+    if activation is None:
+        raise ValueError(f"{op}: activation must be one of {spec.ACTIVATIONS}; got None")
+    check_activation(op, activation)
+    check_number(op, "alpha", alpha)
+    check_number(op, "up_offset", up_offset)
+    if limit is not None:
+        check_number(op, "limit", limit)
+    if not alpha > 0 or (limit is not None and not limit > 0):
+        raise ValueError(f"{op}: alpha and limit must be above 0; got {alpha} and {limit}")
+    wanted = None if limit is None else float(limit)
+    return spec.GateOptions(activation, bool(interleaved), wanted, float(alpha), float(up_offset))
+
+
+def group_ends(
+    op: str, x: Tensor, groups: int, counts: Sequence[int] | Tensor | None, offsets: Tensor | None
+) -> Tensor:
+    """Where the rows of every group end, int32 on x's device. Numbers that are on a GPU already are not read."""
+    if offsets is None:
+        given = _integers(op, "counts", counts)
+        wanted = f"{groups} numbers >= 0 that add up to {x.shape[0]} rows"
+        fits = given.is_cpu and bool((given >= 0).all()) and int(given.sum()) == x.shape[0]
+    else:
+        if counts is not None:
+            raise ValueError(f"{op}: counts and offsets say the same; pass one of them")
+        given = _integers(op, "offsets", offsets)
+        wanted = f"{groups} numbers that rise from 0 or more to {x.shape[0]} rows or less"
+        fits = given.is_cpu and given.tolist() == sorted(given.clamp(0, x.shape[0]).tolist())
+    if list(given.shape) != [groups] or (given.is_cpu and not fits):
+        found = given.tolist() if given.is_cpu else f"{list(given.shape)} of them"
+        raise ValueError(f"{op}: {'counts' if offsets is None else 'offsets'} must be {wanted}; got {found}")
+    ends = given.cumsum(0) if offsets is None else given
+    return ends.to(device=x.device, dtype=torch.int32, non_blocking=True)
+
+
+def _integers(op: str, argument: str, values: Sequence[int] | Tensor | None) -> Tensor:
+    if isinstance(values, str) or not hasattr(values, "__len__"):
+        raise TypeError(f"{op}: {argument} must be a list or a tensor of integers; got {values!r}")
+    tensor = torch.as_tensor(values)
+    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+        found = tensor.tolist() if tensor.is_cpu else tensor.dtype
+        raise TypeError(f"{op}: {argument} must be integers; got {found}")
+    return tensor.detach()
 
 
 def check_embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> int | None:

@@ -10,7 +10,8 @@ torch gives it, at once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
 from zbkern import autograd, functional, wgrad
-from zbkern.functions import products
-from zbkern.functions.products import Kind, ParameterView, Product, Source
+from zbkern.functions import products, sharded
+from zbkern.functions.products import Kind, ParameterView, Product, Source, Step
 from zbkern.kernels import dispatch
 
 # Functions of a tensor whose result is a part of it, or all of it in another shape, order or dtype
@@ -64,6 +65,7 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self._name = name
         self._impl = impl
+        self._sharded = "torch.distributed.tensor" in sys.modules
         self._views: dict[int, ParameterView] = {}  # by id of the tensor that stands for it
         self._kept: list[Tensor] = []  # so that no other tensor gets that id meanwhile
 
@@ -110,6 +112,11 @@ class Interception(TorchFunctionMode):
         if view is None and type(tensor) is torch.nn.Parameter and tensor.requires_grad:
             view = ParameterView(tensor, (), tensor.detach())
             self._remember(tensor, view)
+        elif view is None and self._sharded and type(tensor) is Tensor and tensor.grad_fn is not None:
+            parameter = sharded.parameter_of(tensor)
+            if parameter is not None:
+                view = ParameterView(parameter, ((products.to_local, (), ()),), tensor.detach())
+                self._remember(tensor, view)
         return view
 
     def _remember(self, tensor: Tensor, view: ParameterView) -> None:
@@ -206,6 +213,11 @@ class Interception(TorchFunctionMode):
         view = self._view(weight) if offs is not None and bias is None and out_dtype is None else None
         if view is None or self._view(x) is not None or x.dim() != 2 or weight.dim() != 3:
             return None
+        if not view.steps or _exchanges_last(view.steps):
+            weight, transposed = view.parameter, not view.steps
+            return functional.grouped_linear(
+                x, weight, offsets=offs, transposed=transposed, impl=self._impl, name=self._name
+            )
         return self.product(products.GROUPED, x, view, offs)
 
     def embedding(
@@ -247,6 +259,17 @@ class Interception(TorchFunctionMode):
 
 def _transposed(tensor: Tensor) -> Tensor:
     return tensor.mT
+
+
+def _exchanges_last(steps: Sequence[Step]) -> bool:
+    """Whether a view of [E, N, K] is [E, K, N] of the same."""
+    if len(steps) != 1:
+        return False
+    function, args, kwargs = steps[0]
+    if function is _transposed:
+        return True
+    names = (Tensor.transpose, Tensor.swapaxes)
+    return function in names and not kwargs and {axis % 3 for axis in args} == {1, 2}
 
 
 def _plain_indices(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zbkern import functional
+from zbkern.expert_parallel import ExpertParallel as ExpertParallel
 from zbkern.interception import intercepted
 
 
@@ -288,13 +289,94 @@ class GroupedLinear(Layer):
 
     def reset_parameters(self) -> None:
         """Every group as torch.nn.Linear starts."""
-        bound = self.weight.shape[2] ** -0.5 if self.weight.shape[2] else 0
-        torch.nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            torch.nn.init.uniform_(self.bias, -bound, bound)
+        _reset(self.weight, self.bias, self.weight.shape[2])
 
-    def forward(self, x: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
-        return functional.grouped_linear(x, self.weight, counts, self.bias, self.zbkern_impl, name=self.zbkern_name)
+    def forward(
+        self, x: Tensor, counts: Sequence[int] | Tensor | None = None, *, offsets: Tensor | None = None
+    ) -> Tensor:
+        impl, name = self.zbkern_impl, self.zbkern_name
+        return functional.grouped_linear(x, self.weight, counts, self.bias, impl, offsets=offsets, name=name)
+
+
+class Experts(Layer):
+    """Gated MLPs, one per expert: input [M, dim] sorted by expert, how many rows each has, output [M, dim].
+
+    The first arguments are those of torchtitan's GroupedExperts, the parameters those of the transformers library:
+    gate_up_proj [E, 2 hidden_dim, dim], down_proj [E, dim, hidden_dim] (or, transposed, inputs before outputs) and,
+    with bias, gate_up_proj_bias [E, 2 hidden_dim] and down_proj_bias [E, dim]. Other arguments, counts and offsets are
+    those of functional.grouped_mlp: gpt-oss has bias, transposed, interleaved, limit=7, alpha=1.702 and up_offset=1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        activation: str = "silu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        transposed: bool = False,
+        interleaved: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        up_offset: float = 0.0,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.zbkern_impl = functional.check_impl("Experts", impl)
+        self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
+        self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
+        self.limit, self.alpha, self.up_offset = limit, alpha, up_offset
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        first, second = (2 * hidden_dim, dim), (dim, hidden_dim)
+        self.gate_up_proj = parameter(*(reversed(first) if transposed else first))
+        self.down_proj = parameter(*(reversed(second) if transposed else second))
+        self.gate_up_proj_bias = parameter(2 * hidden_dim) if bias else None
+        self.down_proj_bias = parameter(dim) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Every expert's products as torch.nn.Linear starts."""
+        products = (
+            (self.gate_up_proj, self.gate_up_proj_bias, self.dim),
+            (self.down_proj, self.down_proj_bias, self.hidden_dim),
+        )
+        for weight, bias, inputs in products:
+            _reset(weight, bias, inputs)
+
+    def forward(
+        self, x: Tensor, counts: Sequence[int] | Tensor | None = None, *, offsets: Tensor | None = None
+    ) -> Tensor:
+        return functional.grouped_mlp(
+            x,
+            self.gate_up_proj,
+            self.down_proj,
+            counts,
+            self.gate_up_proj_bias,
+            self.down_proj_bias,
+            self.activation,
+            self.zbkern_impl,
+            offsets=offsets,
+            transposed=self.transposed,
+            interleaved=self.interleaved,
+            limit=self.limit,
+            alpha=self.alpha,
+            up_offset=self.up_offset,
+            name=self.zbkern_name,
+        )
+
+
+def _reset(weight: Tensor, bias: Tensor | None, inputs: int) -> None:
+    """As torch.nn.Linear starts with so many inputs."""
+    bound = inputs**-0.5 if inputs else 0
+    torch.nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        torch.nn.init.uniform_(bias, -bound, bound)
 
 
 class LinearCrossEntropy(Layer, torch.nn.Linear):

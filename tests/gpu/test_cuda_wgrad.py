@@ -134,15 +134,3 @@ def test_it_never_waits_for_the_gpu() -> None:
     end.record()
     assert not end.query()
     torch.cuda.synchronize()
-
-
-def test_groups() -> None:
-    groups, n, k = 9, 128, 256
-    counts = torch.tensor([100, 0, 33, 64, 1, 200, 0, 8, 50])
-    segment = (*segments_of([int(counts.sum())], n, k, BF16)[0], counts)
-    dweight = torch.full((groups, n, k), float("nan"), device=DEVICE)
-    cuda_wgrad.grouped_linear_wgrad([segment], (dweight, None), False)
-    for group, (x, dy) in enumerate(
-        zip(segment[0].split(counts.tolist()), segment[1].split(counts.tolist()), strict=True)
-    ):
-        testing.assert_close(dweight[group], dy.double().t() @ x.double(), f"group {group}")

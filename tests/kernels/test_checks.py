@@ -12,6 +12,7 @@ from tests.support import launch_checks, row_checks
 from zbkern.kernels import reference, spec
 
 FP32 = torch.float32
+GATE = spec.GateOptions(interleaved=True, limit=1.0, alpha=1.702, offset=1.0)
 PLAIN, FULL = spec.CrossEntropyOptions(), spec.CrossEntropyOptions(3, 0.1, 1e-3, 5)
 
 
@@ -30,6 +31,8 @@ CHECKS = {
     "grouped_linear_fwd": lambda launches: launch_checks.grouped_linear(launches, random(), [[3, 0, 5]], 8, 7),
     "grouped_linear_dgrad": lambda launches: launch_checks.grouped_linear(launches, random(), [[3, 0, 5]], 8, 7),
     "grouped_linear_wgrad": lambda launches: launch_checks.grouped_linear(launches, random(), [[3, 0], [1, 2]], 8, 7),
+    "grouped_gated_fwd": lambda launches: launch_checks.grouped_gated(launches, random(), [3, 0, 5], 8, 7, 4, GATE),
+    "grouped_gated_dgrad": lambda launches: launch_checks.grouped_gated(launches, random(), [3, 0, 5], 8, 7, 4, GATE),
     "rms_norm_fwd": lambda launches: row_checks.norm(launches, random(), 5, 40, False, layout="odd", added=True),
     "rms_norm_dgrad": lambda launches: row_checks.norm(launches, random(), 5, 40, False, weighted=False),
     "layer_norm_fwd": lambda launches: row_checks.norm(launches, random(), 5, 40, True),

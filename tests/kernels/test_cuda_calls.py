@@ -159,20 +159,6 @@ def test_a_queue_runs_the_weights_of_a_layer_in_one_launch(extension: HostExtens
         testing.assert_close(weight.grad, gradient.to(BF16), "weight")
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_groups_of_rows(extension: HostExtension, accumulate: bool) -> None:
-    groups, n, k = 6, 16, 24
-    counts = [torch.tensor(c) for c in ([3, 0, 5, 0, 8, 2], [1, 0, 0, 4, 2, 2])]
-    segments = [(*segments_of([int(c.sum())], n, k, BF16)[0], c) for c in counts]
-    outputs = torch.randn(groups, n, k), torch.randn(groups, n)
-    want = [output.double() for output in outputs]
-    reference.grouped_linear_wgrad([(x.double(), dy.double(), c) for x, dy, c in segments], want, accumulate)
-    cuda_wgrad.grouped_linear_wgrad(segments, outputs, accumulate)
-    testing.assert_close(outputs[0], want[0].float(), "dweight")
-    testing.assert_close(outputs[1], want[1].float(), "dbias")
-    assert extension.launches == [(4, 6), (1, 2)]  # five groups have rows, four fit a launch
-
-
 @pytest.mark.parametrize(
     ("x", "dy", "dweight", "dbias", "words"),
     [

@@ -29,7 +29,7 @@ def wgrad_cases() -> dict:
         return x, target, lse, rand(rows)
 
     def grouped(rows: int) -> tuple[Tensor, ...]:
-        return rand(rows, 5), rand(rows, 4), torch.tensor([rows // 2, 0, rows - rows // 2])
+        return rand(rows, 5), rand(rows, 4), torch.tensor([rows // 2, rows // 2, rows], dtype=torch.int32)
 
     return {
         "linear": (reference.linear_wgrad, lambda m: (rand(m, 5), rand(m, 4)), [(4, 5), (4,)]),

@@ -61,12 +61,12 @@ def cases(launches: ModuleType, random: Random, m: int, n: int, k: int) -> dict[
     # down [k, n]: dgrad to [m, n]
     add("gated_linear_dgrad", [x, weight, gate, up], targets, x, weight.t(), gate, up, "silu", *targets)
 
-    counts = torch.tensor([m // 3, 0, m - m // 3])
+    ends = torch.tensor([m // 3, m // 3, m], dtype=torch.int32, device=random.device)
     experts, biases = random(3 * n, k).view(3, n, k), random(3, n)
     of_experts = torch.empty(3, n, k, **wide), torch.empty(3, n, **wide)
-    add("grouped_linear_fwd", [x, experts, biases], [y], x, experts, biases, counts, y)
-    add("grouped_linear_dgrad", [dy, experts], [dx], dy, experts, counts, dx)
-    add("grouped_linear_wgrad", [x, dy], of_experts, [(x, dy, counts)], of_experts, True)
+    add("grouped_linear_fwd", [x, experts, biases], [y], x, experts, biases, ends, y)
+    add("grouped_linear_dgrad", [dy, experts], [dx], dy, experts, ends, dx)
+    add("grouped_linear_wgrad", [x, dy], of_experts, [(x, dy, ends)], of_experts, True)
 
     rows = torch.arange(m, device=random.device) * 7 % (n // 2)
     add("embedding_fwd", [weight], [dx], rows, weight, dx)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from zbkern import testing
 from zbkern.kernels import reference
+from zbkern.kernels.reference import grouped as reference_grouped
+from zbkern.kernels.spec import GateOptions
 
 LAYOUTS = ("plain", "padded", "transposed", "odd", "step")
 
@@ -193,37 +195,71 @@ def linear_wgrads(
             check(f"dbias {number}", dbias, columns + torch.full_like(dbias, accumulate, dtype=torch.float64))
 
 
+def experts(random: Random, groups: int, n: int, k: int, transposed: bool) -> Tensor:
+    """[E, N, K], stored [E, K, N] if transposed."""
+    return random(groups, k, n).mT if transposed else random(groups, n, k)
+
+
+def groups_of_rows(random: Random, counts: Sequence[int], spare: int) -> tuple[int, Tensor]:
+    """How many rows there are, `spare` of which belong to no group, and where every group ends."""
+    ends = torch.tensor(counts, device=random.device).cumsum(0).to(torch.int32)
+    return sum(counts) + spare, ends
+
+
 def grouped_linear(
     launches: ModuleType, random: Random, counts: Sequence[Sequence[int]], n: int, k: int,
     layouts: Sequence[str] = ("plain",) * 3, out: torch.dtype | None = None, accumulate: bool = False,
-    bias: bool = True,
+    bias: bool = True, transposed: bool = False, spare: int = 0,
 ) -> None:  # fmt: skip
     """Forward and dgrad of the first segment, wgrad of all; counts: rows of every group, per segment."""
     device, groups = random.device, len(counts[0])
-    weight, b = random(groups, n, k), random(groups, n) if bias else None
+    weight, b = experts(random, groups, n, k, transposed), random(groups, n) if bias else None
     segments = []
     for mine in counts:
-        rows = (sum(mine), k), (sum(mine), n)
-        segments.append((random(*rows[0], layout=layouts[0]), random(*rows[1], layout=layouts[1]), torch.tensor(mine)))
-    x, dy, sizes = segments[0]
+        m, ends = groups_of_rows(random, mine, spare)
+        segments.append((random(m, k, layout=layouts[0]), random(m, n, layout=layouts[1]), ends))
+    x, dy, ends = segments[0]
     y, dx = (output(like.shape, random.dtype, device, layouts[2]) for like in (dy, x))
-    launches.grouped_linear_fwd(x, weight, b, sizes, y)
-    launches.grouped_linear_dgrad(dy, weight, sizes, dx)
+    launches.grouped_linear_fwd(x, weight, b, ends, y)
+    launches.grouped_linear_dgrad(dy, weight, ends, dx)
     wide = torch.empty_like(y, dtype=torch.float64), torch.empty_like(dx, dtype=torch.float64)
-    reference.grouped_linear_fwd(x.double(), weight.double(), None if b is None else b.double(), sizes, wide[0])
-    reference.grouped_linear_dgrad(dy.double(), weight.double(), sizes, wide[1])
+    reference.grouped_linear_fwd(x.double(), weight.double(), None if b is None else b.double(), ends, wide[0])
+    reference.grouped_linear_dgrad(dy.double(), weight.double(), ends, wide[1])
     check("y", y, wide[0])
     check("dx", dx, wide[1])
     start = 1.0 if accumulate else float("nan")
-    outputs = [
-        torch.full(shape, start, dtype=out or random.dtype, device=device) for shape in ((groups, n, k), (groups, n))
-    ]
+    stored = (groups, k, n) if transposed else (groups, n, k)
+    outputs = [torch.full(shape, start, dtype=out or random.dtype, device=device) for shape in (stored, (groups, n))]
+    if transposed:
+        outputs[0] = outputs[0].mT
     wanted = [value.double() for value in outputs]
     launches.grouped_linear_wgrad(segments, (outputs[0], outputs[1] if bias else None), accumulate)
-    reference.grouped_linear_wgrad([(x.double(), dy.double(), sizes) for x, dy, sizes in segments], wanted, accumulate)
+    reference.grouped_linear_wgrad([(x.double(), dy.double(), ends) for x, dy, ends in segments], wanted, accumulate)
     check("dweight", outputs[0], wanted[0], terms=terms(segments))
     if bias:
         check("dbias", outputs[1], wanted[1])
+
+
+def grouped_gated(
+    launches: ModuleType, random: Random, counts: Sequence[int], n: int, k: int, h: int, options: GateOptions,
+    layouts: Sequence[str] = ("plain",) * 3, bias: bool = True, transposed: bool = False, spare: int = 0,
+) -> None:  # fmt: skip
+    """Forward, then the dgrad of the down projection from the same z."""
+    groups, (m, ends) = len(counts), groups_of_rows(random, counts, spare)
+    x, weight = random(m, k, layout=layouts[0]), experts(random, groups, 2 * h, k, transposed)
+    b = random(groups, 2 * h) if bias else None
+    z, gated = (output((m, width), random.dtype, random.device, layouts[2]) for width in (2 * h, h))
+    launches.grouped_gated_fwd(x, weight, b, ends, options, z, gated)
+    wide = [torch.empty_like(t, dtype=torch.float64) for t in (z, gated)]
+    reference.grouped_linear_fwd(x.double(), weight.double(), None if b is None else b.double(), ends, wide[0])
+    check("z", z, wide[0])
+    check("h", gated, reference_grouped.gated(z.double(), options))
+    dy, down = random(m, n, layout=layouts[0]), experts(random, groups, n, h, transposed)
+    dz, again = (output((m, width), random.dtype, random.device, layouts[2]) for width in (2 * h, h))
+    launches.grouped_gated_dgrad(dy, down, ends, z, options, dz, again)
+    reference.grouped_gated_dgrad(dy.double(), down.double(), ends, z.double(), options, *wide)
+    check("dz", dz, wide[0])
+    check("h again", again, wide[1])
 
 
 def adversarial_linear(

@@ -51,6 +51,7 @@ def ops(x: Tensor, weight: Tensor) -> None:
     assert_type(functional.embedding(x, weight, padding_idx=0), Tensor)
     assert_type(functional.linear_cross_entropy(x, weight, x, reduction="sum"), Tensor)
     assert_type(functional.grouped_linear(x, weight, [3, 4]), Tensor)
+    assert_type(functional.grouped_mlp(x, weight, weight, offsets=weight, interleaved=True), Tensor)
     assert_type(functional.rms_norm(x, weight), Tensor)
     assert_type(functional.rms_norm(x, weight, residual=x), tuple[Tensor, Tensor])
     assert_type(functional.layer_norm(x, weight, weight), Tensor)

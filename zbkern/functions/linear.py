@@ -1,4 +1,4 @@
-"""Matmuls with weights: linear, the gated MLP as one function, and a linear per group of rows."""
+"""Matmuls with weights: linear, and the gated MLP as one function."""
 
 from __future__ import annotations
 
@@ -110,33 +110,6 @@ class GatedMLP(torch.autograd.Function):
         return None, dx, None, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias
 
 
-class GroupedLinear(torch.autograd.Function):
-    """y[i] = x[i] weight[group of i]^T + bias[group of i], rows sorted by group. B: dx. W: dweight, dbias."""
-
-    @staticmethod
-    def forward(ctx: Any, call: OpCall, x: Tensor, counts: Tensor, *edges: Tensor | None) -> Tensor:
-        weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
-        y = x.new_empty(x.shape[0], weight.shape[1])
-        call.backend.grouped_linear_fwd(x, weight, bias, counts, y)
-        ctx.save_for_backward(x, weight, counts)
-        ctx.call = call
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        call, backend, needs = ctx.call, ctx.call.backend, ctx.needs_input_grad
-        x, weight, counts = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_backward(call, grouped_linear_with_torch, (x, counts), dy)
-        dx = None
-        if needs[1]:
-            dx = torch.empty_like(x, requires_grad=False)
-            backend.grouped_linear_dgrad(dy, weight, counts, dx)
-        kernel = wgrad.WGradKernel(backend.grouped_linear_wgrad)
-        weights = weight_gradients(call, kernel, (x.detach(), dy, counts), needs, linear_flops)
-        return None, dx, None, *weights
-
-
 def input_gradient(backend: ModuleType, dy: Tensor, weight: Tensor) -> Tensor:
     """dx = dy weight, dy [..., N]."""
     if backend is reference:  # a matmul that allocates takes 1.2 us less than one into a given tensor
@@ -199,12 +172,3 @@ def gated_mlp_with_torch(
     """GatedMLP in torch's own operations."""
     h = linear_with_torch(gate, gate_bias, x, activation) * linear_with_torch(up, up_bias, x, None)
     return linear_with_torch(down, down_bias, h, None)
-
-
-def grouped_linear_with_torch(weight: Tensor, bias: Tensor | None, x: Tensor, counts: Tensor) -> Tensor:
-    """GroupedLinear in torch's own operations."""
-    parts = [
-        linear_with_torch(weight[group], None if bias is None else bias[group], rows, None)
-        for group, rows in enumerate(x.split(counts.tolist()))
-    ]
-    return torch.cat(parts)

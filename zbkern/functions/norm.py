@@ -6,15 +6,16 @@ What waits is a few rows of partial sums, not the input and the output gradient.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.autograd import OpCall, Params, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import as_rows, statistics_dtype
+from zbkern.functions.sharded_norm import ShardedCall
 from zbkern.kernels import reference
 from zbkern.kernels.reference import norm as reference_norm
 from zbkern.wgrad import WGradKernel
@@ -30,7 +31,7 @@ class RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, call: OpCall, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        (weight,) = call.params
+        (weight,) = _values(call)
         rows = as_rows(x)
         y = x.new_empty(x.shape)
         rstd = rows.new_empty(rows.shape[0], dtype=statistics_dtype(x.dtype))
@@ -52,7 +53,7 @@ class RMSNorm(torch.autograd.Function):
         if dy is None:
             return _gradients(ctx, dsummed, (None,) * len(call.params))
         if torch.is_grad_enabled():  # create_graph=True
-            _, dx, _, *second = differentiable_backward(call, rms_norm_with_torch, (x, ctx.eps), dy)
+            _, dx, _, *second = differentiable_backward(call, _on_rows(call, rms_norm_with_torch), (x, ctx.eps), dy)
             return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
         dx = rows.new_empty(rows.shape)
@@ -62,10 +63,7 @@ class RMSNorm(torch.autograd.Function):
             partials = rstd.new_empty(1, count, rows.shape[1])
         also = () if dsummed is None else (as_rows(dsummed),)
         call.backend.rms_norm_dgrad(as_rows(dy), rows, weight, rstd, dx, partials, *also)
-        weights: Sequence[Tensor | None] = (None,) * len(call.params)
-        if partials is not None:
-            weights = weight_gradients(call, norm_wgrad(call.backend), (partials,), needs, partials.numel())
-        return _gradients(ctx, dx.view(x.shape), weights)
+        return _gradients(ctx, dx.view(x.shape), _weights(call, partials, needs))
 
 
 class LayerNorm(torch.autograd.Function):
@@ -75,7 +73,7 @@ class LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, call: OpCall, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        weight, bias = call.params
+        weight, bias = _values(call)
         ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
         if residual is None and _reference_allocates(call, x):
             y, mean, rstd = reference_norm.layer_norm(x, weight, bias, eps)
@@ -102,7 +100,7 @@ class LayerNorm(torch.autograd.Function):
         if dy is None:
             return _gradients(ctx, dsummed, (None,) * len(call.params))
         if torch.is_grad_enabled():  # create_graph=True
-            _, dx, _, *second = differentiable_backward(call, layer_norm_with_torch, (x, ctx.eps), dy)
+            _, dx, _, *second = differentiable_backward(call, _on_rows(call, layer_norm_with_torch), (x, ctx.eps), dy)
             return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
         also = () if dsummed is None else (as_rows(dsummed),)
@@ -114,10 +112,23 @@ class LayerNorm(torch.autograd.Function):
                 count = call.backend.norm_partials(*rows.shape, rows.device)
                 partials = rstd.new_empty(2, count, rows.shape[1])
             call.backend.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
-        weights: Sequence[Tensor | None] = (None,) * len(call.params)
-        if partials is not None:
-            weights = weight_gradients(call, norm_wgrad(call.backend), (partials,), needs, partials.numel())
-        return _gradients(ctx, dx.view(x.shape), weights)
+        return _gradients(ctx, dx.view(x.shape), _weights(call, partials, needs))
+
+
+def _values(call: OpCall) -> Params:
+    return call.values if isinstance(call, ShardedCall) else call.params
+
+
+def _on_rows(call: OpCall, norm: Callable[..., Any]) -> Callable[..., Any]:
+    return call.on_rows(norm) if isinstance(call, ShardedCall) else norm
+
+
+def _weights(call: OpCall, partials: Tensor | None, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+    if partials is None:
+        return (None,) * len(call.params)
+    if isinstance(call, ShardedCall):
+        return call.weight_gradients(partials, needs)
+    return weight_gradients(call, norm_wgrad(call.backend), (partials,), needs, partials.numel())
 
 
 @functools.cache

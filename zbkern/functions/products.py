@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import as_rows
+from zbkern.functions.sharded import is_sharded, local_part
 from zbkern.wgrad import Segment, WGradKernel
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]]
@@ -44,6 +45,11 @@ class ParameterView:
 def pick(parts: Sequence[Tensor], index: int) -> Tensor:
     """A step: one of the results of a function that returns several."""
     return parts[index]
+
+
+def to_local(tensor: Any) -> Any:
+    """A step: this rank's part of a DTensor. Gradients come here as that part already."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def replay(steps: Sequence[Step], tensor: Any) -> Any:
@@ -79,7 +85,7 @@ def add_to_part(gradient: Tensor, steps: Sequence[Step], value: Tensor) -> None:
 
 def _rows_chosen(steps: Sequence[Step]) -> Tensor | None:
     """The index of parameter[index], where it is a vector of numbers."""
-    kept = [step for step in steps if step[0] not in CASTS]
+    kept = [step for step in steps if step[0] not in (*CASTS, to_local)]
     if len(kept) != 1 or kept[0][0] is not Tensor.__getitem__:
         return None
     index = kept[0][1][0]
@@ -263,6 +269,7 @@ def _begun(outputs: Sequence[Tensor | None], accumulate: bool) -> Tensor:
     """The one output, of the whole parameter, at zero where it is to be written: a part is added to it."""
     (gradient,) = outputs
     assert gradient is not None
+    gradient = local_part(gradient)
     return gradient if accumulate else gradient.zero_()
 
 

@@ -2,8 +2,9 @@
 
 F and B are torch's own operations on DTensors, with their communication. W is a kernel on local tensors wherever the
 gradient of the local part needs nothing of other ranks: a weight cut by rows of outputs (column-parallel), by inputs
-(row-parallel) or not at all. Anything else is computed in B, with torch's communication, and W adds it: ranks that run
-their W at different times must never communicate there.
+(row-parallel) or not at all. Where tokens are cut and the weight is not, what a rank computes is its term of a sum over
+ranks, as in torch: `.grad` is a DTensor with the placement Partial. Anything else is computed in B, with torch's
+communication, and W adds it: ranks that run their W at different times must never communicate there.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
-from zbkern.functions._shapes import as_rows
-from zbkern.functions.linear import linear_flops
-from zbkern.wgrad import Segment, WGradFunction, WGradKernel
+from zbkern import wgrad
+from zbkern.autograd import OpCall, Params, differentiable_backward, weight_gradients
+from zbkern.functions import gather_again
+from zbkern.functions._shapes import Layout, as_rows
+from zbkern.functions.collectives import arriving, cover_backward_of, local_of
+from zbkern.wgrad import Segment, WGradFunction, WGradKernel, accumulation
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
+
+Sums = tuple[bool, ...]  # for every dimension of the mesh: whether W computes a term of a sum over its ranks
+NOT_CUT, SUM = -1, -2  # beside 0 and 1, the dimension of a product that is cut over ranks
 
 
 def is_sharded(*tensors: Tensor | None) -> bool:
@@ -37,8 +43,11 @@ class ShardedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: OpCall, x: DTensor, *edges: Tensor | None) -> Tensor:
         weight, bias = call.params
-        ctx.save_for_backward(x, weight)
-        ctx.call = call
+        scope = wgrad.current()
+        part = gather_again.part_of(x) if scope is not None and scope[0].gather_again else None
+        ctx.save_for_backward(x if part is None else part, weight)
+        ctx.call, ctx.placements, ctx.gathers = call, x.placements, part is not None
+        cover_backward_of(x)
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -46,16 +55,28 @@ class ShardedLinear(torch.autograd.Function):
         call: OpCall = ctx.call
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
+            if ctx.gathers:
+                raise RuntimeError(
+                    f"linear {call.name}: create_graph=True needs the gathered input, which was not kept; set "
+                    "gather_again=False on the WGradQueue"
+                )
             return differentiable_backward(call, _linear, (x,), dy)
+        dy = arriving(dy)
         dx = torch.matmul(dy, weight) if ctx.needs_input_grad[1] else None
-        places = [_of_product(*pair, dy.dim() - 1) for pair in zip(x.placements, dy.placements, strict=True)]
-        segment = as_rows(x.to_local().detach()), as_rows(dy.to_local())
-        if all(_agrees(parameter, places) for parameter in call.params):
-            kernel = local(call.backend.linear_wgrad)
-            return None, dx, *weight_gradients(call, kernel, segment, ctx.needs_input_grad, linear_flops)
+        places = [_of_product(*pair, dy.dim() - 1) for pair in zip(ctx.placements, dy.placements, strict=True)]
+        sums = tuple([place == SUM for place in places])
+        if all(_agrees(parameter, places) for parameter in call.params) and may_be_terms(call.params, sums):
+            kernel, part, rows = local(call.backend.linear_wgrad, sums), local_of(x), as_rows(local_of(dy))
+            if ctx.gathers:
+                kernel = gather_again.gathering(kernel, Layout.of(x), ctx.placements)
+            else:
+                part = as_rows(part)
+            flops = 2 * rows.numel() * part.shape[-1]
+            return None, dx, *weight_gradients(call, kernel, (part.detach(), rows), ctx.needs_input_grad, flops)
+        x = x.redistribute(placements=ctx.placements)
         wanted = [parameter is not None for parameter in call.params]
         found = [_rows(dy).mT @ _rows(x) if wanted[0] else None, _rows(dy).sum(0) if wanted[1] else None]
-        return None, dx, *_as_computed(call, found, ctx.needs_input_grad)
+        return None, dx, *as_computed(call, found, ctx.needs_input_grad)
 
 
 class ShardedEmbedding(torch.autograd.Function):
@@ -78,22 +99,50 @@ class ShardedEmbedding(torch.autograd.Function):
         if all(_splits_embedding(*place, dy.dim() - 1) for place in places):
             rows, first = weight.to_local().shape[0], _first_row(weight)
             kernel = _embedding_kernel(call.backend.embedding_wgrad, ctx.padding_idx, first, rows)
-            segment = indices.to_local().reshape(-1), as_rows(dy.to_local())
+            segment = indices.to_local().reshape(-1), as_rows(local_of(dy))
             return None, None, None, *weight_gradients(call, kernel, segment, ctx.needs_input_grad, segment[1].numel())
         found = torch.ops.aten.embedding_dense_backward(
             dy, indices, weight.shape[0], -1 if ctx.padding_idx is None else ctx.padding_idx, False
         )
-        return None, None, None, *_as_computed(call, [found], ctx.needs_input_grad)
+        return None, None, None, *as_computed(call, [found], ctx.needs_input_grad)
 
 
 @functools.cache
-def local(kernel: WGradFunction) -> WGradKernel:
-    """The kernel on this rank's part of its outputs; the same object each time, so that tasks of one weight merge."""
+def local(kernel: WGradFunction, sums: Sums = ()) -> WGradKernel:
+    """The kernel on this rank's part of its outputs; the same object each time, so that tasks of one weight merge.
+
+    sums: where any, the gradients are terms of a sum over ranks.
+    """
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-        kernel(segments, [_local(output) for output in outputs], accumulate)
+        kernel(segments, [local_part(output, sums) for output in outputs], accumulate)
 
-    return WGradKernel(run)
+    return WGradKernel(run, empty=functools.partial(empty_terms, sums) if any(sums) else None)
+
+
+def parameter_of(part: Tensor) -> Any:
+    """The parameter of which `part` is what to_local() returned, with a gradient cut as the parameter is; else None."""
+    node: Any = part.grad_fn
+    if type(node).__name__ != "_ToTorchTensorBackward":
+        return None
+    if node.grad_placements is not None and tuple(node.grad_placements) != tuple(node.dtensor_spec.placements):
+        return None
+    return getattr(node.next_functions[0][0], "variable", None)  # of an AccumulateGrad
+
+
+def may_be_terms(params: Params, sums: Sums) -> bool:
+    """False where W would add a term of a sum to a gradient that is no such sum: there B has to make it whole."""
+    gradients = [None if p is None else accumulation.gradient_of(p) for p in params]
+    return not any(sums) or all(
+        gradient is None or (is_sharded(gradient) and _is_sum(gradient, sums)) for gradient in gradients
+    )
+
+
+def as_computed(call: OpCall, found: Sequence[Any], needs: Sequence[bool]) -> Sequence[Tensor | None]:
+    """Gradients that B has computed, brought to their parameters' placements: W adds them."""
+    pairs: list[tuple[Any, Any]] = list(zip(call.params_requiring_grad, found, strict=True))
+    parts = tuple(g.redistribute(p.device_mesh, p.placements).to_local() for p, g in pairs if p is not None)
+    return weight_gradients(call, _ADD, parts, needs)
 
 
 @functools.cache
@@ -107,7 +156,7 @@ def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, firs
             if padding_idx is not None:
                 here &= indices != padding_idx
             own.append((torch.where(here, indices - first, 0), dy * here.unsqueeze(-1)))
-        kernel(own, [_local(output) for output in outputs], accumulate, padding_idx=None)
+        kernel(own, [local_part(output) for output in outputs], accumulate, padding_idx=None)
 
     return WGradKernel(run)
 
@@ -115,7 +164,7 @@ def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, firs
 def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
     for segment in segments:
         for output, gradient in zip(filter(None.__ne__, outputs), segment, strict=True):
-            part = _local(output)
+            part = local_part(output)
             assert part is not None
             part.add_(gradient) if accumulate else part.copy_(gradient)
         accumulate = True
@@ -124,40 +173,54 @@ def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumula
 _ADD = WGradKernel(_add)
 
 
-def _as_computed(call: OpCall, found: Sequence[Any], needs: Sequence[bool]) -> Sequence[Tensor | None]:
-    """Gradients that B has computed, brought to their parameters' placements: W adds them."""
-    pairs: list[tuple[Any, Any]] = list(zip(call.params_requiring_grad, found, strict=True))
-    parts = tuple(g.redistribute(p.device_mesh, p.placements).to_local() for p, g in pairs if p is not None)
-    return weight_gradients(call, _ADD, parts, needs)
-
-
-def _local(tensor: Any) -> Any:
-    """This rank's part, the memory itself. Raises ValueError for a gradient that is a sum still to be made."""
+def local_part(tensor: Any, sums: Sums = ()) -> Any:
+    """This rank's part, the memory itself. Raises ValueError for a gradient that is summed over ranks where what W has
+    is not, or the other way round."""
     if not is_sharded(tensor) or tensor is None:
         return tensor
-    if any(placement.is_partial() for placement in tensor.placements):
+    if not _is_sum(tensor, sums):
+        if any(sums):
+            what = "summed over ranks already, and W has a term of such a sum; run W before you redistribute it"
+        else:
+            what = "a sum still to be made, of which W can fill no part; redistribute it to its parameter's placements"
         raise ValueError(
-            f"a gradient of shape {list(tensor.shape)} has placements {tensor.placements}: a sum still to be made, of "
-            "which W can fill no part; redistribute it to its parameter's placements, or set it to None, before W runs"
+            f"a gradient of shape {list(tensor.shape)} has placements {tensor.placements}: {what}, or set it to None, "
+            "before W runs"
         )
     return tensor._local_tensor
 
 
+def _is_sum(tensor: Any, sums: Sums) -> bool:
+    expected = sums or (False,) * len(tensor.placements)
+    return all(placement.is_partial() == term for placement, term in zip(tensor.placements, expected, strict=True))
+
+
+def empty_terms(sums: Sums, parameter: Any) -> DTensor:
+    """Memory for a gradient that is a sum still to be made, as torch leaves it for a weight that is not cut."""
+    from torch.distributed.tensor import Partial
+
+    placements = [Partial() if term else place for place, term in zip(parameter.placements, sums, strict=True)]
+    part = accumulation.empty_gradient(parameter)._local_tensor  # type: ignore[attr-defined]
+    return Layout(parameter.device_mesh, tuple(placements), parameter.shape).tensor(part)
+
+
 def _of_product(x: Placement, dy: Placement, last: int) -> int | None:
-    """How dy^T x is cut where each rank multiplies what it has: by dimension 0 or 1, -1 for not at all, None for a sum
-    over ranks."""
+    """How dy^T x is cut where each rank multiplies what it has: by dimension 0 or 1, NOT_CUT, or a SUM over ranks; None
+    for what is none of these."""
     if x.is_replicate():
-        return 0 if dy.is_shard(last) else -1 if dy.is_replicate() else None
-    return 1 if x.is_shard(last) and dy.is_replicate() else None
+        return 0 if dy.is_shard(last) else NOT_CUT if dy.is_replicate() else None
+    if x.is_shard(last):
+        return 1 if dy.is_replicate() else None
+    return SUM if x.is_shard() and x == dy else None
 
 
 def _agrees(parameter: Any, places: Sequence[int | None]) -> bool:
     """True when a weight [N, K] or bias [N] is cut as the product is; a bias knows no inputs."""
     if parameter is None:
         return True
-    expected = [-1 if place == 1 and parameter.dim() == 1 else place for place in places]
+    expected = [NOT_CUT if place == 1 and parameter.dim() == 1 else place for place in places]
     return all(
-        place is not None and (placement.is_replicate() if place == -1 else placement.is_shard(place))
+        place is not None and (placement.is_replicate() if place < 0 else placement.is_shard(place))
         for placement, place in zip(parameter.placements, expected, strict=True)
     )
 

@@ -43,9 +43,19 @@ Kernels
     gated_linear_dgrad(dy, down [N, H], gate, up, activation, dgate, dup, h)
                                                                linear_dgrad to dh, then gated_bwd; dh is not kept
 
-    grouped_linear_fwd(x, weight [E, N, K], bias [E, N] | None, counts, y)   counts [E] int64 on the CPU: rows per group
-    grouped_linear_dgrad(dy, weight, counts, dx)
-    grouped_linear_wgrad([(x, dy, counts), ...], (dweight, dbias), accumulate)
+    grouped_linear_fwd(x, weight [E, N, K], bias [E, N] | None, ends [E] int32, y)
+                                                               y = x weight[e]^T + bias[e] in rows of group e, which go
+                                                               from ends[e - 1] (0 for the first) to ends[e]; ends is
+                                                               on x's device. Rows from the last end on belong to no
+                                                               group: outputs are 0 there, and no sum contains them
+    grouped_linear_dgrad(dy, weight, ends, dx)
+    grouped_linear_wgrad([(x, dy, ends), ...], (dweight, dbias), accumulate)
+                                                               dweight[e], dbias[e]: sums over the rows of group e
+    grouped_gated_fwd(x, weight [E, 2 H, K], bias [E, 2 H] | None, ends, options, z [M, 2 H], h [M, H])
+                                                               grouped_linear_fwd to z, then h of `GateOptions`
+    grouped_gated_dgrad(dy, weight [E, N, H], ends, z, options, dz [M, 2 H], h)
+                                                               grouped_linear_dgrad to dh, which is not kept, then the
+                                                               gradient of z, and h once more
 
     embedding_fwd(indices [M], weight [V, K], y [M, K])
     embedding_wgrad([(indices, dy), ...], (dweight,), accumulate, padding_idx=None)
@@ -103,6 +113,10 @@ OPS = {
         *("gated_fwd", "gated_bwd"),
     ),
     "grouped_linear": ("grouped_linear_fwd", "grouped_linear_dgrad", "grouped_linear_wgrad"),
+    "grouped_mlp": (
+        *("grouped_gated_fwd", "grouped_linear_fwd", "grouped_gated_dgrad", "grouped_linear_dgrad"),
+        "grouped_linear_wgrad",
+    ),
     "embedding": ("embedding_fwd", "embedding_wgrad"),
     "rms_norm": ("norm_partials", "rms_norm_fwd", "rms_norm_dgrad", "norm_wgrad"),
     "layer_norm": ("norm_partials", "layer_norm_fwd", "layer_norm_dgrad", "norm_wgrad"),
@@ -119,6 +133,22 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
 IMPLEMENTATIONS = ("cuda", "triton", "torch")
 """In the order in which impl="auto" prefers them."""
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """h = activation(alpha gate) / alpha * (up + offset), of gate and up in z [M, 2 H], limited before that.
+
+    interleaved: gate is every second column of z from the first on, and up those between; else gate is the first half.
+    limit: gate is cut off above it, up above it and below -limit; None for no limit. With alpha 1.702, limit 7 and
+    offset 1 this is gpt-oss's gate.
+    """
+
+    activation: str = "silu"
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)

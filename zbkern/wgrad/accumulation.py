@@ -44,7 +44,7 @@ class Target:
                 gradient = parameter.grad
                 if gradient is None or gradient.is_sparse:
                     self.replaces = self.replaces or gradient is not None
-                    gradient = empty_gradient(parameter)
+                    gradient = empty_gradient(parameter, task.kernel)
                     unset.append((parameter, gradient))
             outputs.append(gradient)
         self.add = True
@@ -88,8 +88,10 @@ def has_hooks_or_main_grad(parameter: Tensor) -> bool:
     return getattr(parameter, "main_grad", None) is not None
 
 
-def empty_gradient(parameter: Tensor) -> Tensor:
+def empty_gradient(parameter: Tensor, kernel: WGradKernel | None = None) -> Tensor:
     """Memory for a gradient, in the dtype that the parameter takes: torch's `grad_dtype`, which only leaves have."""
+    if kernel is not None and kernel.empty is not None:
+        return kernel.empty(parameter)
     dtype = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
@@ -163,17 +165,17 @@ def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
         add = any(id(parameter) in sums for parameter in params)
         for parameter in params:
             if id(parameter) not in sums:
-                start = _empty_sum(parameter)
+                start = _empty_sum(parameter, task.kernel)
                 sums[id(parameter)] = (parameter, start.zero_() if add else start)
         outputs = [None if p is None or id(p) not in sums else sums[id(p)][1] for p in task.parameters]
         task.kernel.run([task.tensors], outputs, add)
     return list(sums.values())
 
 
-def _empty_sum(parameter: Tensor) -> Tensor:
+def _empty_sum(parameter: Tensor, kernel: WGradKernel) -> Tensor:
     main_grad = main_grad_of(parameter)
     if main_grad is None:
-        return empty_gradient(parameter)
+        return empty_gradient(parameter, kernel)
     return torch.empty_like(parameter, dtype=main_grad.dtype, requires_grad=False)
 
 

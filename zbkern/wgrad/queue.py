@@ -35,6 +35,13 @@ class WGradQueue:
     then nothing else may touch them, a backward that does not defer included. Gradients with hooks, which may look at
     them at once, are computed on the current stream.
 
+    w_per_collective: how many W run while a collective of a backward inside `defer` is in flight: tensor-parallel
+    layers and expert parallelism (`zbkern.nn.ExpertParallel`) start it, run so many W, and only then wait for it.
+    gather_again: a sequence-parallel linear keeps this rank's part of its input instead of the gathered one, from F
+    on, and W gathers it again: fewer bytes, one all-gather more. That W communicates, so all ranks of a tensor-parallel
+    group must then run the same W in the same order (not `fill="eager"`, nor a `max_bytes`). Both may be set at any
+    time.
+
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
     ...     loss.backward()               # B only: input gradients
@@ -42,7 +49,13 @@ class WGradQueue:
     """
 
     def __init__(
-        self, max_bytes: int | None = None, merge: bool | str = True, stream: torch.cuda.Stream | None = None
+        self,
+        max_bytes: int | None = None,
+        merge: bool | str = True,
+        stream: torch.cuda.Stream | None = None,
+        *,
+        w_per_collective: int = 0,
+        gather_again: bool = False,
     ) -> None:
         self._side: side_stream.SideStream | None = None
         self._tasks: dict[WGradTask, None] = {}  # a dict keeps the order and forgets one task in constant time
@@ -52,8 +65,12 @@ class WGradQueue:
             )
         if merge not in (True, False, "exact"):
             raise ValueError(f'WGradQueue: merge must be True, False or "exact"; got {merge!r}')
+        if not isinstance(w_per_collective, int) or w_per_collective < 0:
+            raise ValueError(f"WGradQueue: w_per_collective must be a number of W >= 0; got {w_per_collective!r}")
         self.max_bytes = max_bytes
         self.merge = merge
+        self.w_per_collective = w_per_collective
+        self.gather_again = gather_again
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
         self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes, itself
@@ -146,14 +163,27 @@ class WGradQueue:
             if first is None:
                 return False
             if first.has_hooks:
-                batch = next(grouping.batches(self._select("run_one", [first.key]), self.merge))
-            elif self.merge:
-                weight = first.weight
-                batch = [[task for task in selected if task.weight == weight]], False
+                self._run([next(grouping.batches(self._select("run_one", [first.key]), self.merge))], first)
             else:
-                batch = [[first]], False
-            self._run([batch], first)
+                self._run_weight_of(first, selected)
         return True
+
+    def run_during_collective(self) -> int:
+        """Runs `w_per_collective` of the oldest W, fewer where fewer are pending. Returns how many.
+
+        For layers of your own: call it in a backward, between the start of a collective and the wait for it. W with
+        hooks are left: this backward may have more to add to the same parameter. Those of one weight count as one when
+        merging. A count, not a time: all ranks of a group run the same W.
+        """
+        ran = 0
+        with self._lock:
+            while ran < self.w_per_collective:
+                first = next((task for task in self._tasks if not task.has_hooks), None)
+                if first is None:
+                    break
+                self._run_weight_of(first, self._tasks)
+                ran += 1
+        return ran
 
     def discard(self, key: Hashable | list[Hashable] = None) -> int:
         """Drops the W of one key, of a list, or all: their gradients are lost. Returns how many."""
@@ -212,6 +242,11 @@ class WGradQueue:
         for each in keys:
             _check_key(caller, each)
         return [task for task in self._tasks if task.key in keys]
+
+    def _run_weight_of(self, first: WGradTask, selected: Iterable[WGradTask]) -> None:
+        """Runs a task without hooks; when merging, with all of its weight among the selected."""
+        group = [task for task in selected if task.weight == first.weight] if self.merge else [first]
+        self._run([([group], False)], first)
 
     def _run(self, batches: Iterable[tuple[grouping.Batch, bool]], first: WGradTask) -> None:
         if torch._C._is_any_autocast_enabled():  # W computes in the dtypes that B left

@@ -20,11 +20,13 @@ class WGradKernel(NamedTuple):
     run_many([(segments, outputs), ...], accumulate, max_tiles=0): `run` for several weights at once. max_tiles: a block
         of the GPU ends after so many tiles, so that work on other streams gets its multiprocessor; 0 for no bound.
     allocate(segment, params): W of one segment in new memory, None where the parameter is None.
+    empty(parameter): memory for a gradient that does not exist yet, where it is not laid out as its parameter is.
     """
 
     run: WGradFunction
     run_many: Callable[..., None] | None = None
     allocate: Callable[[Segment, Gradients], Gradients] | None = None
+    empty: Callable[[Tensor], Tensor] | None = None
 
 
 class WGradTask:

@@ -74,17 +74,6 @@ def linear_wgrad(
     linear_wgrads(((segments, outputs),), accumulate, num_sms=num_sms, max_tiles=max_tiles)
 
 
-def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
-    """linear_wgrad of every group of rows: outputs [E, ..], segments (x, dy, counts)."""
-    parts = [(x.split(counts.tolist()), dy.split(counts.tolist())) for x, dy, counts in segments]
-    groups = next(output for output in outputs if output is not None).shape[0]
-    layers = []
-    for group in range(groups):
-        targets = [None if output is None else output[group] for output in outputs]
-        layers.append(([(xs[group], dys[group]) for xs, dys in parts], targets))
-    linear_wgrads(layers, accumulate)
-
-
 def linear_wgrads(
     layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, num_sms: int | None = None, max_tiles: int = 0
 ) -> None:

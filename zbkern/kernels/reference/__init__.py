@@ -13,11 +13,13 @@ from zbkern.kernels.reference.attention import attention_dgrad as attention_dgra
 from zbkern.kernels.reference.attention import attention_fwd as attention_fwd
 from zbkern.kernels.reference.embedding import embedding_fwd as embedding_fwd
 from zbkern.kernels.reference.embedding import embedding_wgrad as embedding_wgrad
+from zbkern.kernels.reference.grouped import grouped_gated_dgrad as grouped_gated_dgrad
+from zbkern.kernels.reference.grouped import grouped_gated_fwd as grouped_gated_fwd
+from zbkern.kernels.reference.grouped import grouped_linear_dgrad as grouped_linear_dgrad
+from zbkern.kernels.reference.grouped import grouped_linear_fwd as grouped_linear_fwd
+from zbkern.kernels.reference.grouped import grouped_linear_wgrad as grouped_linear_wgrad
 from zbkern.kernels.reference.linear import gated_linear_dgrad as gated_linear_dgrad
 from zbkern.kernels.reference.linear import gated_linear_fwd as gated_linear_fwd
-from zbkern.kernels.reference.linear import grouped_linear_dgrad as grouped_linear_dgrad
-from zbkern.kernels.reference.linear import grouped_linear_fwd as grouped_linear_fwd
-from zbkern.kernels.reference.linear import grouped_linear_wgrad as grouped_linear_wgrad
 from zbkern.kernels.reference.linear import linear_dgrad as linear_dgrad
 from zbkern.kernels.reference.linear import linear_dgrad_sum as linear_dgrad_sum
 from zbkern.kernels.reference.linear import linear_fwd as linear_fwd

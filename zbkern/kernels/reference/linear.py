@@ -1,4 +1,4 @@
-"""Linears, their gated and grouped forms in plain torch. Contract: spec.py."""
+"""Linears and gated linears in plain torch. Contract: spec.py."""
 
 from __future__ import annotations
 
@@ -97,39 +97,6 @@ def gated_linear_dgrad(
     dh = torch.empty_like(gate)
     linear_dgrad(dy, down, dh)
     gated_bwd(dh, gate, up, activation, dgate, dup, h)
-
-
-def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, y: Tensor) -> None:
-    """Rows of group e: y = x weight[e]^T + bias[e]."""
-    sizes = counts.tolist()
-    for group, (rows, out) in enumerate(zip(x.split(sizes), y.split(sizes), strict=True)):
-        if rows.shape[0]:
-            linear_fwd(rows, weight[group], None if bias is None else bias[group], out)
-
-
-def grouped_linear_dgrad(dy: Tensor, weight: Tensor, counts: Tensor, dx: Tensor) -> None:
-    """Rows of group e: dx = dy weight[e]."""
-    sizes = counts.tolist()
-    for group, (rows, out) in enumerate(zip(dy.split(sizes), dx.split(sizes), strict=True)):
-        if rows.shape[0]:
-            linear_dgrad(rows, weight[group], out)
-
-
-def grouped_linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
-) -> None:
-    """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments."""
-    parts = [(x.split(counts.tolist()), dy.split(counts.tolist())) for x, dy, counts in segments]
-    some = next(output for output in outputs if output is not None)
-    for group in range(some.shape[0]):
-        mine = [(xs[group], dys[group]) for xs, dys in parts if xs[group].shape[0]]
-        targets = [None if output is None else output[group] for output in outputs]
-        if mine:
-            linear_wgrad(mine, targets, accumulate)
-        elif not accumulate:
-            for target in targets:
-                if target is not None:
-                    target.zero_()
 
 
 def add_sum(out: Tensor, columns: Tensor, accumulate: bool) -> None:

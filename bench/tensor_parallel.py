@@ -1,0 +1,175 @@
+"""What W costs and holds under sequence parallelism, on two CPU processes: inputs kept or gathered again, W in B.
+
+A block of norm, gate, up and down, whose weights are cut over two ranks and its tokens between them (torch's
+parallelize_module). A step is several microbatches; the W of each runs after the B of the next. No figure without a
+check that the gradients are those of torch's own backward.
+
+    python -m bench.tensor_parallel [--width 512] [--tokens 512] [--microbatches 4] [--rounds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbkern
+from bench import ranks, report
+from zbkern import testing
+from zbkern.reporting import environment, machine_line, markdown_table
+
+RANKS = 2
+VARIANTS: dict[str, dict[str, Any]] = {
+    "inputs kept": {},
+    "inputs kept, 1 W per collective of B": {"w_per_collective": 1},
+    "inputs gathered again in W": {"gather_again": True},
+    "inputs gathered again, 1 W per collective of B": {"gather_again": True, "w_per_collective": 1},
+}
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.mlp = GatedMLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def parallelized(model: nn.Module, blocks: int, mesh: Any) -> nn.Module:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    tokens = Shard(1)
+    styles: dict[str, Any] = {
+        "norm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),)),
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=tokens),
+    }
+    return parallelize_module(model, mesh, {f"{i}.{name}": s for i in range(blocks) for name, s in styles.items()})
+
+
+def kept_bytes(forward: Callable[[], Any]) -> int:
+    """Bytes of the storages that autograd keeps from a forward."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Any) -> Any:
+        kept.append(getattr(tensor, "_local_tensor", tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return testing.storage_bytes(kept)
+
+
+def rows(width: int, tokens: int, blocks: int, microbatches: int, rounds: int) -> list[dict]:
+    """One row per way; both ranks measure, in the same order."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block(width) for _ in range(blocks)])
+    twin = parallelized(zbkern.convert(copy.deepcopy(plain)), blocks, mesh)
+    plain = parallelized(plain, blocks, mesh)
+    parameters = sum(p._local_tensor.numel() * p.element_size() for p in twin.parameters())
+    xs = [torch.randn(1, tokens // RANKS, width).requires_grad_() for _ in range(microbatches)]
+    dys = [torch.randn(1, tokens // RANKS, width) for _ in range(microbatches)]
+    queues = {name: zbkern.WGradQueue(**options) for name, options in VARIANTS.items()}
+
+    def plain_step() -> None:
+        for x, dy in zip(xs, dys, strict=True):
+            plain(x).backward(dy)
+
+    def step(queue: zbkern.WGradQueue) -> None:
+        for key, (x, dy) in enumerate(zip(xs, dys, strict=True)):
+            with queue.defer(key):
+                twin(x).backward(dy)
+            if key:
+                queue.run(key - 1)
+        queue.run()
+
+    plain_step()
+    held, saved = {}, {}
+    for name, queue in queues.items():
+        twin.zero_grad()
+        step(queue)
+        held[name] = queue.peak_bytes
+        for ours, theirs in zip(twin.parameters(), plain.parameters(), strict=True):
+            testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())
+        with queue.defer():
+            saved[name] = kept_bytes(lambda: twin(xs[0]))
+    candidates: dict[str, Callable[[], list[Callable]]] = {"torch's backward": lambda: [plain_step]}
+    candidates |= {name: lambda queue=queue: [lambda: step(queue)] for name, queue in queues.items()}
+    timings = testing.measure(candidates, rounds=rounds)
+    first = timings["torch's backward"]
+    return [
+        {
+            "way": name,
+            "step_ms": timing.median * 1e3,
+            "of_torch": timing.ratio(first),
+            "f_to_b_bytes": (saved[name] if name in saved else kept_bytes(lambda: plain(xs[0]))) - parameters,
+            "held_bytes": held.get(name, 0),
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default, what in (
+        ("width", 512, "features of a block; its hidden layer has twice as many"),
+        ("tokens", 512, "tokens of a microbatch, of which each rank has half"),
+        ("blocks", 2, "blocks one after the other"),
+        ("microbatches", 4, "microbatches of a step"),
+        ("rounds", 20, "timed rounds"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=what)
+    report.add_out(parser)
+    o = parser.parse_args(arguments)
+    found = ranks.run(RANKS, rows, o.width, o.tokens, o.blocks, o.microbatches, o.rounds)
+    print(machine_line(environment()))
+    print(f"\n{o.blocks} blocks of width {o.width}, {o.microbatches} microbatches of {o.tokens} tokens, 2 gloo ranks\n")
+    header = ["W", "step, ms", "/ torch's backward", "kept from F to B, KiB", "held by W at most, KiB"]
+    cells = [
+        [
+            r["way"],
+            f"{r['step_ms']:.1f}",
+            f"{r['of_torch']:.3f}",
+            f"{r['f_to_b_bytes'] / 1024:.0f}",
+            f"{r['held_bytes'] / 1024:.0f}",
+        ]
+        for r in found
+    ]
+    print(markdown_table(header, cells))
+    print("\n" + report.write_json("tensor_parallel", found, o.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

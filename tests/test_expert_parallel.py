@@ -1,0 +1,248 @@
+"""Experts spread over ranks: equal to one process with all experts; W covers the all-to-alls of B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+
+WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 4, 2
+TOKENS = {"even": [6] * 4, "uneven": [5, 9, 1, 3], "none on rank 0": [0, 7, 4, 2], "none at all": [0] * 4}
+
+
+def block(ranks: int, rank: int, group: Any = None) -> nn.Module:
+    """The block of a model that is the same on all ranks, with this rank's share of the experts."""
+    torch.manual_seed(0)
+    whole = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64)
+    router = zbkern.nn.Linear(WIDTH, EXPERTS, bias=False, dtype=torch.float64)
+    share = EXPERTS // ranks
+    own = zbkern.nn.Experts(WIDTH, HIDDEN, share, bias=True, dtype=torch.float64)
+    for ours, theirs in zip(own.parameters(), whole.parameters(), strict=True):
+        ours.data.copy_(theirs.data[rank * share : (rank + 1) * share])
+    return zbkern.nn.ExpertParallel(own, router, TOP_K, group)
+
+
+def tokens(case: str, ranks: int) -> list[Tensor]:
+    """Those of every rank."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, count, WIDTH, dtype=torch.float64, generator=generator) for count in TOKENS[case][:ranks]]
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y * torch.linspace(-1, 2, WIDTH, dtype=torch.float64)).square().sum()
+
+
+def one_group() -> Any:
+    """A group of this process alone."""
+    rank = torch.distributed.get_rank()
+    return [torch.distributed.new_group([each]) for each in range(torch.distributed.get_world_size())][rank]
+
+
+def block_rank(case: str) -> tuple[int, list[float], list[float]]:
+    """W that waited, largest differences of outputs and gradients, and the largest values."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    alone, own = block(1, 0, one_group()), block(ranks, rank)
+    xs = [x.requires_grad_() for x in tokens(case, ranks)]
+    x = xs[rank].detach().clone().requires_grad_()
+    expected = [alone(each) for each in xs]
+    for y in expected:
+        loss_of(y).backward()
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        y = own(x)
+        loss_of(y).backward()
+    waiting = queue.pending()
+    assert all(p.grad is None for p in own.experts.parameters())
+    queue.run()
+    for parameter in own.router.parameters():
+        torch.distributed.all_reduce(parameter.grad)  # as under data parallelism
+    share = EXPERTS // ranks
+    mine = slice(rank * share, (rank + 1) * share)
+    pairs = [(y, expected[rank]), (x.grad, xs[rank].grad), (own.router.weight.grad, alone.router.weight.grad)]
+    experts = zip(own.experts.parameters(), alone.experts.parameters(), strict=True)
+    pairs += [(ours.grad, theirs.grad[mine]) for ours, theirs in experts]
+    return (
+        waiting,
+        [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in pairs],
+        [float(b.abs().max()) if b.numel() else 0.0 for _, b in pairs],
+    )
+
+
+def check(answers: list[Any]) -> None:
+    for waiting, found, largest in answers:
+        assert waiting >= 2  # experts and router
+        assert len(found) == 7
+        assert all(a <= 1e-10 * max(b, 1.0) for a, b in zip(found, largest, strict=True)), found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", TOKENS)
+def test_two_ranks_equal_one_process(two_ranks: Any, case: str) -> None:
+    check(two_ranks.run(block_rank, case))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TOKENS)
+def test_four_ranks_equal_one_process(four_ranks: Any, case: str) -> None:
+    check(four_ranks.run(block_rank, case))
+
+
+def order_rank(w_per_collective: int) -> tuple[list[str], list[Tensor]]:
+    """What happened in B of the second of two layers' microbatch, and the gradients in the end."""
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layers = nn.Sequential(block(ranks, rank), block(ranks, rank))
+    x, events = tokens("uneven", ranks)[rank].requires_grad_(), []
+    queue = zbkern.WGradQueue(merge=False, w_per_collective=w_per_collective)
+    queue.listeners.append(lambda tasks: events.append("W"))
+    original = dist.all_to_all_single
+
+    class Recorded:
+        def __init__(self, work: Any) -> None:
+            self.wait = lambda: (events.append("wait"), work.wait())
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        events.append("start")
+        return Recorded(original(*args, **kwargs))
+
+    for key in range(2):
+        with queue.defer(key):
+            loss = loss_of(layers(x * (key + 1)))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "all_to_all_single", recorded)
+                events.clear()
+                loss.backward()
+    found = list(events)
+    queue.run()
+    return found, [p.grad for p in layers.parameters()]
+
+
+@pytest.mark.dist
+def test_w_runs_between_the_start_of_an_all_to_all_and_the_wait(two_ranks: Any) -> None:
+    covered, plain = (two_ranks.run(order_rank, count) for count in (1, 0))
+    for (events, gradients), (uncovered, expected) in zip(covered, plain, strict=True):
+        assert events == ["start", "W", "wait"] * 4
+        assert uncovered == ["start", "wait"] * 4
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+def penalty_rank() -> float:
+    """The largest difference of a gradient penalty's gradient of x from that of one process."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    alone, own = block(1, 0, one_group()), block(ranks, rank)
+    xs = [x.requires_grad_() for x in tokens("uneven", ranks)]
+    x = xs[rank].detach().clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss_of(own(x)), x, create_graph=True)
+    slope.square().sum().backward()
+    for each in xs:
+        (slope,) = torch.autograd.grad(loss_of(alone(each)), each, create_graph=True)
+        slope.square().sum().backward()
+    return float((x.grad - xs[rank].grad).abs().max() / xs[rank].grad.abs().max())
+
+
+@pytest.mark.dist
+def test_gradients_of_gradients(two_ranks: Any) -> None:
+    assert max(two_ranks.run(penalty_rank)) < 1e-10
+
+
+def test_one_process_and_given_routing() -> None:
+    own = block(1, 0)
+    x = tokens("even", 1)[0]
+    scores, chosen = own.router(x).topk(TOP_K)
+    given = zbkern.nn.ExpertParallel(own.experts)
+    torch.testing.assert_close(given(x, (chosen, scores.softmax(-1))), own(x), rtol=0, atol=0)
+    expected = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        gate_up = x @ own.experts.gate_up_proj[expert].T + own.experts.gate_up_proj_bias[expert]
+        gate, up = gate_up.chunk(2, -1)
+        y = (nn.functional.silu(gate) * up) @ own.experts.down_proj[expert].T + own.experts.down_proj_bias[expert]
+        expected += ((chosen == expert) * scores.softmax(-1)).sum(-1, keepdim=True) * y
+    torch.testing.assert_close(own(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_wrong_arguments() -> None:
+    experts = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS)
+    with pytest.raises(TypeError, match="module with an int num_experts"):
+        zbkern.nn.ExpertParallel(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="router must be a module"):
+        zbkern.nn.ExpertParallel(experts, router=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="top_k must be"):
+        zbkern.nn.ExpertParallel(experts, top_k=0)
+    with pytest.raises(ValueError, match="without a router"):
+        zbkern.nn.ExpertParallel(experts)(torch.zeros(3, WIDTH))
+    with pytest.raises(ValueError, match=r"both \[3, 'top_k'\]"):
+        zbkern.nn.ExpertParallel(experts)(torch.zeros(3, WIDTH), (torch.zeros(2, 2).long(), torch.zeros(2, 2)))
+
+
+class GroupedExperts(nn.Module):
+    """As torchtitan has them: three parameters, cut by experts as DTensors, taken by to_local() in the forward."""
+
+    def __init__(self, way: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH, dtype=dtype))
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN, dtype=dtype))
+        self.w3 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH, dtype=dtype))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        w1, w2, w3 = (w.to_local() if hasattr(w, "to_local") else w for w in (self.w1, self.w2, self.w3))
+        if self.way == "grouped":
+            ends = counts.cumsum(0, dtype=torch.int32)
+            h = nn.functional.silu(torch._grouped_mm(x, w1.transpose(-2, -1), offs=ends))
+            h = h * torch._grouped_mm(x, w3.transpose(-2, -1), offs=ends)
+            return torch._grouped_mm(h, w2.transpose(-2, -1), offs=ends)
+        found = []
+        for expert, rows in enumerate(x.split(counts.tolist())):
+            h = nn.functional.silu(torch.matmul(rows, w1[expert].transpose(-2, -1)))
+            h = h * torch.matmul(rows, w3[expert].transpose(-2, -1))
+            found.append(torch.matmul(h, w2[expert].transpose(-2, -1)))
+        return torch.cat(found)
+
+
+def sharded_experts_rank(way: str, parallelize_first: bool) -> tuple[int, list[str], list[float]]:
+    """W that waited, placements of gradients, and the largest differences of gradients, relative."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh, share = init_device_mesh("cpu", (ranks,)), EXPERTS // ranks
+    dtype = torch.float32 if way == "grouped" else torch.float64
+    alone, own = GroupedExperts(way, dtype), GroupedExperts(way, dtype)
+    counts = torch.tensor([3, 0, 2, 4])
+    mine = slice(rank * share, (rank + 1) * share)
+    x = torch.randn(int(counts.sum()), WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    own = own if parallelize_first else zbkern.convert(own)
+    for name, parameter in list(own.named_parameters()):
+        setattr(own, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    own = zbkern.convert(own)
+    queue = zbkern.WGradQueue()
+    rows = x.split(counts.tolist())
+    for key in range(2):
+        alone(x, counts).square().sum().backward()
+        with queue.defer(key):
+            own(torch.cat(rows[mine]), counts[mine]).square().sum().backward()
+    assert all(p.grad is None for p in own.parameters())
+    waiting = queue.pending()
+    queue.run()
+    pairs = zip(own.parameters(), alone.parameters(), strict=True)
+    differences = [
+        float((p.grad.to_local() - q.grad[mine]).abs().max() / q.grad.abs().max().clamp(1e-30)) for p, q in pairs
+    ]
+    return waiting, [str(p.grad.placements) for p in own.parameters()], differences
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("parallelize_first", [False, True])
+@pytest.mark.parametrize("way", ["loop", "grouped"])
+def test_experts_that_are_dtensors(two_ranks: Any, way: str, parallelize_first: bool) -> None:
+    for waiting, placements, found in two_ranks.run(sharded_experts_rank, way, parallelize_first):
+        assert waiting == 2 * 3 * (1 if way == "grouped" else EXPERTS // 2)
+        assert all("Shard(dim=0)" in placement for placement in placements)
+        assert max(found) < (1e-5 if way == "grouped" else 1e-10)

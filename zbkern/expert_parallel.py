@@ -1,0 +1,111 @@
+"""Experts spread over ranks: tokens go to the ranks of their experts and back, by two all-to-alls each way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbkern.functions.collectives import AllToAll
+
+Routing = tuple[Tensor, Tensor]
+
+
+class ExpertParallel(torch.nn.Module):
+    """A mixture of experts, each rank of a group with its own: input and output [..., K], the tokens of this rank.
+
+    experts: this rank's, a module `experts(rows, counts)` with an attribute num_experts: counts[i] of the rows [M, K],
+    which are sorted, are for its expert i (zbkern.nn.Experts, say). Rank r of the group has experts r num_experts to
+    (r + 1) num_experts of the model. router: a module from tokens [T, K] to one score per expert of the model, such as
+    a linear; a token goes to the top_k best, with the softmax of their scores as weights. Without a router, forward
+    takes the routing: (experts, weights), each [..., top_k]; experts int64. group: a process group, None for all ranks.
+
+    Ranks may have different numbers of tokens, and none. The host waits once per forward, for the numbers of tokens
+    that go to each rank. In B, an all-to-all starts, `WGradQueue(w_per_collective=...)` W of other layers or
+    microbatches run, and then it is waited for. An expert's gradient is the sum over the tokens of all ranks; the
+    router's is that of this rank's tokens, as under data parallelism.
+    """
+
+    def __init__(
+        self,
+        experts: torch.nn.Module,
+        router: torch.nn.Module | None = None,
+        top_k: int = 2,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(experts, torch.nn.Module) or not isinstance(getattr(experts, "num_experts", None), int):
+            raise TypeError(
+                "ExpertParallel: experts must be a module with an int num_experts, how many this rank has, such as "
+                f"zbkern.nn.Experts; got {experts!r}"
+            )
+        if router is not None and not isinstance(router, torch.nn.Module):
+            raise TypeError(f"ExpertParallel: router must be a module or None; got {type(router).__name__}")
+        if not isinstance(top_k, int) or top_k < 1:
+            raise ValueError(f"ExpertParallel: top_k must be a number of experts >= 1; got {top_k!r}")
+        self.experts, self.router, self.top_k = experts, router, top_k
+        self.group = group
+
+    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        chosen, weights = self._route(rows) if routing is None else self._check(x, routing)
+        to_expert = chosen.flatten()
+        order = torch.argsort(to_expert, stable=True)
+        position = torch.argsort(order)  # of every choice among the sorted ones
+        distributed = dist.is_available() and dist.is_initialized()
+        ranks = dist.get_world_size(self.group) if distributed else 1
+        local = self.experts.num_experts
+        assert isinstance(local, int)
+        sent = torch.bincount(to_expert, minlength=ranks * local)
+        received = sent if ranks == 1 else torch.empty_like(sent)
+        if ranks > 1:
+            dist.all_to_all_single(received, sent, group=self.group)
+        out, back = torch.stack((sent, received)).view(2, ranks, local).sum(2).tolist()
+
+        there = _Take.apply(rows, order, position, chosen.shape[1])
+        if ranks > 1:
+            there = AllToAll.apply(there, out, back, self.group)
+        expert_of = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(received)
+        by_expert = torch.argsort(expert_of, stable=True)  # they came sorted by rank first
+        by_rank = torch.argsort(by_expert)
+        y = self.experts(_Take.apply(there, by_expert, by_rank, 1), received.view(ranks, local).sum(0))
+        home = _Take.apply(y, by_rank, by_expert, 1)
+        if ranks > 1:
+            home = AllToAll.apply(home, back, out, self.group)
+        results = _Take.apply(home, position, order, 1).view(*chosen.shape, y.shape[-1])
+        return (weights.to(y.dtype).unsqueeze(-1) * results).sum(1).view(*x.shape[:-1], y.shape[-1])
+
+    def _route(self, rows: Tensor) -> Routing:
+        if self.router is None:
+            raise ValueError(
+                "ExpertParallel: a block without a router takes the routing: forward(x, (experts, weights))"
+            )
+        scores, chosen = self.router(rows).topk(self.top_k)
+        return chosen, torch.softmax(scores, -1)
+
+    def _check(self, x: Tensor, routing: Routing) -> Routing:
+        chosen, weights = routing
+        if chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1] or chosen.is_floating_point():
+            raise ValueError(
+                f"ExpertParallel: routing must be (experts, weights), both {[*x.shape[:-1], 'top_k']} for this x, "
+                f"experts of an integer dtype; got {chosen.dtype} {list(chosen.shape)} and {list(weights.shape)}"
+            )
+        return chosen.reshape(-1, chosen.shape[-1]), weights.reshape(-1, weights.shape[-1])
+
+
+class _Take(torch.autograd.Function):
+    """x[index // copies], index a permutation of copies x rows. B gathers, too, instead of adding up: deterministic."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x.index_select(0, index if copies == 1 else index // copies)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        dx = dy.index_select(0, inverse)
+        return dx if ctx.copies == 1 else dx.view(-1, ctx.copies, dx.shape[-1]).sum(1), None, None, None

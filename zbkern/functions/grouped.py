@@ -1,0 +1,140 @@
+"""Matmuls with a weight per group of rows, for experts: a linear, and the gated MLP as one function."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbkern import wgrad
+from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.functions.linear import linear_flops
+from zbkern.kernels.reference import grouped as reference_grouped
+from zbkern.kernels.spec import GateOptions
+
+
+class GroupedLinear(torch.autograd.Function):
+    """y = x weight[e]^T + bias[e] in rows of group e, x [M, K]. B: dx. W: dweight, dbias.
+
+    transposed: the weight is stored [E, K, N].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: OpCall, x: Tensor, ends: Tensor, transposed: bool, *edges: Tensor | None) -> Tensor:
+        weight, bias = _as_input(call, x)
+        if transposed:
+            weight = weight.mT
+        y = x.new_empty(x.shape[0], weight.shape[1])
+        call.backend.grouped_linear_fwd(x, weight, bias, ends, y)
+        ctx.save_for_backward(x, weight, ends)
+        ctx.call, ctx.transposed = call, transposed
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call, needs = ctx.call, ctx.needs_input_grad
+        x, weight, ends = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_backward(call, grouped_linear_with_torch, (x, ends, ctx.transposed), dy)
+        dx = None
+        if needs[1]:
+            dx = torch.empty_like(x, requires_grad=False)
+            call.backend.grouped_linear_dgrad(dy, weight, ends, dx)
+        kernel = grouped_wgrad(call.backend, ctx.transposed)
+        weights = weight_gradients(call, kernel, (x.detach(), dy, ends), needs, linear_flops)
+        return None, dx, None, None, *weights
+
+
+class GroupedMLP(torch.autograd.Function):
+    """y = h down[e]^T, h = gate(x gate_up[e]^T), in rows of group e, x [M, K]. B: dz and dx. W: two grouped matmuls.
+
+    h is computed again in B instead of being kept from F: it costs one pass over z. transposed: both weights are stored
+    with inputs before outputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: OpCall, x: Tensor, ends: Tensor, options: GateOptions, transposed: bool, *edges: Tensor | None
+    ) -> Tensor:
+        gate_up, down, gate_up_bias, down_bias = _as_input(call, x)
+        if transposed:
+            gate_up, down = gate_up.mT, down.mT
+        z, h = (x.new_empty(x.shape[0], columns) for columns in (gate_up.shape[1], down.shape[2]))
+        call.backend.grouped_gated_fwd(x, gate_up, gate_up_bias, ends, options, z, h)
+        y = x.new_empty(x.shape[0], down.shape[1])
+        call.backend.grouped_linear_fwd(h, down, down_bias, ends, y)
+        ctx.save_for_backward(x, gate_up, down, z, ends)
+        ctx.call, ctx.options, ctx.transposed = call, options, transposed
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call, needs = ctx.call, ctx.needs_input_grad
+        x, gate_up, down, z, ends = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_backward(call, grouped_mlp_with_torch, (x, ends, ctx.options, ctx.transposed), dy)
+        dz, h = torch.empty_like(z), z.new_empty(z.shape[0], down.shape[2])
+        call.backend.grouped_gated_dgrad(dy, down, ends, z, ctx.options, dz, h)
+        dx = None
+        if needs[1]:
+            dx = torch.empty_like(x, requires_grad=False)
+            call.backend.grouped_linear_dgrad(dz, gate_up, ends, dx)
+        kernel = grouped_wgrad(call.backend, ctx.transposed)
+        # params: gate_up and down, then their biases; each task takes a weight with its bias
+        first, second = (x.detach(), dz, ends), (h, dy, ends)
+        dgate_up, dgate_up_bias = weight_gradients(call, kernel, first, needs, linear_flops, slice(0, None, 2))
+        ddown, ddown_bias = weight_gradients(call, kernel, second, needs, linear_flops, slice(1, None, 2))
+        return None, dx, None, None, None, dgate_up, ddown, dgate_up_bias, ddown_bias
+
+
+@functools.cache
+def grouped_wgrad(backend: ModuleType, transposed: bool) -> wgrad.WGradKernel:
+    """W of a linear per group of rows; transposed: for a weight stored [E, K, N]."""
+    if not transposed:
+        return wgrad.WGradKernel(backend.grouped_linear_wgrad)
+
+    def run(segments: Any, outputs: Any, accumulate: bool) -> None:
+        dweight, dbias = outputs
+        backend.grouped_linear_wgrad(segments, (None if dweight is None else dweight.mT, dbias), accumulate)
+
+    return wgrad.WGradKernel(run)
+
+
+def grouped_linear_with_torch(
+    weight: Tensor, bias: Tensor | None, x: Tensor, ends: Tensor, transposed: bool = False
+) -> Tensor:
+    """GroupedLinear in torch's own operations, differentiable any number of times."""
+    weight = (weight.mT if transposed else weight).to(x.dtype)
+    biases = [None] * weight.shape[0] if bias is None else bias.to(x.dtype).unbind()
+    if reference_grouped.readable(ends):
+        rows = [part for (part,) in reference_grouped.split(ends, x)]
+        parts = [torch.nn.functional.linear(*operands) for operands in zip(rows, weight, biases, strict=True)]
+        return torch.cat([*parts, x.new_zeros(reference_grouped.rest(ends, x).shape[0], weight.shape[1])])
+    groups = reference_grouped.group_of_rows(ends, x)
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    for group, (matrix, vector) in enumerate(zip(weight, biases, strict=True)):
+        y = torch.where(groups == group, torch.nn.functional.linear(x, matrix, vector), y)
+    return y
+
+
+def grouped_mlp_with_torch(
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    x: Tensor,
+    ends: Tensor,
+    options: GateOptions,
+    transposed: bool = False,
+) -> Tensor:
+    """GroupedMLP in torch's own operations."""
+    z = grouped_linear_with_torch(gate_up, gate_up_bias, x, ends, transposed)
+    return grouped_linear_with_torch(down, down_bias, reference_grouped.gated(z, options), ends, transposed)
+
+
+def _as_input(call: OpCall, x: Tensor) -> list[Any]:
+    """The parameters in x's dtype, which under autocast is another one."""
+    return [p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params]

@@ -1,0 +1,145 @@
+"""Linears and gated MLPs per group of rows (experts) in plain torch. Contract: spec.py.
+
+On a CPU a loop over the groups, each a linear of its own rows. On a device the host does not know how many rows a group
+has, and waiting for that would stop it: every group is computed for all rows, and its own are kept. That costs as many
+times the arithmetic as there are groups; the Triton kernels do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zbkern.kernels.reference.activation import activation_function, activation_gradient
+from zbkern.kernels.reference.linear import linear_dgrad, linear_fwd, linear_wgrad
+from zbkern.kernels.spec import GateOptions
+
+
+def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, y: Tensor) -> None:
+    """Rows of group e: y = x weight[e]^T + bias[e]; 0 in rows of no group."""
+    biases = [None] * weight.shape[0] if bias is None else bias.unbind()
+    if readable(ends):
+        for group, (rows, out) in enumerate(split(ends, x, y)):
+            linear_fwd(rows, weight[group], biases[group], out)
+        rest(ends, y).zero_()
+        return
+    groups = group_of_rows(ends, x)
+    y.zero_()
+    for group, part in enumerate(weight.unbind()):
+        torch.where(groups == group, F.linear(x, part, biases[group]), y, out=y)
+
+
+def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor) -> None:
+    """Rows of group e: dx = dy weight[e]; 0 in rows of no group."""
+    if readable(ends):
+        for group, (rows, out) in enumerate(split(ends, dy, dx)):
+            linear_dgrad(rows, weight[group], out)
+        rest(ends, dx).zero_()
+    else:
+        grouped_linear_fwd(dy, weight.mT, None, ends, dx)
+
+
+def grouped_linear_wgrad(
+    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
+) -> None:
+    """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments."""
+    some = next(output for output in outputs if output is not None)
+    parts = [_groups_of(*segment) for segment in segments]
+    for group in range(some.shape[0]):
+        mine = [pair for found in parts if (pair := next(found))[0].shape[0]]
+        targets = [None if output is None else output[group] for output in outputs]
+        if mine:
+            linear_wgrad(mine, targets, accumulate)
+        elif not accumulate:
+            for target in targets:
+                if target is not None:
+                    target.zero_()
+
+
+def grouped_gated_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, options: GateOptions, z: Tensor, h: Tensor
+) -> None:
+    """z = x weight[e]^T + bias[e] in rows of group e, h = gate(z); 0 in rows of no group."""
+    grouped_linear_fwd(x, weight, bias, ends, z)
+    h.copy_(gated(z, options))
+
+
+def grouped_gated_dgrad(
+    dy: Tensor, weight: Tensor, ends: Tensor, z: Tensor, options: GateOptions, dz: Tensor, h: Tensor
+) -> None:
+    """dh = dy weight[e] in rows of group e, then dz, its gradient with respect to z, and h = gate(z) once more."""
+    dh = torch.empty_like(h)
+    grouped_linear_dgrad(dy, weight, ends, dh)
+    gate, up = halves(z, options)
+    low, factor = _clamped(gate, up, options)
+    value = _activated(low, options)
+    torch.mul(value, factor, out=h)
+    dgate, dup = halves(dz, options)
+    dgate.copy_(activation_gradient(options.activation, dh * factor, options.alpha * low))
+    dup.copy_(dh * value)
+    if options.limit is not None:
+        dgate.masked_fill_(gate > options.limit, 0)
+        dup.masked_fill_(up.abs() > options.limit, 0)
+
+
+def gated(z: Tensor, options: GateOptions) -> Tensor:
+    """h of `GateOptions`, in operations that autograd can differentiate any number of times."""
+    gate, up = _clamped(*halves(z, options), options)
+    return _activated(gate, options) * up
+
+
+def halves(z: Tensor, options: GateOptions) -> tuple[Tensor, Tensor]:
+    """(gate, up) as views of z [..., 2 H]."""
+    if options.interleaved:
+        return z[..., ::2], z[..., 1::2]
+    middle = z.shape[-1] // 2
+    return z[..., :middle], z[..., middle:]
+
+
+def _clamped(gate: Tensor, up: Tensor, options: GateOptions) -> tuple[Tensor, Tensor]:
+    """What the activation takes, and what it is multiplied by."""
+    if options.limit is not None:
+        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    return gate, up + options.offset if options.offset else up
+
+
+def _activated(gate: Tensor, options: GateOptions) -> Tensor:
+    activation = activation_function(options.activation)
+    return activation(gate) if options.alpha == 1 else activation(options.alpha * gate) / options.alpha
+
+
+def readable(ends: Tensor) -> bool:
+    """Whether the host knows them without waiting for a device."""
+    return ends.is_cpu and not torch.compiler.is_compiling()
+
+
+def split(ends: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The rows of every group, of each of the tensors; ends must be readable."""
+    begin = 0
+    for end in ends.tolist():
+        yield tuple(tensor[begin:end] for tensor in tensors)
+        begin = end
+
+
+def rest(ends: Tensor, tensor: Tensor) -> Tensor:
+    """The rows that belong to no group; ends must be readable."""
+    return tensor[int(ends[-1]) if ends.numel() else 0 :]
+
+
+def group_of_rows(ends: Tensor, x: Tensor) -> Tensor:
+    """[M, 1]: the group of every row of x; the number of groups for rows of none."""
+    rows = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
+    return torch.searchsorted(ends, rows, right=True)[:, None]
+
+
+def _groups_of(x: Tensor, dy: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """(rows of x, of dy) of every group; on a device all rows, zeros where they are another group's."""
+    if readable(ends):
+        yield from split(ends, x, dy)
+        return
+    groups, zero = group_of_rows(ends, x), x.new_zeros(())
+    for group in range(ends.shape[0]):
+        yield torch.where(groups == group, x, zero), torch.where(groups == group, dy, zero)
