@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zbkern.pipeline import draw, report, schedules
+from zbkern.pipeline import draw, from_config, report, schedules
 from zbkern.pipeline.planner import Plan, plan
 from zbkern.pipeline.planner.plan import chunks_per_rank
 from zbkern.pipeline.schedules.actions import ScheduleError
@@ -62,6 +62,7 @@ def add_to(commands: Any) -> None:
     add("--schedule", choices=schedules.NAMES, metavar="NAME")
     add("--compare", action="store_true")
     add("--out", type=Path, nargs="+", action="extend", default=[], metavar="FILE")
+    from_config.add_to(parser, _count)
     parser.set_defaults(run=run)
 
 
@@ -70,6 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check_outputs(arguments.out)
         _check_sizes(arguments)
+        if arguments.config is not None:
+            found = from_config.run(arguments, shutil.get_terminal_size((120, 24)).columns)
+            for path in arguments.out:
+                print(f"wrote {_write(found.timeline, found.costs, path)}")
+            return 0
+        from_config.check_absent(arguments)
         chunks = _chunks(arguments)
         costs = _costs(arguments.costs, arguments.stages * chunks)
         whole = sum(costs.per_chunk(arguments.stages * chunks).activation)
@@ -86,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
         for path in arguments.out:
             print(f"wrote {_write(found.timeline, costs, path)}")
-    except _WrongArgument as error:
+    except (_WrongArgument, from_config.WrongArgument) as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
     return 0

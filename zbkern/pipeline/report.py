@@ -81,12 +81,17 @@ def table(timelines: Sequence[Timeline], objective: str, limit: float | None, wh
                 over,
             ]
         )
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines with aligned columns, the first and the last to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
             [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:6], strict=True)]
-            + [row[6]]
+            + [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+            + [row[-1]]
         ).rstrip()
         for row in rows
     )
