@@ -149,7 +149,7 @@ def construct(problem: Problem, pool: Pool, budget: Budget, most: int | None = N
         if candidates and not budget.left:
             break
         here = trial.with_limit(limit)
-        bound = cost_bound(problem.with_limit(limit))
+        bound = pool.bound if limit == problem.limit else cost_bound(problem.with_limit(limit))
         if pool.beats(bound):
             continue
         some: list[Candidate] = []
@@ -179,7 +179,7 @@ def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
     With 16 stages, annealing from there reaches the bound where from other starts it does not.
     """
     down = tuple(range(problem.ranks))
-    if problem.placement != down or problem.makespan or problem.may_fuse or problem.saves:
+    if problem.placement != down or problem.makespan or problem.fused_is_faster or problem.saves:
         return None
     caps = warm_up_forwards(problem, cost_bound(problem))
     tried = takewhile(lambda rule: budget.left > 0, rules(problem, [tuple(caps)] if caps is not None else []))

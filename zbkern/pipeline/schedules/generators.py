@@ -169,15 +169,18 @@ def _pairs(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], ahead: int, weight_delay: int | None
 ) -> list[Action]:
     """`ahead` forwards before the first backward, then one of each; W `weight_delay` backwards late, or fused."""
-    row = [Action("F", *each) for each in forwards[: ahead - 1]]
-    for index, backward in enumerate(backwards):
-        row += [Action("F", *each) for each in forwards[ahead - 1 + index : ahead + index]]
-        row.append(Action("BW" if weight_delay is None else "B", *backward))
+    starts = [Action("F", *each) for each in forwards]
+    ends = [Action("BW" if weight_delay is None else "B", *each) for each in backwards]
+    row, next_forward = starts[: ahead - 1], ahead - 1
+    weights = [] if weight_delay is None else [Action("W", *each) for each in backwards]
+    for index, end in enumerate(ends):
+        if next_forward < len(starts):
+            row.append(starts[next_forward])
+            next_forward += 1
+        row.append(end)
         if weight_delay is not None and index >= weight_delay:
-            row.append(Action("W", *backwards[index - weight_delay]))
-    if weight_delay:
-        row += [Action("W", *each) for each in backwards[-weight_delay:]]
-    return row
+            row.append(weights[index - weight_delay])
+    return row + (weights[-weight_delay:] if weight_delay else [])
 
 
 class _Row:
