@@ -98,8 +98,8 @@ def plans() -> str:
     for limit in LIMITS:
         published = [timeline(name, 8, 24, PROFILE) for name in schedules.NAMES]
         fitting = [each for each in published if max(each.peak_memory) <= 8 * limit + 1e-9]
-        best = min(fitting, key=lambda each: each.bubble_rate)
-        row = [f"{limit:g}", f"{FORMULAS[best.schedule.name].title}, {percent(best.bubble_rate)}"]
+        best = min(fitting, key=lambda each: each.bubble_rate, default=None)
+        row = [f"{limit:g}", f"{FORMULAS[best.schedule.name].title}, {percent(best.bubble_rate)}" if best else "none"]
         for chunks in PLACEMENTS:
             planned = kept(chunks, limit)
             assert max(planned.peak_memory) <= 8 * limit + 1e-9
