@@ -269,10 +269,7 @@ def test_backwards_are_fused_where_that_saves_memory() -> None:
     """A B that leaves more than it found: some fused, though that takes as long, so that more microbatches fit."""
     costs = Costs(1, 1.1, 0.8, 0.05, held=1.13)
     found = plan(costs, 8, 32, memory_limit=4.0, effort=2)
-    split = min(
-        simulate(make(8, 32), costs).cost
-        for make in (schedules.one_f_one_b, schedules.zb_h1)
-    )
+    split = min(simulate(make(8, 32), costs).cost for make in (schedules.one_f_one_b, schedules.zb_h1))
     kinds = {action.kind for row in found.schedule.actions for action in row}
     assert kinds == {"F", "B", "W", "BW"}
     assert max(found.timeline.peak_memory) <= 4

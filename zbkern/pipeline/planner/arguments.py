@@ -34,9 +34,7 @@ def problem_of(costs: Costs, owners: Sequence[int], microbatches: int, limit: Li
     return Problem.build(flat, owners, microbatches, limits, objective == "makespan")
 
 
-def check_search(
-    objective: str, jitter: float, samples: int, seed: int, time_limit: float | None, effort: int
-) -> None:
+def check_search(objective: str, jitter: float, samples: int, seed: int, time_limit: float | None, effort: int) -> None:
     if objective not in OBJECTIVES:
         raise ValueError(f"plan: objective must be one of {OBJECTIVES}; got {objective!r}")
     counts = {"samples": (samples, 1), "seed": (seed, 0), "effort": (effort, 0)}

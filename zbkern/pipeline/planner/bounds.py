@@ -3,9 +3,9 @@
 Per rank, cost = work + idle time. Some idle time cannot be avoided: in the warm-up, before the gradient of the first
 microbatch is back, a rank can only run what its memory has room for, and in the cool-down, after its last forward, only
 what its memory held then. This is the first-stage bound of one chunk per rank, for every rank and for any number of
-chunks. It holds with fused backwards and merged W, too: the work that fits those times is counted as if all backwards
-were split, which is the most, and all work as if none were that need not be, which is the least. Beside it: the longest chain of passes that must follow each other. Integers as in `Problem`; microbatches cost
-the same, so that their order is free.
+chunks. It holds with fused backwards and merged W, too: what could run in those times is counted without their savings,
+and all that must run with them. Beside it: the longest chain of passes that must follow each other. Integers as in
+`Problem`; microbatches cost the same, so that their order is free.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Rule(NamedTuple):
     length, or has not been sent yet.
     late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
     its backwards. foresight: a W also waits for a gradient that has not been sent yet, by the earliest time at which it
-    can arrive, if the backward that sends it is a few chunks away. fuse: all backwards are fused; without it, those that
-    would leave more than the memory has room for.
+    can arrive, if the backward that sends it is a few chunks away. fuse: all backwards are fused; without it, those
+    that would leave more than the memory has room for.
     """
 
     priority: Each

@@ -71,7 +71,7 @@ def search(
     pool: Pool,
     budget: Budget,
     seed: int,
-    progress: Callable[[str], None] | None,
+    progress: Callable[[str], None],
 ) -> tuple[Cut, int]:
     """The best candidate, and the rounds that were completed. pool: an empty one, as large as the candidates' are.
 
@@ -84,13 +84,14 @@ def search(
     while True:
         cuts.sort(key=lambda cut: cut.reached)
         best = cuts[0]
-        if progress is not None:
-            progress(_describe(best, rounds))
+        progress(_describe(best, rounds))
         if not budget.allows(rounds):
             break
         last = len(SETTINGS.searched) - 1
         margin = 1 + SETTINGS.margins[min(rounds, last)]
-        cuts = [cut for cut in cuts if cut.reached <= best.reached * margin and (cut is best or cut.bound < best.reached)]
+        cuts = [
+            cut for cut in cuts if cut.reached <= best.reached * margin and (cut is best or cut.bound < best.reached)
+        ]
         cuts = cuts[: SETTINGS.searched[min(rounds, last)]]
         for cut in cuts:
             if cut.search is None:
@@ -104,6 +105,7 @@ def search(
         if not any(cut.search is None or cut.search.open for cut in cuts):
             break
         rounds += budget.left > 0
+    progress("")
     return best, rounds
 
 
@@ -111,7 +113,7 @@ def _describe(cut: Cut, rounds: int) -> str:
     per_rank = cut.problem.chunks // cut.problem.ranks
     work = max(map(cut.problem.work, range(cut.problem.ranks))) / cut.problem.time_scale
     idle = 1 - work / cut.reached if cut.reached else 0.0
-    return f"round {rounds}: {per_rank} per rank, {cut.name}, busiest rank idle {idle:.2%}"
+    return f"round {rounds + 1}: {per_rank} chunks per rank, {cut.name}: the busiest rank is idle for {idle:.2%}"
 
 
 def _shapes(
@@ -133,19 +135,17 @@ def _shapes(
         chunks = 2 if chunks is None else chunks
     if (chunks or 1) * stages > layers:
         raise ValueError(
-            f"plan: {stages} stages of {chunks or 1} chunks need as many layers; costs has {layers}: lower stages or chunks"
+            f"plan: {stages} stages with {chunks or 1} chunks each need as many layers, and costs has {layers}: lower "
+            "stages or chunks"
         )
-    counts = [chunks]
-    if chunks is None:
-        counts = [each for each in SETTINGS.chunks_per_rank if each * stages <= layers]
-    for count in counts:
-        names: list[str | Sequence[int]] = [placement] if placement is not None else _PLACEMENTS[min(count, 3)]
-        for name in names:
+    several = [each for each in SETTINGS.chunks_per_rank if each * stages <= layers]
+    for count in several if chunks is None else [chunks]:
+        for name in _PLACEMENTS[min(count, 3)] if placement is None else [placement]:
             schedules.check_counts("plan", stages, question.microbatches, count)
             yield placement_of(name, stages, count)
 
 
-_PLACEMENTS = {1: ["linear"], 2: ["v", "loop"], 3: ["zigzag", "loop"]}
+_PLACEMENTS: dict[int, Sequence[str | Sequence[int]]] = {1: ["linear"], 2: ["v", "loop"], 3: ["zigzag", "loop"]}
 
 
 def _first_answers(

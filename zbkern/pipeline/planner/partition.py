@@ -41,7 +41,7 @@ def even_partitions(layers: int, chunks: int) -> list[Partition]:
             [index * larger // chunks for index in range(chunks)],
         )
         for shift in shifts:
-            moved = [start + extra for start, extra in zip(starts, shift, strict=True)]
+            moved = tuple(start + extra for start, extra in zip(starts, shift, strict=True))
             found[(0, *moved[1:])] = None
     return list(found)
 
@@ -158,9 +158,7 @@ class _Ranks:
         """The ranks that a layer should leave: with too little memory, else with the most work."""
         if self._limits is not None:
             each = zip(self._once, self._flying, self._static, self._limits, strict=True)
-            missing = [
-                static + max(once, flying) - limit * (1 + 1e-9) for once, flying, static, limit in each
-            ]
+            missing = [static + max(once, flying) - limit * (1 + 1e-9) for once, flying, static, limit in each]
             if max(missing) > 0:
                 return [missing.index(max(missing))]
         most = max(self.work)

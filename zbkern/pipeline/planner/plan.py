@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner import model_search, robustness
-from zbkern.pipeline.planner.arguments import PLACEMENTS, check_search, chunks_per_rank, placement_of, problem_of
+from zbkern.pipeline.planner.arguments import (
+    PLACEMENTS,
+    check_search,
+    chunks_per_rank,
+    placement_of,
+    problem_of,
+    rank_limits,
+)
 from zbkern.pipeline.planner.bounds import cost_bound
+from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
 from zbkern.pipeline.planner.incumbents import Budget, Pool
 from zbkern.pipeline.planner.model_search import Cut
 from zbkern.pipeline.planner.portfolio import search
@@ -29,10 +37,11 @@ _ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
 class Plan:
     """A schedule, its timeline without jitter, and a lower bound on the bubble rate of any schedule of its work.
 
-    costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers. lower_bound
-    belongs to the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks times
-    makespan that is idle. optimal: it is proven that no order of these chunks in this memory is better; other cuts of
-    the model may be. mean_cost: with jitter, the mean of the objective over the samples; otherwise the objective
+    costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers. idle:
+    where the idle time comes from. lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for
+    "makespan" to the share of ranks times makespan that is idle; it is of these chunks in this memory, whatever their
+    order. optimal: it is proven that no order of these chunks in this memory is better; other cuts of the model may be.
+    mean_cost: with jitter, the mean of the objective over the samples; otherwise the objective
     itself. effort: the rounds of search that were completed; `plan(..., effort=)` with the same seed repeats them.
     """
 
@@ -43,6 +52,7 @@ class Plan:
     mean_cost: float
     effort: int
     costs: Costs
+    idle: IdleTime
     partition: tuple[int, ...] | None = None
 
     @property
@@ -65,7 +75,7 @@ def plan(
     samples: int = 16,
     seed: int = 0,
     effort: int = EFFORT,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """The best schedule found for these costs; with those of layers, also how to cut and place the model.
 
@@ -86,15 +96,13 @@ def plan(
     and a warning says so. Every published schedule that fits takes part, for layers on even and on balanced partitions,
     so that none of them is better (within `time_limit`, as long as there is time to make the next one). The answer is
     checked and simulated when the time is over, which takes some 10 microseconds a pass. progress: is called with a
-    line about the search now and then. Sources: arXiv 2401.10241, 2405.15362.
+    line about the search before every round, and with an empty one at the end. Sources: arXiv 2401.10241, 2405.15362.
 
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
     """
     if not isinstance(costs, (Costs, ModelCosts)):
-        raise TypeError(
-            f"plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got {type(costs).__name__}"
-        )
+        raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got {type(costs).__name__}")
     if placement is not None and not isinstance(placement, Sequence):
         raise TypeError(
             f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
@@ -109,9 +117,7 @@ def plan(
     whole, budget, kept = Budget(effort, seconds), Budget(effort, share), 8 if jitter else 1
     if isinstance(costs, ModelCosts):
         question = model_search.Question(costs, stages, microbatches, memory_limit, objective)
-        cut, rounds = model_search.search(
-            question, chunks, placement, partition, Pool(kept), budget, seed, progress
-        )
+        cut, rounds = model_search.search(question, chunks, placement, partition, Pool(kept), budget, seed, progress)
     elif partition is not None:
         raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")
     else:
@@ -119,7 +125,7 @@ def plan(
         name, owners = placement_of(placement, stages, chunks)
         problem = problem_of(costs, owners, microbatches, memory_limit, objective)
         cut = Cut(None, name, costs, problem, Pool(kept, cost_bound(problem)))
-        rounds = search(problem, cut.pool, budget, seed)
+        rounds = search(problem, cut.pool, budget, seed, progress)
     problem, pool = cut.problem, cut.pool
     slack = robustness.with_slack(problem, jitter, share, effort, seed) if jitter else ()
     plans = [schedule_of(orders, problem, f"plan-{cut.name}") for orders in [*pool.orders, *slack]]
@@ -132,6 +138,6 @@ def plan(
     optimal = reached - least <= _ROUNDING * reached
     available = stages * least
     lower = max(0.0, 1.0 - sum(timeline.busy) / available) if available > 0 else 0.0
-    return Plan(
-        schedule, timeline, lower, optimal, reached if mean is None else mean, rounds, cut.costs, cut.partition
-    )
+    idle = idle_time(timeline, cut.costs, objective, rank_limits(memory_limit, stages))
+    mean = reached if mean is None else mean
+    return Plan(schedule, timeline, lower, optimal, mean, rounds, cut.costs, idle, cut.partition)

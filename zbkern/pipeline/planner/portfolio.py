@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ class Search:
             self._begin()
         assert self._population is not None
         if self._few is not None:
-            few, population = self._few
+            population = self._few[1]
             population.round(passes // 2, base_seed, budget, passes)
             if population.refined is not None:
                 pool.add(population.refined.schedule(problem.microbatches))
@@ -78,11 +78,16 @@ class Search:
             add_published(few, best, budget, self._published)
 
 
-def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
-    """Fills the pool, and returns how many rounds were completed."""
+def search(
+    problem: Problem, pool: Pool, budget: Budget, seed: int, progress: Callable[[str], None] = lambda line: None
+) -> int:
+    """Fills the pool, and returns how many rounds were completed. progress: see `plan`."""
     run = Search(problem, pool, budget, seed, Published())
     while run.open:
+        idle = 1 - max(map(problem.work, range(problem.ranks))) / max(1, pool.orders[0].cost)
+        progress(f"round {run.rounds + 1}: the busiest rank is idle for {idle:.2%}")
         run.round()
+    progress("")
     if native.core is None and not pool.optimal:
         logger.warning(
             "plan: the compiled search is not here, so that this is only the best of the published and the constructed "
