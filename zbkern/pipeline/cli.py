@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         _check_outputs(arguments.out)
         _check_sizes(arguments)
         if arguments.config is not None:
-            found = from_config.run(arguments, shutil.get_terminal_size((120, 24)).columns)
+            progress = show_progress if sys.stderr.isatty() else _silent
+            found = from_config.run(arguments, shutil.get_terminal_size((120, 24)).columns, progress)
             for path in arguments.out:
                 print(f"wrote {_write(found.timeline, found.costs, path)}")
             return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,8 +75,8 @@ def check_absent(arguments: argparse.Namespace) -> None:
             raise WrongArgument(f"{option}: it describes a model's training; give the model with --config, or leave it out")
 
 
-def run(arguments: argparse.Namespace, width: int) -> Plan:
-    """Plans and prints. Raises WrongArgument."""
+def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], None] | None) -> Plan:
+    """Plans and prints; progress: as for `plan`. Raises WrongArgument."""
     setting = _setting(arguments)
     costs, limit = setting.costs, setting.limit
     whole = sum(layer.activation for layer in costs.layers)
@@ -92,6 +92,8 @@ def run(arguments: argparse.Namespace, width: int) -> Plan:
             limit,
             arguments.time_limit,
             objective=arguments.objective,
+            effort=arguments.effort,
+            progress=progress,
         )
     except ScheduleError as error:
         raise WrongArgument(
