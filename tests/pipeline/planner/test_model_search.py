@@ -44,13 +44,10 @@ def published_on_every_split(model: ModelCosts, stages: int, microbatches: int, 
 
 
 @needs_core
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "limit"), [(4, 8, None), (4, 16, 60.0), (3, 3, 100.0), (2, 9, 70.0)]
-)
-@pytest.mark.parametrize("effort", [0, 1])
-def test_never_worse_than_what_is_published(stages: int, microbatches: int, limit: float | None, effort: int) -> None:
-    model = llama(18)
-    found = plan(model, stages, microbatches, memory_limit=limit, effort=effort)
+@pytest.mark.parametrize(("stages", "microbatches", "limit"), [(4, 8, None), (4, 10, 45.0), (3, 3, 70.0), (2, 5, 50.0)])
+def test_never_worse_than_what_is_published(stages: int, microbatches: int, limit: float | None) -> None:
+    model = llama(12)
+    found = plan(model, stages, microbatches, memory_limit=limit, effort=0)
     assert found.timeline.cost <= published_on_every_split(model, stages, microbatches, limit) * (1 + 1e-9)
     assert limit is None or max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
 
@@ -66,7 +63,7 @@ def test_published_schedules_take_part_at_every_size_and_effort() -> None:
     assert found.timeline.cost <= known.cost * (1 + 1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.tuples(*[st.floats(0, 5)] * 3), min_size=6, max_size=14),
     st.sampled_from([1, 2, 3]),
@@ -79,7 +76,7 @@ def test_every_plan_is_valid_and_fits(
 ) -> None:
     layers = tuple(LayerCosts(f"{index}", *each, 1.0, 1.2, static=0.3) for index, each in enumerate(times))
     model = ModelCosts(layers, 0.1)
-    limit = len(layers) * room
+    limit = len(layers) * (0.3 + room)
     found = plan(model, stages, microbatches, memory_limit=limit, effort=0, objective=objective)
     found.schedule.validate()
     costs = model.chunk_costs(found.partition, found.schedule.placement)
@@ -105,10 +102,10 @@ def test_all_of_it_can_be_given() -> None:
 
 @needs_core
 def test_the_search_is_never_worse_than_its_answer_for_fewer_choices() -> None:
-    model = llama(14)
-    free = plan(model, 4, 8, memory_limit=60.0, effort=1).timeline.cost
+    model = llama(10)
+    free = plan(model, 3, 6, memory_limit=60.0, effort=1).timeline.cost
     for given_ in ({"chunks": 1}, {"chunks": 2}, {"placement": "loop"}, {"chunks": 2, "placement": "v"}):
-        assert free <= plan(model, 4, 8, memory_limit=60.0, effort=1, **given_).timeline.cost * (1 + 1e-9)
+        assert free <= plan(model, 3, 6, memory_limit=60.0, effort=1, **given_).timeline.cost * (1 + 1e-9)
 
 
 @needs_core
@@ -116,11 +113,11 @@ def test_the_same_plan_however_busy_the_machine(monkeypatch: pytest.MonkeyPatch)
     """The clock of the search is work: time that passes elsewhere does not matter."""
     from zbkern.pipeline.planner import incumbents
 
-    model = llama(14)
-    first = plan(model, 4, 8, memory_limit=60.0, effort=1)
+    model = llama(7)
+    first = plan(model, 2, 4, memory_limit=60.0, effort=1)
     hours = iter(range(0, 10**9, 3600))
     monkeypatch.setattr(incumbents.time, "monotonic", lambda: float(next(hours)))
-    assert plan(model, 4, 8, memory_limit=60.0, effort=1) == first
+    assert plan(model, 2, 4, memory_limit=60.0, effort=1) == first
 
 
 @needs_core
@@ -134,7 +131,7 @@ def test_a_heavy_head_moves_layers_away_from_its_rank() -> None:
 
 def test_the_memory_counts_what_is_always_there() -> None:
     model = llama(8)
-    with pytest.raises(ScheduleError, match="beside the .* that are there all the time"):
+    with pytest.raises(ScheduleError, match=r"beside the \d+\.?\d* that are there all the time"):
         plan(model, 2, 4, memory_limit=8.0, effort=0)
     found = plan(model, 2, 4, memory_limit=20.0, effort=0)
     assert 9 < min(found.timeline.peak_memory) <= max(found.timeline.peak_memory) <= 20

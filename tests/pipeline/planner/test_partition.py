@@ -43,7 +43,7 @@ def test_a_rank_with_a_heavy_head_gets_fewer_layers() -> None:
     costs = model([0.5] + [1.0] * 30 + [3.0])
     (balanced,) = balanced_partitions(costs, V4, 16, None)
     each = loads(costs, balanced, V4)
-    assert max(each) - min(each) <= 3 * 0.5 + 1e-9  # the embedding on rank 0 cannot be divided
+    assert max(each) == 27  # rank 0 has both ends and 5 blocks, the others 8, 8 and 9
     even = [max(loads(costs, partition, V4)) for partition in even_partitions(32, 8)]
     assert max(each) < min(even)
 

@@ -41,7 +41,7 @@ class Question:
         return problem_of(costs, owners, self.microbatches, self.memory_limit, self.objective)
 
 
-@dataclass
+@dataclass(eq=False)
 class Cut:
     """A candidate: a partition of the layers (None where only the costs of chunks are known), and its best orders."""
 
@@ -81,18 +81,9 @@ def search(
     shapes = list(_shapes(question, chunks, placement, partition))
     cuts = _first_answers(question, shapes, partition, pool, budget, seed, published)
     rounds = 0
-    while True:
-        cuts.sort(key=lambda cut: cut.reached)
-        best = cuts[0]
-        progress(_describe(best, rounds))
-        if not budget.allows(rounds):
-            break
-        last = len(SETTINGS.searched) - 1
-        margin = 1 + SETTINGS.margins[min(rounds, last)]
-        cuts = [
-            cut for cut in cuts if cut.reached <= best.reached * margin and (cut is best or cut.bound < best.reached)
-        ]
-        cuts = cuts[: SETTINGS.searched[min(rounds, last)]]
+    while budget.allows(rounds):
+        progress(_describe(_best(cuts), rounds))
+        cuts = _kept(cuts, rounds)
         for cut in cuts:
             if cut.search is None:
                 cut.pool.bound = cost_bound(cut.problem)
@@ -101,12 +92,37 @@ def search(
             if cut.search.open:
                 cut.search.round()
         if partition is None:
-            cuts += _recut(question, min(cuts, key=lambda cut: cut.reached), budget)
+            known = {(cut.problem.placement, cut.partition) for cut in cuts}
+            moved = [_recut(question, cut, budget) for cut in _best_of_every_placement(cuts)]
+            cuts += [cut for cut in moved if (cut.problem.placement, cut.partition) not in known]
+        rounds += budget.left > 0
         if not any(cut.search is None or cut.search.open for cut in cuts):
             break
-        rounds += budget.left > 0
     progress("")
-    return best, rounds
+    return _best(cuts), rounds
+
+
+def _best(cuts: Sequence[Cut]) -> Cut:
+    return min(cuts, key=lambda cut: cut.reached)
+
+
+def _best_of_every_placement(cuts: Sequence[Cut]) -> list[Cut]:
+    """The best first."""
+    found: dict[tuple[int, ...], Cut] = {}
+    for cut in sorted(cuts, key=lambda cut: cut.reached):
+        found.setdefault(cut.problem.placement, cut)
+    return list(found.values())
+
+
+def _kept(cuts: Sequence[Cut], rounds: int) -> list[Cut]:
+    """Those that are worth another round: near the best, and as many as it has room for, of every placement first."""
+    last = len(SETTINGS.searched) - 1
+    best = _best(cuts)
+    most = best.reached * (1 + SETTINGS.margins[min(rounds, last)])
+    first = _best_of_every_placement(cuts)
+    others = sorted((cut for cut in cuts if cut not in first), key=lambda cut: cut.reached)
+    near = [cut for cut in [*first, *others] if cut.reached <= most and (cut is best or cut.bound < best.reached)]
+    return near[: SETTINGS.searched[min(rounds, last)]]
 
 
 def _describe(cut: Cut, rounds: int) -> str:
@@ -196,11 +212,10 @@ def _partitions(question: Question, owners: Sequence[int], given: Sequence[int] 
     return list(dict.fromkeys([*balanced, *even_partitions(len(model.layers), len(owners))]))
 
 
-def _recut(question: Question, cut: Cut, budget: Budget) -> list[Cut]:
-    """`cut` with layers moved between chunks, if its best order is better then; timed again, not searched."""
-    assert cut.partition is not None
+def _recut(question: Question, cut: Cut, budget: Budget) -> Cut:
+    """`cut` with layers moved between chunks, where its best order is better then; timed again, not searched."""
     owners, layers = cut.problem.placement, len(question.model.layers)
-    best = start = cut
+    best = cut
     tries = max(1, SETTINGS.recut_passes // cut.problem.passes)
     improved = True
     while improved:
@@ -213,7 +228,7 @@ def _recut(question: Question, cut: Cut, budget: Budget) -> list[Cut]:
             if trial is not None and trial.reached < best.reached * (1 - 1e-9):
                 best, improved = trial, True
                 break
-    return [] if best is start else [best]
+    return best
 
 
 def _retimed(question: Question, partition: Partition, owners: Sequence[int], cut: Cut) -> Cut | None:

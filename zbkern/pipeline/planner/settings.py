@@ -68,7 +68,7 @@ class SearchSettings:
     """Where it is not given: as many of these as there are layers."""
     first_passes: int = 1_500_000
     """Rules are tried on at most this many passes for the first answers of all candidates together."""
-    searched: tuple[int, ...] = (6, 4, 3, 2)
+    searched: tuple[int, ...] = (8, 5, 3, 2)
     """The candidates that are searched in the first, second, ... round; as many as in the last one after it."""
     margins: tuple[float, ...] = (0.1, 0.05, 0.03, 0.02)
     """How much more than the best a candidate may cost at the start of a round, relative; others leave."""
