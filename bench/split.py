@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -63,16 +64,67 @@ def attention_block(width: int, heads: int) -> nn.Module:
     return zbkern.restore(zbkern.nn.Attention(width, heads, causal=True))
 
 
-def split_row(name: str, model: nn.Module, x: Tensor, floor: int, rounds: int, twin: nn.Module | None = None) -> dict:
+class LlamaBlock(nn.Module):
+    """One layer of a Llama: pre-norm attention with grouped queries and rotary positions, pre-norm SwiGLU."""
+
+    def __init__(self, width: int, heads: int, key_heads: int, hidden: int, mlp: type[zbkern.nn.MLP]) -> None:
+        super().__init__()
+        self.input_norm, self.mlp_norm = zbkern.nn.RMSNorm(width), zbkern.nn.RMSNorm(width)
+        self.attention = zbkern.nn.Attention(width, heads, key_heads, causal=True)
+        self.mlp = mlp(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rotary=rotary_angles(x.shape[1], self.attention.head_size, x.dtype))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+@functools.cache
+def rotary_angles(tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(tokens)[:, None] * 1e4 ** (-torch.arange(size // 2) / (size / 2))
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+LLAMA = {"width": 512, "heads": 8, "key_heads": 2, "hidden": 1792}
+"""Of Llama-3 8B, an eighth in every direction: 8 heads of 64, 2 of them for keys and values."""
+
+
+def not_of_attention(name: str, module: nn.Module) -> bool:
+    """For convert(defer=...): W of attention's products runs in B. Of all W they hold most bytes for their flops."""
+    return not isinstance(module, zbkern.nn.Attention)
+
+
+def saved_bytes(forward: Callable[[], Tensor], kept: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """What a forward returns, and the bytes that it leaves for the backward beyond `kept`, each storage once."""
+    there = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    saved: dict[int, int] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        output = forward()
+    return output, sum(size for address, size in saved.items() if address not in there)
+
+
+def split_row(
+    name: str,
+    model: nn.Module,
+    x: Tensor,
+    floor: int,
+    rounds: int,
+    twin: nn.Module | None = None,
+    defer: Callable[[str, nn.Module], bool] | None = None,
+) -> dict:
     """Times one model: plain, torch's split, ours split, ours in one piece. Gradients exist already, as from the second
-    microbatch on. floor: bytes of all layers' inputs and output gradients, which every W needs."""
+    microbatch on. floor: bytes of all layers' inputs and output gradients, which every W needs. defer: of `convert`."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     x = x.requires_grad_()
     if twin is None:
         twin = copy.deepcopy(model)
     twin.load_state_dict(model.state_dict())
-    zbkern.convert(twin)
+    zbkern.convert(twin, defer=defer)
     queue = zbkern.WGradQueue()
     dy = torch.randn_like(model(x))
 
@@ -111,7 +163,9 @@ def split_row(name: str, model: nn.Module, x: Tensor, floor: int, rounds: int, t
     # Two interleaved runs: torch's split walks the graph in Python and leaves the caches cold for whoever comes next.
     timings = testing.measure({"plain": plain, "ours": ours, "whole": ours_whole}, rounds=rounds, warmup=5)
     peers = testing.measure({"plain": plain, "torch": torch_split}, rounds=rounds, warmup=5)
-    ours()[0]()
+    with queue.defer():
+        y, activation = saved_bytes(lambda: twin(x), [*twin.parameters()])
+        y.backward(dy)
     held = queue.bytes
     queue.discard()
     return {
@@ -122,7 +176,17 @@ def split_row(name: str, model: nn.Module, x: Tensor, floor: int, rounds: int, t
         "torch_split": peers["torch"].ratio(peers["plain"]),
         "held_bytes": held,
         "held_over_floor": held / floor,
+        "held_over_activation": held / activation,
     }
+
+
+def llama_row(name: str, tokens: int, rounds: int, defer: Callable[[str, nn.Module], bool] | None) -> dict:
+    width, hidden = LLAMA["width"], LLAMA["hidden"]
+    keys = width // LLAMA["heads"] * LLAMA["key_heads"]
+    model = zbkern.restore(LlamaBlock(**LLAMA, mlp=TorchMLP))
+    floor = tokens * (6 * width + 2 * keys + 3 * hidden) * 4
+    twin = LlamaBlock(**LLAMA, mlp=zbkern.nn.MLP)
+    return split_row(name, model, torch.randn(1, tokens, width), floor, rounds, twin, defer)
 
 
 def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> dict:
@@ -220,6 +284,8 @@ def main(arguments: list[str] | None = None) -> int:
             4 * options.rounds,
         ),
     ]
+    for name, defer in (("all wait", None), ("attention's do not", not_of_attention)):
+        splits.append(llama_row(f"Llama block 512, 256 tokens: {name}", 256, options.rounds, defer))
     merges = [
         merge_row(512, 8, options.rounds),
         merge_row(512, 32, options.rounds),
@@ -228,7 +294,8 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     print("(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds\n")
     header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
-    keys = ["split", "whole", "torch_split", "held_over_floor"]
+    header.append("held / activation")
+    keys = ["split", "whole", "torch_split", "held_over_floor", "held_over_activation"]
     print(markdown_table(header, [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in splits]))
     print("\nW of four microbatches / four plain W (matmul and sum, then added to the gradient)\n")
     header = ["case", "four plain W, us", "merged", "one by one"]

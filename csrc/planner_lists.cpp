@@ -31,7 +31,7 @@ Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
   std::vector<int> forwards(n, 0), backwards(n, 0), weights(n, 0);
   Ordering result;
   result.rows.resize(p.ranks);
-  result.fused.assign(static_cast<std::size_t>(n) * m, rule.fuse);
+  result.fused.assign(static_cast<std::size_t>(n) * m, 0);
 
   // The earliest that the gradient of a microbatch can arrive, if the backward before it is near.
   const auto foreseen = [&](int chunk, int microbatch) {
@@ -91,9 +91,11 @@ Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
       kind = kBackward;
     }
     if (kind == kForward && state.memory + p.activation[forward] > p.limit[rank]) kind = kWeight;
-    if (kind == kBackward && pending && !rule.fuse &&
-        state.memory + p.held[backward] - p.activation[backward] > p.limit[rank])
-      kind = kWeight;
+    bool fuse = rule.fuse;
+    if (kind == kBackward && !fuse && state.memory + p.held[backward] - p.activation[backward] > p.limit[rank]) {
+      if (pending) kind = kWeight;
+      else fuse = true;
+    }
     if (kind < 0) {
       if (pending && (next >= kNever || 4 * (next - now) >= rule.patience[rank] * p.weight[state.pending[state.next_weight]])) {
         kind = kWeight;
@@ -115,9 +117,10 @@ Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
     } else if (kind == kBackward) {
       chunk = backward;
       microbatch = backwards[chunk]++;
-      length = rule.fuse ? p.fused[chunk] : p.backward[chunk];
+      length = fuse ? p.fused[chunk] : p.backward[chunk];
       state.memory -= p.activation[chunk];
-      if (!rule.fuse) {
+      result.fused[static_cast<std::size_t>(chunk) * m + microbatch] = fuse;
+      if (!fuse) {
         state.memory += p.held[chunk];
         state.held += p.held[chunk];
         state.pending.push_back(chunk);
@@ -135,8 +138,9 @@ Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
     left--;
     result.rows[rank].push_back((kind * n + chunk) * m + microbatch);
     if (kind != kWeight) state.last_was_forward = kind == kForward;
-    if (kind == kBackward && rule.fuse) {
+    if (kind == kBackward && fuse) {
       result.rows[rank].push_back((kWeight * n + chunk) * m + microbatch);
+      weights[chunk]++;
       left--;
     }
     result.cost = std::max(result.cost, state.clock - (p.makespan ? 0 : state.start));

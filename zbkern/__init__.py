@@ -19,6 +19,7 @@ _HOME = {
     "SeparableFunction": "zbkern.functions.separable",
     "WGradQueue": "zbkern.wgrad",
     "WGradTask": "zbkern.wgrad",
+    "no_defer": "zbkern.wgrad",
 }
 _MODULES = ("functional", "nn", "optim", "pipeline", "testing", "wgrad")
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from zbkern.functions.separable import SeparableFunction as SeparableFunction
     from zbkern.wgrad import WGradQueue as WGradQueue
     from zbkern.wgrad import WGradTask as WGradTask
+    from zbkern.wgrad import no_defer as no_defer
 
 
 def __getattr__(name: str) -> Any:

@@ -39,7 +39,7 @@ Backend = TypeVar("Backend", bound="ModuleType | type")  # a module of kernels (
 class OpCall(Generic[Backend]):
     """What a function needs besides tensors: whose gradients it computes, by which backend, for which layer."""
 
-    __slots__ = ("backend", "ddp_managed", "name", "params", "params_requiring_grad", "route")
+    __slots__ = ("backend", "ddp_managed", "may_defer", "name", "params", "params_requiring_grad", "route")
 
     def __init__(self, params: Params, backend: Backend, name: str) -> None:
         self.params: tuple[Any, ...] = params  # which may be None, the function knows
@@ -48,6 +48,7 @@ class OpCall(Generic[Backend]):
         self.name = name
         self.route = Route.ATTACHED
         self.ddp_managed = False  # DistributedDataParallel waits for these gradients
+        self.may_defer = True
 
 
 def apply(function: type[torch.autograd.Function], call: OpCall, x: Tensor, *arguments: Any) -> Any:
@@ -85,6 +86,7 @@ _anchor_node = torch.autograd.graph.get_gradient_edge(_anchor).node
 
 def _choose_route(call: OpCall) -> None:
     """Detaches within `defer`, and where hooks or a framework wait for the gradient at its accumulation."""
+    call.may_defer = queue.may_defer()
     detach = wgrad.current() is not None
     params_requiring_grad = call.params
     for index, parameter in enumerate(params_requiring_grad):
@@ -124,7 +126,7 @@ def weight_gradients(
     What comes back belongs at the edges' places; where the graph has no edges it is None, which autograd ignores.
     """
     params = call.params_requiring_grad if part is None else call.params_requiring_grad[part]
-    scope = wgrad.current()
+    scope = wgrad.current() if call.may_defer else None
     if call.route is _DETACHED:
         if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in params)):
             task = wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, call.ddp_managed)
@@ -203,7 +205,7 @@ def _second_order(call: OpCall, parameter: Tensor | None) -> Tensor | None:
     if parameter is None or not parameter.requires_grad:
         return parameter
     own = OpCall((parameter,), call.backend, call.name)
-    own.route, own.ddp_managed = call.route, call.ddp_managed
+    own.route, own.ddp_managed, own.may_defer = call.route, call.ddp_managed, call.may_defer
     return _WithoutEdge.apply(own, parameter.detach(), _anchor)
 
 

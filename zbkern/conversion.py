@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from zbkern import functional, nn
 from zbkern.recognition import is_rms_norm, looks_like_rms_norm
-from zbkern.wgrad import WGradQueue
+from zbkern.wgrad import WGradQueue, no_defer
 
 Module = torch.nn.Module
 Model = TypeVar("Model", bound=Module)
@@ -30,7 +30,9 @@ _TWINS: dict[type[Module], type[Module]] = {
 _SUBCLASSES: dict[tuple[type[Module], type[Module]], type[Module]] = {}  # twins of classes that others define
 
 
-def convert(model: Model, filter: Filter | None = None, impl: str | None = None) -> Model:
+def convert(
+    model: Model, filter: Filter | None = None, impl: str | None = None, defer: Filter | None = None
+) -> Model:
     """Gives every module that has a zbkern twin the twin's behaviour; returns `model`, changed in place.
 
     Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms that a
@@ -41,11 +43,15 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None)
     experts, routers, convolutions, norms that multiply by 1 + weight, subclasses with a forward of their own.
     filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda", "triton" or
     "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as
-    it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called. `unconverted`
-    tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for an impl that
-    does not exist.
+    it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
+    defer(name, module) says of every module of the model, converted or not, whether what it and its children compute may
+    wait; where it is False their forward is in `no_defer`, and W runs in B and holds nothing. None leaves that as it is.
+    `unconverted` tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for
+    an impl that does not exist.
     """
     _check("convert", model, filter)
+    if defer is not None and not callable(defer):
+        raise TypeError(f"convert: defer must be callable as defer(name, module); got {type(defer).__name__}")
     if impl is not None:
         functional.check_impl("convert", impl)
     for name, module in model.named_modules():
@@ -59,6 +65,9 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None)
             continue
         if impl is not None:
             module.zbkern_impl = impl
+    if defer is not None:
+        for name, module in model.named_modules():
+            _set_defer(module, defer(name, module))
     return model
 
 
@@ -71,6 +80,8 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
             module.__class__ = original
             for own in ("zbkern_name", "zbkern_impl"):
                 module.__dict__.pop(own, None)
+        if filter is None or filter(name, module):
+            _set_defer(module, True)
     return model
 
 
@@ -171,6 +182,27 @@ def _twin(module: Module) -> type[Module] | str:
     if base is not None and not planes:
         return _TWINS[base] if kind is base else _subclass(_TWINS[base], kind)
     return _subclass(nn.Intercepted, kind) if own or _uses_parameters_of_children(module) else "it has no parameters"
+
+
+def _set_defer(module: Module, defer: bool) -> None:
+    """Whether W of what this module's forward computes may wait: hooks around the forward where it may not."""
+    handles = module.__dict__.pop("zbkern_no_defer", ())
+    for handle in handles:
+        handle.remove()
+    if not defer:
+        enter = module.register_forward_pre_hook(_enter_no_defer)
+        leave = module.register_forward_hook(_leave_no_defer, always_call=True)
+        module.__dict__["zbkern_no_defer"] = (enter, leave)
+
+
+def _enter_no_defer(module: Module, inputs: Any) -> None:
+    if not torch.compiler.is_compiling():  # compiled, the W of all layers wait
+        no_defer().__enter__()
+
+
+def _leave_no_defer(module: Module, inputs: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        no_defer().__exit__(None, None, None)
 
 
 def _is_ours(kind: type[Module]) -> bool:

@@ -69,9 +69,9 @@ def test_a_plan_says_when_the_model_is_cut_badly() -> None:
     """The idle time that comes of one rank's load is in any order."""
     costs = Costs(forward=[1, 1, 1, 2], backward=[1, 1, 1, 2], weight=[1, 1, 1, 2])
     found = plan(costs, 4, 16, effort=1)
-    rank, share = report.imbalance(found.timeline, "cost")
-    assert rank == 3
-    assert share == pytest.approx(9 / 24 * 96 / found.timeline.cost)
+    assert found.idle.busiest == 3
+    assert found.idle.load == pytest.approx(9 / 24 * 96 / found.timeline.cost)
+    assert found.idle.total == pytest.approx(found.bubble_rate)
     text = report.describe(found, "cost", None, 4, 80)
-    assert f"{share:.2%} of the {found.bubble_rate:.2%} idle is because rank 3 has the most work" in text
+    assert f"\nidle      {found.idle.load:.2%} rank 3 has the most work: divide the model more evenly" in text
     assert "has the most work" not in report.describe(plan(Costs(), 4, 16, effort=1), "cost", None, 4, 80)

@@ -25,6 +25,7 @@ _HOME = {
     "grad_norm": "optimizer",
     "plan": "planner",
     "profile": "runtime.profiling",
+    "profile_layers": "runtime.profiling",
 }
 _MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules", "trace": "draw.trace"}
 
@@ -48,6 +49,7 @@ __all__ = [
     "grad_norm",
     "plan",
     "profile",
+    "profile_layers",
     "schedules",
     "simulate",
     "trace",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions
     from zbkern.pipeline.runtime.profiling import profile as profile
+    from zbkern.pipeline.runtime.profiling import profile_layers as profile_layers
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
 
 

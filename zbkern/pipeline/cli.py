@@ -6,6 +6,7 @@ An error is one line that names the argument and what to do about it, and exit s
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import math
 import re
@@ -15,9 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zbkern.pipeline import draw, report, schedules
+from zbkern.pipeline import draw, from_config, report, schedules
 from zbkern.pipeline.planner import Plan, plan
-from zbkern.pipeline.planner.plan import chunks_per_rank
+from zbkern.pipeline.planner.arguments import chunks_per_rank
+from zbkern.pipeline.planner.idle_time import idle_time
+from zbkern.pipeline.planner.plan import EFFORT
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation import comparison
@@ -36,7 +39,9 @@ _HELP = {
     "--chunks": "chunks per rank (default 1, or those of --schedule)",
     "--placement": f"where the chunks are: {', '.join(_PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
     "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
-    "--time-limit": "seconds to search for (default 10)",
+    "--effort": f"rounds of search, each twice as long as the one before (default {EFFORT}, about ten seconds in all; "
+    "0: the quick answer alone); the plan depends on it and not on how fast or busy the machine is",
+    "--time-limit": "ends the search after this many seconds, if that is sooner; the plan then depends on the machine",
     "--schedule": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
     "--compare": "also a table of all published schedules and the plan",
     "--out": "files to write, by suffix: .svg .html .png (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
@@ -58,10 +63,12 @@ def add_to(commands: Any) -> None:
     add("--chunks", type=_count, metavar="V")
     add("--placement", type=_placement, metavar="NAME")
     add("--objective", choices=("cost", "makespan"), default="cost")
-    add("--time-limit", type=_seconds, default=10.0, metavar="SECONDS")
+    add("--effort", type=_rounds, default=EFFORT, metavar="ROUNDS")
+    add("--time-limit", type=_seconds, metavar="SECONDS")
     add("--schedule", choices=schedules.NAMES, metavar="NAME")
     add("--compare", action="store_true")
     add("--out", type=Path, nargs="+", action="extend", default=[], metavar="FILE")
+    from_config.add_to(parser, _count)
     parser.set_defaults(run=run)
 
 
@@ -70,6 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check_outputs(arguments.out)
         _check_sizes(arguments)
+        if arguments.config is not None:
+            progress = show_progress if sys.stderr.isatty() else _silent
+            found = from_config.run(arguments, shutil.get_terminal_size((120, 24)).columns, progress)
+            for path in arguments.out:
+                print(f"wrote {_write(found.timeline, found.costs, path)}")
+            return 0
+        from_config.check_absent(arguments)
         chunks = _chunks(arguments)
         costs = _costs(arguments.costs, arguments.stages * chunks)
         whole = sum(costs.per_chunk(arguments.stages * chunks).activation)
@@ -86,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
         for path in arguments.out:
             print(f"wrote {_write(found.timeline, costs, path)}")
-    except _WrongArgument as error:
+    except (_WrongArgument, from_config.WrongArgument) as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
     return 0
@@ -144,8 +158,6 @@ def _costs(path: str | None, chunks: int) -> Costs:
 
 def _searched(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
     stages, microbatches, placement = arguments.stages, arguments.microbatches, arguments.placement
-    if sys.stderr.isatty() and arguments.time_limit >= 1:
-        print(f"searching for up to {arguments.time_limit:g} s", file=sys.stderr)
     try:
         return plan(
             costs,
@@ -156,6 +168,8 @@ def _searched(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: f
             limit,
             arguments.time_limit,
             objective=arguments.objective,
+            effort=arguments.effort,
+            progress=show_progress if sys.stderr.isatty() else _silent,
         )
     except ScheduleError as error:
         raise _WrongArgument("--memory", str(error)) from error
@@ -180,7 +194,25 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     )
     idle = report.idle(timeline, objective)
     reached = timeline.cost if objective == "cost" else timeline.makespan
-    return Plan(schedule, timeline, min(idle, other.lower_bound), idle - other.lower_bound < 1e-9, reached)
+    limits = None if limit is None else [limit] * stages
+    return dataclasses.replace(
+        other,
+        schedule=schedule,
+        timeline=timeline,
+        lower_bound=min(idle, other.lower_bound),
+        optimal=idle - other.lower_bound < 1e-9,
+        mean_cost=reached,
+        idle=idle_time(timeline, costs, objective, limits),
+    )
+
+
+def _silent(line: str) -> None:
+    """Where nobody watches."""
+
+
+def show_progress(line: str) -> None:
+    """Shows how far a search is, in one line of the terminal that the next call writes over; "" ends it."""
+    print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _check_outputs(paths: Sequence[Path]) -> None:
@@ -214,6 +246,12 @@ def _write(timeline: Timeline, costs: Costs, path: Path) -> Path:
 def _count(text: str) -> int:
     if not re.fullmatch(r"\d{1,21}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number, at least 1; got {text[:60]!r}")
+    return int(text)
+
+
+def _rounds(text: str) -> int:
+    if not re.fullmatch(r"\d{1,2}", text):
+        raise argparse.ArgumentTypeError(f"expected a number of rounds from 0 to 99; got {text[:60]!r}")
     return int(text)
 
 

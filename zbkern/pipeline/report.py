@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.pipeline.planner import Plan
+from zbkern.pipeline.planner import IdleTime, Plan
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration, number
 from zbkern.pipeline.simulation.timeline import Timeline
 
-_SHOWN = 0.005  # of the objective: less imbalance than that is not worth a line
+_SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
 
@@ -34,11 +34,22 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
     peaks = [amount(peak, timeline.memory_unit) for peak in timeline.peak_memory]
     memory = f"{_joined(peaks)} by rank ({capacity})"
     figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
-    rank, share = imbalance(timeline, objective)
-    if share >= _SHOWN:
-        of = f"{share:.2%} of the {idle(timeline, objective):.2%} idle"
-        figures["load"] = f"{of} is because rank {rank} has the most work: divide the model more evenly"
-    return "\n\n".join([title, grid(schedule, width), "\n".join(f"{name:<9} {text}" for name, text in figures.items())])
+    lines = [f"{name:<9} {text}" for name, text in figures.items()] + idle_lines(plan.idle)
+    return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
+
+
+def idle_lines(idle: IdleTime) -> list[str]:
+    """What the idle time comes from and what would remove it, the largest share first."""
+    causes = {
+        f"rank {idle.busiest} has the most work: divide the model more evenly": idle.load,
+        "forwards wait for memory: a higher limit, offloading or recomputation": idle.memory,
+        "messages are on their way: faster links, or fewer chunks per rank": idle.messages,
+        "warm-up: more microbatches, or more chunks per rank": idle.warm_up,
+        "cool-down: more microbatches, or more chunks per rank": idle.cool_down,
+        "passes wait for other ranks in between: more memory, or a longer search": idle.dependencies,
+    }
+    shown = sorted((-share, cause) for cause, share in causes.items() if share >= _SHOWN)
+    return [f"{'idle' if not line else '':<9} {-share:.2%} {cause}" for line, (share, cause) in enumerate(shown)]
 
 
 def grid(schedule: Schedule, width: int) -> str:
@@ -81,12 +92,17 @@ def table(timelines: Sequence[Timeline], objective: str, limit: float | None, wh
                 over,
             ]
         )
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines with aligned columns, the first and the last to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
             [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:6], strict=True)]
-            + [row[6]]
+            + [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+            + [row[-1]]
         ).rstrip()
         for row in rows
     )
@@ -98,14 +114,6 @@ def idle(timeline: Timeline, objective: str) -> float:
         return timeline.bubble_rate
     available = len(timeline.events) * timeline.makespan
     return 1.0 - sum(timeline.busy) / available if available else 0.0
-
-
-def imbalance(timeline: Timeline, objective: str) -> tuple[int, float]:
-    """The rank with the most work, and the part of `idle` that no order can avoid, the others having less."""
-    most, ranks = max(timeline.busy), len(timeline.events)
-    length = timeline.cost if objective == "cost" else timeline.makespan
-    share = (ranks * most - sum(timeline.busy)) / (ranks * length) if length else 0.0
-    return timeline.busy.index(most), share
 
 
 def _joined(amounts: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zbkern.wgrad.queue import WGradQueue as WGradQueue
 from zbkern.wgrad.queue import current as current
+from zbkern.wgrad.queue import no_defer as no_defer
 from zbkern.wgrad.queue import run_in_backward as run_in_backward
 from zbkern.wgrad.task import Segment as Segment
 from zbkern.wgrad.task import WGradFunction as WGradFunction
@@ -17,5 +18,6 @@ __all__ = [
     "WGradQueue",
     "WGradTask",
     "current",
+    "no_defer",
     "run_in_backward",
 ]

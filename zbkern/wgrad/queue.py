@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -372,9 +372,29 @@ class _Scope:
         _scopes.stack.pop()[1].__exit__(kind, error, trace)
 
 
+class no_defer:  # as torch.no_grad
+    """What is computed inside, of any layer, has its W in B, also where that B runs within `WGradQueue.defer`.
+
+    For layers that hold many bytes for little W: such a W costs the same time in B, and holds nothing.
+
+    >>> with queue.defer(), no_defer():   # doctest: +SKIP
+    ...     y = attention(x)              # nothing of its backward will wait
+    """
+
+    def __enter__(self) -> None:
+        _count(1)  # where no queue exists yet, forwards do not ask whether they may defer
+        _scopes.stack.append((None, nullcontext()))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _scopes.stack.pop()
+        _count(-1)
+
+
 class _Scopes(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[tuple[WGradQueue, Hashable], torch.autograd.set_multithreading_enabled]] = []
+        self.stack: list[tuple[tuple[WGradQueue, Hashable] | None, AbstractContextManager[None]]] = []
 
 
 _scopes = _Scopes()
@@ -392,9 +412,15 @@ def _count(change: int) -> None:
 
 
 def current() -> tuple[WGradQueue, Hashable] | None:
-    """The queue and key of the innermost `defer` scope of this thread, or None."""
+    """The queue and key of the innermost `defer` scope of this thread, or None, also inside `no_defer`."""
     stack = _scopes.stack
     return stack[-1][0] if stack else None
+
+
+def may_defer() -> bool:
+    """False inside `no_defer`."""
+    stack = _scopes.stack
+    return not stack or stack[-1][0] is not None
 
 
 def run_in_backward(task: WGradTask) -> None:

@@ -252,11 +252,28 @@ def test_makespan_is_what_was_asked_for() -> None:
 def test_b_may_leave_more_than_it_found(chunks: int) -> None:
     """The output gradients that W needs may be larger than the activations."""
     costs = Costs(activation=1.0, held=1.4)
-    for limit in (chunks + 0.4, chunks + 1.0, 2.0 * chunks + 1):
+    idle = []
+    for limit in (chunks, chunks + 0.4, chunks + 1.0, 2.0 * chunks + 1):
         found = plan(costs, 3, 6, chunks, memory_limit=limit, effort=1)
         assert max(found.timeline.peak_memory) <= limit + 1e-9
-    with pytest.raises(ScheduleError, match=f"any schedule fits is {chunks + 0.4}"):
-        plan(costs, 3, 6, chunks, memory_limit=chunks + 0.2, effort=0)
+        fused = any(action.kind == "BW" for row in found.schedule.actions for action in row)
+        assert fused or limit > chunks  # a B by itself has no room there
+        idle.append(found.bubble_rate)
+    assert idle == sorted(idle, reverse=True)
+    with pytest.raises(ScheduleError, match=f"any schedule fits is {chunks}"):
+        plan(costs, 3, 6, chunks, memory_limit=chunks - 0.2, effort=0)
+
+
+@needs_core
+def test_backwards_are_fused_where_that_saves_memory() -> None:
+    """A B that leaves more than it found: some fused, though that takes as long, so that more microbatches fit."""
+    costs = Costs(1, 1.1, 0.8, 0.05, held=1.13)
+    found = plan(costs, 8, 32, memory_limit=4.0, effort=2)
+    split = min(simulate(make(8, 32), costs).cost for make in (schedules.one_f_one_b, schedules.zb_h1))
+    kinds = {action.kind for row in found.schedule.actions for action in row}
+    assert kinds == {"F", "B", "W", "BW"}
+    assert max(found.timeline.peak_memory) <= 4
+    assert split < found.timeline.cost < 2.5 * split
 
 
 @pytest.mark.parametrize(("placement", "chunks"), [("linear", 1), ("v", 2), ("loop", 3)])
@@ -306,7 +323,7 @@ def test_errors_name_what_is_wrong() -> None:
         plan(Costs(), 2, 4, 2, (0, 0, 0, 1))
     with pytest.raises(ValueError, match="one per rank"):
         plan(Costs(), 2, 4, memory_limit=[1, 2, 3])
-    with pytest.raises(TypeError, match=r"costs must be a zbkern\.pipeline\.Costs; got NoneType"):
+    with pytest.raises(TypeError, match=r"costs must be a zbkern\.pipeline\.Costs or ModelCosts; got NoneType"):
         plan(None, 4, 8)
     with pytest.raises(ValueError, match="objective"):
         plan(Costs(), 2, 4, objective="joy")

@@ -49,10 +49,11 @@ def test_the_time_limit_holds_without_the_compiled_core(limit: float, monkeypatc
 def test_the_time_there_is_is_used() -> None:
     """Where the plan is not yet the best possible."""
     begin = time.perf_counter()
-    found = plan(COSTS, 8, 16, 2, memory_limit=12, time_limit=0.5)
+    found = plan(COSTS, 8, 16, 2, memory_limit=12, time_limit=0.5, effort=30)
     assert found.optimal or time.perf_counter() - begin >= 0.45
 
 
-def test_a_part_of_a_budget_ends_earlier_and_one_of_rounds_never_ends() -> None:
-    assert 0 < Budget(100.0, None).part(0.5).left <= 50
-    assert Budget(0.0, 3).part(0.5).left == float("inf")
+def test_a_part_of_a_budget_ends_earlier_and_without_a_clock_it_never_ends() -> None:
+    assert 0 < Budget(3, 100.0).part(0.5).left <= 50
+    assert Budget(3).part(0.5).left == float("inf")
+    assert [Budget(3).allows(rounds) for rounds in (0, 2, 3)] == [True, True, False]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from zbkern.pipeline import Costs, profile
+from zbkern.pipeline import Costs, ModelCosts, Timeline, plan, profile, profile_layers, schedules, simulate
+from zbkern.pipeline.runtime import profiling
 from zbkern.pipeline.transport.local import LocalTransport
 
 
@@ -80,3 +82,89 @@ def test_gradients_and_random_state_stay_as_they_were() -> None:
     measure([block])
     assert torch.equal(torch.random.get_rng_state(), after)
     assert torch.equal(block.linear.weight.grad, torch.ones(16, 16))
+
+
+class Mixed(nn.Module):
+    """A linear that zbkern has, and one whose W it never sees."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+def layers_on_ranks(cut: list[list[str]], **changes: Any) -> list[ModelCosts]:
+    """profile_layers of embedding-like, wide and narrow layers; cut: the names on every rank."""
+    torch.manual_seed(0)
+    modules = {"in": Mixed(16, 32), "wide": Mixed(32, 512), "narrow": Mixed(512, 8), "out": Mixed(8, 16)}
+    data = torch.randn(8, 16)
+
+    def rank(transport: LocalTransport) -> ModelCosts:
+        mine = {name: zbkern.convert(modules[name]) for name in cut[transport.rank]}
+        arguments = {"repeats": 1, "group": transport, **changes}
+        return profile_layers(mine, nn.functional.mse_loss, data, data, **arguments)
+
+    return results_on_threads(len(cut), rank)
+
+
+def test_layers_are_measured_one_by_one_on_any_cut() -> None:
+    whole = layers_on_ranks([["in", "wide", "narrow", "out"]])[0]
+    parts = layers_on_ranks([["in"], ["wide", "narrow"], ["out"]])
+    assert parts[0] == parts[1] == parts[2]
+    for costs in (whole, parts[0]):
+        assert [layer.name for layer in costs.layers] == ["in", "wide", "narrow", "out"]
+        assert [layer.output for layer in costs.layers[:3]] == [2 * size * 4 for size in (32, 512, 8)]
+        # weight, gradient and two moments of it
+        assert [layer.static for layer in costs.layers] == [16 * n for n in (512, 16384, 4096, 128)]
+        # inputs and output gradients of one microbatch of two rows
+        assert [layer.held for layer in costs.layers] == [8 * (a + b) for a, b in ((16, 32), (32, 512), (512, 8), (8, 16))]
+        assert all(layer.forward > 0 and layer.backward > 0 and layer.weight > 0 for layer in costs.layers)
+        assert (costs.time_unit, costs.memory_unit) == ("ms", "bytes")
+    assert (whole.latency, whole.bandwidth) == (0, math.inf)
+    assert 0 < parts[0].latency < 50
+    assert 0 < parts[0].bandwidth < math.inf
+    assert plan(whole, 2, 4, memory_limit=1e6, effort=0).partition is not None
+
+
+def test_layers_of_one_process_need_no_group() -> None:
+    layers = {"first": zbkern.convert(nn.Linear(4, 4)), "second": zbkern.convert(nn.Linear(4, 4))}
+    layers["second"].weight = layers["first"].weight
+    costs = profile_layers(layers, nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4), bytes_per_parameter=18)
+    assert [layer.static for layer in costs.layers] == [18 * 20] * 2
+    assert costs.layers[0].tied == costs.layers[1].tied == "rank 0: 0"
+    with pytest.raises(TypeError, match="profile_layers: layers must be a mapping .*; got list"):
+        profile_layers([nn.Linear(4, 4)])
+    with pytest.raises(ValueError, match="profile_layers: microbatches must be at least 1; got 0"):
+        profile_layers(layers, microbatches=0)
+
+
+def test_merged_w_and_a_fused_backward_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeps stand for kernels: a W takes 8 ms, a merged one the same for all; a B 4 ms more where W is apart."""
+    queue_run, backward = zbkern.WGradQueue.run, torch.autograd.backward
+
+    def run(self: zbkern.WGradQueue, key: Any = None) -> int:
+        if key is not None:
+            time.sleep(0.008 * (1 if self.merge else len(key)))
+        return queue_run(self, key)
+
+    def slow_backward(*arguments: Any, **keywords: Any) -> None:
+        time.sleep(0.004)
+        backward(*arguments, **keywords)
+
+    monkeypatch.setattr(zbkern.WGradQueue, "run", run)
+    monkeypatch.setattr(torch.autograd, "backward", slow_backward)
+    costs = measure([SlowBlock(0, 0)])[0].per_chunk(1)
+    assert costs.weight[0] == pytest.approx(8, abs=4)
+    assert costs.merge_saving[0] == pytest.approx(8, abs=4)
+    assert costs.merge_saving[0] <= costs.weight[0]
+    assert costs.fused[0] == pytest.approx(12, abs=6)
+
+
+def test_edges_that_differ_have_a_time_each() -> None:
+    def timeline(times: list[float]) -> Timeline:
+        return simulate(schedules.gpipe(3, 2), Costs(communication=times))
+
+    assert profiling._communication([timeline([1, 1.5])], 3) == 1
+    assert profiling._communication([timeline([1, 5])], 3) == [1, 5]

@@ -22,10 +22,11 @@ passes = st.integers(1, 20)
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_valid_for_any_size(name: str) -> None:
-    """Every generator validates what it builds; here for all small sizes, more microbatches than stages and fewer."""
+    """For all small sizes, more microbatches than stages and fewer."""
     for stages in range(1, 8):
         for microbatches in (*range(1, 10), 13, 16, 17):
             schedule = GENERATORS[name](stages, microbatches)
+            schedule.validate()
             assert (schedule.stages, schedule.microbatches, schedule.name) == (stages, microbatches, name)
             passes_per_chunk = 3 * microbatches - sum(
                 action.kind == "BW" and action.chunk == 0 for row in schedule.actions for action in row
@@ -39,6 +40,7 @@ def test_interleaved_is_valid_for_any_number_of_chunks_and_microbatches(name: st
         for chunks in range(1, 5):
             for microbatches in range(1, 4 * stages):
                 schedule = GENERATORS[name](stages, microbatches, chunks=chunks)
+                schedule.validate()
                 assert schedule.chunks == chunks
                 assert schedule.placement == tuple(chunk % stages for chunk in range(stages * chunks))
 

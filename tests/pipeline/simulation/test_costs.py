@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zbkern.pipeline import Costs, plan, schedules, simulate
+from zbkern.pipeline import Costs, LayerCosts, plan, schedules, simulate
 from zbkern.pipeline.simulation import comparison, drift
 
 
@@ -17,7 +17,13 @@ def test_numbers_stand_for_every_chunk() -> None:
     assert flat.backward == (1.0, 2.0, 3.0)
     assert flat.fused == (1.75, 2.75, 3.75)
     assert flat.communication == (0.5, 0.5)
-    assert flat.held == (0.5, 0.5, 0.5)
+
+
+def test_what_w_holds_is_as_much_as_the_activation_unless_it_is_given() -> None:
+    assert Costs(activation=[1, 3]).per_chunk(2).held == (1.0, 3.0)
+    assert Costs(activation=3, held=0).per_chunk(2).held == (0.0, 0.0)
+    assert Costs.from_json('{"activation": 7}').held == 7
+    assert LayerCosts("block", 1, 1, 1, activation=5).held == 5
 
 
 def test_one_chunk_has_no_edges() -> None:

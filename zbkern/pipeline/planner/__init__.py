@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zbkern.pipeline.planner.idle_time import IdleTime
 from zbkern.pipeline.planner.plan import Plan, plan
 
-__all__ = ["Plan", "plan"]
+__all__ = ["IdleTime", "Plan", "plan"]

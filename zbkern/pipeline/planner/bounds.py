@@ -3,8 +3,9 @@
 Per rank, cost = work + idle time. Some idle time cannot be avoided: in the warm-up, before the gradient of the first
 microbatch is back, a rank can only run what its memory has room for, and in the cool-down, after its last forward, only
 what its memory held then. This is the first-stage bound of one chunk per rank, for every rank and for any number of
-chunks. Beside it: the longest chain of passes that must follow each other. Integers as in `Problem`; microbatches cost
-the same, so that their order is free.
+chunks. It holds with fused backwards and merged W, too: what could run in those times is counted without their savings,
+and all that must run with them. Beside it: the longest chain of passes that must follow each other. Integers as in
+`Problem`; microbatches cost the same, so that their order is free.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from zbkern.pipeline.planner.problem import Problem
 
 def cost_bound(problem: Problem) -> int:
     """No schedule of `problem` costs less (its makespan, when that is minimised)."""
-    if problem.may_fuse or problem.saves:
-        # How much work fits the warm-up and the cool-down is not known then; work and chains are.
-        return max([_chain(problem), *(problem.work(rank) for rank in range(problem.ranks))])
     ranks = range(problem.ranks)
     bound = max([_chain(problem), *(_rank_bound(problem, rank) for rank in ranks)])
     if problem.placement == tuple(ranks) and not problem.makespan:
@@ -47,11 +45,17 @@ def _backward(problem: Problem, chunk: int) -> int:
     return min(problem.backward[chunk], problem.fused[chunk])
 
 
+def _backward_and_weight(problem: Problem, chunk: int) -> int:
+    """The least time from the start of a B, or BW, to the end of its W: which may be merged, and come right after."""
+    apart = problem.backward[chunk] + problem.weight[chunk] - problem.merge_saving[chunk]
+    return min(apart, problem.fused[chunk])
+
+
 def _chain(problem: Problem) -> int:
     """All F of a chunk, or all B, or both of the last chunk, after the passes on the way there, before those back."""
     arrivals, returns, microbatches = _arrivals(problem), _returns(problem), problem.microbatches
     last = problem.chunks - 1
-    weight = 0 if problem.may_fuse else problem.weight[0] - problem.merge_saving[0]
+    weight = _backward_and_weight(problem, 0) - _backward(problem, 0)
     down = [0] * problem.chunks  # from the end of the chunk's backward to the end of chunk 0's
     for chunk in range(1, problem.chunks):
         down[chunk] = problem.communication[chunk - 1] + _backward(problem, chunk - 1) + down[chunk - 1]
@@ -85,7 +89,7 @@ def _rank_bound(problem: Problem, rank: int) -> int:
         warm_up = max(warm_up, latest - _most_work(kinds, limit, microbatches))
     cool_down = max(
         0,
-        returns[first] + problem.backward[first] + problem.weight[first] - _cool_down_work(problem, own_chunks, limit),
+        returns[first] + _backward_and_weight(problem, first) - _cool_down_work(problem, own_chunks, limit),
     )
     # The warm-up ends before the cool-down begins, unless all forwards of the first chunk fit the memory at once.
     apart = microbatches * problem.activation[first] > limit
@@ -117,7 +121,7 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
     returns, limit, microbatches = _returns(problem), problem.limit, problem.microbatches
     delay, forwards = 0, []
     for rank in reversed(range(problem.ranks)):
-        cool_down = returns[rank] + problem.backward[rank] + problem.weight[rank]
+        cool_down = returns[rank] + _backward_and_weight(problem, rank)
         cool_down = max(0, cool_down - _cool_down_work(problem, [rank], limit[rank]))
         room = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
         idle = cost - problem.work(rank) - (cool_down if room < microbatches else 0)

@@ -8,35 +8,36 @@ from zbkern.pipeline.planner.problem import Ordering
 
 
 class Budget:
-    """When to stop: after some seconds, or after a number of rounds whatever the time."""
+    """When to stop: after a number of rounds, which is work and not time; and after some seconds, if that is sooner."""
 
-    def __init__(self, seconds: float, rounds: int | None) -> None:
-        self._end = time.monotonic() + seconds if rounds is None else float("inf")
+    def __init__(self, rounds: int, seconds: float = float("inf")) -> None:
+        self._end = time.monotonic() + seconds
         self._rounds = rounds
 
     @property
     def left(self) -> float:
+        """Seconds; infinite without a clock."""
         return max(0.0, self._end - time.monotonic())
 
     def part(self, share: float) -> Budget:
-        """One that ends when this share of what is left is over; rounds are not divided."""
-        return Budget(self.left * share, self._rounds)
+        """One that ends when this share of the seconds left is over; rounds are not divided."""
+        return Budget(self._rounds, self.left * share)
 
     def allows(self, round_: int) -> bool:
-        return self.left > 0 if self._rounds is None else round_ < self._rounds
+        return round_ < self._rounds and self.left > 0
 
 
 class Pool:
     """The best orders found so far, each of another cost, best first; `bound`: a lower bound on any cost."""
 
-    def __init__(self, keep: int, bound: int) -> None:
+    def __init__(self, keep: int, bound: int = 0) -> None:
         self.orders: list[Ordering] = []
         self.bound = bound
-        self._keep = max(keep, 1)
+        self.keep = max(keep, 1)
 
     def add(self, orders: Ordering | None) -> None:
         if orders is not None and all(orders.cost != other.cost for other in self.orders):
-            self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self._keep]
+            self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self.keep]
 
     @property
     def optimal(self) -> bool:

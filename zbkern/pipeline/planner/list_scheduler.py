@@ -19,7 +19,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Ordering, Problem, Rows, fits
+from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Ordering, Problem, Rows
 from zbkern.pipeline.planner.rng import Random
 
 _NEVER = 2**61
@@ -38,7 +38,8 @@ class Rule(NamedTuple):
     length, or has not been sent yet.
     late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
     its backwards. foresight: a W also waits for a gradient that has not been sent yet, by the earliest time at which it
-    can arrive, if the backward that sends it is a few chunks away. fuse: all backwards are fused.
+    can arrive, if the backward that sends it is a few chunks away. fuse: all backwards are fused; without it, those
+    that would leave more than the memory has room for.
     """
 
     priority: Each
@@ -69,16 +70,12 @@ def rules(problem: Problem, caps: Sequence[Each] | None = None) -> Iterator[Rule
 
 
 def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Ordering | None:
-    """The orders that `rule` makes; None when it deadlocks, runs out of memory, or costs more than `cutoff`."""
+    """The orders that `rule` makes; None when it deadlocks, or costs more than `cutoff`."""
     cutoff = _NEVER if cutoff is None else cutoff
     if native.core is not None:
         orders = Ordering(*native.core.list_schedule(problem, *rule, cutoff))
-        found = orders if orders.rows else None
-    else:
-        found = _Lists(problem, rule).run(cutoff)
-    # Only a B that holds more memory after it than before can exceed the limit.
-    grows = any(held > activation for held, activation in zip(problem.held, problem.activation, strict=True))
-    return None if found is not None and grows and not fits(problem, found) else found
+        return orders if orders.rows else None
+    return _Lists(problem, rule).run(cutoff)
 
 
 def refine(
@@ -144,6 +141,7 @@ class _Lists:
         self.idle, self.last_was_forward = [False] * ranks, [False] * ranks
         self.pending: list[list[int]] = [[] for _ in range(ranks)]  # the chunks of its B whose W has not run
         self.rows: Rows = [[] for _ in range(ranks)]
+        self.fused = [0] * (chunks * microbatches)
         self.cost = 0
 
     def run(self, cutoff: int) -> Ordering | None:
@@ -157,7 +155,7 @@ class _Lists:
             left -= self._step(rank)
             if self.cost > cutoff:
                 return None
-        return Ordering(self.cost, self.rows, [int(self.rule.fuse)] * (self.problem.chunks * self.problem.microbatches))
+        return Ordering(self.cost, self.rows, self.fused)
 
     def _ready(self, rank: int) -> tuple[int | None, int | None, int, int]:
         """The chunk whose forward may run now, the one whose backward may, and when the next input arrives.
@@ -221,9 +219,7 @@ class _Lists:
             full = self.memory[rank] + problem.activation[forward] > problem.limit[rank]
             kind = WEIGHT if full else FORWARD
         elif backward is not None:
-            more = 0 if self.rule.fuse else problem.held[backward] - problem.activation[backward]
-            full = bool(self.pending[rank]) and self.memory[rank] + more > problem.limit[rank]
-            kind = WEIGHT if full else BACKWARD
+            kind = WEIGHT if self._full(rank, backward) and self.pending[rank] and not self.rule.fuse else BACKWARD
         elif self.pending[rank] and (
             next_ >= _NEVER or 4 * (next_ - now) >= self.rule.patience[rank] * problem.weight[self.pending[rank][0]]
         ):
@@ -237,8 +233,14 @@ class _Lists:
         chunk = {FORWARD: forward, BACKWARD: backward}.get(kind)
         return self._execute(rank, kind, self.pending[rank].pop(0) if chunk is None else chunk)
 
+    def _full(self, rank: int, chunk: int) -> bool:
+        """Whether a B of the chunk would leave more than there is room for."""
+        left = self.problem.held[chunk] - self.problem.activation[chunk]
+        return self.memory[rank] + left > self.problem.limit[rank]
+
     def _execute(self, rank: int, kind: int, chunk: int) -> int:
-        problem, fuse, now = self.problem, self.rule.fuse, self.clock[rank]
+        problem, now = self.problem, self.clock[rank]
+        fuse = self.rule.fuse or (kind == BACKWARD and self._full(rank, chunk))
         microbatch = self.done[kind][chunk]
         self.done[kind][chunk] += 1
         self.rows[rank].append((kind * problem.chunks + chunk) * problem.microbatches + microbatch)
@@ -249,8 +251,10 @@ class _Lists:
         elif kind == BACKWARD:
             length = problem.fused[chunk] if fuse else problem.backward[chunk]
             self.memory[rank] -= problem.activation[chunk]
+            self.fused[chunk * problem.microbatches + microbatch] = int(fuse)
             if fuse:
                 self.rows[rank].append((WEIGHT * problem.chunks + chunk) * problem.microbatches + microbatch)
+                self.done[WEIGHT][chunk] += 1
                 ran = 2
             else:
                 self.memory[rank] += problem.held[chunk]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from zbkern.pipeline import schedules
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.annealing import anneal, extended, with_cost
 from zbkern.pipeline.planner.block_search import search_blocks
@@ -17,61 +15,94 @@ from zbkern.pipeline.planner.bounds import cost_bound, warm_up_forwards
 from zbkern.pipeline.planner.incumbents import Budget, Pool
 from zbkern.pipeline.planner.list_scheduler import Rule, list_schedule, refine, rules
 from zbkern.pipeline.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
-from zbkern.pipeline.planner.problem import Ordering, Problem, fits, ordering_of, serial_ordering
+from zbkern.pipeline.planner.problem import Ordering, Problem, fits, serial_ordering
+from zbkern.pipeline.planner.published import Published
 from zbkern.pipeline.planner.settings import SearchSettings
-from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.schedule import Schedule
 
 logger = logging.getLogger("zbkern")
 
 SETTINGS = SearchSettings()
 
 
-def search(problem: Problem, pool: Pool, budget: Budget, seed: int) -> int:
-    """Fills the pool, and returns how many rounds were completed.
+class Search:
+    """The search for the best orders of one problem: a constructive answer, then rounds, each twice as long.
 
     No published schedule that fits is better than the first of the pool, where there was time to make them all.
     """
-    candidates = construct(problem, pool, budget.part(0.5))
-    if problem.passes <= SETTINGS.published_passes or budget.allows(0):
-        add_published(problem, pool, budget)
-    if not pool.orders:  # one microbatch after the other fits whenever anything does
-        for fuse in (False, True)[: 1 + problem.may_fuse]:
-            if native.core is not None:
-                pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
-            elif fits(problem, serial := serial_ordering(problem, fuse)):
-                pool.add(with_cost(problem, serial))
-    if native.core is None:
-        if not pool.optimal:
-            logger.warning(
-                "plan: the compiled search is not here, so that this is only the best of the published and the "
-                "constructed schedules; install a C++ compiler, then install zbkern again"
-            )
-        return 0
-    population = Population(problem, candidates, pool, budget)
-    fewer = _fewer(problem)
-    small: Population | None = None
-    round_ = 0
-    while not pool.optimal and budget.allows(round_):
-        passes, base_seed = SETTINGS.first_round * 2**round_, seed * 64 + round_
-        if fewer is not None:
-            if small is None:
-                best = Pool(1, cost_bound(fewer))
-                small = Population(fewer, construct(fewer, best, budget), best, budget)
-                add_published(fewer, best, budget)
-            small.round(passes // 2, base_seed, budget, passes)
-            if small.refined is not None:
-                pool.add(small.refined.schedule(problem.microbatches))
-            if small.pattern_search.best is not None:
-                population.pattern_search.offer(small.pattern_search.best[1])
-            for orders in small.pool.orders:
+
+    def __init__(
+        self, problem: Problem, pool: Pool, budget: Budget, seed: int, published: Published, most: int | None = None
+    ) -> None:
+        self.problem, self.pool, self.rounds = problem, pool, 0
+        self._budget, self._seed, self._published = budget, seed, published
+        add_published(problem, pool, budget.part(0.5), published)
+        self._candidates = construct(problem, pool, budget.part(0.5), most)
+        if not pool.orders:  # one microbatch after the other fits whenever anything does
+            add_serial(problem, pool, seed, budget)
+        self._population: Population | None = None
+        self._few: tuple[Problem, Population] | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether another round may find something better."""
+        return native.core is not None and not self.pool.optimal and self._budget.allows(self.rounds)
+
+    def round(self) -> None:
+        problem, pool, budget = self.problem, self.pool, self._budget
+        passes, base_seed = SETTINGS.first_round * 2**self.rounds, self._seed * 64 + self.rounds
+        if self._population is None:
+            self._begin()
+        assert self._population is not None
+        if self._few is not None:
+            population = self._few[1]
+            population.round(passes // 2, base_seed, budget, passes)
+            if population.refined is not None:
+                pool.add(population.refined.schedule(problem.microbatches))
+            if population.pattern_search.best is not None:
+                self._population.pattern_search.offer(population.pattern_search.best[1])
+            for orders in population.pool.orders:
                 for each in extended(problem, orders, problem.microbatches) if not any(orders.fused) else []:
                     if budget.left > 0:
                         pool.add(with_cost(problem, each))
-        population.round(passes, base_seed, budget, passes if small is None else passes // 2)
+        self._population.round(passes, base_seed, budget, passes if self._few is None else passes // 2)
         if budget.left > 0:
-            round_ += 1
-    return round_
+            self.rounds += 1
+
+    def _begin(self) -> None:
+        problem, budget = self.problem, self._budget
+        self._population = Population(problem, self._candidates, self.pool, budget)
+        few = _fewer(problem)
+        if few is not None:
+            best = Pool(1, cost_bound(few))
+            self._few = few, Population(few, construct(few, best, budget), best, budget)
+            add_published(few, best, budget, self._published)
+
+
+def search(
+    problem: Problem, pool: Pool, budget: Budget, seed: int, progress: Callable[[str], None] = lambda line: None
+) -> int:
+    """Fills the pool, and returns how many rounds were completed. progress: see `plan`."""
+    run = Search(problem, pool, budget, seed, Published())
+    while run.open:
+        idle = 1 - max(map(problem.work, range(problem.ranks))) / max(1, pool.orders[0].cost)
+        progress(f"round {run.rounds + 1}: the busiest rank is idle for {idle:.2%}")
+        run.round()
+    progress("")
+    if native.core is None and not pool.optimal:
+        logger.warning(
+            "plan: the compiled search is not here, so that this is only the best of the published and the constructed "
+            "schedules; install a C++ compiler, then install zbkern again"
+        )
+    return run.rounds
+
+
+def add_serial(problem: Problem, pool: Pool, seed: int, budget: Budget) -> None:
+    """Adds what fits whenever anything does: building blocks, or one microbatch after the other."""
+    for fuse in (False, True)[: 1 + problem.may_fuse]:
+        if native.core is not None:
+            pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
+        elif fits(problem, serial := serial_ordering(problem, fuse)):
+            pool.add(with_cost(problem, serial))
 
 
 def _fewer(problem: Problem) -> Problem | None:
@@ -97,14 +128,18 @@ class Candidate(NamedTuple):
         return list_schedule(self.problem.with_microbatches(microbatches), self.rule)
 
 
-def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
+def construct(problem: Problem, pool: Pool, budget: Budget, most: int | None = None) -> list[Candidate]:
     """Adds what the list scheduler finds, for this memory limit and for smaller ones, so that more memory never hurts.
 
     Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
-    fewer microbatches, and the best of them on all. Ends early when the time is over and there is an answer.
+    fewer microbatches, and the best of them on all. most: passes that all rules together are tried on. Ends early when
+    the time is over and there is an answer.
     """
     kept = SETTINGS.refined_rules
-    most = SETTINGS.trial_passes if native.core is not None else SETTINGS.trial_passes_in_python
+    if most is None:
+        most = SETTINGS.trial_passes
+    if native.core is None:
+        most = min(most, SETTINGS.trial_passes_in_python)
     count = sum(1 for _ in rules(problem))
     levels = _memory_levels(problem)
     passes = problem.passes * count
@@ -119,7 +154,7 @@ def construct(problem: Problem, pool: Pool, budget: Budget) -> list[Candidate]:
         if candidates and not budget.left:
             break
         here = trial.with_limit(limit)
-        bound = cost_bound(problem.with_limit(limit))
+        bound = pool.bound if limit == problem.limit else cost_bound(problem.with_limit(limit))
         if pool.beats(bound):
             continue
         some: list[Candidate] = []
@@ -149,7 +184,7 @@ def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
     With 16 stages, annealing from there reaches the bound where from other starts it does not.
     """
     down = tuple(range(problem.ranks))
-    if problem.placement != down or problem.makespan or problem.may_fuse or problem.saves:
+    if problem.placement != down or problem.makespan or problem.fused_is_faster or problem.saves:
         return None
     caps = warm_up_forwards(problem, cost_bound(problem))
     tried = takewhile(lambda rule: budget.left > 0, rules(problem, [tuple(caps)] if caps is not None else []))
@@ -353,35 +388,13 @@ def _held_by_1f1b(problem: Problem) -> int:
     return max(_memory_of_a_microbatch(problem)) * problem.ranks
 
 
-def add_published(problem: Problem, pool: Pool, budget: Budget) -> None:
+def add_published(problem: Problem, pool: Pool, budget: Budget, published: Published) -> None:
     """Adds every published schedule with this placement that fits the limit, as long as there is time for the next."""
-    slowest = 0.0
-    for make in _published(problem):
-        if pool.orders and budget.left < 2 * slowest:
-            break
-        begin = time.monotonic()
-        try:
-            orders = ordering_of(make())
-        except ScheduleError:  # it needs more microbatches
-            continue
+    slowest, begin = 0.0, time.monotonic()
+    for orders in published.orders(problem.placement, problem.microbatches):
         if fits(problem, orders):
             pool.add(with_cost(problem, orders))
         slowest = max(slowest, time.monotonic() - begin)
-
-
-def _published(problem: Problem) -> list[Callable[[], Schedule]]:
-    """The generators of all published schedules with this placement, the quickest first."""
-    ranks, microbatches = problem.ranks, problem.microbatches
-    down = tuple(range(ranks))
-    per_rank = problem.chunks // ranks
-    generators: tuple[Callable[..., Schedule], ...] = ()
-    more: tuple[int, ...] = ()
-    if problem.placement == down:
-        generators = (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2)
-    elif problem.placement == down + down[::-1]:
-        generators = (
-            schedules.zb_v, schedules.dualpipe_v, schedules.one_f_one_b_v, schedules.v_min, schedules.v_half
-        )  # fmt: skip
-    elif problem.placement == down * per_rank:
-        generators, more = (schedules.interleaved, schedules.interleaved_zero_bubble), (per_rank,)
-    return [partial(generator, ranks, microbatches, *more) for generator in generators]
+        if pool.orders and budget.left < 2 * slowest:
+            break
+        begin = time.monotonic()

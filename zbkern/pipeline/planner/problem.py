@@ -7,9 +7,9 @@ cost the same, so that no other order is better.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -94,10 +94,24 @@ class Problem:
         return 3 * self.chunks * self.microbatches
 
     @property
-    def may_fuse(self) -> bool:
+    def fused_is_faster(self) -> bool:
         """Whether some fused backward is faster than its two halves."""
         parts = zip(self.fused, self.backward, self.weight, strict=True)
         return any(fused < backward + weight for fused, backward, weight in parts)
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether fusing a backward may gain time, or memory: B leaves more than it found, and memory is short.
+
+        Otherwise B and W one right after the other do as well: both hold no more, and B's result is there sooner.
+        """
+        if self.fused_is_faster:
+            return True
+        memory = [0] * self.ranks  # of all microbatches at once
+        for chunk, rank in enumerate(self.placement):
+            memory[rank] += self.microbatches * max(self.activation[chunk], self.held[chunk])
+        short = any(limit < all_ for limit, all_ in zip(self.limit, memory, strict=True))
+        return short and any(held > found for held, found in zip(self.held, self.activation, strict=True))
 
     @property
     def saves(self) -> bool:
@@ -137,17 +151,16 @@ class Ordering:
 
 def fits(problem: Problem, orders: Ordering) -> bool:
     """Whether every rank stays within its limit."""
-    size = problem.chunks * problem.microbatches
-    for row, limit in zip(orders.rows, problem.limit, strict=True):
-        memory = 0
-        for number in row:
-            kind, rest = divmod(number, size)
-            activation = problem.activation[rest // problem.microbatches]
-            held = 0 if orders.fused[rest] else problem.held[rest // problem.microbatches]
-            memory += (activation, held - activation, -held)[kind]
-            if memory > limit:
-                return False
-    return True
+    changes: list[int] = []  # of what a rank holds, by pass
+    for activation in problem.activation:
+        changes += [activation] * problem.microbatches
+    for leaves, kept in ((-1, 1), (0, -1)):  # of the activation, and of what is held until W
+        for chunk, (activation, held) in enumerate(zip(problem.activation, problem.held, strict=True)):
+            fused = orders.fused[chunk * problem.microbatches : (chunk + 1) * problem.microbatches]
+            change = {0: leaves * activation + kept * held, 1: leaves * activation}
+            changes += map(change.__getitem__, fused)
+    held_most = (max(accumulate(map(changes.__getitem__, row)), default=0) for row in orders.rows)
+    return all(most <= limit for most, limit in zip(held_most, problem.limit, strict=True))
 
 
 def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
@@ -164,20 +177,20 @@ def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
 
 
 def ordering_of(schedule: Schedule) -> Ordering:
-    """A schedule as orders; the cost is not computed. Slices of W become whole, and microbatches pass in order."""
+    """A published schedule as orders: without slices of W, and the microbatches of a chunk in order. No cost yet."""
     chunks, microbatches = len(schedule.placement), schedule.microbatches
     fused = [0] * (chunks * microbatches)
+    first = {(kind, chunk): (number * chunks + chunk) * microbatches
+             for number, kind in enumerate("FBW") for chunk in range(chunks)}  # fmt: skip
     rows: Rows = []
     for actions in schedule.actions:
-        count: Counter[tuple[int, int]] = Counter()
         row: list[int] = []
         for kind, chunk, microbatch, _ in actions:
-            kinds = {"F": [FORWARD], "B": [BACKWARD], "W": [WEIGHT], "BW": [BACKWARD, WEIGHT]}[kind]
             if kind == "BW":
                 fused[chunk * microbatches + microbatch] = 1
-            for each in kinds:
-                row.append((each * chunks + chunk) * microbatches + count[each, chunk])
-                count[each, chunk] += 1
+                row += (first["B", chunk] + microbatch, first["W", chunk] + microbatch)
+            else:
+                row.append(first[kind, chunk] + microbatch)
         rows.append(row)
     return Ordering(0, rows, fused)
 

@@ -58,7 +58,7 @@ class Replanner:
             present.chunks,
             present.placement,
             list(limits),
-            self.time_limit,
+            time_limit=self.time_limit,
         )
         now = simulate(present, costs).cost
         saved = 1 - found.timeline.cost / now if now > 0 else 0.0

@@ -21,7 +21,7 @@ from zbkern.pipeline.simulation.simulator import simulate
 SLACKS = (2, 4, 8)  # of a message, in deviations of the mean pass
 
 
-def with_slack(problem: Problem, jitter: float, seconds: float, effort: int | None, seed: int) -> Iterator[Ordering]:
+def with_slack(problem: Problem, jitter: float, seconds: float, effort: int, seed: int) -> Iterator[Ordering]:
     """Orders found with slower messages; `seconds` or `effort` for each slack."""
     mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
     for slack in SLACKS:
@@ -29,7 +29,7 @@ def with_slack(problem: Problem, jitter: float, seconds: float, effort: int | No
         hops = zip(problem.communication, problem.placement, problem.placement[1:], strict=False)
         slower = replace(problem, communication=tuple(lag + added * (here != there) for lag, here, there in hops))
         pool = Pool(2, bounds.cost_bound(slower))
-        portfolio.search(slower, pool, Budget(seconds, effort), seed)
+        portfolio.search(slower, pool, Budget(effort, seconds), seed)
         yield from pool.orders
 
 

@@ -63,6 +63,14 @@ class SearchSettings:
     pattern_cutoff: float = 1.1
     """Patterns are dropped where the best to start from costs this many times the best known."""
 
-    # published schedules
-    published_passes: int = 40_000
-    """Without a clock, published schedules of up to this many passes take part: a second or two."""
+    # layers
+    chunks_per_rank: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
+    """Where it is not given: as many of these as there are layers."""
+    first_passes: int = 1_500_000
+    """Rules are tried on at most this many passes for the first answers of all candidates together."""
+    searched: tuple[int, ...] = (8, 5, 3, 2)
+    """The candidates that are searched in the first, second, ... round; as many as in the last one after it."""
+    margins: tuple[float, ...] = (0.1, 0.05, 0.03, 0.02)
+    """How much more than the best a candidate may cost at the start of a round, relative; others leave."""
+    recut_passes: int = 3_000_000
+    """Moved layers are tried on at most this many passes in a round."""

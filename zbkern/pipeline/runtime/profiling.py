@@ -1,11 +1,12 @@
-"""Measures `Costs` on the machine at hand, by running the real chunks on their real ranks."""
+"""Measures `Costs` and `ModelCosts` on the machine at hand, by running the real chunks or layers on their real ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.runtime.links import slowest_link
+from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.base import Transport
+from zbkern.pipeline.transport.connect import is_transport
+from zbkern.pipeline.transport.local import LocalTransport
 
 
 def profile(
@@ -33,19 +40,109 @@ def profile(
     group: dist.ProcessGroup | Transport | None = None,
     device: torch.device | str | None = None,
     repeats: int = 3,
+    bytes_per_parameter: float | None = None,
 ) -> Costs:
     """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
 
     modules: this rank's chunks, converted. placement: the rank of each chunk in model order. The others are as for
     `Pipeline`, with inputs and targets of `microbatches` microbatches. Times are medians over microbatches and
-    `repeats` steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were;
-    buffers that a forward updates (running statistics) are not. Under tensor parallelism, memory is that of this rank's
-    part, and every pipeline measures times of its own: give all of them the schedule planned for one. Raises TypeError
-    or ValueError as a `Pipeline` does.
+    `repeats` steps after one to warm up, with all ranks busy: of F, B and W apart, of fused BW (`split_overhead`), and
+    of W that are merged (`merge_saving`). communication is one number, or one per edge where one takes more than twice
+    as long as another. bytes_per_parameter: what is there all the time of a parameter (`static`), which a rank's memory
+    includes; None for a weight, a gradient and AdamW's two moments, all in the weight's dtype. Gradients and the random
+    state are left as they were; buffers that a forward updates (running statistics) are not. Under tensor parallelism,
+    memory is that of this rank's part, and every pipeline measures times of its own: give all of them the schedule
+    planned for one. Raises TypeError or ValueError as a `Pipeline` does.
     """
-    _check(placement, repeats)
-    counted = [_Counted(module) for module in module_list("profile", modules)]
-    schedule = _all_forwards_first(tuple(placement), microbatches)
+    _check("profile", placement, microbatches, repeats, bytes_per_parameter)
+    arguments = loss_fn, inputs, targets, microbatches, group, device, repeats, bytes_per_parameter
+    return _measured("profile", modules, tuple(placement), *arguments)[0]
+
+
+def profile_layers(
+    layers: Mapping[str, torch.nn.Module],
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    microbatches: int = 4,
+    group: dist.ProcessGroup | Transport | None = None,
+    device: torch.device | str | None = None,
+    repeats: int = 3,
+    bytes_per_parameter: float | None = None,
+) -> ModelCosts:
+    """Costs of every layer, from which `plan` cuts the model into chunks; the same on every rank; collective.
+
+    layers: this rank's, by name, converted: each takes what the one before returns, across ranks, too, so that ranks
+    hold any cut of the model; with one rank, all layers. The others are as for `profile`, targets and loss_fn for the
+    rank of the last layer. latency and bandwidth are those of the slowest link between ranks that follow each other,
+    from messages of one number and of the size that the layers send; without a second rank there is no link to measure,
+    and messages take no time. Parameters that several layers of a rank share tie these (`LayerCosts.tied`). Raises
+    TypeError or ValueError as `profile` does.
+    """
+    if not isinstance(layers, Mapping) or not layers:
+        raise TypeError(
+            f"profile_layers: layers must be a mapping with the module of every name, such as dict(model."
+            f"named_children()); got {type(layers).__name__}"
+        )
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        group = LocalTransport.ring(1)[0]
+    if is_transport(group):
+        counts = group.gather(len(layers))
+    else:
+        counts = [0] * dist.get_world_size(group)
+        dist.all_gather_object(counts, len(layers), group)
+    placement = tuple(rank for rank, count in enumerate(counts) for _ in range(count))
+    _check("profile_layers", placement, microbatches, repeats, bytes_per_parameter)
+    arguments = loss_fn, inputs, targets, microbatches, group, device, repeats, bytes_per_parameter
+    costs, details, link = _measured("profile_layers", layers.values(), placement, *arguments, names=tuple(layers))
+    flat = costs.per_chunk(len(placement))
+    found = tuple(
+        LayerCosts(
+            details[chunk].name,
+            flat.forward[chunk],
+            flat.backward[chunk],
+            flat.weight[chunk],
+            flat.activation[chunk],
+            flat.held[chunk],
+            max(0.0, flat.backward[chunk] + flat.weight[chunk] - flat.fused[chunk]),
+            flat.merge_saving[chunk],
+            details[chunk].output,
+            flat.static[chunk],
+            details[chunk].tied,
+        )
+        for chunk in range(len(placement))
+    )
+    return ModelCosts(found, *link, time_unit="ms", memory_unit="bytes")
+
+
+class _Chunk(NamedTuple):
+    """What a chunk's rank knows of it: bytes, the name of a layer, and of what it shares with others."""
+
+    activation: int
+    held: float
+    static: float
+    output: int
+    name: str
+    tied: str | None
+
+
+def _measured(
+    function: str,
+    modules: Iterable[torch.nn.Module],
+    placement: tuple[int, ...],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    inputs: Any,
+    targets: Any,
+    microbatches: int,
+    group: dist.ProcessGroup | Transport | None,
+    device: torch.device | str | None,
+    repeats: int,
+    bytes_per_parameter: float | None,
+    names: Sequence[str] = (),
+) -> tuple[Costs, list[_Chunk], tuple[float, float]]:
+    """Costs of the chunks, what their ranks know of them, and latency and bandwidth in ms and bytes per ms."""
+    counted = [_Counted(module) for module in module_list(function, modules)]
+    apart = _all_forwards_first(placement, microbatches)
     parameters = [p for module in counted for p in module.parameters()]
     gradients = [p.grad for p in parameters]
 
@@ -55,36 +152,111 @@ def profile(
     target = device_of(device, counted)
     here = [target] if target.type == "cuda" else []  # by default of all GPUs, with a warning
     criterion = None if loss_fn is None else loss
-    with torch.random.fork_rng(here), Pipeline(counted, schedule, criterion, group, target) as pipe:
+    record = StepOptions(record=True)
+    with torch.random.fork_rng(here), Pipeline(counted, apart, criterion, group, target, options=record) as pipe:
         if 0 in pipe.modules:
             counted[0].keeps_inputs = True
-        pipe.queue.merge = False  # schedules seldom have two W of a chunk in a row
-        timelines = []
-        for _ in range(1 + repeats):
-            for parameter in parameters:
-                parameter.grad = None
-            pipe.step(inputs, targets)
-            timelines.append(pipe.gather_timeline())
-        mine = schedule.chunks_of(pipe.rank)
-        pinned = pipe.queue.peak_bytes / (microbatches * len(mine))
-        memory = {chunk: (module.saved_bytes, pinned) for chunk, module in zip(mine, counted, strict=True)}
-        gathered = pipe.gather(memory)
+
+        def steps(schedule: Schedule, merge: bool) -> list[Timeline]:
+            pipe.queue.merge = merge
+            pipe._use(schedule)
+            timelines = []
+            for _ in range(1 + repeats):
+                for parameter in parameters:
+                    parameter.grad = None
+                pipe.step(inputs, targets)
+                timelines.append(_in_milliseconds(pipe.gather_timeline()))
+            return timelines[1:]
+
+        separate = steps(apart, False)
+        mine = apart.chunks_of(pipe.rank)
+        held = _held_bytes(pipe, microbatches)
+        merged, fused = steps(apart, True), steps(_fused(apart), False)
+        static = _static_bytes(counted, bytes_per_parameter)
+        tied = _tied_names(counted, pipe.rank)
+        known = {
+            chunk: _Chunk(module.saved_bytes, held[chunk], static[at], module.output_bytes, name, tied[at])
+            for at, (chunk, module, name) in enumerate(zip(mine, counted, names or [""] * len(mine), strict=True))
+        }
+        details = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
+        chunks = [details[chunk] for chunk in range(len(placement))]
+        link = slowest_link(pipe, [chunk.output for chunk in chunks]) if names else (0.0, math.inf)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    memories = {chunk: sizes for found in gathered for chunk, sizes in found.items()}
-    times = drift.costs([_in_milliseconds(timeline) for timeline in timelines[1:]])
-    activation, held = zip(*(memories[chunk] for chunk in range(len(placement))), strict=True)
-    return replace(times, activation=activation, held=held, memory_unit="bytes")
+    times = drift.costs(separate)
+    flat, one, several = (drift.costs(each).per_chunk(len(placement)) for each in (separate, fused, merged))
+    whole = [b + w for b, w in zip(one.backward, one.weight, strict=True)]  # of a BW
+    overhead = [max(0.0, b + w - bw) for b, w, bw in zip(flat.backward, flat.weight, whole, strict=True)]
+    # of m W in a row, m - 1 follow another one
+    share = microbatches / max(1, microbatches - 1)
+    saving = [min(w, max(0.0, w - each) * share) for w, each in zip(flat.weight, several.weight, strict=True)]
+    costs = replace(
+        times,
+        communication=_communication(separate, len(placement)),
+        activation=[chunk.activation for chunk in chunks],
+        held=[chunk.held for chunk in chunks],
+        static=[chunk.static for chunk in chunks],
+        split_overhead=overhead,
+        merge_saving=saving,
+        memory_unit="bytes",
+    )
+    return costs, chunks, link
 
 
-def _check(placement: Sequence[int], repeats: int) -> None:
+def _communication(timelines: Sequence[Timeline], chunks: int) -> float | list[float]:
+    """The least time over all edges where they are alike, which noise only adds to; else one per edge."""
+    hops = drift.hops(timelines)
+    least = min(hops.values(), default=0.0)
+    if max(hops.values(), default=0.0) <= 2 * least:
+        return least
+    return [hops.get(edge, least) for edge in range(chunks - 1)]
+
+
+def _held_bytes(pipe: Pipeline, microbatches: int) -> dict[int, float]:
+    """By this rank's chunks, what a microbatch holds between B and W: what the queue lets go of in all W of a chunk."""
+    bytes_after = [sample.pinned for sample in pipe.samples]
+    groups = list(merge_neighbours(pipe.schedule.actions[pipe.rank]))
+    held = {}
+    for group, before, after in zip(groups[1:], bytes_after, bytes_after[1:], strict=False):
+        if group[0].kind == "W":
+            held[group[0].chunk] = (before - after) / microbatches
+    return held
+
+
+def _static_bytes(modules: Sequence[torch.nn.Module], bytes_per_parameter: float | None) -> list[float]:
+    found = []
+    for module in modules:
+        each = bytes_per_parameter
+        weights = sum(p.numel() * (4 * p.element_size() if each is None else each) for p in module.parameters())
+        found.append(weights + sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()))
+    return found
+
+
+def _tied_names(modules: Sequence[torch.nn.Module], rank: int) -> list[str | None]:
+    """By module, one name for those that share a parameter."""
+    owners: dict[int, list[int]] = {}
+    for at, module in enumerate(modules):
+        for parameter in module.parameters():
+            owners.setdefault(id(parameter), []).append(at)
+    shared = [found for found in owners.values() if len(found) > 1]
+    return [next((f"rank {rank}: {found[0]}" for found in shared if at in found), None) for at in range(len(modules))]
+
+
+def _check(
+    function: str, placement: Sequence[int], microbatches: int, repeats: int, bytes_per_parameter: float | None
+) -> None:
     ranks = placement if isinstance(placement, Sequence) and not isinstance(placement, str) else [None]
     if not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
-        raise TypeError(f"profile: placement must be a list of ranks, one per chunk in model order; got {placement!r}")
-    if not isinstance(repeats, int):
-        raise TypeError(f"profile: repeats must be an int; got {repeats!r}")
-    if repeats < 1:
-        raise ValueError(f"profile: repeats must be at least 1; got {repeats}")
+        raise TypeError(
+            f"{function}: placement must be a list of ranks, one per chunk in model order; got {placement!r}"
+        )
+    for name, value in (("microbatches", microbatches), ("repeats", repeats)):
+        if not isinstance(value, int):
+            raise TypeError(f"{function}: {name} must be an int; got {value!r}")
+        if value < 1:
+            raise ValueError(f"{function}: {name} must be at least 1; got {value}")
+    if bytes_per_parameter is not None and not isinstance(bytes_per_parameter, (int, float)):
+        raise TypeError(f"{function}: bytes_per_parameter must be a number or None; got {bytes_per_parameter!r}")
 
 
 def _all_forwards_first(placement: tuple[int, ...], microbatches: int) -> Schedule:
@@ -99,6 +271,15 @@ def _all_forwards_first(placement: tuple[int, ...], microbatches: int) -> Schedu
     for chunk, microbatch in pairs:
         actions[placement[chunk]].append(Action("W", chunk, microbatch))
     return Schedule.build(actions, placement, microbatches, "profile")
+
+
+def _fused(schedule: Schedule) -> Schedule:
+    """The same with BW in the place of every B, and no W."""
+    actions = [
+        [action._replace(kind="BW") if action.kind == "B" else action for action in row if action.kind != "W"]
+        for row in schedule.actions
+    ]
+    return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")
 
 
 def _in_milliseconds(timeline: Timeline) -> Timeline:
@@ -117,6 +298,7 @@ class _Counted(torch.nn.Module):
         super().__init__()
         self.module = module
         self.keeps_inputs = False
+        self.output_bytes = 0  # of one microbatch
         self._calls = 0
         self._storages: dict[int, int] = {}
         self._kept = {s.data_ptr() for tensor in (*module.parameters(), *module.buffers()) for s in _storages(tensor)}
@@ -132,7 +314,11 @@ class _Counted(torch.nn.Module):
             if isinstance(leaf, Tensor):
                 self._keep(leaf) if self.keeps_inputs else self._save(leaf)
         with self._counting():
-            return self.module(*inputs, **keywords)
+            output = self.module(*inputs, **keywords)
+        if self._calls == 1:
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            self.output_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        return output
 
     def loss(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Tensor:
         for leaf in pytree.tree_leaves(target):

@@ -8,7 +8,7 @@ communication, and memory counts whole-rank activations.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from zbkern.pipeline.schedules import building_blocks
@@ -70,7 +70,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     """
     check_counts("interleaved", stages, microbatches, chunks)
     rows = _interleaved(stages, microbatches, chunks, per_hop=2, weight_delay=None)
-    return Schedule.build(rows, _loop_placement(stages, chunks), microbatches, "interleaved")
+    return _schedule(rows, _loop_placement(stages, chunks), microbatches, "interleaved")
 
 
 def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -80,7 +80,7 @@ def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2) -> 
     """
     check_counts("interleaved_zero_bubble", stages, microbatches, chunks)
     rows = _interleaved(stages, microbatches, chunks, per_hop=1, weight_delay=lambda rank: rank)
-    return Schedule.build(rows, _loop_placement(stages, chunks), microbatches, "interleaved_zero_bubble")
+    return _schedule(rows, _loop_placement(stages, chunks), microbatches, "interleaved_zero_bubble")
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
@@ -169,15 +169,18 @@ def _pairs(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], ahead: int, weight_delay: int | None
 ) -> list[Action]:
     """`ahead` forwards before the first backward, then one of each; W `weight_delay` backwards late, or fused."""
-    row = [Action("F", *each) for each in forwards[: ahead - 1]]
-    for index, backward in enumerate(backwards):
-        row += [Action("F", *each) for each in forwards[ahead - 1 + index : ahead + index]]
-        row.append(Action("BW" if weight_delay is None else "B", *backward))
+    starts = [Action("F", *each) for each in forwards]
+    ends = [Action("BW" if weight_delay is None else "B", *each) for each in backwards]
+    row, next_forward = starts[: ahead - 1], ahead - 1
+    weights = [] if weight_delay is None else [Action("W", *each) for each in backwards]
+    for index, end in enumerate(ends):
+        if next_forward < len(starts):
+            row.append(starts[next_forward])
+            next_forward += 1
+        row.append(end)
         if weight_delay is not None and index >= weight_delay:
-            row.append(Action("W", *backwards[index - weight_delay]))
-    if weight_delay:
-        row += [Action("W", *each) for each in backwards[-weight_delay:]]
-    return row
+            row.append(weights[index - weight_delay])
+    return row + (weights[-weight_delay:] if weight_delay else [])
 
 
 class _Row:
@@ -244,7 +247,7 @@ def _v(name: str, stages: int, microbatches: int, padded: int, fill: Callable[[_
         row = _Row((rank, 2 * stages - 1 - rank))
         fill(row, rank, stages, padded)
         rows.append([action for action in row.actions if action.microbatch < microbatches])
-    return Schedule.build(rows, _v_placement(stages), microbatches, name)
+    return _schedule(rows, _v_placement(stages), microbatches, name)
 
 
 def _from_orders(name: str, orders: Sequence[Sequence[tuple[str, int, int]]], microbatches: int) -> Schedule:
@@ -253,7 +256,7 @@ def _from_orders(name: str, orders: Sequence[Sequence[tuple[str, int, int]]], mi
         [Action(kind, 2 * stages - 1 - rank if local else rank, microbatch) for kind, local, microbatch in order]
         for rank, order in enumerate(orders)
     ]
-    return Schedule.build(rows, _v_placement(stages), microbatches, name)
+    return _schedule(rows, _v_placement(stages), microbatches, name)
 
 
 def _one_chunk(
@@ -264,7 +267,12 @@ def _one_chunk(
     for rank, count in enumerate(ahead):
         passes = [(rank, microbatch) for microbatch in range(microbatches)]
         rows.append(_pairs(passes, passes, count, None if weight_delay is None else weight_delay(rank)))
-    return Schedule.build(rows, range(len(ahead)), microbatches, name)
+    return _schedule(rows, range(len(ahead)), microbatches, name)
+
+
+def _schedule(rows: Iterable[Iterable[Action]], placement: Iterable[int], microbatches: int, name: str) -> Schedule:
+    """Not validated here, which takes longer than making it: whoever runs or simulates a schedule validates it."""
+    return Schedule(tuple(map(tuple, rows)), tuple(placement), microbatches, name)
 
 
 def _loop_placement(stages: int, chunks: int) -> list[int]:

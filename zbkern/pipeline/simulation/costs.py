@@ -36,9 +36,10 @@ class Costs:
     forward, backward, weight: time of F, B and W, all in one unit (B is the input gradient alone). communication:
     latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
     and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
-    held: what it holds between B and W, inputs and output gradients. A fused BW takes backward + weight -
-    split_overhead. merge_saving is what a W gains when it directly follows another W of the same chunk. static: memory
-    that the chunk holds all the time, whatever runs: weights, gradients, optimizer state.
+    held: what it holds between B and W, inputs and output gradients; as much as the activation where it is not given
+    (a Llama block holds more: `profile` measures it). A fused BW takes backward + weight - split_overhead. merge_saving
+    is what a W gains when it directly follows another W of the same chunk. static: memory that the chunk holds all the
+    time, whatever runs: weights, gradients, optimizer state.
 
     time_unit: "s", "ms", "us", or None where times have no unit. memory_unit: "bytes", or None where memory has no
     unit; `memory_limit` and `peak_memory` are in the same one. Tables, pictures and errors print the units that are
@@ -52,7 +53,7 @@ class Costs:
     weight: PerChunk = 1.0
     communication: PerChunk = 0.0
     activation: PerChunk = 1.0
-    held: PerChunk = 0.5
+    held: PerChunk | None = None  # never None in an object
     split_overhead: PerChunk = 0.0
     merge_saving: PerChunk = 0.0
     static: PerChunk = 0.0
@@ -60,6 +61,8 @@ class Costs:
     memory_unit: str | None = None
 
     def __post_init__(self) -> None:
+        if self.held is None:
+            object.__setattr__(self, "held", self.activation)
         for name in number_fields():
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
         _check_unit("time_unit", self.time_unit, tuple(TIME_UNITS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,17 +29,9 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     schedule = timelines[0].schedule
     chunks = range(len(schedule.placement))
     spans: dict[tuple[str, int], list[float]] = {}
-    gaps: list[float] = []
     for timeline in timelines:
-        found = _passes(timeline)
-        for (kind, chunk, _), lengths in found.items():
+        for (kind, chunk, _), lengths in _passes(timeline).items():
             spans.setdefault((kind, chunk), []).append(lengths[2])
-        for low, high in pairwise(chunks):
-            if schedule.placement[low] != schedule.placement[high]:
-                pairs = range(schedule.microbatches)
-                there = min(found["F", high, m][0] - found["F", low, m][1] for m in pairs)
-                back = min(_backward(found, low, m)[0] - _backward(found, high, m)[1] for m in pairs)
-                gaps.append(max(0.0, (there + back) / 2))
     medians = {key: statistics.median(values) for key, values in spans.items()}
     times = [tuple(medians.get((kind, chunk), 0.0) for chunk in chunks) for kind in ("F", "B", "W")]
     for chunk in chunks:  # a fused pass: both halves in one
@@ -50,11 +43,25 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         forward=times[0],
         backward=times[1],
         weight=times[2],
-        communication=min(gaps, default=0.0),
+        communication=min(hops(timelines).values(), default=0.0),
         split_overhead=0.0,
         merge_saving=0.0,
         time_unit=timelines[0].unit or None,
     )
+
+
+def hops(timelines: Sequence[Timeline]) -> dict[int, float]:
+    """The least time of a message over every edge between ranks, by its first chunk, mean of both directions."""
+    schedule, found = timelines[0].schedule, {}
+    for timeline in timelines:
+        passes = _passes(timeline)
+        for low, high in pairwise(range(len(schedule.placement))):
+            if schedule.placement[low] != schedule.placement[high]:
+                pairs = range(schedule.microbatches)
+                there = min(passes["F", high, m][0] - passes["F", low, m][1] for m in pairs)
+                back = min(_backward(passes, low, m)[0] - _backward(passes, high, m)[1] for m in pairs)
+                found[low] = min(found.get(low, math.inf), max(0.0, (there + back) / 2))
+    return found
 
 
 def in_seconds(given: Costs) -> Costs:

@@ -19,9 +19,10 @@ _SUMMED = ("forward", "backward", "weight", "activation", "held", "split_overhea
 class LayerCosts:
     """One layer: times and memory of one microbatch, as in `Costs`, and what the layer holds and passes on.
 
-    output: memory of what it passes to the next layer (its gradient is as large). static: memory that it holds all the
-    time, its weights, gradients and optimizer state. tied: layers of the same name here share one `static`, an
-    embedding and the head that is its transpose: a rank with several of them holds it once.
+    held: as much as the activation where it is not given. output: memory of what it passes to the next layer (its
+    gradient is as large). static: memory that it holds all the time, its weights, gradients and optimizer state. tied:
+    layers of the same name here share one `static`, an embedding and the head that is its transpose: a rank with
+    several of them holds it once.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -31,7 +32,7 @@ class LayerCosts:
     backward: float
     weight: float
     activation: float = 0.0
-    held: float = 0.0
+    held: float | None = None  # never None in an object
     split_overhead: float = 0.0
     merge_saving: float = 0.0
     output: float = 0.0
@@ -41,6 +42,8 @@ class LayerCosts:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.tied, (str, type(None))):
             raise TypeError(f"LayerCosts: name must be a str, tied a str or None; got {self.name!r} and {self.tied!r}")
+        if self.held is None:
+            object.__setattr__(self, "held", self.activation)
         try:
             Costs(**{name: getattr(self, name) for name in (*_SUMMED, "static")})
             Costs(activation=self.output)

@@ -1,0 +1,149 @@
+"""Plans from the costs of layers: partition, chunks, placement and order in one search, or any of them given."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan, schedules, simulate
+from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
+from zbkern.pipeline.simulation.comparison import INTERLEAVED
+
+needs_core = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+
+
+def llama(blocks: int, head: float = 2.0, latency: float = 0.02) -> ModelCosts:
+    """Embedding, blocks whose held tensors are larger than their activations, and a head with the loss."""
+    block = [
+        LayerCosts(f"block {index}", 1.0, 1.1, 0.9, 1.0, 1.13, 0.05, 0.02, output=0.1, static=1.5)
+        for index in range(blocks)
+    ]
+    ends = {"static": 3.0, "tied": "embedding"}
+    first = LayerCosts("embedding", 0.05, 0.0, 0.1, 0.1, 0.1, output=0.1, **ends)
+    return ModelCosts((first, *block, LayerCosts("head", head, head, head, 0.4, 0.5, **ends)), latency, 20.0)
+
+
+def published_on_every_split(model: ModelCosts, stages: int, microbatches: int, limit: float | None) -> float:
+    """The least cost of any published schedule that fits, on any even or balanced partition."""
+    best = float("inf")
+    limits = None if limit is None else [limit] * stages
+    for name in schedules.NAMES:
+        for chunks in (2, 3, 4) if name in INTERLEAVED else (None,):
+            more = {} if chunks is None else {"chunks": chunks}
+            schedule = getattr(schedules, name)(stages, microbatches, **more)
+            if len(schedule.placement) > len(model.layers):
+                continue
+            partitions = even_partitions(len(model.layers), len(schedule.placement))
+            for partition in [*partitions, *balanced_partitions(model, schedule.placement, microbatches, limits)]:
+                timeline = simulate(schedule, model.chunk_costs(partition, schedule.placement))
+                if limit is None or max(timeline.peak_memory) <= limit:
+                    best = min(best, timeline.cost)
+    return best
+
+
+@needs_core
+@pytest.mark.parametrize(("stages", "microbatches", "limit"), [(4, 8, None), (4, 10, 45.0), (3, 3, 70.0), (2, 5, 50.0)])
+def test_never_worse_than_what_is_published(stages: int, microbatches: int, limit: float | None) -> None:
+    model = llama(12)
+    found = plan(model, stages, microbatches, memory_limit=limit, effort=0)
+    assert found.timeline.cost <= published_on_every_split(model, stages, microbatches, limit) * (1 + 1e-9)
+    assert limit is None or max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
+
+
+@needs_core
+def test_published_schedules_take_part_at_every_size_and_effort() -> None:
+    """Also where the rules are tried on few of the microbatches: 64 stages, 512 microbatches, one chunk."""
+    model = llama(64, head=1.0)
+    found = plan(model, 64, 512, chunks=1, memory_limit=130.0, effort=0)
+    partition = balanced_partitions(model, range(64), 512, [130.0] * 64)[0]
+    known = simulate(schedules.one_f_one_b(64, 512), model.chunk_costs(partition))
+    assert max(known.peak_memory) <= 130
+    assert found.timeline.cost <= known.cost * (1 + 1e-9)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.floats(0, 5)] * 3), min_size=6, max_size=14),
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 6),
+    st.floats(1, 6),
+    st.sampled_from(["cost", "makespan"]),
+)
+def test_every_plan_is_valid_and_fits(
+    times: list[tuple[float, ...]], stages: int, microbatches: int, room: float, objective: str
+) -> None:
+    layers = tuple(LayerCosts(f"{index}", *each, 1.0, 1.2, static=0.3) for index, each in enumerate(times))
+    model = ModelCosts(layers, 0.1)
+    limit = len(layers) * (0.3 + room)
+    found = plan(model, stages, microbatches, memory_limit=limit, effort=0, objective=objective)
+    found.schedule.validate()
+    costs = model.chunk_costs(found.partition, found.schedule.placement)
+    timeline = simulate(found.schedule, costs)
+    assert costs == found.costs
+    assert timeline.cost == found.timeline.cost
+    assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+    assert 0 <= found.lower_bound <= 1
+    length = timeline.cost if objective == "cost" else timeline.makespan
+    idle = 1 - sum(timeline.busy) / (stages * length) if length else 0.0
+    assert found.idle.total == pytest.approx(idle, abs=1e-9)
+
+
+def test_all_of_it_can_be_given() -> None:
+    model = llama(10)
+    partition, placement = (0, 2, 5, 7, 9, 11), (0, 1, 2, 1, 0, 2)
+    found = plan(model, 3, 6, 2, placement, 200.0, partition=partition, effort=0)
+    assert (found.partition, found.schedule.placement, found.schedule.chunks) == (partition, placement, 2)
+    assert plan(model, 3, 6, partition=partition, effort=0).schedule.chunks == 2
+    assert plan(model, 3, 6, placement="v", effort=0).schedule.placement == (0, 1, 2, 2, 1, 0)
+    assert plan(model, 3, 6, chunks=3, effort=0).schedule.chunks == 3
+
+
+@needs_core
+def test_the_search_is_never_worse_than_its_answer_for_fewer_choices() -> None:
+    model = llama(10)
+    free = plan(model, 3, 6, memory_limit=60.0, effort=1).timeline.cost
+    for given_ in ({"chunks": 1}, {"chunks": 2}, {"placement": "loop"}, {"chunks": 2, "placement": "v"}):
+        assert free <= plan(model, 3, 6, memory_limit=60.0, effort=1, **given_).timeline.cost * (1 + 1e-9)
+
+
+@needs_core
+def test_the_same_plan_however_busy_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the search is work: time that passes elsewhere does not matter."""
+    from zbkern.pipeline.planner import incumbents
+
+    model = llama(7)
+    first = plan(model, 2, 4, memory_limit=60.0, effort=1)
+    hours = iter(range(0, 10**9, 3600))
+    monkeypatch.setattr(incumbents.time, "monotonic", lambda: float(next(hours)))
+    assert plan(model, 2, 4, memory_limit=60.0, effort=1) == first
+
+
+@needs_core
+def test_a_heavy_head_moves_layers_away_from_its_rank() -> None:
+    """The cut is worth more than any order: the published schedules on an even division are idle most of the time."""
+    model = llama(16, head=6.0)
+    found = plan(model, 4, 16, effort=0)
+    even = simulate(schedules.zb_h1(4, 16), model.chunk_costs(even_partitions(18, 4)[0]))
+    assert found.timeline.cost < even.cost / 1.3
+
+
+def test_the_memory_counts_what_is_always_there() -> None:
+    model = llama(8)
+    with pytest.raises(ScheduleError, match=r"beside the \d+\.?\d* that are there all the time"):
+        plan(model, 2, 4, memory_limit=8.0, effort=0)
+    found = plan(model, 2, 4, memory_limit=20.0, effort=0)
+    assert 9 < min(found.timeline.peak_memory) <= max(found.timeline.peak_memory) <= 20
+
+
+def test_wrong_questions_are_refused() -> None:
+    model = llama(6)
+    with pytest.raises(ValueError, match="9 stages with 1 chunks each need as many layers, and costs has 8"):
+        plan(model, 9, 4)
+    with pytest.raises(ValueError, match="partition must have chunks x stages entries, a multiple of 3; got 4"):
+        plan(model, 3, 4, partition=(0, 1, 2, 3))
+    with pytest.raises(ValueError, match="partition must be the first layer of every chunk"):
+        plan(model, 2, 4, partition=(0, 9), effort=0)
+    with pytest.raises(TypeError, match="partition divides layers"):
+        plan(model.chunk_costs((0, 4)), 2, 4, partition=(0, 4))

@@ -1,0 +1,98 @@
+"""Partitions: as equal as possible, and with room for what ranks hold."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbkern.pipeline import LayerCosts, ModelCosts
+from zbkern.pipeline.planner.partition import balanced_chunks, balanced_partitions, even_partitions, work_of
+from zbkern.pipeline.simulation.memory import static_of_ranks
+
+V4 = (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+def model(work: list[float], **more: float) -> ModelCosts:
+    return ModelCosts(tuple(LayerCosts(f"layer {index}", each, each, each, **more) for index, each in enumerate(work)))
+
+
+def loads(costs: ModelCosts, partition: tuple[int, ...], placement: tuple[int, ...]) -> list[float]:
+    found = [0.0] * (max(placement) + 1)
+    for (begin, end), rank in zip(pairwise([*partition, len(costs.layers)]), placement, strict=True):
+        found[rank] += sum(map(work_of, costs.layers[begin:end]))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=4, max_size=9), st.integers(1, 4))
+def test_the_largest_chunk_is_as_small_as_possible(work: list[int], chunks: int) -> None:
+    starts = balanced_chunks(work, chunks)
+    assert starts[0] == 0
+    assert len(starts) == chunks
+
+    def largest(cuts: tuple[int, ...]) -> int:
+        return max(sum(work[begin:end]) for begin, end in pairwise([0, *cuts, len(work)]))
+
+    assert largest(tuple(starts[1:])) == min(map(largest, combinations(range(1, len(work)), chunks - 1)))
+
+
+def test_a_rank_with_a_heavy_head_gets_fewer_layers() -> None:
+    costs = model([0.5] + [1.0] * 30 + [3.0])
+    (balanced,) = balanced_partitions(costs, V4, 16, None)
+    each = loads(costs, balanced, V4)
+    assert max(each) == 27  # rank 0 has both ends and 5 blocks, the others 8, 8 and 9
+    even = [max(loads(costs, partition, V4)) for partition in even_partitions(32, 8)]
+    assert max(each) < min(even)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 5), min_size=8, max_size=24),
+    st.sampled_from([(0, 1, 2, 3), V4, (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 1, 0)]),
+    st.floats(1, 40),
+)
+def test_partitions_are_whole_and_never_less_equal_than_even_ones(
+    work: list[float], placement: tuple[int, ...], limit: float
+) -> None:
+    costs = model(work, activation=1.0, held=1.2)
+    ranks = max(placement) + 1
+    for limits in (None, [limit] * ranks):
+        for partition in balanced_partitions(costs, placement, 12, limits):
+            costs.chunk_costs(partition, placement)  # raises for a partition that is none
+    chunks = balanced_partitions(costs, tuple(range(len(placement))), 12, None)[0]
+    one_each = tuple(range(len(placement)))
+    most = max(loads(costs, chunks, one_each))
+    for partition in even_partitions(len(work), len(placement)):
+        assert most <= max(loads(costs, partition, one_each)) * (1 + 1e-9)
+
+
+def test_memory_moves_layers_to_where_there_is_room() -> None:
+    """The first rank of 1F1B holds most microbatches: with little memory it gets fewer layers."""
+    costs = model([1.0] * 24, activation=1.0, held=1.0, static=0.5)
+    wide, *tight = balanced_partitions(costs, (0, 1, 2, 3), 16, [14.0] * 4)
+    sizes = [end - begin for begin, end in pairwise([*wide, 24])]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+    assert (0, 6, 12, 18) in tight  # less room for microbatches, and equal work
+
+
+def test_tied_weights_are_held_once() -> None:
+    ends = {"static": 8.0, "tied": "embedding"}
+    layers = [LayerCosts("embedding", 1, 0, 1, **ends), *model([1.0] * 6, static=1.0).layers]
+    costs = ModelCosts((*layers, LayerCosts("head", 1, 1, 1, **ends)))
+    partition = balanced_partitions(costs, (0, 1, 1, 0), 4, [11.0, 11.0])[0]
+    chunks = costs.chunk_costs(partition, (0, 1, 1, 0))
+    assert max(static_of_ranks(chunks.per_chunk(4), (0, 1, 1, 0))) <= 11
+
+
+@pytest.mark.parametrize(("layers", "chunks"), [(8, 8), (34, 16), (10, 3)])
+def test_even_partitions_have_equal_counts(layers: int, chunks: int) -> None:
+    found = even_partitions(layers, chunks)
+    assert len(set(found)) == len(found)
+    for partition in found:
+        sizes = [end - begin for begin, end in pairwise([*partition, layers])]
+        assert sum(sizes) == layers
+        assert max(sizes[1:-1], default=0) - min(sizes[1:-1], default=0) <= 1

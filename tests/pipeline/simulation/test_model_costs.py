@@ -1,0 +1,170 @@
+"""Costs from a configuration: parameters as published, memory as zbkern's layers keep it, times as the flops say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.test_split import LLAMA, held_and_saved
+from zbkern.pipeline import ModelCosts
+from zbkern.pipeline.simulation.architecture import Attention, Experts, architecture, load_architecture
+from zbkern.pipeline.simulation.hardware import TABLE, Hardware, load_hardware
+from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters
+
+CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
+H100 = load_hardware("h100")
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": LLAMA["width"],
+    "intermediate_size": LLAMA["hidden"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": LLAMA["heads"],
+    "num_key_value_heads": LLAMA["key_heads"],
+    "vocab_size": 1000,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),  # in billions, from the models' cards
+    [
+        ("llama-3-8b", 8.03, 8.03),
+        ("llama-3-70b", 70.6, 70.6),
+        ("llama-3-405b", 406, 406),
+        ("qwen3-235b", 235, 22),
+        ("deepseek-v3", 671, 37),
+        ("gpt-oss-120b", 117, 5.7),  # its card leaves the embedding out of the active ones: 5.1
+        ("gemma-2-9b", 9.24, 9.24),
+    ],
+)
+def test_parameters_are_those_that_are_published(name: str, total: float, active: float) -> None:
+    found = parameters(load_architecture(CONFIGURATIONS / f"{name}.json"))
+    assert found == (pytest.approx(total * 1e9, rel=0.005), pytest.approx(active * 1e9, rel=0.02))
+
+
+def test_flops_of_a_token_are_six_per_parameter_and_those_of_attention() -> None:
+    model = load_architecture(CONFIGURATIONS / "llama-3-405b.json")
+    assert flops(model, 8192) * 15.6e12 == pytest.approx(3.8e25, rel=0.05)  # arXiv 2407.21783, section 3
+
+
+def test_memory_is_what_the_layers_keep() -> None:
+    tokens = 64
+    costs = model_costs(architecture(SMALL), H100, Job(tokens))
+    held, saved = held_and_saved()
+    assert costs.layers[1].held / 2 / tokens == pytest.approx(held, rel=0.01)
+    assert costs.layers[1].activation / 2 / tokens == pytest.approx(saved, rel=0.01)
+
+
+def test_layers_in_model_order_and_what_is_always_there() -> None:
+    model = load_architecture(CONFIGURATIONS / "deepseek-v3.json")
+    costs = model_costs(model, H100, Job(4096, tensor_parallel=4, expert_parallel=64, data_parallel=64))
+    names = [layer.name for layer in costs.layers]
+    assert names[:2] == ["embedding", "block 0"]
+    assert names[-4:] == ["block 60", "head", "predictor 1", "predictor 1's head"]
+    assert [layer.tied for layer in costs.layers[-3:]] == ["head", None, "head"]
+    dense, sparse = costs.layers[1], costs.layers[10]
+    mlp, router = 3 * 7168 * 2048, 7168 * 256
+    experts = 256 / 64 * mlp * (6 + 12 / 4)  # their optimizer state is shared by the four GPUs that have the same ones
+    assert sparse.static - dense.static == pytest.approx(experts + (router + mlp / 4 - 9 * mlp / 4) * (6 + 12 / 64))
+    assert dense.forward < sparse.forward
+    assert ModelCosts.from_json(costs.to_json()) == costs
+    tied = model_costs(load_architecture(CONFIGURATIONS / "gemma-2-9b.json"), H100, Job(4096))
+    assert tied.layers[0].tied == tied.layers[-1].tied == "embedding"
+
+
+def test_time_is_that_of_the_flops_where_they_are_many() -> None:
+    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
+    block = model_costs(model, H100, Job(8192)).layers[1]
+    matrices = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    product = 2 * 8192 * matrices / (H100.matmul_flops * H100.matmul_share) * 1e3
+    assert block.weight == pytest.approx(product)
+    assert product < block.forward < 1.4 * product
+    few = model_costs(model, H100, Job(64)).layers[1]
+    read_and_written = 8 * matrices / (H100.memory_bandwidth * H100.memory_share) * 1e3
+    assert few.weight == pytest.approx(read_and_written, rel=0.1)
+    assert 0.5 < few.merge_saving / few.weight < 1
+    halves = model_costs(model, H100, Job(8192, tensor_parallel=2)).layers[1]
+    assert halves.weight == pytest.approx(block.weight / 2)
+    assert halves.activation == pytest.approx(block.activation / 2)
+    assert halves.forward > block.forward / 2  # messages
+
+
+def test_a_window_leaves_less_to_compute() -> None:
+    config = json.loads((CONFIGURATIONS / "gpt-oss-120b.json").read_text())
+    model = architecture(config)
+    assert [block.attention.window for block in model.blocks[:3]] == [128, None, 128]
+    assert model.blocks[0].mlp == Experts(128, 4, 2880)
+    costs = model_costs(model, H100, Job(8192))
+    assert costs.layers[1].backward < costs.layers[2].backward
+    listed = architecture({**config, "layer_types": ["full_attention"] * 36})
+    assert {block.attention.window for block in listed.blocks} == {None}
+
+
+def test_kinds_of_layers() -> None:
+    mixed = {**SMALL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
+    first, second = architecture({**mixed, "moe_intermediate_size": 32, "head_dim": 16}).blocks
+    assert (first.mlp, second.mlp) == (Experts(4, 2, 32), LLAMA["hidden"])
+    assert first.attention == Attention(8, 2, 16)
+    shared = {**mixed, "model_type": "qwen2_moe", "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    assert architecture(shared).blocks[0].mlp == Experts(4, 2, 32, 64)
+    pictures = {"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text", "sliding_window": 7}}
+    assert [block.attention.window for block in architecture(pictures).blocks] == [7, 7]
+    assert architecture(pictures).tied
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type must be one of llama, .*; got 'mamba'; .*--costs"),
+        ({"hidden_size": None}, "hidden_size must be a whole number, at least 1; got None"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number, at least 1; got 2.5"),
+        ({"sliding_window": 4, "layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        architecture({**SMALL, **change})
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel must divide the 8 heads; got 3"),
+        ({"expert_parallel": 2}, "this model has no experts"),
+        ({"tensor_parallel": 2, "expert_parallel": 4, "data_parallel": 1}, "must be a multiple of expert_parallel"),
+        ({"sequence": 0}, "sequence must be at least 1; got 0"),
+    ],
+)
+def test_parallelism_that_does_not_divide(job: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_costs(architecture(SMALL), H100, Job(**{"sequence": 16, **job}))
+
+
+def test_experts_that_do_not_divide() -> None:
+    model = load_architecture(CONFIGURATIONS / "gpt-oss-120b.json")
+    with pytest.raises(ValueError, match="expert_parallel must divide the 128 experts; got 3"):
+        model_costs(model, H100, Job(16, expert_parallel=3))
+
+
+def test_the_table_of_hardware(tmp_path: Path) -> None:
+    table = json.loads(TABLE.read_text())
+    assert list(table) == ["a100", "h100", "h200", "b200", "mi300x"]
+    for name in table:
+        assert load_hardware(name).source
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"mine": {**table["h100"], "matmul_share": 0.8, "exposed_share": 0}}))
+    mine = load_hardware("mine", own)
+    assert (mine.matmul_share, mine.exposed_share, H100.matmul_share) == (0.8, 0, 0.7)
+    with pytest.raises(ValueError, match="has no 'h100'; it has mine"):
+        load_hardware("h100", own)
+    own.write_text(json.dumps({"mine": {"memory": 1}}))
+    with pytest.raises(ValueError, match="'mine' of .* must be an object with .*matmul_flops"):
+        load_hardware("mine", own)
+    own.write_text("[1")
+    with pytest.raises(ValueError, match=r"own.json must be JSON"):
+        load_hardware("mine", own)
+    for change, error in (({"memory": -1}, ValueError), ({"memory": "80 GB"}, TypeError), ({"title": 3}, TypeError)):
+        with pytest.raises(error, match="Hardware: (memory|title) must be"):
+            Hardware(**{**table["h100"], **change})

@@ -1,0 +1,99 @@
+"""`zbkern plan --config`: what it prints, and what is wrong with its arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from zbkern import __main__
+from zbkern.pipeline import LayerCosts, ModelCosts
+from zbkern.pipeline.from_config import USABLE, published_timelines
+from zbkern.pipeline.simulation.hardware import TABLE
+
+CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
+LLAMA = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), "--stages", "4", "--microbatches", "8"]
+QUICK = ["--effort", "0"]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\d\.?\d*", text)]
+
+
+def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    out = tmp_path / "plan.csv"
+    assert __main__.main([*LLAMA, "--tensor-parallel", "2", "--out", str(out), *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert "llama-3-8b.json (llama): 8.03 billion parameters, 32 layers" in text
+    assert "4 stages, tensor parallel 2 on 8 x NVIDIA H100 SXM 80 GB; 8 microbatches of 1 x 4096 tokens" in text
+    (step,) = re.findall(r"^step +(.*)$", text, re.MULTILINE)
+    seconds, tokens, each, share = numbers(step)[:4]
+    assert tokens == pytest.approx(8 * 4096 / seconds, rel=1e-3)
+    assert each == pytest.approx(tokens / 8, abs=1)
+    # 6 flops per parameter but those of the embedding, and some of attention
+    assert share == pytest.approx(100 * each * 6 * 7.5e9 / 989.4e12, rel=0.1)
+    (cut,) = re.findall(r"^cut +([\d ]+) layers", text, re.MULTILINE)
+    assert sum(numbers(cut)) == 34
+    rows = re.findall(r"^([a-z_0-9-]+) +\d+ +([\d.]+) s +[\d,]+ +[\d.]+%", text, re.MULTILINE)
+    names, steps = [name for name, _ in rows], [float(step) for _, step in rows]
+    assert {"one_f_one_b", "zb_v", "interleaved", "gpipe"} < set(names)
+    assert steps == sorted(steps)
+    assert "no measurement. It assumes" in text
+    assert out.exists()
+
+
+def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    table = json.loads(TABLE.read_text())
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"mine": {**table["h100"], "title": "My GPU", "memory": 1e12}}))
+    model = ["plan", "--config", str(CONFIGURATIONS / "gpt-oss-120b.json"), "--stages", "2", "--microbatches", "4"]
+    more = ["--expert-parallel", "8", "--hardware", str(own), "--gpu", "mine", "--sequence", "1024", *QUICK]
+    assert __main__.main([*model, *more]) == 0
+    text = capsys.readouterr().out
+    assert "117 billion parameters, 5.7" in text or "116.8 billion parameters, 5.7" in text
+    assert "expert parallel 8, data parallel 8 on 16 x My GPU" in text
+    assert f"limit {USABLE * 1000:g} GB" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h1000"], "argument --gpu: .* has no 'h1000'; it has a100, h100"),
+        (["--config", "nothing.json"], "argument --config: cannot read nothing.json: No such file"),
+        (["--tensor-parallel", "3"], "argument --tensor-parallel, --expert-parallel: .* must divide the 32 heads"),
+        (["--costs", "costs.json"], "argument --costs: --config has the costs of its own model"),
+        (["--schedule", "zb_v"], "argument --schedule: --config has the costs"),
+        (["--sequence", "0"], "argument --sequence: expected a whole number"),
+        (["--stages", "40"], "argument --stages: .*40 stages"),
+        (["--sequence", "65536"], "argument --memory: .*more --stages, --tensor-parallel"),
+        (["--hardware", "nothing.json"], "argument --hardware: cannot read nothing.json"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    try:
+        assert __main__.main([*LLAMA, *arguments, *QUICK]) == 2
+    except SystemExit as error:
+        assert error.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_describes_a_model_needs_one(capsys: pytest.CaptureFixture) -> None:
+    assert __main__.main(["plan", "--stages", "2", "--microbatches", "4", "--gpu", "h100"]) == 2
+    assert "argument --gpu: it describes a model's training; give the model with --config" in capsys.readouterr().err
+
+
+def test_published_schedules_get_the_partition_that_suits_them() -> None:
+    """With a heavy last layer a balanced partition is faster, and one that fits is taken before a faster one."""
+    layers = [LayerCosts(f"block {n}", 1, 1, 1, 1, static=1) for n in range(12)] + [LayerCosts("head", 4, 4, 4, 1)]
+    free = {each.schedule.name: each for each in published_timelines(ModelCosts(layers), 2, 4, None)}
+    assert free["one_f_one_b"].busy == (4 * 24, 4 * 24)
+    tight = {each.schedule.name: each for each in published_timelines(ModelCosts(layers), 2, 4, 21)}
+    assert max(free["one_f_one_b"].peak_memory) == 24
+    assert max(tight["one_f_one_b"].peak_memory) <= 21
+    assert tight["one_f_one_b"].cost > free["one_f_one_b"].cost
+    assert max(tight["gpipe"].peak_memory) > 21
+    names = [each.schedule.name for each in published_timelines(ModelCosts(layers[:3]), 2, 4, None)]
+    assert "one_f_one_b" in names
+    assert "zb_v" not in names

@@ -1,0 +1,242 @@
+"""`zbkern plan --config`: a plan for a model that nobody has run yet, from its configuration and a table of hardware."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zbkern.pipeline import report, schedules
+from zbkern.pipeline.planner import Plan, plan
+from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.units import amount, number
+from zbkern.pipeline.simulation import comparison
+from zbkern.pipeline.simulation.architecture import Architecture, load_architecture
+from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
+from zbkern.pipeline.simulation.layers import ModelCosts
+from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters
+from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.pipeline.simulation.timeline import Timeline
+
+USABLE = 0.9
+"""Of a GPU's memory: the rest is for what the model of costs leaves out, and for fragmentation."""
+
+_HELP = {
+    "--config": "plan for a model that was never run: its config.json, as the transformers library writes it",
+    "--gpu": "with --config: a GPU in the table of hardware (default h100)",
+    "--hardware": "with --config: a table of your own, in the form of zbkern/pipeline/simulation/hardware.json",
+    "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",
+    "--expert-parallel": "with --config: GPUs that share the experts (default 1)",
+    "--data-parallel": "with --config: pipelines that share the optimizer's state (default: as few as the experts need)",
+    "--sequence": "with --config: tokens of a sequence (default 4096)",
+    "--microbatch-size": "with --config: sequences of a microbatch (default 1)",
+}
+_SIZES = ("tensor_parallel", "expert_parallel", "data_parallel", "sequence", "microbatch_size")
+
+
+class WrongArgument(ValueError):
+    """Names the argument, and what to do about it."""
+
+
+class Setting(NamedTuple):
+    """What is planned for: a model, a GPU, and how the model is trained."""
+
+    architecture: Architecture
+    hardware: Hardware
+    job: Job
+
+    @property
+    def costs(self) -> ModelCosts:
+        return model_costs(*self)
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a rank may hold."""
+        return USABLE * self.hardware.memory
+
+
+def add_to(parser: argparse.ArgumentParser, count: Any) -> None:
+    """Adds --config and what belongs to it; count: reads a number of at least 1."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help=_HELP["--config"])
+    parser.add_argument("--gpu", metavar="NAME", help=_HELP["--gpu"])
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help=_HELP["--hardware"])
+    for name in _SIZES:
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=count, metavar="N", help=_HELP[option])
+
+
+def check_absent(arguments: argparse.Namespace) -> None:
+    """Raises WrongArgument for an argument that needs --config, which is not there."""
+    for name in ("gpu", "hardware", *_SIZES):
+        if getattr(arguments, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise WrongArgument(f"{option}: it describes a model's training; give the model with --config, or leave it out")
+
+
+def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], None] | None) -> Plan:
+    """Plans and prints; progress: as for `plan`. Raises WrongArgument."""
+    setting = _setting(arguments)
+    costs, limit = setting.costs, setting.limit
+    whole = sum(layer.activation for layer in costs.layers)
+    if arguments.memory is not None:
+        limit = arguments.memory.limit(whole)
+    try:
+        found = plan(
+            costs,
+            arguments.stages,
+            arguments.microbatches,
+            arguments.chunks,
+            arguments.placement,
+            limit,
+            arguments.time_limit,
+            objective=arguments.objective,
+            effort=arguments.effort,
+            progress=progress,
+        )
+    except ScheduleError as error:
+        raise WrongArgument(
+            f"--memory: {error}; more --stages, --tensor-parallel or --data-parallel, or a shorter --sequence need less"
+        ) from error
+    except ValueError as error:
+        raise WrongArgument(f"--stages: {error}") from error
+    print(_title(arguments, setting))
+    print("\n" + report.describe(found, arguments.objective, limit, whole, width))
+    print(_step(found, setting, arguments.objective))
+    published = published_timelines(costs, arguments.stages, arguments.microbatches, limit)
+    print("\n" + _table([*published, found.timeline], setting, arguments.objective, limit))
+    print("\n" + ASSUMPTIONS)
+    return found
+
+
+ASSUMPTIONS = """\
+A model of flops and bytes, and no measurement. It assumes the shares of the peaks in hardware.json, bf16 with fp32
+gradients, zbkern's own layers without recomputation, equally loaded experts, and that the split into B and W costs
+nothing. The optimizer's step, reductions between pipelines and reading data are not in it. Measure with
+zbkern.pipeline.profile when there is a machine."""
+
+
+def published_timelines(costs: ModelCosts, stages: int, microbatches: int, limit: float | None) -> list[Timeline]:
+    """Of every published schedule, on that of an even and some balanced partitions on which it is fastest and fits.
+
+    Where it fits on none, on that on which it holds least. Schedules with more chunks than the model has layers are
+    left out.
+    """
+    found = []
+    for name in schedules.NAMES:
+        schedule = comparison.build(name, stages, microbatches)
+        chunks = len(schedule.placement)
+        if chunks > len(costs.layers):
+            continue
+        limits = None if limit is None else [limit] * stages
+        partitions = [
+            *balanced_partitions(costs, schedule.placement, microbatches, None),
+            *balanced_partitions(costs, schedule.placement, microbatches, limits)[:2],
+            *even_partitions(len(costs.layers), chunks)[:1],
+        ]
+        timelines = [
+            simulate(schedule, costs.chunk_costs(partition, schedule.placement))
+            for partition in dict.fromkeys(partitions)
+        ]
+        fitting = [each for each in timelines if limit is None or not report.exceeds(max(each.peak_memory), limit)]
+        if fitting:
+            found.append(min(fitting, key=lambda each: each.cost))
+        else:
+            found.append(min(timelines, key=lambda each: max(each.peak_memory)))
+    return found
+
+
+def _setting(arguments: argparse.Namespace) -> Setting:
+    for name in ("costs", "schedule"):
+        if getattr(arguments, name) is not None:
+            raise WrongArgument(f"--{name}: --config has the costs of its own model; leave one of the two out")
+    try:
+        architecture = load_architecture(arguments.config)
+    except OSError as error:
+        raise WrongArgument(f"--config: cannot read {arguments.config}: {error.strerror}") from error
+    except ValueError as error:
+        raise WrongArgument(f"--config: {arguments.config}: {error}") from error
+    try:
+        hardware = load_hardware(arguments.gpu or "h100", arguments.hardware)
+    except OSError as error:
+        raise WrongArgument(f"--hardware: cannot read {arguments.hardware}: {error.strerror}") from error
+    except (TypeError, ValueError) as error:
+        raise WrongArgument(f"--gpu: {error}") from error
+    try:
+        job = Job(
+            arguments.sequence or 4096,
+            arguments.microbatch_size or 1,
+            arguments.tensor_parallel or 1,
+            arguments.expert_parallel or 1,
+            arguments.data_parallel,
+        )
+        setting = Setting(architecture, hardware, job)
+        model_costs(*setting)
+    except ValueError as error:
+        raise WrongArgument(f"--tensor-parallel, --expert-parallel: {error}") from error
+    return setting
+
+
+def _title(arguments: argparse.Namespace, setting: Setting) -> str:
+    architecture, hardware, job = setting
+    total, active = parameters(architecture)
+    size = f"{number(total / 1e9)} billion parameters"
+    if active < total:
+        size += f", {number(active / 1e9)} of them for a token"
+    parallel = [(job.tensor_parallel, "tensor"), (job.expert_parallel, "expert"), (job.replicas, "data")]
+    beside = "".join(f", {kind} parallel {count}" for count, kind in parallel if count > 1)
+    model = f"{arguments.config.name} ({architecture.kind}): {size}, {len(architecture.blocks)} layers"
+    return (
+        f"{model}\n{arguments.stages} stages{beside} on {_gpus(arguments.stages, job)} x {hardware.title}; "
+        f"{arguments.microbatches} microbatches of {job.microbatch} x {job.sequence} tokens"
+    )
+
+
+def _step(found: Plan, setting: Setting, objective: str) -> str:
+    starts, layers = found.partition or (), len(setting.costs.layers)
+    sizes = [end - start for start, end in zip(starts, [*starts[1:], layers], strict=True)]
+    chunks = f"{'cut':<9} {' '.join(map(str, sizes))} layers by chunk, with embedding, head and predictors"
+    seconds, rate = _speed(found.timeline, setting, objective)
+    gpus = _gpus(found.schedule.stages, setting.job)
+    peak = gpus * setting.hardware.matmul_flops
+    used = rate * flops(setting.architecture, setting.job.sequence) / peak
+    static = [0.0] * found.schedule.stages
+    flat = found.costs.per_chunk(len(found.schedule.placement))
+    for rank, each in zip(found.schedule.placement, flat.static, strict=True):
+        static[rank] += each
+    return (
+        f"{chunks}\n{'static':<9} {amount(max(static), 'bytes')} of the memory at most is there all the time: weights, "
+        f"gradients, optimizer state\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, "
+        f"{used:.1%} of the peak flops"
+    )
+
+
+def _table(timelines: Sequence[Timeline], setting: Setting, objective: str, limit: float) -> str:
+    """A line per schedule, the fastest first."""
+    rows = [["schedule", "chunks", "step", "tokens/s", "bubble", "memory", ""]]
+    for timeline in sorted(timelines, key=lambda each: _speed(each, setting, objective)[0]):
+        seconds, rate = _speed(timeline, setting, objective)
+        peak = max(timeline.peak_memory)
+        rows.append(
+            [
+                timeline.schedule.name,
+                str(timeline.schedule.chunks),
+                f"{number(seconds)} s",
+                f"{rate:,.0f}",
+                f"{timeline.bubble_rate:.2%}",
+                amount(peak, timeline.memory_unit),
+                "over the limit" if report.exceeds(peak, limit) else "",
+            ]
+        )
+    return report.aligned(rows)
+
+
+def _speed(timeline: Timeline, setting: Setting, objective: str) -> tuple[float, float]:
+    """Seconds of a step, and tokens per second of all pipelines."""
+    seconds = (timeline.cost if objective == "cost" else timeline.makespan) / 1e3
+    return seconds, timeline.schedule.microbatches * setting.job.tokens * setting.job.replicas / seconds
+
+
+def _gpus(stages: int, job: Job) -> int:
+    return stages * job.tensor_parallel * job.replicas

@@ -1,0 +1,133 @@
+"""What `plan` is given, checked: placements by name, memory limits by rank, and whether one microbatch fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+from zbkern.pipeline.planner.problem import Problem
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.units import amount
+from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
+from zbkern.pipeline.simulation.memory import static_of_ranks
+
+PLACEMENTS = ("linear", "loop", "v", "zigzag")
+OBJECTIVES = ("cost", "makespan")
+Limit = float | Sequence[float] | None
+
+_SEEDS = 2**32  # each search makes seeds of its own of 64 bits from it
+_ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
+
+
+def problem_of(costs: Costs, owners: Sequence[int], microbatches: int, limit: Limit, objective: str) -> Problem:
+    """The problem of the chunks of `costs` on the ranks of `owners`. Raises ScheduleError when nothing fits."""
+    flat = costs.per_chunk(len(owners))
+    unlimited = microbatches * sum(map(max, flat.activation, flat.held))
+    static = static_of_ranks(flat, owners)
+    given = rank_limits(limit, len(static))
+    limits = [unlimited] * len(static)
+    if given is not None:
+        limits = [each - held for each, held in zip(given, static, strict=True)]
+    _check_room(flat, owners, limits, static, costs.memory_unit)
+    limits = [min(each, unlimited) for each in limits]
+    return Problem.build(flat, owners, microbatches, limits, objective == "makespan")
+
+
+def check_search(objective: str, jitter: float, samples: int, seed: int, time_limit: float | None, effort: int) -> None:
+    if objective not in OBJECTIVES:
+        raise ValueError(f"plan: objective must be one of {OBJECTIVES}; got {objective!r}")
+    counts = {"samples": (samples, 1), "seed": (seed, 0), "effort": (effort, 0)}
+    for name, (count, least) in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"plan: {name} must be an int; got {type(count).__name__} {count!r}")
+        if count < least:
+            raise ValueError(f"plan: {name} must be at least {least}; got {count}")
+    if seed >= _SEEDS:
+        raise ValueError(f"plan: seed must be below {_SEEDS}; got {seed}")
+    for name, value in (("jitter", jitter), ("time_limit", 0.0 if time_limit is None else time_limit)):
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"plan: {name} must be a number; got {type(value).__name__} {value!r}")
+        if not value >= 0:
+            raise ValueError(f"plan: {name} must be at least 0; got {value}")
+    if jitter == math.inf:
+        raise ValueError("plan: jitter must be finite; got inf")
+
+
+def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:
+    """How many chunks a rank has where that is not said: as a placement that is spelt out has it, else one."""
+    if placement is None or isinstance(placement, str) or not isinstance(stages, int) or stages < 1:
+        return 1
+    return max(1, len(placement) // stages)
+
+
+def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) -> tuple[str, tuple[int, ...]]:
+    """Name, and the rank of every chunk."""
+    down = range(stages)
+    if given is None:
+        given = "linear" if chunks == 1 else "v" if chunks == 2 else "zigzag"
+    if not isinstance(given, str):
+        owners = tuple(given)
+        if len(owners) != stages * chunks or any(owners.count(rank) != chunks for rank in down):
+            counts = {owners.count(rank) for rank in down}
+            if len(counts) == 1 and len(owners) == stages * (each := counts.pop()) > 0:
+                raise ValueError(
+                    f"plan: placement {owners} names {len(owners)} chunks, {each} of each of {stages} ranks, and "
+                    f"chunks={chunks}; leave chunks out, or give chunks={each}"
+                )
+            raise ValueError(
+                f"plan: placement must name every rank below {stages} {chunks} times, once per chunk of each "
+                f"(chunks={chunks}); got {owners}"
+            )
+        return "custom", owners
+    if given not in PLACEMENTS:
+        raise ValueError(f"plan: placement must be one of {PLACEMENTS} or the rank of every chunk; got {given!r}")
+    if given == "v" and chunks != 2:
+        raise ValueError(f'plan: placement "v" needs chunks=2 (or "zigzag" for more); got {chunks}')
+    if given == "linear":
+        return given, tuple(rank for rank in down for _ in range(chunks))
+    if given == "loop":
+        return given, tuple(rank for _ in range(chunks) for rank in down)
+    return given, tuple(rank for turn in range(chunks) for rank in (reversed(down) if turn % 2 else down))
+
+
+def rank_limits(given: Limit, stages: int) -> list[float] | None:
+    """The memory limit of every rank; None for none."""
+    if given is None:
+        return None
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
+    for limit in each:
+        if not isinstance(limit, Real) or isinstance(limit, bool):
+            raise TypeError(
+                f"plan: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
+            )
+    try:
+        limits = [float(limit) for limit in each]
+    except OverflowError:
+        raise ValueError("plan: memory_limit must be below 1e308, or None for no limit; got a larger int") from None
+    if len(limits) != stages:
+        raise ValueError(f"plan: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
+    if any(not limit >= 0 for limit in limits):
+        raise ValueError(f"plan: memory_limit must be at least 0; got {given}")
+    return limits
+
+
+def _check_room(
+    flat: ChunkCosts, owners: Sequence[int], limits: Sequence[float], static: Sequence[float], unit: str | None
+) -> None:
+    """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.
+
+    A B may leave more than it found; a fused BW leaves nothing.
+    """
+    needs = [0.0] * len(limits)
+    for chunk, owner in enumerate(owners):
+        needs[owner] += flat.activation[chunk]
+    least = max(need + always for need, always in zip(needs, static, strict=True))
+    for rank, (need, limit, always) in enumerate(zip(needs, limits, static, strict=True)):
+        if need > limit * (1 + _ROUNDING):
+            besides = f" beside the {amount(always, unit)} that are there all the time" if always else ""
+            raise ScheduleError(
+                f"plan: no schedule fits memory_limit={amount(limit + always, unit)} on rank {rank}: one microbatch in "
+                f"all chunks of a rank holds {amount(need, unit)}{besides}; the smallest limit that any schedule fits "
+                f"is {amount(least, unit)}"
+            )

@@ -1,0 +1,177 @@
+"""The shapes of a transformer's layers, read from the config.json that the transformers library writes with a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention with `heads` heads and `key_heads` of keys and values; window: tokens that each sees, None for all."""
+
+    heads: int
+    key_heads: int
+    head_size: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """DeepSeek's multi-head latent attention (arXiv 2412.19437): queries, keys and values come from small vectors.
+
+    query_rank: of the queries' vector, 0 where they come from the input itself; key_rank: of keys' and values'.
+    content_size, rotary_size: of a head's queries and keys, without and with rotary positions; value_size: of values.
+    """
+
+    heads: int
+    query_rank: int
+    key_rank: int
+    content_size: int
+    rotary_size: int
+    value_size: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`count` gated MLPs of `hidden` features, of which every token takes `chosen`.
+
+    shared: hidden features of the MLP that all tokens take. nodes: the most nodes that a token's experts are on, 0 for
+    no limit.
+    """
+
+    count: int
+    chosen: int
+    hidden: int
+    shared: int = 0
+    nodes: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer: attention, then a gated MLP of so many hidden features, or experts; norms: 2, or 4 around both."""
+
+    attention: Attention | LatentAttention
+    mlp: int | Experts
+    norms: int = 2
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A language model: embedding, blocks, norm and head. predictors: blocks that predict further tokens (MTP), each
+    with the head's loss once more. tied: the head is the embedding."""
+
+    kind: str
+    features: int
+    vocabulary: int
+    blocks: tuple[Block, ...]
+    predictors: int = 0
+    tied: bool = False
+
+
+def load_architecture(path: str | Path) -> Architecture:
+    """What a config.json describes. Raises OSError, or ValueError as `architecture` does."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"load_architecture: {path} must be JSON, a transformers config.json: {error}") from error
+    return architecture(config)
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that the contents of a config.json describe.
+
+    Raises ValueError for a model_type that is not in KINDS, and for a number that is missing or not a whole number.
+    """
+    if isinstance(config, Mapping) and isinstance(config.get("text_config"), Mapping):  # beside one for pictures
+        config = config["text_config"]
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    if kind not in KINDS:
+        raise ValueError(
+            f"architecture: model_type must be one of {', '.join(KINDS)}; got {kind!r}; for another model, write its "
+            "layers' costs (ModelCosts.save) and give them as --costs"
+        )
+    numbers = _Numbers(config)
+    windows = _windows(numbers, kind)
+    blocks = [
+        Block(_attention(numbers, kind, window), _mlp(numbers, kind, index), 4 if kind.startswith(_FOUR_NORMS) else 2)
+        for index, window in enumerate(windows)
+    ]
+    predictors = numbers.get("num_nextn_predict_layers", numbers.get("num_mtp_layers", 0))
+    return Architecture(
+        kind,
+        numbers["hidden_size"],
+        numbers["vocab_size"],
+        tuple(blocks),
+        predictors,
+        bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
+    )
+
+
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+_SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
+_FOUR_NORMS = ("gemma2", "gemma3")
+KINDS = (*_DENSE, *_SPARSE)
+"""The model types whose shapes are known."""
+
+
+class _Numbers:
+    """The whole numbers of a configuration, with an error that names the one that is missing."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def __getitem__(self, name: str) -> int:
+        value = self.config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"architecture: {name} must be a whole number, at least 1; got {value!r}")
+        return value
+
+    def get(self, name: str, default: int) -> int:
+        """default where the name is missing, null or 0."""
+        return self[name] if self.config.get(name) else default
+
+    def first(self, *names: str) -> int:
+        """The first of these names that is there."""
+        return self[next((name for name in names if self.config.get(name)), names[0])]
+
+
+def _windows(numbers: _Numbers, kind: str) -> list[int | None]:
+    """The window of every layer."""
+    config, count = numbers.config, numbers["num_hidden_layers"]
+    window = numbers.get("sliding_window", 0)
+    if not window or config.get("use_sliding_window") is False:
+        return [None] * count
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": numbers.get("sliding_window_pattern", 6)}.get(kind)
+        if every is None:
+            return [window] * count
+        kinds = ["full_attention" if index % every == every - 1 else "sliding_attention" for index in range(count)]
+    if len(kinds) != count:
+        raise ValueError(f"architecture: layer_types must name {count} layers, num_hidden_layers; got {len(kinds)}")
+    return [window if each == "sliding_attention" else None for each in kinds]
+
+
+def _attention(numbers: _Numbers, kind: str, window: int | None) -> Attention | LatentAttention:
+    heads = numbers["num_attention_heads"]
+    if kind.startswith("deepseek"):
+        sizes = (numbers[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        return LatentAttention(heads, numbers.get("q_lora_rank", 0), *sizes)
+    size = numbers.get("head_dim", numbers["hidden_size"] // heads)
+    return Attention(heads, numbers.get("num_key_value_heads", heads), size, window)
+
+
+def _mlp(numbers: _Numbers, kind: str, index: int) -> int | Experts:
+    config = numbers.config
+    dense = index < numbers.get("first_k_dense_replace", 0) or index in (config.get("mlp_only_layers") or ())
+    if kind in _DENSE or dense or (index + 1) % numbers.get("decoder_sparse_step", 1):
+        return numbers["intermediate_size"]
+    hidden = numbers.first("moe_intermediate_size", "intermediate_size")
+    count = numbers.first("n_routed_experts", "num_experts", "num_local_experts")
+    shared = numbers.get("shared_expert_intermediate_size", numbers.get("n_shared_experts", 0) * hidden)
+    return Experts(count, numbers["num_experts_per_tok"], hidden, shared, numbers.get("topk_group", 0))

@@ -1,0 +1,82 @@
+"""What a GPU can do according to its maker, and the share of it that programs get: hardware.json, or a file like it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+TABLE = Path(__file__).parent / "hardware.json"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU and its connections.
+
+    matmul_flops: peak of dense matrix products in bf16, in 1/s. memory: bytes. memory_bandwidth: bytes/s.
+    gpus_per_node: GPUs that link_bandwidth joins; network_bandwidth joins nodes; both in bytes/s per GPU and direction.
+
+    The shares are what programs get of these peaks. They are assumptions, the same for every GPU, until somebody
+    measures them; anchors on an H100: products of 8192 reach 0.8 of the peak, smaller ones less; FlashAttention 3
+    reaches 0.67 forward and 0.58 backward (head size 128, causal, 8k tokens); a copy 0.9 of the memory's bandwidth.
+    network_share: also of the links in a node. exposed_share: of the time of messages of tensor and expert parallelism
+    that computing does not hide. latency: seconds that a message takes besides its bytes.
+
+    Raises TypeError or ValueError for anything but positive numbers (exposed_share may be 0), and shares above 1.
+    """
+
+    title: str
+    matmul_flops: float
+    memory: float
+    memory_bandwidth: float
+    gpus_per_node: int
+    link_bandwidth: float
+    network_bandwidth: float
+    source: str = ""
+    matmul_share: float = 0.7
+    attention_forward_share: float = 0.6
+    attention_backward_share: float = 0.5
+    memory_share: float = 0.85
+    network_share: float = 0.8
+    exposed_share: float = 1.0
+    latency: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("title", "source"):
+                if not isinstance(value, str):
+                    raise TypeError(f"Hardware: {field.name} must be text; got {value!r}")
+                continue
+            if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+                raise TypeError(f"Hardware: {field.name} must be a number; got {value!r}")
+            most = 1.0 if field.name.endswith("_share") else 1e30
+            if not (math.isfinite(value) and (0 < value or field.name == "exposed_share" and value == 0) and value <= most):
+                raise ValueError(f"Hardware: {field.name} must be above 0 and at most {most:g}; got {value!r}")
+
+
+def load_hardware(name: str, path: str | Path | None = None) -> Hardware:
+    """The GPU of that name in a table of hardware, the one that comes with zbkern where path is None.
+
+    Raises OSError, or ValueError for a file that is no such table and for a name that it does not have.
+    """
+    path = TABLE if path is None else Path(path)
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"load_hardware: {path} must be JSON: {error}") from error
+    if not isinstance(table, Mapping):
+        raise ValueError(f"load_hardware: {path} must be an object with a GPU's name for every entry, as {TABLE} is")
+    if name not in table:
+        raise ValueError(f"load_hardware: {path} has no {name!r}; it has {', '.join(table)}: add an entry, or name one")
+    entry = table[name]
+    known = {field.name for field in fields(Hardware)}
+    needed = {field.name for field in fields(Hardware) if field.default is MISSING}
+    if not isinstance(entry, Mapping) or not needed <= set(entry) <= known:
+        raise ValueError(
+            f"load_hardware: {name!r} of {path} must be an object with {sorted(needed)}, and further only "
+            f"{sorted(known - needed)}; got {sorted(entry) if isinstance(entry, Mapping) else entry!r}"
+        )
+    return Hardware(**entry)

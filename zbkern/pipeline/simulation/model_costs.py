@@ -1,0 +1,352 @@
+"""Costs of a model on a GPU, from flops and bytes alone: for planning before there is a machine to measure on.
+
+A model, and no measurement. It assumes:
+- a matrix product takes as long as its flops or its bytes, whichever is longer, at the shares of the peaks that
+  `Hardware` names; attention, at shares of its own, computes what its mask leaves; other operations take their bytes;
+- bf16, and zbkern's own layers: B and W apart cost nothing, the gated MLP and FlashAttention recompute what they can,
+  logits never exist as a whole, W accumulates in fp32 in place, and nothing else is recomputed or offloaded;
+- what is between the layers of tensor parallelism is split among its GPUs, too (sequence parallelism); of its messages
+  and those of experts `Hardware.exposed_share` takes time, and every expert gets as many tokens as the others;
+- 18 bytes per parameter: bf16 weight, fp32 gradient, and 12 of AdamW, which data-parallel ranks share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbkern.pipeline.simulation.architecture import Architecture, Attention, Block, Experts, LatentAttention
+from zbkern.pipeline.simulation.hardware import Hardware
+from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
+
+_WIDTH = 2  # bytes of a bf16 number
+_WIDE = 4  # of an fp32 number: statistics, gradients
+_MS = 1e3
+_OPTIMIZER = 12  # bytes per parameter: two moments and the fp32 weight
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a model is trained: parallelism beside the pipeline's, and the size of a microbatch.
+
+    tensor_parallel: GPUs that share every layer. expert_parallel: GPUs among which the experts are, whole; with 1 every
+    expert is split as other layers are. data_parallel: pipelines beside each other, which share the optimizer's state.
+    sequence: tokens of a sequence; microbatch: sequences of a microbatch. Raises TypeError or ValueError.
+    """
+
+    sequence: int
+    microbatch: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    data_parallel: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.data_parallel is None:
+            object.__setattr__(self, "data_parallel", -(-self.expert_parallel // self.tensor_parallel))
+        for name, value in vars(self).items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"Job: {name} must be an int; got {value!r}")
+            if value < 1:
+                raise ValueError(f"Job: {name} must be at least 1; got {value}")
+        if self.tensor_parallel * self.replicas % self.expert_parallel:
+            raise ValueError(
+                f"Job: tensor_parallel * data_parallel must be a multiple of expert_parallel, whose GPUs they are; got "
+                f"{self.tensor_parallel} * {self.data_parallel} and {self.expert_parallel}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.sequence * self.microbatch
+
+    @property
+    def replicas(self) -> int:
+        """data_parallel, as the number that it is."""
+        assert self.data_parallel is not None
+        return self.data_parallel
+
+
+def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> ModelCosts:
+    """Costs of every layer for one GPU, in ms and bytes: embedding, blocks, norm with head and loss, then predictors.
+
+    See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
+    """
+    _check(architecture, job)
+    head = "embedding" if architecture.tied else "head"
+    layers = [_embedding(architecture, hardware, job)]
+    layers += [_block(f"block {n}", block, architecture, hardware, job) for n, block in enumerate(architecture.blocks)]
+    layers.append(_head("head", architecture, hardware, job, head))
+    for number in range(1, architecture.predictors + 1):
+        last = architecture.blocks[-1]
+        layers.append(_block(f"predictor {number}", last, architecture, hardware, job, joined=True))
+        layers.append(_head(f"predictor {number}'s head", architecture, hardware, job, head))
+    bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
+    return ModelCosts(tuple(layers), hardware.latency * _MS, bandwidth, "ms", "bytes")
+
+
+def parameters(architecture: Architecture) -> tuple[int, int]:
+    """All parameters of a model without its predictors, and those that a token is computed with."""
+    table = architecture.vocabulary * architecture.features
+    total = active = table * (1 if architecture.tied else 2)
+    for block in architecture.blocks:
+        attention = sum(a * b for a, b in _projections(block.attention, architecture.features))
+        if isinstance(block.mlp, int):
+            found = used = 3 * architecture.features * block.mlp
+        else:
+            experts, each = block.mlp, 3 * architecture.features * block.mlp.hidden
+            common = 3 * architecture.features * experts.shared + architecture.features * experts.count
+            found, used = experts.count * each + common, experts.chosen * each + common
+        total, active = total + attention + found, active + attention + used
+    return total, active
+
+
+def flops(architecture: Architecture, sequence: int) -> float:
+    """Of a training step per token: forward and twice that backward, attention as its mask leaves it, nothing twice."""
+    _, active = parameters(architecture)
+    core = sum(_core_flops(block.attention, sequence) for block in architecture.blocks)
+    lookup = 0 if architecture.tied else architecture.vocabulary * architecture.features
+    return 3 * (2 * (active - lookup) + core)
+
+
+class _Layer:
+    """Adds up the operations of one layer for one microbatch on one GPU: seconds, and bytes."""
+
+    def __init__(self, hardware: Hardware, job: Job) -> None:
+        self.hardware, self.job = hardware, job
+        self.forward = self.backward = self.weight = self.saving = 0.0
+        self.activation = self.held = self.static = 0.0
+
+    def linear(self, rows: float, inputs: float, outputs: float, matrices: float = 1) -> None:
+        """Products of so many rows in all with `matrices` weights [outputs, inputs]."""
+        product = 2 * rows * inputs * outputs / (self.hardware.matmul_flops * self.hardware.matmul_share)
+        moved, size = _WIDTH * rows * (inputs + outputs), matrices * inputs * outputs
+        through = max(product, self.seconds(moved + _WIDTH * size))
+        alone = max(product, self.seconds(moved + 2 * _WIDE * size))
+        self.forward += through
+        self.backward += through
+        self.weight += alone
+        self.saving += alone - max(product, self.seconds(moved))  # merged W read and write the gradient once
+
+    def attention(self, flops: float) -> None:
+        """The core: two products forward, five backward, no weights."""
+        peak = self.hardware.matmul_flops
+        self.forward += flops / (peak * self.hardware.attention_forward_share)
+        self.backward += 2.5 * flops / (peak * self.hardware.attention_backward_share)
+
+    def elementwise(self, rows: float, forward: float, backward: float) -> None:
+        """So many numbers read or written per row."""
+        self.forward += self.seconds(_WIDTH * rows * forward)
+        self.backward += self.seconds(_WIDTH * rows * backward)
+
+    def keep(self, rows: float, activation: float, held: float) -> None:
+        """So many numbers per row, from F to B and from B to W."""
+        self.activation += _WIDTH * rows * activation
+        self.held += _WIDTH * rows * held
+
+    def weights(self, count: float, replicas: float) -> None:
+        """Parameters on this GPU, whose optimizer state so many replicas share."""
+        self.static += count * (_WIDTH + _WIDE + _OPTIMIZER / replicas)
+
+    def gather_and_scatter(self, features: int) -> None:
+        """Tensor parallelism around attention or an MLP: an all-gather and a reduce-scatter, forward and backward."""
+        ranks = self.job.tensor_parallel
+        if ranks > 1:
+            inside = ranks <= self.hardware.gpus_per_node
+            bandwidth = self.hardware.link_bandwidth if inside else self.hardware.network_bandwidth
+            self._message(2 * _WIDTH * self.job.tokens * features * (ranks - 1) / ranks / bandwidth)
+
+    def dispatch_and_combine(self, tokens: float, experts: Experts, features: int) -> None:
+        """Expert parallelism: tokens go to the GPUs of their experts and return, forward and backward.
+
+        Between nodes a token travels once per node, and is handed on inside while the next ones travel.
+        """
+        ranks, size = self.job.expert_parallel, _WIDTH * tokens * features
+        inside = min(ranks, self.hardware.gpus_per_node)
+        nodes = -(-ranks // inside)
+        copies = min(experts.chosen, experts.nodes or nodes, nodes)
+        time = max(
+            copies * size * (nodes - 1) / nodes / self.hardware.network_bandwidth,
+            experts.chosen * size * (inside - 1) / inside / self.hardware.link_bandwidth,
+        )
+        self._message(2 * time)
+
+    def seconds(self, moved: float) -> float:
+        """For so many bytes of this GPU's memory."""
+        return moved / (self.hardware.memory_bandwidth * self.hardware.memory_share)
+
+    def costs(self, name: str, features: int, tied: str | None = None) -> LayerCosts:
+        output = _WIDTH * self.job.tokens * features / self.job.tensor_parallel
+        times = (_MS * each for each in (self.forward, self.backward, self.weight))
+        merge = _MS * self.saving
+        return LayerCosts(name, *times, self.activation, self.held, 0.0, merge, output, self.static, tied)
+
+    def _message(self, time: float) -> None:
+        """Two messages that take so long together at the peak bandwidth, forward and again backward."""
+        exposed = (time / self.hardware.network_share + 2 * self.hardware.latency) * self.hardware.exposed_share
+        self.forward += exposed
+        self.backward += exposed
+
+
+def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> LayerCosts:
+    layer, features, ranks = _Layer(hardware, job), architecture.features, job.tensor_parallel
+    rows = job.tokens / ranks
+    layer.elementwise(rows, 2 * features, 0)
+    layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
+    layer.keep(rows, 0, features)
+    layer.weights(architecture.vocabulary * features / ranks, job.replicas)
+    return layer.costs("embedding", features, "embedding" if architecture.tied else None)
+
+
+def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job, tied: str) -> LayerCosts:
+    """The last norm, and the head with its loss: F computes the logits and the input's gradient, W the logits again."""
+    layer, features, ranks = _Layer(hardware, job), architecture.features, job.tensor_parallel
+    layer.elementwise(job.tokens / ranks, 2 * features, 4 * features)
+    layer.linear(job.tokens, features, architecture.vocabulary / ranks)
+    twice = layer.backward - layer.seconds(_WIDTH * job.tokens / ranks * 4 * features)
+    layer.forward, layer.backward, layer.weight = layer.forward + twice, layer.backward - twice, layer.weight + twice
+    layer.gather_and_scatter(features)
+    layer.keep(job.tokens / ranks, 3 * features, features)  # input, its norm, and its gradient
+    layer.weights(architecture.vocabulary * features / ranks, job.replicas)
+    return layer.costs(name, features, tied)
+
+
+def _block(
+    name: str, block: Block, architecture: Architecture, hardware: Hardware, job: Job, joined: bool = False
+) -> LayerCosts:
+    """joined: with the product in front that joins a predictor's two inputs."""
+    layer, features, ranks = _Layer(hardware, job), architecture.features, job.tensor_parallel
+    rows = job.tokens / ranks  # outside of the layers that are split
+    layer.elementwise(rows, block.norms * 2 * features + 2 * features, block.norms * 4 * features)
+    layer.keep(rows, block.norms * features, 0)  # the inputs of the norms
+    if joined:
+        layer.linear(rows, 2 * features, features)
+        layer.keep(rows, 2 * features, 3 * features)
+        layer.weights(2 * features * features, job.replicas)
+    _add_attention(layer, block.attention, features)
+    if isinstance(block.mlp, int):
+        _add_mlp(layer, block.mlp, features)
+    else:
+        _add_experts(layer, block.mlp, features)
+    return layer.costs(name, features)
+
+
+def _add_attention(layer: _Layer, attention: Attention | LatentAttention, features: int) -> None:
+    job, ranks = layer.job, layer.job.tensor_parallel
+    rows = job.tokens / ranks
+    layer.gather_and_scatter(features)
+    layer.attention(job.tokens * _core_flops(attention, job.sequence) / ranks)
+    *inner, last = _projections(attention, features)
+    whole = _shared_projections(attention)
+    for index, (inputs, outputs) in enumerate(inner):
+        if index in whole:  # small: every GPU computes its tokens, with all of the weight
+            layer.linear(rows, inputs, outputs)
+            layer.weights(inputs * outputs, job.replicas)
+        else:
+            layer.linear(job.tokens, inputs, outputs / ranks)
+            layer.weights(inputs * outputs / ranks, job.replicas)
+    layer.linear(job.tokens, last[0] / ranks, last[1])
+    layer.weights(last[0] * last[1] / ranks, job.replicas)
+    held = sum(inputs + outputs for inputs, outputs in [*inner, last])
+    if isinstance(attention, Attention):
+        queries, keys = attention.heads * attention.head_size, attention.key_heads * attention.head_size
+        # the input; q, k and v before rotary, which v keeps alive; q and k after it; the core's output
+        activation = features + (queries + 2 * keys) + (queries + keys) + queries
+        layer.elementwise(rows, 2 * (queries + keys), 2 * (queries + keys))
+    else:
+        size = attention.heads * (attention.content_size + attention.rotary_size)
+        held -= features  # the input of two products
+        small = attention.query_rank + attention.key_rank
+        content = attention.heads * (attention.content_size + attention.value_size)
+        # the input; both small vectors before and after their norms; q and k with positions; values, core's output
+        activation = features + 2 * small + attention.rotary_size + 2 * size + content
+        activation += attention.heads * attention.value_size
+        layer.elementwise(rows, 4 * size + 2 * small, 4 * size + 4 * small)
+    layer.keep(rows, activation + attention.heads * _WIDE / _WIDTH, held)
+
+
+def _add_mlp(layer: _Layer, hidden: int, features: int) -> None:
+    job, ranks = layer.job, layer.job.tensor_parallel
+    layer.gather_and_scatter(features)
+    layer.linear(job.tokens, features, 2 * hidden / ranks)
+    layer.linear(job.tokens, hidden / ranks, features)
+    layer.elementwise(job.tokens / ranks, 3 * hidden, 6 * hidden)
+    # F leaves the input, gate and up; B leaves the input, three gradients and the product of gate and up
+    layer.keep(job.tokens / ranks, features + 2 * hidden, 2 * features + 3 * hidden)
+    layer.weights(3 * features * hidden / ranks, job.replicas)
+
+
+def _add_experts(layer: _Layer, experts: Experts, features: int) -> None:
+    """Router, experts over rows that are sorted by expert, and the MLP that all tokens take."""
+    job, ranks = layer.job, layer.job.tensor_parallel
+    rows = job.tokens / ranks * experts.chosen  # of this GPU's tokens; as many come back from others
+    layer.linear(job.tokens / ranks, features, experts.count)
+    layer.weights(features * experts.count, job.replicas)
+    layer.elementwise(rows, 4 * features, 4 * features)  # sort by expert, and back with a weight each
+    hidden = experts.hidden
+    if job.expert_parallel > 1:
+        here = experts.count / job.expert_parallel
+        layer.dispatch_and_combine(job.tokens / ranks, experts, features)
+        layer.linear(rows, features, 2 * hidden, here)
+        layer.linear(rows, hidden, features, here)
+        layer.weights(here * 3 * features * hidden, job.replicas * ranks / job.expert_parallel)
+    else:
+        layer.gather_and_scatter(features)
+        layer.linear(rows * ranks, features, 2 * hidden / ranks, experts.count)
+        layer.linear(rows * ranks, hidden / ranks, features, experts.count)
+        layer.weights(experts.count * 3 * features * hidden / ranks, job.replicas)
+    layer.elementwise(rows, 3 * hidden, 6 * hidden)
+    # of a sorted row: input, gate and up, their product, output; then the input, three gradients and the product
+    layer.keep(rows, 2 * features + 3 * hidden, 2 * features + 3 * hidden)
+    layer.keep(job.tokens / ranks, features, features)
+    if experts.shared:
+        _add_mlp(layer, experts.shared, features)
+        layer.keep(job.tokens / ranks, -features, -features)  # the router's input is its input, too
+
+
+def _projections(attention: Attention | LatentAttention, features: int) -> list[tuple[int, int]]:
+    """Inputs and outputs of the products around the core; the output's is the last."""
+    heads = attention.heads
+    if isinstance(attention, Attention):
+        size = attention.head_size
+        return [(features, (heads + 2 * attention.key_heads) * size), (heads * size, features)]
+    query = attention.content_size + attention.rotary_size
+    down = [(features, attention.query_rank)] if attention.query_rank else []
+    return [
+        *down,
+        (attention.query_rank or features, heads * query),
+        (features, attention.key_rank + attention.rotary_size),
+        (attention.key_rank, heads * (attention.content_size + attention.value_size)),
+        (heads * attention.value_size, features),
+    ]
+
+
+def _shared_projections(attention: Attention | LatentAttention) -> tuple[int, ...]:
+    """Those of `_projections` whose weight every tensor-parallel GPU has as a whole: down to a small vector."""
+    if isinstance(attention, Attention):
+        return ()
+    return (0, 2) if attention.query_rank else (1,)
+
+
+def _core_flops(attention: Attention | LatentAttention, sequence: int) -> float:
+    """Forward, per token of a sequence: q k^T and p v, over what the causal mask and the window leave."""
+    if isinstance(attention, Attention):
+        sizes = 2 * attention.head_size
+    else:
+        sizes = attention.content_size + attention.rotary_size + attention.value_size
+    seen = sequence if attention.window is None else min(attention.window, sequence)
+    pairs = (seen * (seen + 1) / 2 + (sequence - seen) * seen) / sequence  # keys per query, mean over the sequence
+    return 2 * attention.heads * sizes * pairs
+
+
+def _check(architecture: Architecture, job: Job) -> None:
+    ranks = job.tensor_parallel
+    for block in architecture.blocks:
+        if block.attention.heads % ranks:
+            raise ValueError(
+                f"model_costs: tensor_parallel must divide the {block.attention.heads} heads; got {ranks}"
+            )
+        if isinstance(block.mlp, Experts) and block.mlp.count % job.expert_parallel:
+            raise ValueError(
+                f"model_costs: expert_parallel must divide the {block.mlp.count} experts; got {job.expert_parallel}"
+            )
+    if job.expert_parallel > 1 and not any(isinstance(block.mlp, Experts) for block in architecture.blocks):
+        raise ValueError(f"model_costs: this model has no experts; leave expert_parallel at 1; got {job.expert_parallel}")
