@@ -92,6 +92,7 @@ class ModelCosts:
             **summed,
             communication=sent,
             static=self._static(chunks, ranks),
+            checkpoint=[0.0, *(chunk[-1].output for chunk in chunks[:-1])],
             time_unit=self.time_unit,
             memory_unit=self.memory_unit,
         )
