@@ -12,7 +12,7 @@ from zbkern.pipeline.draw.style import checked, lanes
 from zbkern.pipeline.schedules.units import TIME_UNITS
 
 if TYPE_CHECKING:
-    from zbkern.pipeline.simulation.timeline import Timeline
+    from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 _COUNTERS = ("pending W", "held bytes", "bytes allocated")
 
@@ -36,7 +36,7 @@ def events(timelines: Sequence[Timeline], titles: Sequence[str] | None = None) -
     for process, timeline in enumerate(timelines):
         scale = TIME_UNITS["us"] / TIME_UNITS.get(timeline.unit, TIME_UNITS["ms"])  # a trace is in microseconds
         found.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": names[process]}})
-        rows = [(f"rank {rank}", row) for rank, row in enumerate(timeline.events)]
+        rows: list[tuple[str, Sequence[Event]]] = [(f"rank {rank}", row) for rank, row in enumerate(timeline.events)]
         rows += [
             (f"rank {rank}: copies {name}", copies)
             for rank in range(len(timeline.events))

@@ -64,14 +64,16 @@ def profile(
             timelines.append(pipe.gather_timeline())
         mine = schedule.chunks_of(pipe.rank)
         pinned = pipe.queue.peak_bytes / (microbatches * len(mine))
-        memory = {chunk: (module.saved_bytes, pinned) for chunk, module in zip(mine, counted, strict=True)}
+        memory = {
+            chunk: (module.saved_bytes, pinned, module.input_bytes) for chunk, module in zip(mine, counted, strict=True)
+        }
         gathered = pipe.gather(memory)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     memories = {chunk: sizes for found in gathered for chunk, sizes in found.items()}
     times = drift.costs([_in_milliseconds(timeline) for timeline in timelines[1:]])
-    activation, held = zip(*(memories[chunk] for chunk in range(len(placement))), strict=True)
-    return replace(times, activation=activation, held=held, memory_unit="bytes")
+    activation, held, inputs = zip(*(memories[chunk] for chunk in range(len(placement))), strict=True)
+    return replace(times, activation=activation, held=held, checkpoint=inputs, memory_unit="bytes")
 
 
 def _check(placement: Sequence[int], repeats: int) -> None:
@@ -116,7 +118,13 @@ class _Counted(torch.nn.Module):
         self.keeps_inputs = False
         self._calls = 0
         self._storages: dict[int, int] = {}
+        self._inputs: dict[int, int] = {}
         self._kept = {_address(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    @property
+    def input_bytes(self) -> int:
+        """What one microbatch brings in a message."""
+        return sum(self._inputs.values())
 
     @property
     def saved_bytes(self) -> int:
@@ -127,7 +135,12 @@ class _Counted(torch.nn.Module):
         self._calls += 1
         for leaf in pytree.tree_leaves((inputs, keywords)):
             if isinstance(leaf, Tensor):
-                self._keep(leaf) if self.keeps_inputs else self._save(leaf)
+                if self.keeps_inputs:
+                    self._keep(leaf)
+                else:
+                    self._save(leaf)
+                    if self._calls == 1:
+                        self._inputs[_address(leaf)] = leaf.untyped_storage().nbytes()
         with self._counting():
             return self.module(*inputs, **keywords)
 

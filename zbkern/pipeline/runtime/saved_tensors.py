@@ -21,7 +21,8 @@ class _Saved:
         self.fill(tensor, place)
 
     def fill(self, tensor: Tensor | None, place: Place | None) -> None:
-        self.tensor, self.place = tensor, place
+        # detached: a function that saves its own output would be kept alive by it, for ever where no backward runs
+        self.tensor, self.place = None if tensor is None else tensor.detach(), place
         self.version = 0 if tensor is None else tensor._version
 
     def check(self) -> None:

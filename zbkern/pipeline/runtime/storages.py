@@ -72,7 +72,7 @@ class Storages:
         if storage not in self._moved:
             self._moved[storage] = Moved(tensor)
             self.nbytes += tensor.untyped_storage().nbytes()
-        return Place(self._moved[storage], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return Place(self._moved[storage], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def begin_offload(self, lanes: CopyLanes) -> Copy:
         """Begins the copy to the host; after its end `move` gives the device's memory back."""

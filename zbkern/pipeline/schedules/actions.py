@@ -42,7 +42,8 @@ L   Load: the copy of offloaded tensors back to the device begins here, after ea
     Gives:   nothing to any other rank.
     Memory:  takes the tensors again, as soon as the copy begins.
 
-O and L are copies: they run beside the passes, one at a time in each direction. O and R before one B exclude each other.
+O and L are copies: they run beside the passes, one at a time in each direction. Before one B, O and R exclude each
+other.
 
 A schedule is one list of actions per rank. Every rank runs its own in order and waits where an input has not arrived;
 nothing else orders the ranks. `Schedule.validate` proves that such lists can run to their end.
@@ -66,9 +67,9 @@ class ScheduleError(ValueError):
 class Action(NamedTuple):
     """One pass of one microbatch through one chunk.
 
-    kind: "F", "B", "W", "BW", "R", "O" or "L", as the top of this module says. chunk: the part of the model, numbered from 0 in model
-    order over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. microbatch: numbered
-    from 0 in each step. part: None for a whole pass, or (i, n) for slice i of n of a W, with 0 <= i < n.
+    kind: one of `KINDS`, as the top of this module says. chunk: the part of the model, numbered from 0 in model order
+    over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. microbatch: numbered from 0
+    in each step. part: None for a whole pass, or (i, n) for slice i of n of a W, with 0 <= i < n.
 
     >>> str(Action("B", chunk=2, microbatch=7))
     '2B7'

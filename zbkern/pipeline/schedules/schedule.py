@@ -61,9 +61,9 @@ class Schedule:
         """Proves that the schedule can run: complete, in place, in order, and free of deadlock.
 
         Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all slices of one count), on
-        the chunk's rank; R, O and L stand where `actions.py` says; and the ranks, each in its order, can run to the end. Raises ScheduleError naming the first
-        action that offends, with the part of the grid around it and the action marked. A schedule never changes, so
-        that a second call costs nothing.
+        the chunk's rank; R, O and L stand where `actions.py` says; and the ranks, each in its order, can run to the
+        end. Raises ScheduleError naming the first action that offends, with the part of the grid around it and the
+        action marked. A schedule never changes, so that a second call costs nothing.
         """
         if "_valid" not in self.__dict__:
             validation.validate(self)

@@ -86,7 +86,9 @@ class ModelCosts:
         if len(ranks) != len(starts):
             raise ValueError(f"chunk_costs: placement must be one rank for each of {len(starts)} chunks; got {ranks}")
         chunks = [self.layers[a:b] for a, b in pairwise([*starts, count])]
-        summed = {name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED}
+        summed: dict[str, Any] = {
+            name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED
+        }
         sent = [self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]]
         return Costs(
             **summed,

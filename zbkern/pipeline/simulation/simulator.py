@@ -46,8 +46,8 @@ def simulate(
     when it ends, and BW nothing; W releases `held` when it ends, a slice of n its n-th part. A W that directly follows
     a W of its chunk gains `merge_saving` (whole W only; never with fill="eager", which runs them one by one).
 
-    O and L take memory per bandwidth, one after the other in each direction, and are in `Timeline.copies`; passes beside
-    them take longer by `copy_slowdown`. fill="eager" is for schedules without R, O and L.
+    O and L take memory per bandwidth, one after the other in each direction, and are in `Timeline.copies`; passes
+    beside them take longer by `copy_slowdown`. fill="eager" is for schedules without R, O and L.
 
     Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
@@ -152,9 +152,9 @@ class _Run:
         if part is not None:
             return length / part[1]
         before = self._previous[rank]
-        if kind == "W" and self._eager is None and before is not None:
-            if before.kind == "W" and before.chunk == chunk and before.part is None:
-                return max(0.0, length - self._costs.merge_saving[chunk])
+        follows = before is not None and before.kind == "W" and before.chunk == chunk and before.part is None
+        if kind == "W" and follows and self._eager is None:
+            return max(0.0, length - self._costs.merge_saving[chunk])
         return length
 
     def _arrival(self, rank: int, action: Action) -> float:

@@ -15,7 +15,6 @@ from zbkern.pipeline.schedules.units import duration
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.memory import Memory
 
-
 _TAKING = ("F", "R", "L")  # what takes memory when it starts
 
 
@@ -107,9 +106,29 @@ class Timeline:
         return draw.save([self], path)
 
 
-def measured(schedule: Schedule, rows: Sequence[Sequence[Event]], samples: Sequence[Sequence[Sample]] = ()) -> Timeline:
-    """The timeline of events and samples in seconds, by rank, shifted so that it starts at 0."""
+def measured(
+    schedule: Schedule,
+    rows: Sequence[Sequence[Event]],
+    samples: Sequence[Sequence[Sample]] = (),
+    copies: Sequence[Sequence[Event]] = (),
+    peak_bytes: Sequence[int] = (),
+) -> Timeline:
+    """The timeline of events, samples and copies in seconds, by rank, shifted so that it starts at 0.
+
+    peak_bytes: of each rank, where they were counted: what microbatches held at most, as `Memory` counts it.
+    """
     first = min((row[0].start for row in rows if row), default=0.0)
-    events = (tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
     shifted = (tuple(s._replace(seconds=s.seconds - first) for s in row) for row in samples)
-    return Timeline(schedule, tuple(events), unit="s", samples=tuple(shifted))
+    return Timeline(
+        schedule,
+        _shifted(rows, first),
+        tuple(peak_bytes),
+        unit="s",
+        samples=tuple(shifted),
+        memory_unit="bytes" if peak_bytes else "",
+        copies=_shifted(copies, first),
+    )
+
+
+def _shifted(rows: Sequence[Sequence[Event]], first: float) -> tuple[tuple[Event, ...], ...]:
+    return tuple(tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
