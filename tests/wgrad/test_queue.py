@@ -296,7 +296,7 @@ def test_a_task_that_gets_other_tensors_keeps_its_place_and_its_gradient() -> No
     queue = wgrad.WGradQueue(merge=False)
     for key in range(2):
         with queue.defer(key):
-            layer(torch.full((2, 4), key + 1.0, dtype=torch.float64)).sum().backward()
+            layer(torch.full((2, 4), key + 1.0, dtype=torch.float64)).backward(torch.ones(2, 4, dtype=torch.float64))
     first, second = queue.tasks()
     sources, held = first.tensors, queue.bytes
     queue.exchange(first, [tensor.clone() for tensor in sources])
