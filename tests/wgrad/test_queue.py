@@ -289,3 +289,23 @@ def test_a_queue_that_was_refused_leaves_the_others_as_they_are() -> None:
     assert not seen
     queue.run()
     assert len(seen) == 1
+
+
+def test_a_task_that_gets_other_tensors_keeps_its_place_and_its_gradient() -> None:
+    layer = zbkern.convert(torch.nn.Linear(4, 4, dtype=torch.float64))
+    queue = wgrad.WGradQueue(merge=False)
+    for key in range(2):
+        with queue.defer(key):
+            layer(torch.full((2, 4), key + 1.0, dtype=torch.float64)).backward(torch.ones(2, 4, dtype=torch.float64))
+    first, second = queue.tasks()
+    sources, held = first.tensors, queue.bytes
+    queue.exchange(first, [tensor.clone() for tensor in sources])
+    for tensor in sources:
+        tensor.fill_(float("nan"))
+    assert queue.tasks() == (first, second)
+    assert queue.bytes == held
+    queue.run()
+    assert queue.bytes == 0
+    assert torch.equal(layer.weight.grad, torch.full((4, 4), 6.0, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"WGradQueue\.exchange: task must be one that waits in this queue"):
+        queue.exchange(first, sources)

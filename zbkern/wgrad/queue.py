@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zbkern.wgrad import accumulation, grouping, side_stream
 from zbkern.wgrad.task import WGradTask
@@ -119,22 +120,28 @@ class WGradQueue:
                 task.ready_event = self._side.record_event()
                 self._unpin(self._side.take_finished())
             self._tasks[task] = None
-            pinned, pins = self._pinned, task.pins
-            for tensor in task.tensors:
-                storage = tensor.untyped_storage()
-                address = storage._cdata
-                if address in pinned:
-                    pin = pinned[address]
-                    pin[0] += 1
-                else:
-                    size = storage.nbytes()
-                    pin = pinned[address] = [1, size, address]
-                    self._bytes += size
-                pins.append(pin)
+            self._pin(task)
             if self.max_bytes is not None and self._bytes > self.max_bytes:
                 self._run_early()
             if self._bytes > self.peak_bytes:
                 self.peak_bytes = self._bytes
+
+    def exchange(self, task: WGradTask, tensors: Sequence[Tensor]) -> None:
+        """Gives a waiting task other tensors with the same values, such as copies of them elsewhere.
+
+        The task keeps its place among the others. On the queue's own stream its W then comes after what the current
+        stream has been given by now. Raises ValueError for a task that does not wait here.
+        """
+        with self._lock:
+            if task not in self._tasks:
+                raise ValueError(f"WGradQueue.exchange: task must be one that waits in this queue; got {task!r}")
+            self._unpin([task])
+            task.pins.clear()
+            task.tensors = tuple(tensors)
+            task.version = sum(tensor._version for tensor in task.tensors)
+            if task.ready_event is not None and self._side is not None:
+                task.ready_event = self._side.record_event()
+            self._pin(task)
 
     def run(self, key: Hashable | list[Hashable] = None) -> int:
         """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many tasks."""
@@ -343,6 +350,20 @@ class WGradQueue:
         for task in tasks:
             del self._tasks[task]
         self._unpin(tasks)
+
+    def _pin(self, task: WGradTask) -> None:
+        pinned, pins = self._pinned, task.pins
+        for tensor in task.tensors:
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            if address in pinned:
+                pin = pinned[address]
+                pin[0] += 1
+            else:
+                size = storage.nbytes()
+                pin = pinned[address] = [1, size, address]
+                self._bytes += size
+            pins.append(pin)
 
     def _unpin(self, tasks: Iterable[WGradTask]) -> None:
         for task in tasks:

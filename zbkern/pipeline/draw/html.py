@@ -17,7 +17,7 @@ from zbkern.pipeline.draw import style
 
 if TYPE_CHECKING:
     from zbkern.pipeline.simulation.costs import Costs
-    from zbkern.pipeline.simulation.timeline import Timeline
+    from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 
 def html(
@@ -45,22 +45,28 @@ def html(
 
 
 def _timeline(timeline: Timeline, title: str, tracks: Sequence[style.Track]) -> dict[str, object]:
-    """fills: colour and colour of the number; rows: [start, end, fill, action, microbatch] of each event."""
+    """fills: colour and colour of the number; rows: [start, end, fill, action, microbatch] of each event; lanes: of
+    each rank, a name and the same of each copy, in a lane per direction."""
     first = min((row[0].start for row in timeline.events if row), default=0.0)
     fills: dict[str, int] = {}
-    rows = []
-    for rank, row in enumerate(timeline.events):
+
+    def boxes(rank: int, events: Sequence[Event]) -> list[list[object]]:
         chunks, found = timeline.schedule.chunks_of(rank), []
-        for _, action, start, end in row:
+        for _, action, start, end in events:
             fill = style.shade(action.kind, chunks.index(action.chunk), len(chunks))
             index = fills.setdefault(fill, len(fills))
             found.append([_short(start - first), _short(end - first), index, str(action), action.microbatch])
-        rows.append(found)
+        return found
+
+    ranks = range(len(timeline.events))
+    rows = [boxes(rank, timeline.events[rank]) for rank in ranks]
+    lanes = [[[name, boxes(rank, each)] for name, each in style.lanes(timeline, rank).items()] for rank in ranks]
     return {
         "title": title,
         "note": style.note(timeline),
         "fills": [[fill, "#24292f" if style.is_light(fill) else "#fff"] for fill in fills],
         "rows": rows,
+        "lanes": lanes,
         "held": [[[_short(time - first), _short(held)] for time, held in track] for track in tracks],
     }
 

@@ -9,10 +9,27 @@ from zbkern.pipeline.schedules.units import amount, duration
 
 if TYPE_CHECKING:
     from zbkern.pipeline.simulation.costs import Costs
-    from zbkern.pipeline.simulation.timeline import Timeline
+    from zbkern.pipeline.simulation.timeline import Event, Timeline
 
-COLOURS = {"F": "#3f83c9", "B": "#2e9e86", "W": "#dfa23a", "BW": "#8d74c4"}
-MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "both gradients"}
+COLOURS = {
+    "F": "#3f83c9",
+    "B": "#2e9e86",
+    "W": "#dfa23a",
+    "BW": "#8d74c4",
+    "R": "#c2668f",
+    "O": "#7a8793",
+    "L": "#a58a6b",
+}
+MEANING = {
+    "F": "forward",
+    "B": "input gradient",
+    "W": "weight gradient",
+    "BW": "both gradients",
+    "R": "recompute",
+    "O": "offload",
+    "L": "load",
+}
+LANES = {"O": "out", "L": "back"}  # the copies of a rank: below its passes, a lane for each direction
 IDLE, OUTSIDE, HELD = "#f7c5c1", "#eef0f3", "#a9b3bf"
 
 Track = list[tuple[float, float]]  # of one rank: (time, memory held from then on)
@@ -73,9 +90,17 @@ def note(timeline: Timeline) -> str:
     return text
 
 
+def lanes(timeline: Timeline, rank: int) -> dict[str, list[Event]]:
+    """The copies of a rank by their lane, for every rank of a timeline that has any; else no lanes."""
+    if not any(timeline.copies):
+        return {}
+    return {lane: [e for e in timeline.copies[rank] if e.action.kind == kind] for kind, lane in LANES.items()}
+
+
 def legend(shown: Drawing) -> list[tuple[str, str]]:
     """The entries of the legend: text and colour."""
-    present = {event.action.kind for timeline in shown.timelines for row in timeline.events for event in row}
+    rows = [row for timeline in shown.timelines for row in (*timeline.events, *timeline.copies)]
+    present = {event.action.kind for row in rows for event in row}
     entries = [(f"{kind} {MEANING[kind]}", COLOURS[kind]) for kind in COLOURS if kind in present]
     if any(timeline.schedule.chunks > 1 for timeline in shown.timelines):
         entries.append(("later chunk of a rank", shade("F", 1, 2)))

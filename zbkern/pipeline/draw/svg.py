@@ -2,8 +2,8 @@
 
 Several timelines stand one above the other on one time axis. A box is an action: its colour the kind, its shade the
 chunk of the rank, its number the microbatch. Idle time between a rank's first and last action is pink, that before and
-after it grey: a rank may start late and end early for free. Given costs, the memory that a rank holds is drawn below
-its row.
+after it grey: a rank may start late and end early for free. Below its row are the lanes of a rank's copies, where it
+has any, and given costs the memory that it holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from zbkern.pipeline.draw.style import HELD, IDLE, OUTSIDE, Track, drawing, is_light, legend, note, shade
+from zbkern.pipeline.draw.style import HELD, IDLE, OUTSIDE, Track, drawing, is_light, lanes, legend, note, shade
 from zbkern.pipeline.schedules.units import duration, number
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 _LEFT, _RIGHT, _TITLE, _ROW, _HELD_ROW, _GAP, _AXIS = 64, 16, 28, 24, 26, 20, 30
+_LANE = 16  # of the copies in one direction
 _DARK = "#24292f"
 _STYLE = f"""
 text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }}
@@ -55,6 +56,10 @@ def svg(
             boxes = _row(timeline, rank, row, first, scale, width - _LEFT - _RIGHT)
             parts.append(f'<g transform="translate({_LEFT} {top:g})">{boxes}</g>')
             top += _ROW
+            for lane, copies in lanes(timeline, rank).items():
+                boxes = _lane(timeline, rank, lane, copies, first, scale, width - _LEFT - _RIGHT)
+                parts.append(f'<g transform="translate({_LEFT} {top:g})">{boxes}</g>')
+                top += _LANE
             if most:
                 held = _held(rows[rank], first, scale, (_HELD_ROW - 7) / most)
                 parts.append(
@@ -81,21 +86,37 @@ def _row(timeline: Timeline, rank: int, row: Sequence[Event], first: float, scal
     if row:
         left, length = (row[0].start - first) * scale, (row[-1].end - row[0].start) * scale
         parts.append(f'<rect class="idle" x="{left:.5g}" width="{length:.5g}" {tall}/>')
-    chunks = timeline.schedule.chunks_of(rank)
+    return "".join([*parts, *_boxes(timeline, rank, row, first, scale, _ROW)])
+
+
+def _lane(
+    timeline: Timeline, rank: int, name: str, copies: Sequence[Event], first: float, scale: float, width: float
+) -> str:
+    parts = [
+        f'<text class="end" x="-8" y="{_LANE - 5}">{name}</text>',
+        f'<rect class="track" width="{width}" height="{_LANE - 2}"/>',
+    ]
+    return "".join([*parts, *_boxes(timeline, rank, copies, first, scale, _LANE)])
+
+
+def _boxes(timeline: Timeline, rank: int, row: Sequence[Event], first: float, scale: float, height: float) -> list[str]:
+    """A box for each event in a row that is so high, and its number where there is room."""
+    parts = []
+    chunks, base = timeline.schedule.chunks_of(rank), height - 9 if height == _ROW else height - 5
     for event in row:
         kind, chunk, microbatch, _ = event.action
         fill, label = shade(kind, chunks.index(chunk), len(chunks)), str(microbatch)
         x, length = (event.start - first) * scale, (event.end - event.start) * scale
         border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
         parts.append(
-            f'<rect class="action" x="{x:.5g}" width="{length:.5g}" {tall} fill="{fill}"{border}>'
+            f'<rect class="action" x="{x:.5g}" width="{length:.5g}" height="{height - 2}" fill="{fill}"{border}>'
             f"<title>{event.action} on rank {rank}: {number(event.start)} to "
             f"{duration(event.end, timeline.unit)}</title></rect>"
         )
         if length >= 7 * len(label) + 2:
             dark = " dark" if is_light(fill) else ""
-            parts.append(f'<text class="number{dark}" x="{x + length / 2:.5g}" y="{_ROW - 9}">{label}</text>')
-    return "".join(parts)
+            parts.append(f'<text class="number{dark}" x="{x + length / 2:.5g}" y="{base}">{label}</text>')
+    return parts
 
 
 def _held(track: Track, first: float, scale: float, tall: float) -> str:

@@ -1,4 +1,5 @@
-"""Traces that open in Perfetto and chrome://tracing: a process per timeline, a thread per rank, counters of samples."""
+"""Traces that open in Perfetto and chrome://tracing: a process per timeline, a thread per rank and per direction of its
+copies, counters of samples."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbkern.pipeline.draw.style import checked
+from zbkern.pipeline.draw.style import checked, lanes
 from zbkern.pipeline.schedules.units import TIME_UNITS
 
 if TYPE_CHECKING:
-    from zbkern.pipeline.simulation.timeline import Timeline
+    from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 _COUNTERS = ("pending W", "held bytes", "bytes allocated")
 
@@ -35,17 +36,21 @@ def events(timelines: Sequence[Timeline], titles: Sequence[str] | None = None) -
     for process, timeline in enumerate(timelines):
         scale = TIME_UNITS["us"] / TIME_UNITS.get(timeline.unit, TIME_UNITS["ms"])  # a trace is in microseconds
         found.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": names[process]}})
-        for rank, row in enumerate(timeline.events):
-            found.append(
-                {"ph": "M", "pid": process, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-            )
+        rows: list[tuple[str, Sequence[Event]]] = [(f"rank {rank}", row) for rank, row in enumerate(timeline.events)]
+        rows += [
+            (f"rank {rank}: copies {name}", copies)
+            for rank in range(len(timeline.events))
+            for name, copies in lanes(timeline, rank).items()
+        ]
+        for thread, (name, row) in enumerate(rows):
+            found.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}})
             for event in row:
                 kind, chunk, microbatch, part = event.action
                 found.append(
                     {
                         "ph": "X",
                         "pid": process,
-                        "tid": rank,
+                        "tid": thread,
                         "name": str(event.action),
                         "cat": kind,
                         "ts": event.start * scale,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner import model_search, robustness
+from zbkern.pipeline.planner import offload as memory_saving
 from zbkern.pipeline.planner.arguments import (
     PLACEMENTS,
     check_search,
@@ -76,6 +78,8 @@ def plan(
     seed: int = 0,
     effort: int = EFFORT,
     progress: Callable[[str], None] = lambda line: None,
+    offload: bool = False,
+    recompute: bool = False,
 ) -> Plan:
     """The best schedule found for these costs; with those of layers, also how to cut and place the model.
 
@@ -88,6 +92,10 @@ def plan(
     per rank; None for none. objective: what to minimise, "cost" or "makespan" (see `Timeline`). jitter, samples: the
     plan has the least mean over `samples` simulations in which every pass takes its cost times a normal variate of this
     deviation, of those found for these costs and for slower communication, which leave a late message some slack.
+
+    offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
+    activations (and what W needs) to the host and load them back, or that recompute activations; for costs that say
+    what these cost. Orders are then searched that need the limit and that need more, each with two rounds less.
 
     The search is a sequence of `effort` rounds, each twice as long as the one before (0: the constructive answer alone,
     about a second or less), which are counted in work: for one `seed` the plan is the same on every machine, however
@@ -110,6 +118,14 @@ def plan(
         )
     schedules.check_counts("plan", stages, microbatches, 1 if chunks is None else chunks)
     check_search(objective, jitter, samples, seed, time_limit, effort)
+    if (offload or recompute) and memory_limit is not None:
+        again = partial(plan, costs, stages, microbatches, chunks, placement, partition=partition, objective=objective)
+        share = None if time_limit is None else time_limit / len(memory_saving.MORE_MEMORY)
+        again = partial(again, time_limit=share, jitter=jitter, samples=samples, seed=seed, progress=progress)
+        return memory_saving.search(
+            lambda limit: again(memory_limit=limit, effort=max(0, effort - 2)),
+            *(memory_limit, objective, offload, recompute),
+        )
     if time_limit == 0:
         effort, time_limit = 0, None
     seconds = float("inf") if time_limit is None else time_limit

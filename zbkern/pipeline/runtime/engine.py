@@ -17,11 +17,12 @@ from torch import Tensor
 from zbkern.pipeline.runtime.arguments import check, check_place, device_of, module_list, split
 from zbkern.pipeline.runtime.data_parallel import Replicas
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
+from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memory_saving, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorder
 from zbkern.pipeline.runtime.run_ahead import SpeculativeForwards, StepValidator
 from zbkern.pipeline.runtime.schedule_updates import ReplannerLike, ScheduleUpdates
-from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
+from zbkern.pipeline.runtime.stage import evaluation_mode
 from zbkern.pipeline.runtime.tied_weights import TiedWeights
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
@@ -87,11 +88,10 @@ class Pipeline:
                 "Pipeline: replanner must be None with FSDP2 or tensor-parallel stages: pipelines that measure other "
                 f"times would take other schedules, and communicate in another order; got {replanner!r}"
             )
-        self._last = last = len(schedule.placement) - 1
-        self._stages = {
-            chunk: Stage(module, chunk, self.queue, loss_fn if chunk == last else None, schedule.microbatches)
-            for chunk, module in self._replicas.modules.items()
-        }
+        self._last = len(schedule.placement) - 1
+        check_memory_saving(schedule, fill, max_wgrad_bytes, replanner, self._replicas.gathers)
+        self._recorder = Recorder(rank, self.device, self.queue, options.record)
+        self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder)
         self.rank = rank
         self.tied = dict(tied or {})
         self._transport = connect(group, schedule, self.device, self.tied)
@@ -105,7 +105,6 @@ class Pipeline:
         self._step = 0  # in the tags of its messages
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
-        self._recorder = Recorder(rank, self.device, self.queue, options.record)
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
@@ -187,7 +186,9 @@ class Pipeline:
         """When this rank's actions of the last step ran, in seconds since its first; other ranks' rows are empty."""
         rows: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
         rows[self.rank] = self._recorder.events()
-        return measured(self.schedule, rows)
+        copies: list[list[Event]] = [[] for _ in rows]
+        copies[self.rank] = self._recorder.copies()
+        return measured(self.schedule, rows, copies=copies if any(copies) else ())
 
     def gather(self, value: Any) -> list[Any]:
         """One picklable value of every rank, by rank; collective. Raises PipelineError as a step does."""
@@ -198,9 +199,21 @@ class Pipeline:
             raise
 
     def gather_timeline(self) -> Timeline:
-        """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective."""
-        events, samples = zip(*self.gather((self._recorder.events(), self.samples)), strict=True)
-        return measured(self.schedule, events, samples if any(samples) else ())
+        """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective.
+
+        Where the schedule has R, O or L, `peak_memory` is what microbatches held at most on each rank that has them, in
+        bytes.
+        """
+        recorder = self._recorder
+        mine = recorder.events(), self.samples, recorder.copies(), recorder.peak_bytes
+        events, samples, copies, peaks = zip(*self.gather(mine), strict=True)
+        return measured(
+            self.schedule,
+            events,
+            samples if any(samples) else (),
+            copies if any(copies) else (),
+            peaks if any(peaks) else (),
+        )
 
     @property
     def samples(self) -> list[Sample]:
@@ -378,6 +391,7 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         kind, chunk, microbatch, _ = action
         gradients = None if chunk == self._last else self._await("B", action)
+        self._stages[chunk].prepare(microbatch)
         start = self._recorder.now()
         outputs = self._stages[chunk].backward_input(microbatch, gradients)
         if kind == "BW":
@@ -396,6 +410,8 @@ class Pipeline:
             self._stages[chunk].warn_of_fused_backward()
         if self.fill == "eager":
             return
+        for action in actions:
+            self._stages[chunk].prepare(action.microbatch)
         start = self._recorder.now()
         if part is None:
             self._stages[chunk].weight(*(action.microbatch for action in actions))
@@ -403,7 +419,25 @@ class Pipeline:
             self._stages[chunk].weight_part(actions[0].microbatch, *part)
         self._recorder.done(actions, start)
 
-    _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {"F": _forward, "B": _backward, "W": _weight, "BW": _backward}
+    def _save_memory(self, action: Action) -> None:
+        start = self._recorder.now()
+        stage = self._stages[action.chunk]
+        assert isinstance(stage, MemorySavingStage)
+        stage.save_memory(action)
+        if action.kind == "R":
+            self._recorder.done((action,), start)
+        else:
+            self._recorder.held()
+
+    _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {
+        "F": _forward,
+        "B": _backward,
+        "W": _weight,
+        "BW": _backward,
+        "R": _save_memory,
+        "O": _save_memory,
+        "L": _save_memory,
+    }
 
     # ---- waiting, sending, filling
 

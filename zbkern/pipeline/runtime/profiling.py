@@ -196,6 +196,7 @@ def _measured(
         activation=[chunk.activation for chunk in chunks],
         held=[chunk.held for chunk in chunks],
         static=[chunk.static for chunk in chunks],
+        checkpoint=[0, *(chunk.output for chunk in chunks[:-1])],
         split_overhead=overhead,
         merge_saving=saving,
         memory_unit="bytes",

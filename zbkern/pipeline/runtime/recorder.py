@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from zbkern.pipeline.runtime.clock import EventClock
+from zbkern.pipeline.runtime.host_copies import Copy
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.simulation.timeline import Event, Sample
 from zbkern.wgrad import WGradQueue
+
+
+class Holder(Protocol):
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds for microbatches now."""
 
 
 class Recorder:
@@ -19,15 +27,18 @@ class Recorder:
 
     def __init__(self, rank: int, device: torch.device, queue: WGradQueue, sample: bool) -> None:
         self._rank = rank
-        self._device = device
+        self.device = device
         self._queue = queue
         self._sample = sample
+        self._holders: Sequence[Holder] = ()
         self._clock = EventClock(device)
         self.now = self._clock.now
         self.clear()
 
     def clear(self) -> None:
         """Forgets the last step."""
+        self.peak_bytes = 0  # that what `watch` was given held at once
+        self._copies: list[tuple[Action, Copy]] = []
         self._marks: list[tuple[tuple[Action, ...], Any, Any]] = []
         self._samples: list[tuple[Any, int, int, int]] = []
         self._clock.renew()
@@ -36,9 +47,31 @@ class Recorder:
         """These actions ran as one launch from `start` until now."""
         end = self.now()
         self._marks.append((actions, start, end))
+        self.held()
         if self._sample:
-            allocated = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+            allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
             self._samples.append((end, self._queue.pending(), self._queue.bytes, allocated))
+
+    def watch(self, holders: Sequence[Holder]) -> None:
+        """From now on asks them after every action how many bytes they hold, for `peak_bytes`."""
+        self._holders = holders
+
+    def held(self) -> None:
+        """An action has taken or freed memory."""
+        if self._holders:
+            self.peak_bytes = max(self.peak_bytes, sum(holder.nbytes for holder in self._holders))
+
+    def copied(self, action: Action, copy: Copy) -> None:
+        """The copy of an O or L begins."""
+        self._copies.append((action, copy))
+
+    def copies(self) -> list[Event]:
+        """The copies as events; waits for the last."""
+        found = []
+        for action, copy in self._copies:
+            begun, ended = copy.marks()
+            found.append(Event(self._rank, action, self._clock.seconds(begun), self._clock.seconds(ended)))
+        return found
 
     def catch_up(self) -> None:
         """Waits until the device has begun the action that was launched last, so that little is ahead of the host."""

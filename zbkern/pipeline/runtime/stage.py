@@ -60,6 +60,9 @@ class Stage:
                 self._warn_of_lost_graph(roots)
         return pytree.tree_map_only(Tensor, _detach, outputs)
 
+    def prepare(self, microbatch: int) -> None:
+        """Waits for what a B or W of this microbatch needs and is not there yet: a load, in stages that have any."""
+
     def backward_input(self, microbatch: int, gradients: Any) -> Any:
         """B: runs the backward with every W deferred under (chunk, microbatch); returns the gradients of the inputs.
 

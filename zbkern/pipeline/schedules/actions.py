@@ -1,7 +1,7 @@
 """What a pipeline does, as data: `Action`, one pass of one microbatch through one chunk of the model.
 
-There are four kinds of pass, with the letters of the papers. Each says what must have run before it, on which rank, and
-what it leaves behind:
+There are four kinds of pass that every schedule is made of, with the letters of the papers, and three that trade memory
+for time. Each says what must have run before it, on which rank, and what it leaves behind:
 
 F   The forward of a chunk.
     Needs:   the output of F of the chunk before, same microbatch, from the rank that holds it; the first chunk takes
@@ -22,6 +22,29 @@ W   The gradients of a chunk's parameters (the weight gradient, or wgrad).
 BW  A fused backward: B and W in one pass.
     Needs, gives and frees what B and W together do. A microbatch has either BW, or B and W.
 
+R   Recompute: the forward again, for its activations alone. A microbatch that has an R keeps from its F only what the
+    chunk was given, so F looks ahead for it.
+    Needs:   its own F, and runs before its B or BW; nothing of any other rank.
+    Gives:   nothing to any other rank.
+    Memory:  takes the activations that F did not keep.
+
+O   Offload: from here on a microbatch's tensors are in the host's memory: its activations, where O stands before its B,
+    and what its W needs, where O stands after its B. The copy begins as soon as the F or B that leaves the tensors has
+    ended, after earlier copies of the rank; O is where the rank waits for its end, so that it belongs where the memory
+    is needed.
+    Needs:   its own F, or its own B.
+    Gives:   nothing to any other rank.
+    Memory:  frees the tensors.
+
+L   Load: the copy of offloaded tensors back to the device begins here, after earlier loads of the rank. The B, BW or W
+    that needs them waits for its end.
+    Needs:   its own O.
+    Gives:   nothing to any other rank.
+    Memory:  takes the tensors again, as soon as the copy begins.
+
+O and L are copies: they run beside the passes, one at a time in each direction. Before one B, O and R exclude each
+other.
+
 A schedule is one list of actions per rank. Every rank runs its own in order and waits where an input has not arrived;
 nothing else orders the ranks. `Schedule.validate` proves that such lists can run to their end.
 """
@@ -31,9 +54,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-KINDS = ("F", "B", "W", "BW")
+KINDS = ("F", "B", "W", "BW", "R", "O", "L")
+COPIES = ("O", "L")  # which run beside the passes
 
-_ACTION = re.compile(r"(\d+)(F|BW|B|W)(\d+)(?::(\d+)/(\d+))?")
+_ACTION = re.compile(r"(\d+)(F|BW|B|W|R|O|L)(\d+)(?::(\d+)/(\d+))?")
 
 
 class ScheduleError(ValueError):
@@ -43,9 +67,9 @@ class ScheduleError(ValueError):
 class Action(NamedTuple):
     """One pass of one microbatch through one chunk.
 
-    kind: "F", "B", "W" or "BW", as the top of this module says. chunk: the part of the model, numbered from 0 in model
-    order over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. microbatch: numbered
-    from 0 in each step. part: None for a whole pass, or (i, n) for slice i of n of a W, with 0 <= i < n.
+    kind: one of `KINDS`, as the top of this module says. chunk: the part of the model, numbered from 0 in model order
+    over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. microbatch: numbered from 0
+    in each step. part: None for a whole pass, or (i, n) for slice i of n of a W, with 0 <= i < n.
 
     >>> str(Action("B", chunk=2, microbatch=7))
     '2B7'

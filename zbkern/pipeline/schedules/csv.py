@@ -73,6 +73,11 @@ def _cell(action: Action, dialect: str) -> str:
         raise ScheduleError(
             f'to_csv: torch has no slices of W, and the schedule has {action}; use dialect="zbkern", or whole W'
         )
+    if action.kind not in _TO_TORCH:
+        raise ScheduleError(
+            f"to_csv: torch has no actions that offload, load or recompute, and the schedule has {action}; use "
+            'dialect="zbkern", or a schedule without them'
+        )
     return f"{action.chunk}{_TO_TORCH[action.kind]}{action.microbatch}"
 
 

@@ -1,4 +1,4 @@
-"""Who needs whose result: F the F of the chunk before, B and BW the B of the chunk behind, W nothing of other chunks.
+"""Who needs whose result: F the F of the chunk before, B and BW the B of the chunk behind, the others of no chunk's.
 
 A result is named (kind, chunk, microbatch), with kind "F" or "B"; "B" stands for a BW, too.
 """
@@ -12,24 +12,25 @@ from typing import TypeVar
 from zbkern.pipeline.schedules.actions import Action
 
 Result = tuple[str, int, int]
+_GIVING = ("F", "B", "BW")  # what other chunks wait for, and what waits for them
 T = TypeVar("T")
 
 
 def result(action: Action) -> Result | None:
-    """What `action` makes for other chunks; None for a W."""
+    """What `action` makes for other chunks; None for all but F, B and BW."""
     kind, chunk, microbatch, _ = action
-    return None if kind == "W" else ("F" if kind == "F" else "B", chunk, microbatch)
+    return ("F" if kind == "F" else "B", chunk, microbatch) if kind in _GIVING else None
 
 
 def producer(action: Action, chunks: int) -> Result | None:
-    """The result of another chunk that `action` needs; None for a W, and where the input is data or the loss.
+    """The result of another chunk that `action` needs; None for all but F, B and BW, and for the batch and the loss.
 
     chunks: of the whole pipeline.
     """
     kind, chunk, microbatch, _ = action
     if kind == "F":
         return ("F", chunk - 1, microbatch) if chunk > 0 else None
-    return ("B", chunk + 1, microbatch) if kind != "W" and chunk < chunks - 1 else None
+    return ("B", chunk + 1, microbatch) if kind in _GIVING and chunk < chunks - 1 else None
 
 
 def order_of_running(rows: Sequence[Sequence[Action]], chunks: int) -> Iterator[tuple[int, Action]]:

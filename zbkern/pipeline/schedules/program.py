@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.actions import COPIES, Action
 
 FILLS = ("planned", "eager")  # W where the schedule has it, or wherever the rank would wait
 
@@ -22,6 +22,16 @@ def merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:
             yield (action,)
     if run:
         yield tuple(run)
+
+
+def recomputed(actions: Iterable[Action]) -> set[tuple[int, int]]:
+    """(chunk, microbatch) of every R: what F keeps no activations of."""
+    return {(action.chunk, action.microbatch) for action in actions if action.kind == "R"}
+
+
+def trades_memory(actions: Iterable[Action]) -> bool:
+    """Whether any of them offloads, loads or recomputes."""
+    return any(action.kind in ("R", *COPIES) for action in actions)
 
 
 def peak_microbatches(actions: Sequence[Action]) -> int:

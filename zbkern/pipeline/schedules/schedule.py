@@ -61,16 +61,16 @@ class Schedule:
         """Proves that the schedule can run: complete, in place, in order, and free of deadlock.
 
         Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all slices of one count), on
-        the chunk's rank; and the ranks, each in its order, can run to the end. Raises ScheduleError naming the first
-        action that offends, with the part of the grid around it and the action marked. A schedule never changes, so
-        that a second call costs nothing.
+        the chunk's rank; R, O and L stand where `actions.py` says; and the ranks, each in its order, can run to the
+        end. Raises ScheduleError naming the first action that offends, with the part of the grid around it and the
+        action marked. A schedule never changes, so that a second call costs nothing.
         """
         if "_valid" not in self.__dict__:
             validation.validate(self)
             object.__setattr__(self, "_valid", True)
 
     def to_text(self, width: int | None = None) -> str:
-        """A grid for a terminal: a row per rank, a column per unit of time when every pass takes one (BW two).
+        """A grid for a terminal: a row per rank, a column per unit of time when every action takes one (BW two).
 
         width: characters per line; longer grids continue in further blocks. None for lines of any length.
         """
@@ -81,7 +81,7 @@ class Schedule:
 
         dialect: "zbkern" writes `str(action)` and starts with comment lines that carry name, microbatches and
         placement; "torch" writes what torch.distributed.pipelining loads, where I is our B and B our BW.
-        Raises ScheduleError when the dialect cannot say it (torch has no slices of W).
+        Raises ScheduleError when the dialect cannot say it (torch has no slices of W, no R, O or L).
         """
         return csv_text.write(self, dialect)
 

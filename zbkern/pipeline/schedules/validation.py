@@ -6,13 +6,13 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NoReturn
 
 from zbkern.pipeline.schedules import grid
-from zbkern.pipeline.schedules.actions import KINDS, Action, ScheduleError
+from zbkern.pipeline.schedules.actions import COPIES, KINDS, Action, ScheduleError
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer
 
 if TYPE_CHECKING:
     from zbkern.pipeline.schedules.schedule import Schedule
 
-_Done = dict[tuple[int, int], list[str]]  # (chunk, microbatch) -> the kinds that have run
+_Done = dict[tuple[int, int], list[str]]  # (chunk, microbatch) -> the kinds that have run, in their order
 _Slices = dict[
     tuple[int, int], tuple[int, set[int]]
 ]  # (chunk, microbatch) -> how many slices its W has, those that ran
@@ -83,6 +83,10 @@ def _check_place(schedule: Schedule, rank: int, index: int, action: Action) -> N
 def _check_order(schedule: Schedule, rank: int, index: int, action: Action, before: list[str], slices: _Slices) -> None:
     """Against what has run of the same microbatch in the same chunk: `before`, to which the action is added."""
     kind, chunk, microbatch, part = action
+    if kind in COPIES:
+        _check_copy(schedule, rank, index, before, sliced=(chunk, microbatch) in slices)
+        before.append(kind)
+        return
     whole_after_slice = kind == "W" and part is None and (chunk, microbatch) in slices
     if whole_after_slice or (kind if part is None else "W") in before:
         _fail(schedule, rank, index, "it has run before; every pass runs once")
@@ -94,8 +98,39 @@ def _check_order(schedule: Schedule, rank: int, index: int, action: Action, befo
         _fail(schedule, rank, index, "its BW has computed this W" if "BW" in before else "its B has not run yet")
     if kind in ("B", "BW") and ("B" in before or "BW" in before):
         _fail(schedule, rank, index, "the backward of this microbatch has run; use either BW, or B and W")
+    if kind == "R":
+        _check_recompute(schedule, rank, index, before)
+    elif before.count("O") > before.count("L"):
+        _fail(schedule, rank, index, f"what it needs is offloaded; {Action('L', chunk, microbatch)} must come first")
     if part is None or len(slices[chunk, microbatch][1]) == part[1]:
         before.append(kind)
+
+
+def _check_copy(schedule: Schedule, rank: int, index: int, before: list[str], sliced: bool) -> None:
+    """Of an O or L: before B it is about activations, after B about what W needs; each is offloaded once."""
+    kind, chunk, microbatch, part = schedule.actions[rank][index]
+    if part is not None:
+        _fail(schedule, rank, index, "only a W can be sliced")
+    if "F" not in before:
+        _fail(schedule, rank, index, f"its forward {Action('F', chunk, microbatch)} has not run yet")
+    if "BW" in before or "W" in before:
+        _fail(schedule, rank, index, "all passes of this microbatch have run; nothing of it is left")
+    if sliced:
+        _fail(schedule, rank, index, "a slice of its W has run; copy before the first slice")
+    since = before[before.index("B") :] if "B" in before else before
+    if kind in since:
+        _fail(schedule, rank, index, "it has run before; tensors are offloaded and loaded once")
+    if kind == "L" and "O" not in since:
+        _fail(schedule, rank, index, f"nothing is offloaded; {Action('O', chunk, microbatch)} has not run yet")
+    if kind == "O" and "R" in since:
+        _fail(schedule, rank, index, "its activations are recomputed; use either R, or O and L")
+
+
+def _check_recompute(schedule: Schedule, rank: int, index: int, before: list[str]) -> None:
+    if "B" in before or "BW" in before:
+        _fail(schedule, rank, index, "the backward of this microbatch has run; recompute before it")
+    if "O" in before:
+        _fail(schedule, rank, index, "its activations are offloaded; use either R, or O and L")
 
 
 def _check_complete(schedule: Schedule, rank: int, done: _Done, slices: _Slices) -> None:

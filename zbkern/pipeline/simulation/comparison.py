@@ -88,7 +88,9 @@ def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> 
     return found, unknown
 
 
-def _rechunk(value: float | tuple[float, ...], chunks: int, wanted: int) -> float | list[float]:
+def _rechunk(value: float | tuple[float, ...] | None, chunks: int, wanted: int) -> float | list[float] | None:
+    if value is None:
+        return None
     if isinstance(value, float):
         return value * chunks / wanted
     first, last = _excess(value) if chunks > 1 else (0.0, 0.0)

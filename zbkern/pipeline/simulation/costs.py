@@ -27,6 +27,8 @@ class ChunkCosts(NamedTuple):
     held: tuple[float, ...]
     merge_saving: tuple[float, ...]
     static: tuple[float, ...]
+    recompute: tuple[float, ...]
+    checkpoint: tuple[float, ...] | None  # None where the costs do not say
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Costs:
     (a Llama block holds more: `profile` measures it). A fused BW takes backward + weight - split_overhead. merge_saving
     is what a W gains when it directly follows another W of the same chunk. static: memory that the chunk holds all the
     time, whatever runs: weights, gradients, optimizer state.
+
+    recompute: time of R, by default that of F. checkpoint: memory that a microbatch holds between an F and its R, what
+    the chunk was given; needed for schedules that recompute. offload_bandwidth, reload_bandwidth: memory per time of
+    copies from a rank's device to its host and back; needed for schedules that offload. copy_slowdown: how much longer
+    a pass takes, as a share of its time, while one copy runs beside it.
 
     time_unit: "s", "ms", "us", or None where times have no unit. memory_unit: "bytes", or None where memory has no
     unit; `memory_limit` and `peak_memory` are in the same one. Tables, pictures and errors print the units that are
@@ -57,6 +64,11 @@ class Costs:
     split_overhead: PerChunk = 0.0
     merge_saving: PerChunk = 0.0
     static: PerChunk = 0.0
+    recompute: PerChunk | None = None
+    checkpoint: PerChunk | None = None
+    offload_bandwidth: float | None = None
+    reload_bandwidth: float | None = None
+    copy_slowdown: float = 0.0
     time_unit: str | None = None
     memory_unit: str | None = None
 
@@ -64,7 +76,13 @@ class Costs:
         if self.held is None:
             object.__setattr__(self, "held", self.activation)
         for name in number_fields():
-            object.__setattr__(self, name, _checked(name, getattr(self, name)))
+            if name not in _OPTIONAL or getattr(self, name) is not None:
+                object.__setattr__(self, name, _checked(name, getattr(self, name)))
+        for name in COPY_FIELDS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _number(name, getattr(self, name)))
+        if 0.0 in (self.offload_bandwidth, self.reload_bandwidth):
+            raise ValueError("Costs: offload_bandwidth and reload_bandwidth must be above 0, or None; got 0")
         _check_unit("time_unit", self.time_unit, tuple(TIME_UNITS))
         _check_unit("memory_unit", self.memory_unit, MEMORY_UNITS)
 
@@ -78,8 +96,12 @@ class Costs:
             raise TypeError(f"Costs.per_chunk: chunks must be an int; got {type(chunks).__name__} {chunks!r}")
         if chunks < 1:
             raise ValueError(f"Costs.per_chunk: chunks must be at least 1; got {chunks}")
-        flat = {
-            name: _spread(name, getattr(self, name), chunks - (name == "communication")) for name in number_fields()
+        given = {name: getattr(self, name) for name in number_fields()}
+        if given["recompute"] is None:
+            given["recompute"] = given["forward"]
+        flat: dict[str, Any] = {
+            name: None if value is None else _spread(name, value, chunks - (name == "communication"))
+            for name, value in given.items()
         }
         fused = tuple(
             backward + weight - overhead
@@ -141,9 +163,14 @@ class Costs:
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
+_OPTIONAL = ("recompute", "checkpoint")  # of the fields with a number per chunk: they may be None
+COPY_FIELDS = ("offload_bandwidth", "reload_bandwidth", "copy_slowdown")  # the same for all chunks
+
+
 def number_fields() -> tuple[str, ...]:
-    """The names of those fields of `Costs` that hold numbers; the others name their units."""
-    return tuple(field.name for field in fields(Costs) if not field.name.endswith("_unit"))
+    """The names of those fields of `Costs` that have a number per chunk or edge."""
+    names = (field.name for field in fields(Costs) if not field.name.endswith("_unit"))
+    return tuple(name for name in names if name not in COPY_FIELDS)
 
 
 def _check_unit(name: str, unit: Any, known: tuple[str, ...]) -> None:

@@ -63,6 +63,9 @@ class ModelCosts:
     bandwidth: float = math.inf
     time_unit: str | None = None
     memory_unit: str | None = None
+    offload_bandwidth: float | None = None
+    reload_bandwidth: float | None = None
+    copy_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -89,12 +92,18 @@ class ModelCosts:
         if len(ranks) != len(starts):
             raise ValueError(f"chunk_costs: placement must be one rank for each of {len(starts)} chunks; got {ranks}")
         chunks = [self.layers[a:b] for a, b in pairwise([*starts, count])]
-        summed = {name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED}
+        summed: dict[str, Any] = {
+            name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED
+        }
         sent = [self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]]
         return Costs(
             **summed,
             communication=sent,
             static=self._static(chunks, ranks),
+            checkpoint=[0.0, *(chunk[-1].output for chunk in chunks[:-1])],
+            offload_bandwidth=self.offload_bandwidth,
+            reload_bandwidth=self.reload_bandwidth,
+            copy_slowdown=self.copy_slowdown,
             time_unit=self.time_unit,
             memory_unit=self.memory_unit,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.simulation.costs import ChunkCosts
@@ -11,26 +11,53 @@ from zbkern.pipeline.simulation.costs import ChunkCosts
 class Memory:
     """What one rank holds, now and at most so far, in the unit of `Costs.activation`.
 
-    It starts with what it holds all the time. F adds the chunk's activation; B leaves `held`, and BW nothing; W
-    releases `held`, a slice of n its n-th part.
+    It starts with what it holds all the time. F adds the chunk's activation, or `checkpoint` where an R adds the rest;
+    B leaves `held`, and BW nothing; W releases `held`, a slice of n its n-th part. O releases what the microbatch
+    holds, L takes it again. Actions are accounted in the order of the rank's row. recomputed: (chunk, microbatch) of
+    every R.
     """
 
-    def __init__(self, costs: ChunkCosts, static: float = 0.0) -> None:
+    def __init__(
+        self, costs: ChunkCosts, static: float = 0.0, recomputed: Collection[tuple[int, int]] = frozenset()
+    ) -> None:
         self._costs = costs
+        self._recomputed = recomputed
+        self._waiting: set[tuple[int, int]] = set()  # those whose B has run
         self.now = self.peak = static
+        if recomputed and costs.checkpoint is None:
+            raise ValueError(
+                "Costs: checkpoint must be given for a schedule that recomputes: the memory that a microbatch holds "
+                "between an F and its R, which is what the chunk was given"
+            )
 
     def account(self, action: Action) -> None:
-        kind, chunk, _, part = action
+        kind, chunk, microbatch, part = action
         activation, held = self._costs.activation[chunk], self._costs.held[chunk]
-        if kind == "F":
-            self.now += activation
+        if kind in ("F", "R"):
+            self.now += self._taken(kind, chunk, microbatch)
+        elif kind == "O":
+            self.now -= self.copied(chunk, microbatch)
+        elif kind == "L":
+            self.now += self.copied(chunk, microbatch)
         elif kind == "B":
             self.now += held - activation  # may be more: W needs output gradients, which came after F
+            self._waiting.add((chunk, microbatch))
         elif kind == "BW":
             self.now -= activation
         else:
             self.now -= held if part is None else held / part[1]
         self.peak = max(self.peak, self.now)
+
+    def copied(self, chunk: int, microbatch: int) -> float:
+        """What an O or L of this microbatch moves now: its activations, or after B what its W needs."""
+        return self._costs.held[chunk] if (chunk, microbatch) in self._waiting else self._costs.activation[chunk]
+
+    def _taken(self, kind: str, chunk: int, microbatch: int) -> float:
+        activation = self._costs.activation[chunk]
+        if (chunk, microbatch) not in self._recomputed or self._costs.checkpoint is None:
+            return activation
+        kept = min(activation, self._costs.checkpoint[chunk])
+        return kept if kind == "F" else activation - kept
 
 
 def static_of_ranks(costs: ChunkCosts, placement: Sequence[int]) -> list[float]:

@@ -2,6 +2,7 @@
 
 F of a chunk waits for F of the chunk before it, B (or BW) for B of the chunk after it, and every action for the one
 before it on its rank. A message between chunks on different ranks takes the edge's communication; on one rank nothing.
+Copies run beside the passes (`copies.py`): a pass waits for its load, and a rank for its offload where the O stands.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
 
-from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.actions import COPIES, Action
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
-from zbkern.pipeline.schedules.program import FILLS
+from zbkern.pipeline.schedules.program import FILLS, recomputed, trades_memory
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation.copies import Copies
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
 from zbkern.pipeline.simulation.timeline import Event, Timeline
@@ -44,6 +46,9 @@ def simulate(
     when it ends, and BW nothing; W releases `held` when it ends, a slice of n its n-th part. A W that directly follows
     a W of its chunk gains `merge_saving` (whole W only; never with fill="eager", which runs them one by one).
 
+    O and L take memory per bandwidth, one after the other in each direction, and are in `Timeline.copies`; passes
+    beside them take longer by `copy_slowdown`. fill="eager" is for schedules without R, O and L.
+
     Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
     if not isinstance(schedule, Schedule):
@@ -64,9 +69,14 @@ def simulate(
             'simulate: slices and memory_limit belong to fill="eager"; with "planned" the schedule decides'
         )
     schedule.validate()
+    if fill == "eager" and any(trades_memory(row) for row in schedule.actions):
+        raise ValueError(
+            'simulate: fill="eager" moves W, and a schedule with R, O or L has its memory counted where W stands; use '
+            '"planned"'
+        )
     costs = costs or Costs()
     flat = costs.per_chunk(len(schedule.placement))
-    run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed))
+    run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed), costs)
     if fill == "eager":
         run.fill_eagerly(slices, _limits(schedule, flat, memory_limit))
     unit, memory_unit = costs.time_unit or "", costs.memory_unit or ""
@@ -76,12 +86,23 @@ def simulate(
 class _Run:
     """One simulation: actions are executed in an order in which the inputs of each have been computed."""
 
-    def __init__(self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float]) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float], given: Costs
+    ) -> None:
         self._schedule, self._costs, self._durations = schedule, costs, durations
         self._rows: list[Sequence[Action]] = list(schedule.actions)
         self._events: list[list[Event]] = [[] for _ in self._rows]
         self._ends: dict[Result | None, float] = {}
-        self._memory = [Memory(costs, static) for static in static_of_ranks(costs, schedule.placement)]
+        self._memory = [
+            Memory(costs, static, recomputed(row))
+            for row, static in zip(schedule.actions, static_of_ranks(costs, schedule.placement), strict=True)
+        ]
+        self._copies = {
+            rank: Copies(rank, row, given)
+            for rank, row in enumerate(schedule.actions)
+            if any(action.kind in COPIES for action in row)
+        }
+        self._previous: list[Action | None] = [None] * len(self._rows)
         self._eager: list[_Pending] | None = None
 
     def fill_eagerly(self, slices: int, limits: Sequence[float]) -> None:
@@ -100,27 +121,40 @@ class _Run:
                     self._execute(rank, pending.queue.popleft())
         events = tuple(tuple(row) for row in self._events)
         peak = tuple(memory.peak for memory in self._memory)
-        return Timeline(self._schedule, events, peak)
+        copies = [tuple(self._copies[rank].events) if rank in self._copies else () for rank in range(len(self._rows))]
+        return Timeline(self._schedule, events, peak, copies=tuple(copies) if self._copies else ())
 
     def _execute(self, rank: int, action: Action, arrival: float = 0.0) -> None:
-        events = self._events[rank]
+        events, copies, memory = self._events[rank], self._copies.get(rank), self._memory[rank]
         start = max(events[-1].end if events else 0.0, arrival)
-        end = start + self._length(events, action)
+        if copies is None:
+            end = start + self._length(rank, action)
+        elif action.kind in COPIES:
+            copies.reach(action, start, memory.copied(action.chunk, action.microbatch))
+            memory.account(action)
+            self._previous[rank] = action
+            return
+        else:
+            start = copies.start(action, start)
+            end = copies.end(start, self._length(rank, action))
         events.append(Event(rank, action, start, end))
-        self._memory[rank].account(action)
+        memory.account(action)
+        self._previous[rank] = action
+        if copies is not None:
+            copies.ended(action, end, memory.copied(action.chunk, action.microbatch))
         self._ends[result(action)] = end
         if self._eager is not None and action.kind == "B":
             self._eager[rank].add(action)
 
-    def _length(self, events: Sequence[Event], action: Action) -> float:
+    def _length(self, rank: int, action: Action) -> float:
         kind, chunk, microbatch, part = action
         length = self._durations[kind, chunk, microbatch]
         if part is not None:
             return length / part[1]
-        if kind == "W" and self._eager is None and events:
-            before = events[-1].action
-            if before.kind == "W" and before.chunk == chunk and before.part is None:
-                return max(0.0, length - self._costs.merge_saving[chunk])
+        before = self._previous[rank]
+        follows = before is not None and before.kind == "W" and before.chunk == chunk and before.part is None
+        if kind == "W" and follows and self._eager is None:
+            return max(0.0, length - self._costs.merge_saving[chunk])
         return length
 
     def _arrival(self, rank: int, action: Action) -> float:
@@ -162,6 +196,10 @@ def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) 
             for kind, cost in lengths.items():
                 factor = max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
                 durations[kind, chunk, microbatch] = cost[chunk] * factor
+    for row in schedule.actions:  # drawn after the others, whose sample a recomputation must not change
+        for chunk, microbatch in sorted(recomputed(row)):
+            factor = max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
+            durations["R", chunk, microbatch] = costs.recompute[chunk] * factor
     return durations
 
 

@@ -9,10 +9,13 @@ from typing import NamedTuple
 
 from zbkern.pipeline import draw
 from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.program import recomputed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import duration
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.memory import Memory
+
+_TAKING = ("F", "R", "L")  # what takes memory when it starts
 
 
 class Event(NamedTuple):
@@ -42,6 +45,8 @@ class Timeline:
     end over all ranks, the right figure when the optimizer step does synchronise. `bubble_rate` is the share of `cost`
     in which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same.
     `samples[rank]` is what a pipeline has recorded. `unit` and `memory_unit` are as in `Costs`, empty where not known.
+    `copies[rank]`, if there are any: when each O and L copied, beside the `events`, which hold all other actions. A
+    recomputation counts as work: look at `cost` to compare schedules that recompute with others.
     """
 
     schedule: Schedule
@@ -50,6 +55,7 @@ class Timeline:
     unit: str = ""
     samples: tuple[tuple[Sample, ...], ...] = ()
     memory_unit: str = ""
+    copies: tuple[tuple[Event, ...], ...] = ()
 
     @property
     def cost(self) -> float:
@@ -78,16 +84,20 @@ class Timeline:
     def memory_held(self, costs: Costs) -> list[list[tuple[float, float]]]:
         """What each rank holds over time: (time, memory from then on) after every event, in the unit of the costs.
 
-        Without what is there all the time (`static`). F takes its memory at its start; the others give theirs back at
-        their end.
+        Without what is there all the time (`static`). F, R and L take their memory at their start; the others give
+        theirs back at their end.
         """
         flat = costs.per_chunk(len(self.schedule.placement))
         curves = []
-        for row in self.events:
-            memory, curve = Memory(flat), []
-            for event in row:
-                memory.account(event.action)
-                curve.append((event.start if event.action.kind == "F" else event.end, memory.now))
+        for rank, row in enumerate(self.events):
+            copies = self.copies[rank] if self.copies else ()
+            changes = [(e.start if e.action.kind in _TAKING else e.end, e.action) for e in (*row, *copies)]
+            if copies:
+                changes.sort(key=lambda change: (change[0], change[1].kind in _TAKING))
+            memory, curve = Memory(flat, recomputed=recomputed(action for _, action in changes)), []
+            for time, action in changes:
+                memory.account(action)
+                curve.append((time, memory.now))
             curves.append(curve)
         return curves
 
@@ -96,9 +106,29 @@ class Timeline:
         return draw.save([self], path)
 
 
-def measured(schedule: Schedule, rows: Sequence[Sequence[Event]], samples: Sequence[Sequence[Sample]] = ()) -> Timeline:
-    """The timeline of events and samples in seconds, by rank, shifted so that it starts at 0."""
+def measured(
+    schedule: Schedule,
+    rows: Sequence[Sequence[Event]],
+    samples: Sequence[Sequence[Sample]] = (),
+    copies: Sequence[Sequence[Event]] = (),
+    peak_bytes: Sequence[int] = (),
+) -> Timeline:
+    """The timeline of events, samples and copies in seconds, by rank, shifted so that it starts at 0.
+
+    peak_bytes: of each rank, where they were counted: what microbatches held at most, as `Memory` counts it.
+    """
     first = min((row[0].start for row in rows if row), default=0.0)
-    events = (tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
     shifted = (tuple(s._replace(seconds=s.seconds - first) for s in row) for row in samples)
-    return Timeline(schedule, tuple(events), unit="s", samples=tuple(shifted))
+    return Timeline(
+        schedule,
+        _shifted(rows, first),
+        tuple(peak_bytes),
+        unit="s",
+        samples=tuple(shifted),
+        memory_unit="bytes" if peak_bytes else "",
+        copies=_shifted(copies, first),
+    )
+
+
+def _shifted(rows: Sequence[Sequence[Event]], first: float) -> tuple[tuple[Event, ...], ...]:
+    return tuple(tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)

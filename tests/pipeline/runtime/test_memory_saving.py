@@ -1,0 +1,393 @@
+"""Offload, load and recompute in the engine: the same gradients bit for bit, and memory as it was planned."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.chunks import make_data, make_model, results_on_threads
+from zbkern.pipeline import (
+    Action,
+    Costs,
+    Pipeline,
+    PipelineError,
+    Replanner,
+    Schedule,
+    Timeline,
+    profile,
+    schedules,
+    simulate,
+)
+from zbkern.pipeline.planner.offload import fit
+from zbkern.pipeline.runtime import host_copies
+from zbkern.pipeline.transport.local import LocalTransport
+
+
+def with_actions(schedule: Schedule, choose: Callable[[Action], str | None]) -> Schedule:
+    """The schedule with what `choose` says of an F or B saved: "copied" right after it until right before the next
+    pass of its microbatch, or (of an F) "recomputed" right before it."""
+    rows = []
+    for row in schedule.actions:
+        found: list[Action] = []
+        saved: dict[tuple[int, int], str] = {}
+        for action in row:
+            key = action.chunk, action.microbatch
+            how = saved.pop(key, None)
+            if how is not None:
+                found.append(Action("L" if how == "copied" else "R", *key))
+            found.append(action)
+            how = choose(action) if action.kind in ("F", "B") else None
+            if how is not None:
+                saved[key] = how
+                if how == "copied":
+                    found.append(Action("O", *key))
+        rows.append(found)
+    return Schedule.build(rows, schedule.placement, schedule.microbatches)
+
+
+def run(
+    schedule: Schedule,
+    model: Sequence[nn.Module],
+    data: tuple[torch.Tensor, torch.Tensor],
+    steps: int = 2,
+    loss_fn: Any = nn.functional.mse_loss,
+) -> tuple[list[torch.Tensor], Timeline]:
+    """Losses and gradients of the last step of a copy of the model, on threads, and its timeline."""
+    model = [zbkern.convert(module) for module in copy.deepcopy(list(model))]
+    inputs, targets = data
+
+    def rank_steps(transport: LocalTransport) -> Any:
+        chunks = schedule.chunks_of(transport.rank)
+        with Pipeline([model[c] for c in chunks], schedule, loss_fn, transport) as pipe:
+            pipe.queue.merge = "exact"  # however copies part neighbouring W
+            for _ in range(steps):
+                for module in pipe.modules.values():
+                    module.zero_grad()
+                loss = pipe.step(inputs if 0 in chunks else None, targets if len(model) - 1 in chunks else None)
+            assert pipe.queue.pending() == pipe.queue.bytes == 0
+            return loss, pipe.gather_timeline()
+
+    results = results_on_threads(schedule.stages, rank_steps)
+    losses = [loss for loss, _ in results if loss is not None]
+    gradients = [p.grad for module in model for p in module.parameters() if p.grad is not None]
+    return [*losses, *gradients], results[0][1]
+
+
+def check_equal(schedule: Schedule, saving: Schedule, **more: Any) -> Timeline:
+    model, data = make_model(len(schedule.placement)), make_data(schedule.microbatches)
+    expected, _ = run(schedule, model, data, **more)
+    found, timeline = run(saving, model, data, **more)
+    assert len(expected) == len(found) > 1
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+    return timeline
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "kinds"),
+    [("one_f_one_b", 2, "F"), ("zb_h1", 1, "FB"), ("zb_h1", 2, "B"), ("zb_v", 2, "F"), ("zb_v", 4, "FB")],
+)
+def test_offloaded_tensors_give_the_same_gradients(name: str, stages: int, kinds: str) -> None:
+    schedule = getattr(schedules, name)(stages, 5)
+    saving = with_actions(
+        schedule, lambda action: "copied" if action.kind in kinds and action.microbatch != 3 else None
+    )
+    timeline = check_equal(schedule, saving)
+    assert [event.action for event in timeline.events[0]] == [
+        action for action in saving.actions[0] if action.kind not in ("O", "L")
+    ]
+    copied = [event.action for event in timeline.copies[0]]
+    assert sorted(copied) == sorted(action for action in saving.actions[0] if action.kind in ("O", "L"))
+
+
+@pytest.mark.parametrize(("name", "stages"), [("one_f_one_b", 2), ("zb_h1", 1), ("zb_v", 4)])
+def test_recomputed_activations_give_the_same_gradients(name: str, stages: int) -> None:
+    schedule = getattr(schedules, name)(stages, 7)
+    kinds = ("recomputed", "copied", None)
+    check_equal(schedule, with_actions(schedule, lambda a: kinds[a.microbatch % 3] if a.kind == "F" else None))
+
+
+@pytest.mark.parametrize("seconds", [(0.02, 0.0), (0.0, 0.02), (0.02, 0.02)])
+def test_a_late_copy_delays_and_changes_nothing(seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that take long, or begin late: what has not come is garbage, and what has not gone must not be lost."""
+    copy_now = host_copies.copy
+
+    def copy_late(pairs: host_copies.Pairs) -> None:
+        for destination, _ in pairs:
+            destination.fill_(0xAB)
+        time.sleep(seconds[0])
+        copy_now(pairs)
+        time.sleep(seconds[1])
+
+    schedule = schedules.zb_h1(2, 4)
+    saving = with_actions(schedule, lambda action: "copied" if action.microbatch % 2 == 0 else None)
+    monkeypatch.setattr(host_copies, "copy", copy_late)
+    timeline = check_equal(schedule, saving, steps=1)
+    for rank, row in enumerate(timeline.copies):
+        ends: dict[tuple[int, int], list[float]] = {}  # of an activation's load, and of its W's
+        for event in row:
+            if event.action.kind == "L":
+                ends.setdefault(event.action[1:3], []).append(event.end)
+        starts = {e.action[:3]: e.start for e in timeline.events[rank]}
+        for key, (before_b, before_w) in ends.items():
+            assert starts[("B", *key)] >= before_b
+            assert starts[("W", *key)] >= before_w
+
+
+class Wide(nn.Module):
+    """Wide enough that a few small tensors do not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def planned_and_measured(csv: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Peak bytes of every rank: simulated with measured costs, and of a step over gloo."""
+    schedule = Schedule.from_csv(csv)
+    torch.manual_seed(5)
+    data = torch.randn(4 * schedule.microbatches, 16, 32), torch.randn(4 * schedule.microbatches, 16, 32)
+    chunks = schedule.chunks_of(torch.distributed.get_rank())
+    modules = [zbkern.convert(nn.Sequential(Wide(), Wide())) for _ in chunks]
+    costs = profile(modules, schedule.placement, nn.functional.mse_loss, *data, schedule.microbatches, repeats=1)
+    planned = simulate(schedule, replace(costs, offload_bandwidth=1e6, reload_bandwidth=1e6)).peak_memory
+    with Pipeline(modules, schedule, nn.functional.mse_loss) as pipe:
+        pipe.step(*data)
+        timeline = pipe.gather_timeline()
+    assert timeline.memory_unit == "bytes"
+    return planned, timeline.peak_memory
+
+
+def saved_in_turn(*how: str | None) -> Callable[[Action], str | None]:
+    return lambda action: how[action.microbatch % len(how)] if action.kind == "F" else None
+
+
+def check_peaks(ranks: Any, schedule: Schedule) -> None:
+    results = ranks.run(planned_and_measured, schedule.to_csv())
+    assert all(result == results[0] for result in results)
+    planned, measured = results[0]
+    assert measured == pytest.approx(planned, rel=0.1)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", [["copied"], ["recomputed"], ["recomputed", "copied", None]])
+def test_peak_bytes_are_as_planned_on_two_ranks(how: list[str | None], two_ranks: Any) -> None:
+    check_peaks(two_ranks, with_actions(schedules.one_f_one_b(2, 6), saved_in_turn(*how)))
+
+
+@pytest.mark.dist
+def test_peak_bytes_of_a_fitted_schedule_are_as_planned(four_ranks: Any) -> None:
+    costs = Costs(held=1.1, checkpoint=0.1, offload_bandwidth=1, reload_bandwidth=1)
+    schedule = schedules.zb_v(4, 8)
+    limit = 0.6 * max(simulate(schedule, costs).peak_memory)
+    check_peaks(four_ranks, fit(schedule, costs, limit, recompute=True).schedule)
+
+
+def test_a_fitted_schedule_gives_the_same_gradients() -> None:
+    costs = Costs(held=1.1, offload_bandwidth=1, reload_bandwidth=1)
+    schedule = schedules.zb_h1(2, 8)
+    fitted = fit(schedule, costs, 0.7 * max(simulate(schedule, costs).peak_memory)).schedule
+    assert any(action.kind == "O" for action in fitted.actions[0])
+    check_equal(schedule, fitted, steps=1)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["zb_v", "zb_h1"])
+def test_peak_bytes_are_as_planned_on_four_ranks(name: str, four_ranks: Any) -> None:
+    schedule = getattr(schedules, name)(4, 8)
+    check_peaks(four_ranks, with_actions(schedule, saved_in_turn("recomputed", "copied")))
+
+
+def step(modules: Sequence[nn.Module], row: str, *, microbatches: int = 2, steps: int = 1, **more: Any) -> Any:
+    """Runs a row on one rank; the pipeline, still open to be looked at."""
+    schedule = Schedule.build([[Action.parse(text) for text in row.split()]], [0] * len(modules), microbatches)
+    pipe = Pipeline(modules, schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0], **more)
+    data = torch.ones(2 * microbatches, 8) * torch.linspace(0, 1, 8)
+    for _ in range(steps):
+        pipe.step(data, data)
+    return pipe
+
+
+class Watched(nn.Module):
+    """Saves a tensor in three places; `seen` says at every forward how many of them are in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = zbkern.convert(nn.Linear(8, 8))
+        self.saved: list[Callable[[], torch.UntypedStorage | None]] = []
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(sum(storage() is not None for storage in self.saved))
+        hidden = self.linear(x).sigmoid()
+        self.saved.append(weakref.ref(hidden.untyped_storage()))
+        return hidden * hidden
+
+
+@pytest.mark.parametrize(
+    ("row", "seen"),
+    [
+        ("0F0 0F1 0F2 0BW0 0BW1 0BW2", [0, 1, 2]),
+        ("0F0 0O0 0F1 0F2 0L0 0BW0 0BW1 0BW2", [0, 0, 1]),
+        ("0F0 0F1 0O0 0O1 0F2 0L0 0BW0 0L1 0BW1 0BW2", [0, 1, 0]),
+        ("0F0 0F1 0F2 0R0 0BW0 0R1 0BW1 0BW2", [0, 0, 0, 1, 1]),
+    ],
+)
+def test_memory_is_really_given_back(row: str, seen: list[int]) -> None:
+    module = Watched()
+    with step([module], row, microbatches=3):
+        assert module.seen == seen
+
+
+def test_a_chunk_input_is_given_back_too() -> None:
+    """The graph ends in a leaf, which would keep it, and a message's tensor is nobody's but the chunk's."""
+    first, second = Watched(), Watched()
+    arrived: list[Callable[[], torch.UntypedStorage | None]] = []
+    alive: list[int] = []
+
+    def look(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        alive.append(sum(storage() is not None for storage in arrived))
+        arrived.append(weakref.ref(inputs[0].untyped_storage()))
+
+    second.register_forward_pre_hook(look)
+    with step([first, second], "0F0 1F0 1O0 0O0 0F1 1F1 1BW1 0BW1 1L0 1BW0 0L0 0BW0"):
+        assert alive == [0, 0]
+
+
+def test_a_tensor_that_is_saved_several_times_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    copy_now = host_copies.copy
+
+    def count(pairs: host_copies.Pairs) -> None:
+        copied.extend(source.nbytes for _, source in pairs)
+        copy_now(pairs)
+
+    monkeypatch.setattr(host_copies, "copy", count)
+    with step([Watched()], "0F0 0O0 0F1 0L0 0BW0 0BW1"):
+        size = 2 * 8 * 4  # of what three functions save, and of the output, for the loss; not the batch, nor weights
+        assert copied == [size, size, size, size]
+
+
+class Random(nn.Module):
+    """Depends on random numbers of torch and of Python, and counts its forwards in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = zbkern.convert(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh()))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x * random.choice([1.0, 2.0, 3.0]))
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return y
+
+
+@pytest.mark.parametrize("saving", ["0F0 0F1 0R0 0BW0 0R1 0BW1", "0F0 0O0 0F1 0O1 0L0 0BW0 0L1 0BW1"])
+def test_random_numbers_and_buffers_are_as_without(saving: str) -> None:
+    found = []
+    for row in ("0F0 0F1 0BW0 0BW1", saving):
+        torch.manual_seed(3)
+        random.seed(3)
+        module = Random()
+        with step([module], row, steps=2):
+            found.append([*module.buffers(), *(p.grad for p in module.parameters()), torch.rand(4)])
+        found[-1].append(torch.tensor(random.random()))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_forward_that_is_not_repeatable_is_told() -> None:
+    calls: list[int] = []
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(0)
+            y = self.linear(x)
+            return y if len(calls) == 1 else y.tanh()
+
+    with pytest.raises(PipelineError, match=r"action 0R0: RuntimeError: the forward saved \d tensors .* be recomputed"):
+        step([Changing()], "0F0 0R0 0BW0", microbatches=1)
+
+
+@pytest.mark.parametrize("row", ["0F0 0O0 0L0 0BW0", "0F0 0F1 0O1 0BW0 0L1 0BW1"])
+def test_a_saved_tensor_that_is_modified_is_told(row: str) -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x).sigmoid()
+            z = y * 2
+            y.add_(1)
+            return z
+
+    with pytest.raises(PipelineError, match=r"RuntimeError: a tensor of shape .* was modified in place"):
+        step([Careless()], row, microbatches=1 + ("F1" in row))
+
+
+def test_a_step_that_fails_leaves_no_copies_behind() -> None:
+    class Failing(Watched):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.fails and self.seen:
+                raise ValueError("now")
+            return super().forward(x)
+
+    module = Failing()
+    pipe = step([module], "0F0 0F1 0O0 0L0 0BW0 0BW1")
+    expected = [p.grad.clone() for p in module.parameters()]
+    module.seen.clear()
+    module.fails = True
+    with pytest.raises(PipelineError, match="now"):
+        pipe.step(torch.ones(4, 8), torch.ones(4, 8))
+    module.fails = False
+    module.zero_grad()
+    gc.collect()
+    assert all(storage() is None for storage in module.saved)
+    data = torch.ones(4, 8) * torch.linspace(0, 1, 8)
+    pipe.step(data, data)
+    assert all(torch.equal(p.grad, e) for p, e in zip(module.parameters(), expected, strict=True))
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fill": "eager"}, "fill must be \"planned\" with a schedule that offloads or recomputes .*; got 'eager'"),
+        ({"max_wgrad_bytes": 5}, "max_wgrad_bytes must be None with a schedule that offloads or recomputes"),
+        ({"replanner": Replanner(every=10)}, "replanner must be None with a schedule that offloads or recomputes"),
+    ],
+)
+def test_what_would_change_the_order_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        step([Watched()], "0F0 0R0 0BW0", microbatches=1, **arguments)
+
+
+def test_evaluation_saves_nothing() -> None:
+    module = Watched()
+    with step([module], "0F0 0F1 0O0 0L0 0BW0 0R1 0BW1") as pipe:
+        data = torch.ones(4, 8) * torch.linspace(0, 1, 8)
+        assert pipe.evaluate(data, data) == pipe.step(data, data)
+        peak = pipe.gather_timeline().peak_memory
+        pipe.evaluate(data, data)
+        assert pipe.gather_timeline().peak_memory == peak
