@@ -107,7 +107,18 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.only:
         found.append(figures(name, options.gpu, options.per_stage, options.memory, options.effort))
         print(" | ".join(row(found[-1])), file=sys.stderr, flush=True)
-    head = ["model", "p, m", "limit", "held", "1F1B, ms", "best published, ms", "plan, ms", "bubble", "> 1F1B", "> best"]
+    head = [
+        "model",
+        "p, m",
+        "limit",
+        "held",
+        "1F1B, ms",
+        "best published, ms",
+        "plan, ms",
+        "bubble",
+        "> 1F1B",
+        "> best",
+    ]
     print(markdown_table(head, [row(each) for each in found]))
     print("\nA model of flops and bytes, and no measurement. held: of the activation of all blocks, between B and W.")
     print("(!): more than 0.9 of the GPU's memory, so that something would have to be recomputed.")

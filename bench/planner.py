@@ -2,8 +2,8 @@
 
     python -m bench.planner [one] [v] [unit] [zigzag] [scale]     (default: all, which takes an hour)
 
-Seconds are processor time of this process on one core, which other work on the machine changes little. Time limits are
-wall-clock time; on a busy machine --effort, a number of rounds, is the fairer limit.
+Seconds are processor time of this process on one core, which other work on the machine changes little. Plans have
+plan's own effort, a number of rounds, unless --effort or --seconds, a time limit, is given.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.report import add_out, write_json
 from zbkern.pipeline import Costs, plan
+from zbkern.pipeline.planner.plan import EFFORT
 from zbkern.reporting import markdown_table
 
 PROFILES = json.loads((Path(__file__).parent.parent / "tests/data/zb_profiles.json").read_text())
@@ -89,17 +90,18 @@ def _two_chunks(row: dict[str, Any], times: int = 1) -> Costs:
 def measure(cell: Cell, seconds: float | None, effort: int | None) -> dict[str, Any]:
     model, costs, stages, microbatches, chunks, limit, published = cell
     if published is None:
-        seconds = 0.0
-    limit_of_time = (10.0 if stages <= 8 and chunks == 1 else 60.0) if seconds is None else seconds
+        effort, seconds = 0, None
+    if effort is None:
+        effort = EFFORT if seconds is None else 30
     memory = None if limit is None else limit * stages * chunks * costs.activation
     begin = time.process_time()
-    found = plan(costs, stages, microbatches, chunks, memory_limit=memory, time_limit=limit_of_time, effort=effort)
+    found = plan(costs, stages, microbatches, chunks, memory_limit=memory, time_limit=seconds, effort=effort)
     spent = time.process_time() - begin
     assert memory is None or max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
     return {
         "model": model, "stages": stages, "microbatches": microbatches, "chunks": chunks, "limit": limit,
         "published": published, "plan": found.bubble_rate, "lower_bound": found.lower_bound, "optimal": found.optimal,
-        "seconds": spent, "time_limit": None if effort is not None else limit_of_time, "effort": found.effort,
+        "seconds": spent, "time_limit": seconds, "effort": found.effort,
     }  # fmt: skip
 
 
@@ -109,10 +111,8 @@ SECTIONS = {"one": one_chunk, "v": v_shape, "unit": unit, "zigzag": zigzag, "sca
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.planner", description=__doc__.splitlines()[0])
     parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], help="which tables (default: all)")
-    parser.add_argument(
-        "--seconds", type=float, help="time limit of every plan (default: 10 for one chunk on up to 8 stages, else 60)"
-    )
-    parser.add_argument("--effort", type=int, help="rounds of every plan, instead of a time limit")
+    parser.add_argument("--seconds", type=float, help="time limit of every plan (default: none)")
+    parser.add_argument("--effort", type=int, help=f"rounds of every plan (default: {EFFORT})")
     parser.add_argument("--stages", type=int, help="only cells with this many stages")
     parser.add_argument("--microbatches", type=int, help="only cells with this many microbatches")
     add_out(parser)

@@ -80,7 +80,7 @@ PatternResult search_patterns(const Problem& problem, const Pattern& start, std:
 struct AnnealOptions {
   std::uint64_t seed = 0;
   std::vector<Time> temperatures;  // one after the other, in units of `ranks` times the time unit
-  std::int64_t moves = 0;          // tried at each temperature
+  std::int64_t work = 0;           // passes that are run again, over all temperatures; a move by itself counts as some
   Time spread = 0;                 // weight of the mean span beside the largest
   Time target = 0;                 // stop at this cost
   bool may_fuse = false;

@@ -11,6 +11,7 @@ namespace zbkern {
 namespace {
 
 constexpr Time kForever = INT64_MAX / 4;
+constexpr int kWorkOfAMove = 50;  // in passes: to choose and to undo it, however few passes it runs again
 
 struct Shift {
   int rank, from, to;
@@ -103,6 +104,7 @@ class Annealer {
   std::vector<Time> ends_, trial_ends_, span_, trial_span_, clock_;
   std::vector<int> stamp_, position_, first_, reached_, waits_for_, runnable_;
   int epoch_ = 0;
+  std::int64_t work_ = 0;
   std::vector<std::pair<int, int>> critical_;
   std::vector<Shift> done_;
   int toggled_ = -1;
@@ -195,7 +197,7 @@ bool Annealer::run(Time from, Time threshold) {
     int k = reached_[rank];
     Time now = clock_[rank];
     const Time latest = fixed_starts_ ? threshold + offset_[rank] : kForever;
-    for (; k < size; k++) {
+    for (; k < size; k++, work_++) {
       const int pass = row[k], input = needs_[pass];
       if (input >= 0) {
         Time at;
@@ -234,7 +236,7 @@ bool Annealer::run(Time from, Time threshold) {
 
 void Annealer::commit() {
   for (int rank = 0; rank < p_.ranks; rank++)
-    for (std::size_t k = first_[rank]; k < rows_[rank].size(); k++) {
+    for (std::size_t k = first_[rank]; k < rows_[rank].size(); k++, work_++) {
       starts_[rank][k] = trial_starts_[rank][k];
       ends_[rows_[rank][k]] = trial_ends_[rows_[rank][k]];
     }
@@ -367,8 +369,12 @@ AnnealResult Annealer::anneal(const AnnealOptions& options) {
   const Deadline deadline(options.seconds);
   std::int64_t count = 0;
   Time now = energy(span_);
-  for (Time temperature : options.temperatures)
-    for (std::int64_t move = 0; move < options.moves; move++) {
+  work_ = 0;
+  const auto steps = static_cast<std::int64_t>(options.temperatures.size());
+  for (std::int64_t step = 0; step < steps; step++)
+    while (work_ < options.work / steps * (step + 1)) {
+      const Time temperature = options.temperatures[step];
+      work_ += kWorkOfAMove;
       if (result.best.cost <= options.target) return result;
       if (++count % 16 == 0 && deadline.passed()) {
         result.finished = false;

@@ -59,14 +59,14 @@ PYBIND11_MODULE(_planner, module) {
     return py::make_tuple(tuple_from(found.best), found.pattern);
   });
   module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, std::uint64_t seed,
-                          const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target, bool may_fuse,
+                          const std::vector<Time>& temperatures, std::int64_t work, Time spread, Time target, bool may_fuse,
                           double seconds) {
     const Problem problem = problem_from(source);
     const Ordering start{rows, std::vector<char>(fused.begin(), fused.end()), 0};
     AnnealResult result;
     {
       py::gil_scoped_release release;
-      result = anneal(problem, start, {seed, temperatures, moves, spread, target, may_fuse, seconds});
+      result = anneal(problem, start, {seed, temperatures, work, spread, target, may_fuse, seconds});
     }
     return py::make_tuple(tuple_from(result.best), result.finished);
   });

@@ -30,9 +30,7 @@ _TWINS: dict[type[Module], type[Module]] = {
 _SUBCLASSES: dict[tuple[type[Module], type[Module]], type[Module]] = {}  # twins of classes that others define
 
 
-def convert(
-    model: Model, filter: Filter | None = None, impl: str | None = None, defer: Filter | None = None
-) -> Model:
+def convert(model: Model, filter: Filter | None = None, impl: str | None = None, defer: Filter | None = None) -> Model:
     """Gives every module that has a zbkern twin the twin's behaviour; returns `model`, changed in place.
 
     Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms that a
@@ -44,8 +42,8 @@ def convert(
     filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda", "triton" or
     "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as
     it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
-    defer(name, module) says of every module of the model, converted or not, whether what it and its children compute may
-    wait; where it is False their forward is in `no_defer`, and W runs in B and holds nothing. None leaves that as it is.
+    defer(name, module) says of every module of the model, converted or not, whether W of what it and its children
+    compute may wait; where not, their forward is in `no_defer`. None leaves that as it is.
     `unconverted` tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for
     an impl that does not exist.
     """

@@ -96,3 +96,17 @@ def test_the_split(table_of: str, figures_of: str, columns: tuple[str, ...]) -> 
     found = [[cell.strip() for cell in row.strip("|").split("|")][1:] for row in rows.strip().split("\n")]
     expected = [[f"{figure[column]:.2f}" for column in columns] for figure in results("split")[figures_of]]
     assert sorted(found) == sorted(expected)
+
+
+def test_the_plans_for_known_models() -> None:
+    rows = table(PAGE, "model")
+    figures = results("models")["rows"]
+    assert len(rows) == len(figures)
+    for (name, sizes, limit, held, base, best, planned, bubble, *gains), found in zip(rows, figures, strict=True):
+        assert (name, sizes) == (found["model"], f"{found['stages']}, {found['microbatches']}")
+        assert (limit, held) == (f"{found['limit'] / 1e9:.0f} GB", f"{found['held']:.2f}")
+        assert base == f"{found['one_f_one_b']:.0f}"
+        assert best == f"{found['best']}, {found['best_cost']:.0f}"
+        assert planned == f"{found['plan_name']} x{found['plan_chunks']}, {found['plan']:.0f}"
+        assert bubble == f"{found['bubble']:.1%}"
+        assert gains == [f"{found[which] / found['plan'] - 1:.1%}" for which in ("one_f_one_b", "best_cost")]

@@ -1,4 +1,4 @@
-"""`zbkern plan --config`: a plan for a model that nobody has run yet, from its configuration and a table of hardware."""
+"""`zbkern plan --config`: a plan for a model that nobody has run, from its configuration and a table of hardware."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HELP = {
     "--hardware": "with --config: a table of your own, in the form of zbkern/pipeline/simulation/hardware.json",
     "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",
     "--expert-parallel": "with --config: GPUs that share the experts (default 1)",
-    "--data-parallel": "with --config: pipelines that share the optimizer's state (default: as few as the experts need)",
+    "--data-parallel": "with --config: pipelines that share the optimizer's state (default: as few as experts need)",
     "--sequence": "with --config: tokens of a sequence (default 4096)",
     "--microbatch-size": "with --config: sequences of a microbatch (default 1)",
 }
@@ -72,10 +72,12 @@ def check_absent(arguments: argparse.Namespace) -> None:
     for name in ("gpu", "hardware", *_SIZES):
         if getattr(arguments, name) is not None:
             option = "--" + name.replace("_", "-")
-            raise WrongArgument(f"{option}: it describes a model's training; give the model with --config, or leave it out")
+            raise WrongArgument(
+                f"{option}: it describes a model's training; give the model with --config, or leave it out"
+            )
 
 
-def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], None] | None) -> Plan:
+def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], None]) -> Plan:
     """Plans and prints; progress: as for `plan`. Raises WrongArgument."""
     setting = _setting(arguments)
     costs, limit = setting.costs, setting.limit
@@ -206,8 +208,8 @@ def _step(found: Plan, setting: Setting, objective: str) -> str:
     for rank, each in zip(found.schedule.placement, flat.static, strict=True):
         static[rank] += each
     return (
-        f"{chunks}\n{'static':<9} {amount(max(static), 'bytes')} of the memory at most is there all the time: weights, "
-        f"gradients, optimizer state\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, "
+        f"{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most are there all the time: weights, gradients, "
+        f"optimizer state\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, "
         f"{used:.1%} of the peak flops"
     )
 

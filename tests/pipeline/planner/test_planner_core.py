@@ -78,7 +78,7 @@ def test_annealing(seed: int) -> None:
         if orders
     )
     start = annealing.with_cost(given, start)
-    found, finished = annealing.anneal(given, start, seed=seed, temperatures=temperatures(given), moves=300)
+    found, finished = annealing.anneal(given, start, seed=seed, temperatures=temperatures(given), passes=100_000)
     assert finished
     assert found.cost <= start.cost
     check(given, found)
@@ -87,7 +87,7 @@ def test_annealing(seed: int) -> None:
 def test_annealing_improves_a_poor_start() -> None:
     given = Problem.build(Costs(2, 2, 1, 0.1).per_chunk(4), range(4), 8, [6.0] * 4, False)
     start = annealing.with_cost(given, serial_ordering(given, fuse=False))
-    found, _ = annealing.anneal(given, start, temperatures=temperatures(given), moves=3000)
+    found, _ = annealing.anneal(given, start, temperatures=temperatures(given), passes=2_000_000)
     assert found.cost < 0.6 * start.cost
     check(given, found)
 

@@ -119,7 +119,9 @@ def test_layers_are_measured_one_by_one_on_any_cut() -> None:
         # weight, gradient and two moments of it
         assert [layer.static for layer in costs.layers] == [16 * n for n in (512, 16384, 4096, 128)]
         # inputs and output gradients of one microbatch of two rows
-        assert [layer.held for layer in costs.layers] == [8 * (a + b) for a, b in ((16, 32), (32, 512), (512, 8), (8, 16))]
+        assert [layer.held for layer in costs.layers] == [
+            8 * (a + b) for a, b in ((16, 32), (32, 512), (512, 8), (8, 16))
+        ]
         assert all(layer.forward > 0 and layer.backward > 0 and layer.weight > 0 for layer in costs.layers)
         assert (costs.time_unit, costs.memory_unit) == ("ms", "bytes")
     assert (whole.latency, whole.bandwidth) == (0, math.inf)
@@ -134,7 +136,7 @@ def test_layers_of_one_process_need_no_group() -> None:
     costs = profile_layers(layers, nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4), bytes_per_parameter=18)
     assert [layer.static for layer in costs.layers] == [18 * 20] * 2
     assert costs.layers[0].tied == costs.layers[1].tied == "rank 0: 0"
-    with pytest.raises(TypeError, match="profile_layers: layers must be a mapping .*; got list"):
+    with pytest.raises(TypeError, match=r"profile_layers: layers must be a mapping .*; got list"):
         profile_layers([nn.Linear(4, 4)])
     with pytest.raises(ValueError, match="profile_layers: microbatches must be at least 1; got 0"):
         profile_layers(layers, microbatches=0)

@@ -132,7 +132,7 @@ def test_a_configuration_that_cannot_be_read(change: dict[str, Any], message: st
     ("job", "message"),
     [
         ({"tensor_parallel": 3}, "tensor_parallel must divide the 8 heads; got 3"),
-        ({"expert_parallel": 2}, "this model has no experts"),
+        ({"expert_parallel": 2}, "expert_parallel must be 1 for a model without experts; got 2"),
         ({"tensor_parallel": 2, "expert_parallel": 4, "data_parallel": 1}, "must be a multiple of expert_parallel"),
         ({"sequence": 0}, "sequence must be at least 1; got 0"),
     ],
@@ -157,14 +157,14 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
     own.write_text(json.dumps({"mine": {**table["h100"], "matmul_share": 0.8, "exposed_share": 0}}))
     mine = load_hardware("mine", own)
     assert (mine.matmul_share, mine.exposed_share, H100.matmul_share) == (0.8, 0, 0.7)
-    with pytest.raises(ValueError, match="has no 'h100'; it has mine"):
+    with pytest.raises(ValueError, match=r"has no 'h100'; it has mine"):
         load_hardware("h100", own)
     own.write_text(json.dumps({"mine": {"memory": 1}}))
-    with pytest.raises(ValueError, match="'mine' of .* must be an object with .*matmul_flops"):
+    with pytest.raises(ValueError, match=r"'mine' of .* must be an object with .*matmul_flops"):
         load_hardware("mine", own)
     own.write_text("[1")
     with pytest.raises(ValueError, match=r"own.json must be JSON"):
         load_hardware("mine", own)
     for change, error in (({"memory": -1}, ValueError), ({"memory": "80 GB"}, TypeError), ({"title": 3}, TypeError)):
-        with pytest.raises(error, match="Hardware: (memory|title) must be"):
+        with pytest.raises(error, match=r"Hardware: (memory|title) must be"):
             Hardware(**{**table["h100"], **change})

@@ -28,21 +28,22 @@ def anneal(
     *,
     seed: int = 0,
     temperatures: Sequence[int] = (),
-    moves: int = 0,
+    passes: int = 0,
     spread: int = 3,
     target: int = 0,
     seconds: float = float("inf"),
 ) -> tuple[Ordering, bool]:
     """The best orders found from `start`, and whether the search was completed within `seconds`.
 
-    temperatures: one after the other, in units of time, `moves` tried at each. spread: the weight of the mean span
-    beside the largest. target: a cost at which to stop, such as a lower bound. Without moves it computes the cost of
+    temperatures: one after the other, in units of time. passes: how many it runs again, the same at each temperature; a
+    move counts as 50 besides. spread: the weight of the mean span beside the largest. target: a cost at which to stop,
+    such as a lower bound. Without passes it computes the cost of
     `start`. Raises ValueError when `start` cannot run.
     """
     assert native.core is not None
     scaled = [problem.ranks * temperature for temperature in temperatures]
     found, finished = native.core.anneal(
-        problem, start.rows, start.fused, seed, scaled, moves, spread, target, problem.may_fuse, seconds
+        problem, start.rows, start.fused, seed, scaled, passes, spread, target, problem.may_fuse, seconds
     )
     return Ordering(*found), finished
 

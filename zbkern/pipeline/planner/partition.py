@@ -41,8 +41,9 @@ def even_partitions(layers: int, chunks: int) -> list[Partition]:
             [index * larger // chunks for index in range(chunks)],
         )
         for shift in shifts:
-            moved = tuple(start + extra for start, extra in zip(starts, shift, strict=True))
-            found[(0, *moved[1:])] = None
+            moved = [start + extra for start, extra in zip(starts, shift, strict=True)]
+            partition = (0, *moved[1:])
+            found[partition] = None
     return list(found)
 
 

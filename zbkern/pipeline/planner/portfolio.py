@@ -236,7 +236,7 @@ class Population:
             start,
             seed=seed,
             temperatures=_temperatures(problem, hot, SETTINGS.end_temperature),
-            moves=int(passes / (SETTINGS.temperatures * (SETTINGS.share_rerun * problem.passes + 50))),
+            passes=passes,
             spread=spread,
             target=self.pool.bound,
             seconds=budget.left,

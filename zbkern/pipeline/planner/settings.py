@@ -25,8 +25,6 @@ class SearchSettings:
     """Passes of the first round: a tenth of a second."""
 
     # annealing
-    share_rerun: float = 0.25
-    """The share of all passes that a move runs again, on average."""
     coolings: tuple[tuple[float, int], ...] = (
         *((0.15, 3), (0.2, 10), (0.5, 3), (0.1, 10)),
         *((0.3, 3), (0.25, 10), (1.0, 3), (0.15, 30)),
@@ -68,7 +66,7 @@ class SearchSettings:
     """Where it is not given: as many of these as there are layers."""
     first_passes: int = 1_500_000
     """Rules are tried on at most this many passes for the first answers of all candidates together."""
-    searched: tuple[int, ...] = (8, 5, 3, 2)
+    searched: tuple[int, ...] = (6, 4, 2, 2)
     """The candidates that are searched in the first, second, ... round; as many as in the last one after it."""
     margins: tuple[float, ...] = (0.1, 0.05, 0.03, 0.02)
     """How much more than the best a candidate may cost at the start of a round, relative; others leave."""

@@ -1,4 +1,4 @@
-"""Measures `Costs` and `ModelCosts` on the machine at hand, by running the real chunks or layers on their real ranks."""
+"""Measures `Costs` and `ModelCosts` on the machine at hand, by running real chunks or layers on their real ranks."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Costs:
     weight: PerChunk = 1.0
     communication: PerChunk = 0.0
     activation: PerChunk = 1.0
-    held: PerChunk | None = None  # never None in an object
+    held: PerChunk = None  # type: ignore[assignment]  # replaced by the activation
     split_overhead: PerChunk = 0.0
     merge_saving: PerChunk = 0.0
     static: PerChunk = 0.0

@@ -52,7 +52,8 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
 
 def hops(timelines: Sequence[Timeline]) -> dict[int, float]:
     """The least time of a message over every edge between ranks, by its first chunk, mean of both directions."""
-    schedule, found = timelines[0].schedule, {}
+    schedule = timelines[0].schedule
+    found: dict[int, float] = {}
     for timeline in timelines:
         passes = _passes(timeline)
         for low, high in pairwise(range(len(schedule.placement))):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -53,7 +52,8 @@ class Hardware:
             if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
                 raise TypeError(f"Hardware: {field.name} must be a number; got {value!r}")
             most = 1.0 if field.name.endswith("_share") else 1e30
-            if not (math.isfinite(value) and (0 < value or field.name == "exposed_share" and value == 0) and value <= most):
+            fits = 0 <= value <= most if field.name == "exposed_share" else 0 < value <= most
+            if not fits:  # NaN neither
                 raise ValueError(f"Hardware: {field.name} must be above 0 and at most {most:g}; got {value!r}")
 
 

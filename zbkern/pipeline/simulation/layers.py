@@ -32,7 +32,7 @@ class LayerCosts:
     backward: float
     weight: float
     activation: float = 0.0
-    held: float | None = None  # never None in an object
+    held: float = None  # type: ignore[assignment]  # replaced by the activation
     split_overhead: float = 0.0
     merge_saving: float = 0.0
     output: float = 0.0

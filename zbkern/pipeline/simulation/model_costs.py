@@ -175,9 +175,21 @@ class _Layer:
 
     def costs(self, name: str, features: int, tied: str | None = None) -> LayerCosts:
         output = _WIDTH * self.job.tokens * features / self.job.tensor_parallel
-        times = (_MS * each for each in (self.forward, self.backward, self.weight))
-        merge = _MS * self.saving
-        return LayerCosts(name, *times, self.activation, self.held, 0.0, merge, output, self.static, tied)
+        forward, backward, weight, saving = (
+            _MS * each for each in (self.forward, self.backward, self.weight, self.saving)
+        )
+        return LayerCosts(
+            name,
+            forward,
+            backward,
+            weight,
+            self.activation,
+            self.held,
+            merge_saving=saving,
+            output=output,
+            static=self.static,
+            tied=tied,
+        )
 
     def _message(self, time: float) -> None:
         """Two messages that take so long together at the peak bandwidth, forward and again backward."""
@@ -341,12 +353,12 @@ def _check(architecture: Architecture, job: Job) -> None:
     ranks = job.tensor_parallel
     for block in architecture.blocks:
         if block.attention.heads % ranks:
-            raise ValueError(
-                f"model_costs: tensor_parallel must divide the {block.attention.heads} heads; got {ranks}"
-            )
+            raise ValueError(f"model_costs: tensor_parallel must divide the {block.attention.heads} heads; got {ranks}")
         if isinstance(block.mlp, Experts) and block.mlp.count % job.expert_parallel:
             raise ValueError(
                 f"model_costs: expert_parallel must divide the {block.mlp.count} experts; got {job.expert_parallel}"
             )
     if job.expert_parallel > 1 and not any(isinstance(block.mlp, Experts) for block in architecture.blocks):
-        raise ValueError(f"model_costs: this model has no experts; leave expert_parallel at 1; got {job.expert_parallel}")
+        raise ValueError(
+            f"model_costs: expert_parallel must be 1 for a model without experts; got {job.expert_parallel}"
+        )
