@@ -19,6 +19,7 @@ import zbkern
 from tests.support.chunks import make_data, make_model, results_on_threads
 from zbkern.pipeline import (
     Action,
+    Costs,
     Pipeline,
     PipelineError,
     Replanner,
@@ -28,6 +29,7 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
+from zbkern.pipeline.planner.offload import fit
 from zbkern.pipeline.runtime import host_copies
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -185,6 +187,22 @@ def check_peaks(ranks: Any, schedule: Schedule) -> None:
 @pytest.mark.parametrize("how", [["copied"], ["recomputed"], ["recomputed", "copied", None]])
 def test_peak_bytes_are_as_planned_on_two_ranks(how: list[str | None], two_ranks: Any) -> None:
     check_peaks(two_ranks, with_actions(schedules.one_f_one_b(2, 6), saved_in_turn(*how)))
+
+
+@pytest.mark.dist
+def test_peak_bytes_of_a_fitted_schedule_are_as_planned(four_ranks: Any) -> None:
+    costs = Costs(held=1.1, checkpoint=0.1, offload_bandwidth=1, reload_bandwidth=1)
+    schedule = schedules.zb_v(4, 8)
+    limit = 0.6 * max(simulate(schedule, costs).peak_memory)
+    check_peaks(four_ranks, fit(schedule, costs, limit, recompute=True).schedule)
+
+
+def test_a_fitted_schedule_gives_the_same_gradients() -> None:
+    costs = Costs(held=1.1, offload_bandwidth=1, reload_bandwidth=1)
+    schedule = schedules.zb_h1(4, 8)
+    fitted = fit(schedule, costs, 0.7 * max(simulate(schedule, costs).peak_memory)).schedule
+    assert any(action.kind == "O" for action in fitted.actions[0])
+    check_equal(schedule, fitted, steps=1)
 
 
 @pytest.mark.dist

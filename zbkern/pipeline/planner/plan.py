@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner import bounds, portfolio, robustness
+from zbkern.pipeline.planner import offload as memory_saving
 from zbkern.pipeline.planner.incumbents import Budget, Pool
 from zbkern.pipeline.planner.problem import Problem, schedule_of
 from zbkern.pipeline.schedules.actions import ScheduleError
@@ -63,6 +65,8 @@ def plan(
     samples: int = 16,
     seed: int = 0,
     effort: int | None = None,
+    offload: bool = False,
+    recompute: bool = False,
 ) -> Plan:
     """The best schedule found in about `time_limit` seconds on one core; with 0, the constructive answer alone.
 
@@ -73,6 +77,10 @@ def plan(
     None for none. objective: what to minimise, "cost" or "makespan" (see `Timeline`). jitter, samples: the plan has the
     least mean over `samples` simulations in which every pass takes its cost times a normal variate of this deviation,
     of those found for these costs and for slower communication, which leave a late message some slack.
+
+    offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
+    activations (and what W needs) to the host and load them back, or that recompute activations; for costs that say
+    what these cost. The time is then divided between orders that need the limit, and more.
 
     The search is a sequence of rounds, each twice as long as the one before, that depends on `seed` alone; the clock
     only decides where it ends. So two runs may differ when the clock stops them at different moments, and a longer one
@@ -93,6 +101,12 @@ def plan(
         raise TypeError(
             f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
             f"{type(placement).__name__} {placement!r}"
+        )
+    if (offload or recompute) and memory_limit is not None:
+        again = partial(plan, costs, stages, microbatches, chunks, placement, objective=objective, jitter=jitter)
+        again = partial(again, samples=samples, seed=seed, effort=effort, time_limit=time_limit / 4)
+        return memory_saving.search(
+            lambda limit: again(memory_limit=limit), lambda _: costs, memory_limit, objective, offload, recompute
         )
     if chunks is None:
         chunks = chunks_per_rank(placement, stages)

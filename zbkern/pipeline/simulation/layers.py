@@ -60,6 +60,9 @@ class ModelCosts:
     bandwidth: float = math.inf
     time_unit: str | None = None
     memory_unit: str | None = None
+    offload_bandwidth: float | None = None
+    reload_bandwidth: float | None = None
+    copy_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -95,6 +98,9 @@ class ModelCosts:
             communication=sent,
             static=self._static(chunks, ranks),
             checkpoint=[0.0, *(chunk[-1].output for chunk in chunks[:-1])],
+            offload_bandwidth=self.offload_bandwidth,
+            reload_bandwidth=self.reload_bandwidth,
+            copy_slowdown=self.copy_slowdown,
             time_unit=self.time_unit,
             memory_unit=self.memory_unit,
         )

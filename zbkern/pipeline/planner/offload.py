@@ -1,0 +1,366 @@
+"""Where a schedule offloads and recomputes activations so that it fits in less memory, with the least time.
+
+The order of the passes stays. Each rank's row is gone through once with the times of a simulation: where the next pass
+would exceed the limit, what is needed latest and costs least time is given up, and brought back ahead of its use as
+soon as there is room. How early and in which preference is tried in several ways, and the simulator tells which is
+fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from zbkern.pipeline.schedules import NAMES
+from zbkern.pipeline.schedules.actions import Action, ScheduleError
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.units import amount
+from zbkern.pipeline.simulation import comparison
+from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
+from zbkern.pipeline.simulation.memory import static_of_ranks
+from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.pipeline.simulation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from zbkern.pipeline.planner.plan import Plan
+
+_ROUNDING = 1e-9  # relative, of a limit
+_LEADS = (1.0, 2.0)  # how many copies before its use something is loaded
+_ROUNDS = 2  # of placing actions by the times that the last placing gave
+MORE_MEMORY = (1.0, 1.5, 2.0, None)  # times the limit, in which orders are searched; None for no limit
+
+_Times = dict[tuple[str, int, int], tuple[float, float]]
+
+
+def fit(
+    schedule: Schedule,
+    costs: Costs,
+    memory_limit: float | Sequence[float],
+    *,
+    offload: bool = True,
+    recompute: bool = False,
+    objective: str = "cost",
+) -> Timeline:
+    """The fastest simulation of this order of passes that holds at most `memory_limit` on every rank.
+
+    memory_limit: one number, or one per rank, in the unit of `costs.activation`. offload, recompute: what may be added.
+    objective: "cost" or "makespan". A schedule that fits as it is comes back as it is. Raises ScheduleError where
+    nothing makes it fit, ValueError where the costs lack what is to be added.
+    """
+    limits = _limits(memory_limit, schedule.stages)
+    plain = simulate(schedule, costs)
+    if _fits(plain, limits):
+        return plain
+    best: Timeline | None = None
+    for way in _ways(offload, recompute):
+        timeline = plain
+        for _ in range(_ROUNDS):
+            found = _place(schedule, costs, limits, timeline, way)
+            if found is None:
+                break
+            timeline = simulate(found, costs)
+            if _fits(timeline, limits) and (
+                best is None or getattr(timeline, objective) < getattr(best, objective) * (1 - _ROUNDING)
+            ):
+                best = timeline
+    if best is None:
+        added = " or ".join(name for name, wanted in (("offload", offload), ("recompute", recompute)) if wanted)
+        raise ScheduleError(
+            f"fit: no {added} makes {schedule.name} fit memory_limit={amount(min(limits), costs.memory_unit)}, where "
+            f"it holds {amount(max(plain.peak_memory), costs.memory_unit)}; raise the limit, or take another order"
+        )
+    return best
+
+
+def search(
+    make_plan: Callable[[Any], Plan],
+    costs_of: Callable[[Plan], Costs],
+    memory_limit: float | Sequence[float],
+    objective: str,
+    offload: bool,
+    recompute: bool,
+) -> Plan:
+    """The best of the plans that `make_plan` finds for this limit and for more memory and of the published schedules
+    with their placement, made to fit; with fused backwards, too: they hold nothing for W, which nothing can recompute.
+
+    Its lower bound is that of unlimited memory, which no offload and no recomputation can be below.
+    """
+    plans: list[Plan] = []
+    errors: list[ScheduleError] = []
+    for factor in MORE_MEMORY:
+        try:
+            plans.append(make_plan(_scaled(memory_limit, factor)))
+        except ScheduleError as error:
+            errors.append(error)
+    orders = [(plan, timeline) for plan in plans for timeline in _with_fused(plan.schedule, costs_of(plan))]
+    for plan in {plan.schedule.placement: plan for plan in plans}.values():
+        orders += [(plan, timeline) for each in _published(plan) for timeline in _with_fused(each, costs_of(plan))]
+    best: Plan | None = None
+    for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):
+        if best is not None and getattr(timeline, objective) >= getattr(best.timeline, objective):
+            break
+        try:
+            fitted = fit(
+                timeline.schedule,
+                costs_of(plan),
+                memory_limit,
+                offload=offload,
+                recompute=recompute,
+                objective=objective,
+            )
+        except ScheduleError as error:
+            errors.append(error)
+            continue
+        if best is None or getattr(fitted, objective) < getattr(best.timeline, objective):
+            best = replace(plan, schedule=fitted.schedule, timeline=fitted)
+    if best is None:
+        raise errors[0]
+    reached, ranks = getattr(best.timeline, objective), len(best.timeline.events)
+    unlimited = plans[-1]
+    bound = min(reached, sum(unlimited.timeline.busy) / (ranks * (1.0 - unlimited.lower_bound)))
+    lower = max(0.0, 1.0 - sum(best.timeline.busy) / (ranks * bound)) if bound > 0 else 0.0
+    return replace(best, lower_bound=lower, optimal=reached <= bound * (1 + _ROUNDING), mean_cost=reached)
+
+
+def _published(plan: Plan) -> Iterator[Schedule]:
+    schedule = plan.schedule
+    for name in NAMES:
+        try:
+            found = comparison.build(name, schedule.stages, schedule.microbatches, schedule.chunks)
+        except ScheduleError:  # the generator does not have these counts
+            continue
+        if found.placement == schedule.placement:
+            yield found
+
+
+def _with_fused(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
+    """The schedule's timeline, and that of the same order with every B and its W as one BW."""
+    yield simulate(schedule, costs)
+    if any(action.kind == "B" for row in schedule.actions for action in row):
+        rows = [
+            [action._replace(kind="BW") if action.kind == "B" else action for action in row if action.kind != "W"]
+            for row in schedule.actions
+        ]
+        yield simulate(Schedule.build(rows, schedule.placement, schedule.microbatches, schedule.name), costs)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a row is gone through. lead: how many copies ahead something is loaded; oldest: of equals, what has been held
+    for the longest time is given up, and not what is needed latest."""
+
+    offload: bool
+    recompute: bool
+    lead: float
+    oldest: bool
+
+
+def _ways(offload: bool, recompute: bool) -> Iterator[_Way]:
+    kinds = [(offload, False), (False, recompute), (offload, recompute)]
+    for kind in dict.fromkeys(kind for kind in kinds if any(kind)):
+        for lead, oldest in product(_LEADS if kind[0] else _LEADS[:1], (False, True)):
+            yield _Way(*kind, lead, oldest)
+
+
+@dataclass(eq=False)
+class _Held:
+    """What a microbatch holds in a row from `begin` to `end`, places in it: activations, or what its W needs.
+
+    kept: what stays when it is recomputed; inf where it cannot be.
+    """
+
+    chunk: int
+    microbatch: int
+    begin: int
+    end: int
+    size: float
+    kept: float
+    given_up: bool = False
+
+
+def _place(schedule: Schedule, costs: Costs, limits: Sequence[float], timeline: Timeline, way: _Way) -> Schedule | None:
+    flat = costs.per_chunk(len(schedule.placement))
+    if way.recompute and flat.checkpoint is None:
+        raise ValueError("fit: recompute needs Costs.checkpoint, the memory a microbatch holds between an F and its R")
+    if way.offload and (costs.offload_bandwidth is None or costs.reload_bandwidth is None):
+        raise ValueError("fit: offload needs Costs.offload_bandwidth and Costs.reload_bandwidth")
+    rows = []
+    for rank, static in enumerate(static_of_ranks(flat, schedule.placement)):
+        times = {event.action[:3]: (event.start, event.end) for event in timeline.events[rank]}
+        row = _Row(schedule.actions[rank], flat, costs, limits[rank] - static, times, way).placed()
+        if row is None:
+            return None
+        rows.append(row)
+    return Schedule.build(rows, schedule.placement, schedule.microbatches, f"{schedule.name}-saving")
+
+
+class _Row:
+    """One rank's row, gone through from its first action to its last."""
+
+    def __init__(
+        self, actions: Sequence[Action], flat: ChunkCosts, costs: Costs, limit: float, times: _Times, way: _Way
+    ) -> None:
+        self._actions, self._flat, self._way = actions, flat, way
+        self._limit = limit * (1 + _ROUNDING)
+        self._times = [times[action[:3]] for action in actions]
+        self._out, self._back = costs.offload_bandwidth or 0.0, costs.reload_bandwidth or 0.0
+        self._slow = 1.0 + costs.copy_slowdown
+        self._begun, self._ended = _spans(actions, flat)
+        self._now = 0.0  # memory
+        self._lane_out = self._lane_back = 0.0  # until when copies run
+        self._here: dict[_Held, None] = {}
+        self._away: list[_Held] = []
+        self._recomputed: set[_Held] = set()
+        self._found: list[Action] = []
+
+    def placed(self) -> list[Action] | None:
+        """The row with what makes it fit; None where nothing does."""
+        for index, action in enumerate(self._actions):
+            ending = self._ended.get(index)
+            if not self._bring_back(index, ending) or not self._make_room(index, self._needs(index), ending):
+                return None
+            self._found.append(action)
+            self._run(index, ending)
+        return self._found
+
+    def _needs(self, index: int) -> float:
+        """The memory that the action adds to what is held, while it runs."""
+        kind, chunk, _, _ = self._actions[index]
+        if kind == "B":
+            return self._flat.held[chunk] - self._flat.activation[chunk]
+        return self._begun[index].size if index in self._begun else 0.0
+
+    def _run(self, index: int, ending: _Held | None) -> None:
+        kind, chunk, _, part = self._actions[index]
+        if ending is not None:
+            self._here.pop(ending, None)
+            if kind != "W" or part is None:
+                self._now -= ending.size
+        if kind == "W" and part is not None:
+            self._now -= self._flat.held[chunk] / part[1]
+        if index in self._begun:
+            self._now += self._begun[index].size
+            self._here[self._begun[index]] = None
+
+    def _bring_back(self, index: int, ending: _Held | None) -> bool:
+        """What this action needs, and what can come early: loads and recomputations before the action."""
+        if ending is not None and ending in self._recomputed:
+            self._recomputed.discard(ending)
+            if not self._make_room(index, ending.size - ending.kept, ending):
+                return False
+            self._found.append(Action("R", ending.chunk, ending.microbatch))
+            self._now += ending.size - ending.kept
+        now = self._times[index][0]
+        for held in sorted(self._away, key=lambda held: held.end):
+            must = held is ending
+            early = self._times[held.end][0] - now <= self._way.lead * held.size / self._back * self._slow
+            if not (must or (early and not self._within_merged(index))):
+                continue
+            if not self._make_room(index, held.size, ending if must else held, free_only=not must):
+                if must:
+                    return False
+                continue
+            self._away.remove(held)
+            self._found.append(Action("L", held.chunk, held.microbatch))
+            self._lane_back = max(now, self._lane_back) + held.size / self._back
+            self._now += held.size
+            self._here[held] = None
+        return True
+
+    def _within_merged(self, index: int) -> bool:
+        """Whether a copy before this action would part two W of one chunk, which run as one."""
+        if index == 0:
+            return False
+        before, action = self._actions[index - 1], self._actions[index]
+        return before.kind == action.kind == "W" and before.chunk == action.chunk
+
+    def _make_room(self, index: int, size: float, spared: _Held | None, free_only: bool = False) -> bool:
+        """Gives up what it must so that `size` more fits before this action; free_only: only what costs no time."""
+        chosen: list[tuple[_Held, bool]] = []
+        room, lane = self._limit - self._now, self._lane_out
+        while size > room:
+            best = self._cheapest(index, spared, lane, [held for held, _ in chosen])
+            if best is None or (free_only and (best[0] > 0 or (spared is not None and best[3].end <= spared.end))):
+                return False
+            _, _, copied, held, ends = best
+            chosen.append((held, copied))
+            room += held.size if copied else held.size - held.kept
+            lane = ends
+        for held, copied in chosen:
+            self._give_up(held, copied)
+        self._lane_out = lane
+        return True
+
+    def _give_up(self, held: _Held, copied: bool) -> None:
+        held.given_up = True
+        del self._here[held]
+        if copied:
+            self._found.append(Action("O", held.chunk, held.microbatch))
+            self._away.append(held)
+            self._now -= held.size
+        else:
+            self._recomputed.add(held)
+            self._now -= held.size - held.kept
+
+    def _cheapest(
+        self, index: int, spared: _Held | None, lane: float, taken: Sequence[_Held]
+    ) -> tuple[float, float, bool, _Held, float] | None:
+        """What costs the least time to give up: the time, a preference, whether it is copied, what, and when the lane
+        of copies is free then."""
+        now, best = self._times[index][0], None
+        for held in self._here:
+            if held is spared or held.given_up or held in taken or held.end <= index:
+                continue
+            prefers = self._times[held.begin][1] if self._way.oldest else -self._times[held.end][0]
+            options = []
+            if self._way.offload:
+                ends = max(self._times[held.begin][1], lane) + held.size / self._out
+                waits = max(0.0, ends - now)
+                hurry = held.size / self._back - (self._times[held.end][0] - max(now, ends))
+                options.append((waits + max(0.0, hurry), prefers, True, held, ends))
+            if self._way.recompute and held.kept < held.size:
+                before = self._times[held.end - 1][1] if held.end else 0.0
+                idle = self._times[held.end][0] - before
+                options.append((max(0.0, self._flat.recompute[held.chunk] - idle), prefers, False, held, lane))
+            for option in options:
+                if best is None or option[:2] < best[:2]:
+                    best = option
+        return best
+
+
+def _spans(actions: Sequence[Action], flat: ChunkCosts) -> tuple[dict[int, _Held], dict[int, _Held]]:
+    """What is held in a row, by the place of the action that it begins with, and of the action that needs it."""
+    begun: dict[int, _Held] = {}
+    ended: dict[int, _Held] = {}
+    held: dict[tuple[int, int], _Held] = {}
+    for index, (kind, chunk, microbatch, _) in enumerate(actions):
+        key = chunk, microbatch
+        if kind in ("B", "BW", "W") and key in held:
+            held[key].end = index
+            ended[index] = held.pop(key)
+        if kind == "F":
+            kept = math.inf if flat.checkpoint is None else min(flat.checkpoint[chunk], flat.activation[chunk])
+            begun[index] = held[key] = _Held(chunk, microbatch, index, index, flat.activation[chunk], kept)
+        elif kind == "B":
+            begun[index] = held[key] = _Held(chunk, microbatch, index, index, flat.held[chunk], math.inf)
+    return begun, ended
+
+
+def _fits(timeline: Timeline, limits: Sequence[float]) -> bool:
+    return all(peak <= limit * (1 + 2 * _ROUNDING) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+
+
+def _limits(given: float | Sequence[float], stages: int) -> list[float]:
+    limits = list(given) if isinstance(given, Sequence) else [given] * stages
+    if len(limits) != stages:
+        raise ValueError(f"fit: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
+    return limits
+
+
+def _scaled(limit: float | Sequence[float], factor: float | None) -> Any:
+    if factor is None:
+        return None
+    return [each * factor for each in limit] if isinstance(limit, Sequence) else limit * factor
