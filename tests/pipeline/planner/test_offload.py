@@ -39,6 +39,9 @@ def test_what_comes_back_fits_and_has_the_same_passes(data: st.DataObject) -> No
         assume(False)  # other examples
     assert passes(timeline.schedule) == [list(row) for row in schedule.actions]
     assert max(timeline.peak_memory) <= limit * (1 + 1e-6)
+    for row in timeline.schedule.actions:  # W that run merged stay so
+        for before, between, after in zip(row, row[1:], row[2:], strict=False):
+            assert not (before.kind == after.kind == "W" and before.chunk == after.chunk and between.kind in "ROL")
     assert timeline.events == simulate(timeline.schedule, costs).events
     assert timeline.cost >= plain.cost * (1 - 1e-9)
 
@@ -70,6 +73,8 @@ def test_what_cannot_be_made_to_fit_is_told() -> None:
         fit(schedules.one_f_one_b(4, 8), Costs(), 2, offload=False, recompute=True)
     with pytest.raises(ValueError, match=r"one number or one per rank \(4\); got 2"):
         fit(schedules.one_f_one_b(4, 8), COSTS, [2, 2])
+    with pytest.raises(ValueError, match="jitter must be 0 with offload or recompute"):
+        plan(COSTS, 4, 8, memory_limit=4, offload=True, jitter=0.1)
 
 
 @pytest.mark.parametrize(("chunks", "memory", "gain"), [(1, 4.0, 0.03), (1, 2.0, 0.2), (2, 2.0, 0.1)])

@@ -199,7 +199,7 @@ def test_peak_bytes_of_a_fitted_schedule_are_as_planned(four_ranks: Any) -> None
 
 def test_a_fitted_schedule_gives_the_same_gradients() -> None:
     costs = Costs(held=1.1, offload_bandwidth=1, reload_bandwidth=1)
-    schedule = schedules.zb_h1(2, 8)
+    schedule = schedules.zb_h1(4, 8)
     fitted = fit(schedule, costs, 0.7 * max(simulate(schedule, costs).peak_memory)).schedule
     assert any(action.kind == "O" for action in fitted.actions[0])
     check_equal(schedule, fitted, steps=1)
@@ -210,6 +210,30 @@ def test_a_fitted_schedule_gives_the_same_gradients() -> None:
 def test_peak_bytes_are_as_planned_on_four_ranks(name: str, four_ranks: Any) -> None:
     schedule = getattr(schedules, name)(4, 8)
     check_peaks(four_ranks, with_actions(schedule, saved_in_turn("recomputed", "copied")))
+
+
+def replicated_gradients(row: str) -> list[torch.Tensor]:
+    """Gradients of a chunk under DistributedDataParallel, whose pipelines have one rank each."""
+    torch.manual_seed(5)
+    module = zbkern.convert(Wide())
+    replica = nn.parallel.DistributedDataParallel(module)
+    schedule = Schedule.build([[Action.parse(text) for text in row.split()]], [0], 2)
+    data = torch.randn(4, 32) + torch.distributed.get_rank()
+    with Pipeline([replica], schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+        pipe.step(data, data)
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.dist
+def test_replicas_are_reduced_as_without(two_ranks: Any) -> None:
+    expected = two_ranks.run(replicated_gradients, "0F0 0F1 0B0 0W0 0B1 0W1")[0]
+    found = two_ranks.run(replicated_gradients, "0F0 0F1 0O0 0R1 0B1 0O1 0L0 0B0 0L1 0W0 0W1")
+    plain = two_ranks.run(replicated_gradients, "0F0 0F1 0B1 0B0 0W0 0W1")[0]
+    assert len(expected) == 6
+    for gradients in found:
+        for a, b, c in zip(gradients, plain, expected, strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, c)
 
 
 def step(modules: Sequence[nn.Module], row: str, *, microbatches: int = 2, steps: int = 1, **more: Any) -> Any:

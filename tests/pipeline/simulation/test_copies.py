@@ -8,6 +8,7 @@ import pytest
 
 from zbkern.pipeline import Action, Costs, Event, Schedule, Timeline, schedules, simulate
 from zbkern.pipeline.draw import style, svg, trace
+from zbkern.pipeline.simulation import drift
 
 
 def build(*rows: str, microbatches: int = 1) -> Schedule:
@@ -144,3 +145,15 @@ def test_pictures_show_copies_in_lanes_of_their_own() -> None:
     held = timeline.memory_held(costs)[0]
     assert max(level for _, level in held) == timeline.peak_memory[0]
     assert all(a[0] <= b[0] for a, b in pairwise(held))
+
+
+def test_measured_copies_and_recomputations_give_costs_that_simulate_alike() -> None:
+    given = Costs(offload_bandwidth=0.5, reload_bandwidth=2, recompute=0.75, checkpoint=0.25)
+    schedule = build("0F0 0F1 0F2 0O0 0R1 0BW1 0L0 0BW0 0BW2", microbatches=3)
+    timeline = simulate(schedule, given)
+    found = drift.costs([timeline], given)
+    assert simulate(schedule, found).events == timeline.events
+    assert simulate(schedule, drift.costs([timeline])).cost == pytest.approx(timeline.cost)
+    assert "planned" in str(drift.compare(timeline))
+    seconds = drift.in_seconds(Costs(offload_bandwidth=3, recompute=[2, 4], time_unit="ms"))
+    assert (seconds.offload_bandwidth, seconds.reload_bandwidth, seconds.recompute) == (3000, None, (0.002, 0.004))

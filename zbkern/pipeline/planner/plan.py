@@ -118,10 +118,14 @@ def plan(
         )
     schedules.check_counts("plan", stages, microbatches, 1 if chunks is None else chunks)
     check_search(objective, jitter, samples, seed, time_limit, effort)
+    if (offload or recompute) and jitter:
+        raise ValueError(
+            f"plan: jitter must be 0 with offload or recompute, which are placed by exact times; got {jitter}"
+        )
     if (offload or recompute) and memory_limit is not None:
         again = partial(plan, costs, stages, microbatches, chunks, placement, partition=partition, objective=objective)
         share = None if time_limit is None else time_limit / len(memory_saving.MORE_MEMORY)
-        again = partial(again, time_limit=share, jitter=jitter, samples=samples, seed=seed, progress=progress)
+        again = partial(again, time_limit=share, seed=seed, progress=progress)
         return memory_saving.search(
             lambda limit: again(memory_limit=limit, effort=max(0, effort - 2)),
             *(memory_limit, objective, offload, recompute),

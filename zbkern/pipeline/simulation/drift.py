@@ -23,8 +23,9 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
 
     memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (slices or layers of a
-    W) counts as their sum. communication is the least time from the end of a pass to the start of the one that needs
-    it, over all edges, mean of both directions, so that a difference between two ranks' clocks cancels.
+    W) counts as their sum. Bandwidths are those of all O or L together. communication is the least time from the end of
+    a pass to the start of the one that needs it, over all edges, mean of both directions, so that a difference between
+    two ranks' clocks cancels.
     """
     schedule = timelines[0].schedule
     chunks = range(len(schedule.placement))
@@ -38,8 +39,14 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         if ("BW", chunk) in medians and ("B", chunk) not in medians:
             times[1] = _with(times[1], chunk, medians["BW", chunk] / 2)
             times[2] = _with(times[2], chunk, medians["BW", chunk] / 2)
+    memory = memory or Costs()
+    again = {chunk: medians["R", chunk] for chunk in chunks if ("R", chunk) in medians}
     return replace(
-        memory or Costs(),
+        memory,
+        recompute=tuple(again.get(chunk, times[0][chunk]) for chunk in chunks) if again else memory.recompute,
+        checkpoint=0.0 if again and memory.checkpoint is None else memory.checkpoint,
+        offload_bandwidth=_bandwidth(timelines, "O", memory),
+        reload_bandwidth=_bandwidth(timelines, "L", memory),
         forward=times[0],
         backward=times[1],
         weight=times[2],
@@ -65,6 +72,16 @@ def hops(timelines: Sequence[Timeline]) -> dict[int, float]:
     return found
 
 
+def _bandwidth(timelines: Sequence[Timeline], kind: str, memory: Costs) -> float | None:
+    """Activations per time of all copies in one direction; that of `memory` where there are none."""
+    copies = [event for each in timelines for row in each.copies for event in row if event.action.kind == kind]
+    activation = memory.per_chunk(len(timelines[0].schedule.placement)).activation
+    spent = sum(copy.end - copy.start for copy in copies)
+    moved = sum(activation[copy.action.chunk] for copy in copies)
+    given = memory.offload_bandwidth if kind == "O" else memory.reload_bandwidth
+    return moved / spent if moved > 0 and spent > 0 else given
+
+
 def in_seconds(given: Costs) -> Costs:
     """The same costs in seconds, the unit of a Pipeline's timelines; times without a unit count as milliseconds."""
     if not isinstance(given, Costs):
@@ -73,11 +90,16 @@ def in_seconds(given: Costs) -> Costs:
             f"{type(given).__name__} {given!r}"
         )
     per_second = TIME_UNITS[given.time_unit or "ms"]
-    times = ("forward", "backward", "weight", "communication", "split_overhead", "merge_saving")
+    times = ("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute")
     seconds: dict[str, Any] = {}
     for name in times:
         value = getattr(given, name)
-        seconds[name] = tuple(each / per_second for each in value) if isinstance(value, tuple) else value / per_second
+        if value is not None:
+            one = not isinstance(value, tuple)
+            seconds[name] = value / per_second if one else tuple(each / per_second for each in value)
+    for name in ("offload_bandwidth", "reload_bandwidth"):
+        if getattr(given, name) is not None:
+            seconds[name] = getattr(given, name) * per_second
     return replace(given, time_unit="s", **seconds)
 
 
