@@ -32,16 +32,17 @@ def profile(
     group: dist.ProcessGroup | Transport | None = None,
     device: torch.device | str | None = None,
     repeats: int = 3,
+    side: Any = None,
 ) -> Costs:
     """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
 
     modules: this rank's chunks, converted. placement: the rank of each chunk in model order. The others are as for
-    `Pipeline`, with inputs and targets of `microbatches` microbatches. Times are medians over microbatches and
+    `Pipeline` and its `step`, with inputs, targets and side inputs of `microbatches` microbatches. Times are medians over microbatches and
     `repeats` steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were;
     buffers that a forward updates (running statistics) are not. Raises TypeError or ValueError as a `Pipeline` does.
     """
     _check(placement, repeats)
-    counted = [_Counted(module) for module in module_list("profile", modules)]
+    counted = [_Counted(module, side) for module in module_list("profile", modules)]
     schedule = _all_forwards_first(tuple(placement), microbatches)
     parameters = [p for module in counted for p in module.parameters()]
     gradients = [p.grad for p in parameters]
@@ -60,7 +61,7 @@ def profile(
         for _ in range(1 + repeats):
             for parameter in parameters:
                 parameter.grad = None
-            pipe.step(inputs, targets)
+            pipe.step(inputs, targets, side)
             timelines.append(pipe.gather_timeline())
         mine = schedule.chunks_of(pipe.rank)
         pinned = pipe.queue.peak_bytes / (microbatches * len(mine))
@@ -107,16 +108,18 @@ class _Counted(torch.nn.Module):
     """A chunk whose first forward counts the bytes that live until its backward, every storage once.
 
     They are what autograd saves, in the loss, too, and the inputs that came in a message; not what is there anyway:
-    parameters, buffers, and on the first and last chunk the batch.
+    parameters, buffers, side inputs, and on the first and last chunk the batch.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, side: Any) -> None:
         super().__init__()
         self.module = module
+        self.tied_parameters = getattr(module, "tied_parameters", {})
         self.keeps_inputs = False
         self._calls = 0
         self._storages: dict[int, int] = {}
-        self._kept = {_address(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        given = [leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, Tensor)]  # microbatches are views of it
+        self._kept = {_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *given)}
 
     @property
     def saved_bytes(self) -> int:
