@@ -22,9 +22,16 @@ _HOME = {
     "Replanner": "planner.replanning",
     "StepOptions": "runtime.options",
     "clip_grad_norm_": "optimizer",
+    "cut": "models",
+    "export": "models",
     "grad_norm": "optimizer",
+    "layers_of": "models",
     "plan": "planner",
     "profile": "runtime.profiling",
+    "read_layout": "schedules.layout",
+    "token_loss": "models",
+    "token_targets": "models",
+    "write_layout": "schedules.layout",
 }
 _MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules", "trace": "draw.trace"}
 
@@ -44,13 +51,20 @@ __all__ = [
     "Timeline",
     "checkpoint",
     "clip_grad_norm_",
+    "cut",
     "draw",
+    "export",
     "grad_norm",
+    "layers_of",
     "plan",
     "profile",
+    "read_layout",
     "schedules",
     "simulate",
+    "token_loss",
+    "token_targets",
     "trace",
+    "write_layout",
 ]
 
 if TYPE_CHECKING:
@@ -58,6 +72,11 @@ if TYPE_CHECKING:
     from zbkern.pipeline import draw as draw
     from zbkern.pipeline import schedules as schedules
     from zbkern.pipeline.draw import trace as trace
+    from zbkern.pipeline.models.cutting import cut as cut
+    from zbkern.pipeline.models.export import export as export
+    from zbkern.pipeline.models.layers import layers_of as layers_of
+    from zbkern.pipeline.models.token_loss import token_loss as token_loss
+    from zbkern.pipeline.models.token_loss import token_targets as token_targets
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
     from zbkern.pipeline.optimizer.clipping import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.optimizer.clipping import grad_norm as grad_norm
@@ -66,6 +85,8 @@ if TYPE_CHECKING:
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions
     from zbkern.pipeline.runtime.profiling import profile as profile
+    from zbkern.pipeline.schedules.layout import read_layout as read_layout
+    from zbkern.pipeline.schedules.layout import write_layout as write_layout
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
 
 

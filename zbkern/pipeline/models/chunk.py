@@ -17,7 +17,23 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.models.layers import is_transformer
 
-_ABSENT = object()  # an argument of the model that this rank does not have
+
+class _NotHere:
+    """The model's first argument on a rank that does not have it: stand-ins take it, and nothing else can use it."""
+
+    def __init__(self, name: str | None) -> None:
+        self.__dict__["name"] = name
+
+    def _refuse(self, *others: Any) -> Any:
+        name = self.__dict__["name"]
+        raise ValueError(
+            f"cut: the model's forward uses its argument {name!r} outside of its first layer, and other chunks do not "
+            f"have it: give it as a side input, pipe.step(None, targets, side={{{name!r}: tensor}}), on every rank"
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = object.__hash__
 
 
 class _Reached(Exception):
@@ -28,12 +44,18 @@ class _Flow:
     """What goes into and out of the layers of a chunk in the forward that runs."""
 
     def __init__(self) -> None:
+        self.kind: type[nn.Module] | None = None  # of the layer whose output is received
         self.begin(None)
 
     def begin(self, received: Any) -> None:
         self.received, self.sent = received, None
         self.nothing = pytree.tree_map_only(Tensor, _nothing_like, received)
         self.entered = self.left = False
+
+    def no_tensor(self) -> Tensor:
+        """NaN in the shape of the first tensor that was received; a single one where nothing was."""
+        leaves = pytree.tree_leaves(self.nothing)
+        return leaves[0] if leaves and isinstance(leaves[0], Tensor) else torch.tensor(torch.nan)
 
     def enter(self, name: str) -> Any:
         if self.entered:
@@ -57,17 +79,22 @@ class _Absent(nn.Module):
         plain = {k: v for k, v in vars(original).items() if isinstance(v, bool | int | float | str)}
         self.__dict__.update(plain)  # such as a block's kind of attention, which the model looks up
         self._name, self._flow = name, flow
+        self._kind = type(original)
 
 
 class Before(_Absent):
-    """A layer before the chunk's first."""
+    """A layer before the chunk's first. One of the same class gives a tuple where that one does."""
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        return self._flow.nothing
+        return self._flow.nothing if self._kind is self._flow.kind else self._flow.no_tensor()
 
 
 class Entry(_Absent):
     """The layer before the chunk's first: gives what that one gave on its rank."""
+
+    def __init__(self, original: nn.Module, name: str, flow: _Flow) -> None:
+        super().__init__(original, name, flow)
+        flow.kind = type(original)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self._flow.enter(self._name)
@@ -86,17 +113,20 @@ class Outside(_Absent):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         first = next(leaf for leaf in pytree.tree_leaves((inputs, keywords)) if isinstance(leaf, Tensor))
         shape = (*first.shape, self.embedding_dim) if "embedding_dim" in vars(self) else first.shape
-        return torch.full((), torch.nan, device=first.device).expand(shape)
+        like = first if first.is_floating_point() else self._flow.no_tensor()
+        return torch.full((), torch.nan, dtype=like.dtype, device=first.device).expand(shape)
 
 
 class Chunk(nn.Module):
     """Layers first to last - 1 of a model, under the names that they have there. `cut` makes them.
 
     whole: the model, with stand-ins. names: of all layers. shared: {label: name of the parameter here} of what several
-    layers share, label being its name in the first of them. The first chunk takes what the model takes, any other what the one before returns; all take keyword
-    arguments of the model besides (side inputs). The last returns what the model returns, of the transformers library
-    its logits.
+    layers share, label being its name in the first of them.
+    The first chunk takes what the model takes, any other what the one before returns, and all take keyword arguments
+    of the model besides (side inputs). The last returns what the model returns, of the transformers library its logits.
     """
+
+    whole: Any  # the copy of the model
 
     def __init__(
         self, whole: nn.Module, flow: _Flow, names: Sequence[str], first: int, last: int, shared: Mapping[str, str]
@@ -129,7 +159,7 @@ class Chunk(nn.Module):
         except _Reached:
             output = None
         except Exception as error:
-            if self._first > 0 and not self._flow.entered:
+            if self._first > 0 and not self._flow.entered and not str(error).startswith("cut: "):
                 raise self._unreachable(error) from error
             raise
         finally:
@@ -137,9 +167,10 @@ class Chunk(nn.Module):
             self._flow.begin(None)
         if self._last < len(self.all_layers):
             if not left:
+                before, after = self.all_layers[self._last - 1], self.all_layers[self._last]
                 raise ValueError(
-                    f"cut: layer {self.all_layers[self._last - 1]!r} must run before {self.all_layers[self._last]!r}; it did "
-                    "not: name the layers in the order in which they run, each called once in every forward"
+                    f"cut: layer {before!r} must run before {after!r}; it did not: name the layers in the order in "
+                    "which they run, each called once in every forward"
                 )
             output = sent
         elif self._first > 0 and not entered:
@@ -159,11 +190,11 @@ class Chunk(nn.Module):
         if self._first == 0:
             return self.whole(*inputs, **side)
         if transformer and "input_ids" not in side:
-            whole_prologue = self._first == 1  # the embedding is all that other chunks have done
-            given = self._flow.enter(self.all_layers[0]) if whole_prologue else self._flow.nothing
-            return self.whole(inputs_embeds=given, **side)
+            if self._first == 1:  # the embedding is all that other chunks have done
+                return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
+            return self.whole(inputs_embeds=self._flow.no_tensor(), **side)
         own = next(iter(inspect.signature(self.whole.forward).parameters), None)
-        return self.whole(**side) if own in side else self.whole(_ABSENT, **side)
+        return self.whole(**side) if own in side else self.whole(_NotHere(own), **side)
 
     def _unreachable(self, error: Exception) -> ValueError:
         return ValueError(
@@ -182,9 +213,9 @@ class Chunk(nn.Module):
         given = [leaf for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor)]
         if any(leaf.isnan().all() for leaf in tensors) and not any(leaf.isnan().any() for leaf in given):
             raise ValueError(
-                f"cut: the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r} give NaN only: their weights are not "
-                "numbers, or the model uses something there that it computes in layers of other chunks, besides the "
-                "output of the layer before: cut elsewhere, or make that computation a part of a layer"
+                f"cut: the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r} give NaN only: their weights are "
+                "not numbers, or the model uses something there that it computes in layers of other chunks, besides "
+                "the output of the layer before: cut elsewhere, or make that computation a part of a layer"
             )
 
 

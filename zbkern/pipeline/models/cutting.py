@@ -40,8 +40,8 @@ def cut(
     as in "Ett|ttL"; None for the plan's, or an even one. layers: as for `layers_of`. weights: a folder of safetensors
     files, as `from_pretrained` reads it, for a model on the meta device; this rank's tensors alone are read. init: for
     such a model without weights, init(module) sets the parameters of a module; None for the model's own way. seed: of
-    these, and the number of the layer: weights do not depend on the partition. rank: None for this process's in `group`.
-    device: of parameters that were on the meta device, None for the CPU.
+    these, with the name of the layer: weights do not depend on the partition. rank: None for this process's in
+    `group`. device: of parameters that were on the meta device, None for the CPU.
 
     A chunk runs the model's own forward, with stand-ins for what other ranks hold, under the names of the whole model,
     so that checkpoints load with any partition. It declares the weights that it shares with other chunks. What the

@@ -1,4 +1,4 @@
-"""export: the chunks of all ranks as safetensors files, which `from_pretrained` reads; no rank holds more than its own."""
+"""export: the chunks of all ranks as safetensors files, which `from_pretrained` reads; each rank writes its own."""
 
 from __future__ import annotations
 
@@ -131,6 +131,6 @@ def _finish(folder: Path, shards: list[Shard], chunks: list[Chunk]) -> None:
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     for chunk in chunks[:1]:
         for kind in ("config", "generation_config"):
-            settings = getattr(chunk.whole, kind, None)
+            settings: Any = getattr(chunk.whole, kind, None)
             if hasattr(settings, "save_pretrained"):
                 settings.save_pretrained(folder)

@@ -13,7 +13,7 @@ KINDS = {"embedding": "E", "block": "t", "mtp": "m", "norm": "L", "head": "L"}  
 class Layer(NamedTuple):
     """One layer of a model: its name there, its kind, its number of parameters, and what it shares.
 
-    kind: "embedding", "block", "mtp", "norm" or "head". tied: the first name of a parameter that another layer has, too.
+    kind: "embedding", "block", "mtp", "norm" or "head". tied: the first name of a parameter that others have, too.
     """
 
     name: str

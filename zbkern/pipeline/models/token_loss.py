@@ -33,7 +33,8 @@ def token_targets(
         raise TypeError(f"token_targets: labels must be integers [rows, length]; got {got}")
     if labels.shape[0] % microbatches:
         raise ValueError(
-            f"token_targets: labels must have a multiple of {microbatches} rows, the microbatches; got {labels.shape[0]}"
+            f"token_targets: labels must have a multiple of {microbatches} rows, the microbatches; got "
+            f"{labels.shape[0]}"
         )
     if shift:
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)

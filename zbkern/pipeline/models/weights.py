@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,14 @@ def fill(
         for name, original in originals.items():  # those that were read
             loaded = chunk.get_parameter(name)
             if not loaded.is_meta:
-                _set(chunk, name, made.setdefault(id(original), loaded.requires_grad_(original.requires_grad)))
+                loaded.requires_grad_(original.requires_grad)  # itself: the library has marked it as read
+                _set(chunk, name, made.setdefault(id(original), loaded))
         drawn = _materialise(chunk, made, device)
         if folder is not None and (unread := [name for name in drawn if name in originals]):
             raise ValueError(f"cut: weights in {folder} must have all of the model; {unread[0]!r} is not there")
-        _draw(model, chunk, drawn, init, seed)
+        if folder is None or is_transformer(model):  # where others draw a buffer, they draw the weights with it
+            _draw(model, chunk, drawn, init, seed)
+        _check_values(chunk, drawn)
 
 
 def _set(chunk: Chunk, name: str, tensor: Tensor) -> None:
@@ -94,15 +97,17 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
                 for part in (p for p, _ in chunk.named_modules() if p in parts and inside[p] == owner):
                     _initialise(chunk.whole, chunk.get_submodule(part), init)
     for label, key in chunk.shared.items():  # every chunk that has it draws it as the layer does that has it first
-        if key in empty or label in empty:
-            prefix, _, name = label.rpartition(".")
-            layer = next((layer for layer in chunk.all_layers if _within(prefix, layer)), prefix)
-            twin = copy.deepcopy(model.get_submodule(layer)).to_empty(device=chunk.get_parameter(key).device)
-            with _seeded(seed, layer, chunk):
+        if key in empty:
+            first = next(layer for layer in chunk.all_layers if _within(label, layer))
+            twin = copy.deepcopy(model.get_submodule(first)).to_empty(device=chunk.get_parameter(key).device)
+            with _seeded(seed, first, chunk):
                 twin.apply(lambda part: _initialise(chunk.whole, part, init))
-            value = twin.get_parameter(label[len(layer) :].lstrip("."))
+            value = twin.get_parameter(label[len(first) :].lstrip("."))
             chunk.get_parameter(key).copy_(value)
-    for name in empty:
+
+
+def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
+    for name in names:
         tensor = _get(chunk, name)
         if tensor.is_floating_point() and tensor.numel() and tensor.flatten()[0].isnan():
             raise ValueError(
@@ -111,20 +116,20 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
             )
 
 
-def _initialise(whole: nn.Module, part: nn.Module, init: Initialiser | None) -> None:
+def _initialise(whole: Any, part: nn.Module, init: Initialiser | None) -> None:
     if init is not None:
         init(part)
     elif is_transformer(whole):
-        whole._init_weights(part)  # type: ignore[operator]
-    elif hasattr(part, "reset_parameters"):
-        part.reset_parameters()
+        whole._init_weights(part)
+    elif callable(reset := getattr(part, "reset_parameters", None)):
+        reset()
 
 
 @contextmanager
 def _seeded(seed: int, name: str, chunk: Chunk) -> Iterator[None]:
     gpus = {parameter.device.index for parameter in chunk.parameters() if parameter.is_cuda}
     with torch.random.fork_rng([*gpus]):
-        torch.manual_seed(seed << 32 | zlib.crc32(name.encode()))
+        torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of a seed torch uses 32 bits
         yield
 
 
@@ -156,7 +161,9 @@ def _load(chunk: Chunk, folder: Path, device: torch.device) -> None:
                 continue
             value = stored[name][...].to(device, tensor.dtype)
             if value.shape != tensor.shape:
-                raise ValueError(f"cut: {name!r} is {list(tensor.shape)} in the model and {list(value.shape)} in {folder}")
+                raise ValueError(
+                    f"cut: {name!r} is {list(tensor.shape)} in the model and {list(value.shape)} in {folder}"
+                )
             _set(chunk, name, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value)
 
 
@@ -176,13 +183,13 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
     return stored
 
 
-def _load_by_the_library(chunk: Chunk, stored: Mapping[str, Any], folder: Path, device: torch.device) -> None:
+def _load_by_the_library(chunk: Chunk, stored: dict[str, Any], folder: Path, device: torch.device) -> None:
     """With the names and layouts of other versions of the model, which the transformers library knows to convert."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    mapping = get_model_conversion_mapping(chunk.whole)
+    mapping: Any = get_model_conversion_mapping(chunk.whole)
     config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping)
     with _without_progress_bars():
         found, _ = convert_and_load_state_dict_in_model(chunk.whole, stored, config)

@@ -52,8 +52,9 @@ class Pipeline:
     pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). loss_fn: called as loss_fn(output,
     target) for one microbatch on the last chunk's rank, None will do elsewhere. group: the pipeline's ranks, None for
     all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
-    at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
-    their gradients; a module may declare its own in an attribute `tied_parameters`, as those of `cut` do. timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
+    at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum
+    of their gradients; a module may declare its own in an attribute `tied_parameters`, as those of `cut` do.
+    timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
     init_process_group was given. options: what else a step does (`StepOptions`). replanner: a `Replanner`, which
     measures every so many steps, and has a better schedule take over where it finds one; on all ranks alike.
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank

@@ -37,9 +37,10 @@ def profile(
     """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
 
     modules: this rank's chunks, converted. placement: the rank of each chunk in model order. The others are as for
-    `Pipeline` and its `step`, with inputs, targets and side inputs of `microbatches` microbatches. Times are medians over microbatches and
-    `repeats` steps after one to warm up, with all ranks busy. Gradients and the random state are left as they were;
-    buffers that a forward updates (running statistics) are not. Raises TypeError or ValueError as a `Pipeline` does.
+    `Pipeline` and its `step`, with inputs, targets and side inputs of `microbatches` microbatches. Times are
+    medians over microbatches and `repeats` steps after one to warm up, with all ranks busy. Gradients and the
+    random state are left as they were; buffers that a forward updates (running statistics) are not. Raises
+    TypeError or ValueError as a `Pipeline` does.
     """
     _check(placement, repeats)
     counted = [_Counted(module, side) for module in module_list("profile", modules)]

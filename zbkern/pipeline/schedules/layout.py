@@ -70,7 +70,9 @@ def check_partition(caller: str, partition: Sequence[int], layers: int) -> None:
 
 def _check_letters(caller: str, layers: str) -> None:
     if not isinstance(layers, str) or not layers or set(layers) - set(LETTERS):
-        raise ValueError(f"{caller}: layers must be a letter of {LETTERS!r} for every layer of the model; got {layers!r}")
+        raise ValueError(
+            f"{caller}: layers must be a letter of {LETTERS!r} for every layer of the model; got {layers!r}"
+        )
 
 
 def _expand(text: str) -> str:
