@@ -166,6 +166,7 @@ def train_and_export(family: str, folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.dist
+@pytest.mark.slow  # tests/examples/test_train_transformers.py does it for two families
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_of_two_ranks_is_read_by_from_pretrained(two_ranks: Any, family: str, tmp_path: Path) -> None:
     (tmp_path / "model-00001-of-00099.safetensors").write_text("an older export")
