@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,16 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from zbkern.pipeline import Pipeline, Schedule, cut, layers_of, schedules, token_loss, token_targets
+from zbkern.pipeline import (
+    Pipeline,
+    Schedule,
+    checkpoint,
+    cut,
+    layers_of,
+    schedules,
+    token_loss,
+    token_targets,
+)
 from zbkern.pipeline.transport.local import LocalTransport
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
@@ -137,6 +148,39 @@ def test_a_v_has_both_ends_of_the_tied_weight() -> None:
     check("llama", schedules.zb_v(2, 4))
 
 
+def test_recomputed_blocks() -> None:
+    model = make("llama")
+    model.gradient_checkpointing_enable()
+    schedule = schedules.zb_h1(2, 2)
+    found = results_on_threads(2, step(model, schedule, None))
+    plain(model)
+    gradients = {name: gradient for _, mine, _ in found for name, gradient in mine.items()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_a_plan_brings_its_partition() -> None:
+    model = make("llama")
+    found = SimpleNamespace(schedule=schedules.zb_h1(2, 4), partition=(0, 3))
+    names = [cut(model, found, rank=rank)[0].layer_names for rank in range(2)]
+    assert [*names[0], *names[1]] == [layer.name for layer in layers_of(model)]
+    assert len(names[0]) == 3
+
+
+def test_checkpoints_have_the_models_names(tmp_path: Path) -> None:
+    model, other = make("llama"), make("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    chunks = [cut(model, schedules.zb_h1(2, 2), rank=rank)[0] for rank in range(2)]
+    checkpoint.save(tmp_path, 1, dict(enumerate(chunks)))
+    checkpoint.load(tmp_path, other)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    parts = cut(make("llama"), schedules.zb_v(2, 2), rank=0)  # read with another partition
+    checkpoint.load(tmp_path, {0: parts[0], 3: parts[1]})
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in parts[1].state_dict().items())
+
+
 def test_layers_and_ties_are_those_of_the_model() -> None:
     layers = layers_of(make("llama"))
     assert [layer.letter for layer in layers] == [*"EttttLL"]
@@ -201,15 +245,12 @@ class Own(nn.Module):
         self.head = nn.Linear(8, 11)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mask = (tokens != 0).to(self.head_dtype())
+        mask = (tokens != 0).double()
         x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = torch.sin(block(x, mask))
         x, more = self.predict(x, self.again(tokens))
         return self.head(torch.stack((x, more)))
-
-    def head_dtype(self) -> torch.dtype:
-        return torch.double
 
 
 LAYERS = {"embed": "embedding", "blocks.*": "block", "predict": "mtp", "head": "head"}
@@ -230,11 +271,10 @@ def test_a_model_of_ones_own_with_tokens_as_side_inputs(partition: Any) -> None:
     expected.backward()
     schedule = schedules.zb_h1(2, 2)
     # the mask and the second use of the embedding need the tokens everywhere, and its weight with them
-    layers = {"embed": "embedding", "blocks.*": "block", "predict": "mtp", "head": "head"}
     model.again = nn.Embedding(11, 8, _weight=model.embed.weight.detach().clone()).double()
 
     def of_rank(transport: LocalTransport) -> Any:
-        chunk = cut(copy.deepcopy(model), schedule, partition, layers=layers, rank=transport.rank)[0]
+        chunk = cut(copy.deepcopy(model), schedule, partition, layers=LAYERS, rank=transport.rank)[0]
         with Pipeline(zbkern.convert(chunk), schedule, loss_fn, transport, timeout=30) as pipe:
             loss = pipe.step(None, targets, side={"tokens": tokens})
         return loss, {name: p.grad for name, p in chunk.named_parameters()}
