@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 import zbkern
 from zbkern.pipeline import Optimizer, Pipeline, StepOptions, plan, profile, schedules
+from zbkern.pipeline.transport.local import LocalTransport
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 
@@ -49,31 +51,28 @@ def test_the_example_runs(two_ranks: Any, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "step-00000002").is_dir()
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_llama_in_parts_is_the_whole_one(attention: str) -> None:
+def test_cutting_a_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
     if int(transformers.__version__.split(".")[0]) < 5:
-        pytest.skip("the page is about transformers 5: layers returned tuples before")
+        pytest.skip("the page is about transformers 5")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(
-        **sizes, num_hidden_layers=8, num_key_value_heads=2, attn_implementation=attention
-    )
-    whole = transformers.LlamaForCausalLM(config).double()
-    code = next(block for block in blocks() if "class Part" in block)
-    parts = []
-    for rank in range(2):
-        names: dict[str, Any] = {"torch": torch, "zbkern": zbkern, "whole": whole, "rank": rank}
-        exec(code, names)
-        parts.append(names["chunk"])
-    assert set().union(*(part.state_dict() for part in parts)) == set(whole.state_dict())
-    assert zbkern.unconverted(parts[0]) == {}  # as the page says
-    tokens = torch.randint(61, (2, 7))
-    logits = parts[1](parts[0](tokens))
-    torch.testing.assert_close(logits, whole(tokens).logits)
-    tokens[:, -1] = (tokens[:, -1] + 1) % 61
-    others = parts[1](parts[0](tokens))
-    torch.testing.assert_close(others[:, :-1], logits[:, :-1])  # no position sees a later one
-    assert not torch.allclose(others[:, -1], logits[:, -1])
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)
+    whole = transformers.LlamaForCausalLM(config)
+    monkeypatch.chdir(tmp_path)
+    whole.save_pretrained("llama")
+    tokens = torch.randint(3, 61, (4, 7))
+    mask = (torch.arange(7) < torch.tensor([7, 3, 5, 6])[:, None]).long()
+    labels = tokens.masked_fill(mask == 0, -100)
+    names: dict[str, Any] = {"zbkern": zbkern, "tokens": tokens, "mask": mask, "labels": labels}
+    names["schedule"] = schedules.one_f_one_b(1, 4)
+    names["Pipeline"] = functools.partial(Pipeline, group=LocalTransport.ring(1)[0])
+    exec(next(block for block in blocks() if "cut(" in block), names)
+    logits = whole(tokens, attention_mask=mask).logits
+    expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(names["loss"], expected.detach())
+    assert zbkern.unconverted(names["chunks"][0]) == {}
+    exported = transformers.LlamaForCausalLM.from_pretrained("trained")
+    assert all(torch.equal(value, exported.state_dict()[name]) for name, value in whole.state_dict().items())
 
 
 def logging_example(line: str) -> str:
@@ -186,5 +185,5 @@ def test_the_queue_in_an_engine_of_ones_own() -> None:
 
 
 def test_no_program_of_the_page_is_left_out() -> None:
-    told = ["torchrun", "class Part", "broadcast_object_list", "bubble_rate", "drift", "queue.defer"]
+    told = ["torchrun", "cut(", "broadcast_object_list", "bubble_rate", "drift", "queue.defer"]
     assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)

@@ -22,10 +22,17 @@ _HOME = {
     "Replanner": "planner.replanning",
     "StepOptions": "runtime.options",
     "clip_grad_norm_": "optimizer",
+    "cut": "models",
+    "export": "models",
     "grad_norm": "optimizer",
+    "layers_of": "models",
     "plan": "planner",
     "profile": "runtime.profiling",
     "profile_layers": "runtime.profiling",
+    "read_layout": "schedules.layout",
+    "token_loss": "models",
+    "token_targets": "models",
+    "write_layout": "schedules.layout",
 }
 _MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules", "trace": "draw.trace"}
 
@@ -45,14 +52,21 @@ __all__ = [
     "Timeline",
     "checkpoint",
     "clip_grad_norm_",
+    "cut",
     "draw",
+    "export",
     "grad_norm",
+    "layers_of",
     "plan",
     "profile",
     "profile_layers",
+    "read_layout",
     "schedules",
     "simulate",
+    "token_loss",
+    "token_targets",
     "trace",
+    "write_layout",
 ]
 
 if TYPE_CHECKING:
@@ -60,6 +74,11 @@ if TYPE_CHECKING:
     from zbkern.pipeline import draw as draw
     from zbkern.pipeline import schedules as schedules
     from zbkern.pipeline.draw import trace as trace
+    from zbkern.pipeline.models.cutting import cut as cut
+    from zbkern.pipeline.models.export import export as export
+    from zbkern.pipeline.models.layers import layers_of as layers_of
+    from zbkern.pipeline.models.token_loss import token_loss as token_loss
+    from zbkern.pipeline.models.token_loss import token_targets as token_targets
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
     from zbkern.pipeline.optimizer.clipping import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.optimizer.clipping import grad_norm as grad_norm
@@ -69,6 +88,8 @@ if TYPE_CHECKING:
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions
     from zbkern.pipeline.runtime.profiling import profile as profile
     from zbkern.pipeline.runtime.profiling import profile_layers as profile_layers
+    from zbkern.pipeline.schedules.layout import read_layout as read_layout
+    from zbkern.pipeline.schedules.layout import write_layout as write_layout
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
 
 

@@ -133,3 +133,23 @@ def split(name: str, value: Any, count: int) -> list[Any]:
             )
         parts.append(list(leaf.split(leaf.shape[0] // count)) if leaf.shape[0] else [leaf] * count)
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
+
+
+def split_side(side: Any, count: int) -> list[dict[str, Any]]:
+    """The side inputs of each of `count` microbatches; empty where there are none. Raises as `split` does."""
+    if side is None:
+        return [{}] * count
+    parts = split("side", side, count)
+    for part in parts:
+        if not isinstance(part, Mapping) or not all(isinstance(name, str) for name in part):
+            raise TypeError(
+                "Pipeline.step: side must be {name: tensor}, or a list with one such dict per microbatch, which chunks "
+                f"get as keyword arguments; got {type(part).__name__}"
+            )
+    return [dict(part) for part in parts]
+
+
+def names_of_side(side: Any) -> str:
+    """What the call is called besides, so that ranks see where theirs differ; nothing without side inputs."""
+    first = side[0] if isinstance(side, list) and side else side
+    return f" with side {', '.join(sorted(map(str, first)))}" if isinstance(first, Mapping) else ""

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.runtime.arguments import check, check_place, device_of, module_list, split
+from zbkern.pipeline.runtime.arguments import (
+    check,
+    check_place,
+    device_of,
+    module_list,
+    names_of_side,
+    split,
+    split_side,
+)
 from zbkern.pipeline.runtime.data_parallel import Replicas
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memory_saving, make_stages
@@ -23,7 +31,7 @@ from zbkern.pipeline.runtime.recorder import Recorder
 from zbkern.pipeline.runtime.run_ahead import SpeculativeForwards, StepValidator
 from zbkern.pipeline.runtime.schedule_updates import ReplannerLike, ScheduleUpdates
 from zbkern.pipeline.runtime.stage import evaluation_mode
-from zbkern.pipeline.runtime.tied_weights import TiedWeights
+from zbkern.pipeline.runtime.tied_weights import TiedWeights, declared_ties
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
 from zbkern.pipeline.schedules.program import forwards, merge_neighbours, peak_microbatches
@@ -45,8 +53,9 @@ class Pipeline:
     pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). loss_fn: called as loss_fn(output,
     target) for one microbatch on the last chunk's rank, None will do elsewhere. group: the pipeline's ranks, None for
     all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
-    at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of
-    their gradients. timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
+    at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum
+    of their gradients; a module may declare its own in an attribute `tied_parameters`, as those of `cut` do.
+    timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
     init_process_group was given. options: what else a step does (`StepOptions`). replanner: a `Replanner`, which
     measures every so many steps, and has a better schedule take over where it finds one; on all ranks alike.
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank
@@ -93,7 +102,7 @@ class Pipeline:
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
         self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder)
         self.rank = rank
-        self.tied = dict(tied or {})
+        self.tied = {**declared_ties(modules), **(tied or {})}
         self._transport = connect(group, schedule, self.device, self.tied)
         with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
             check_same_plan(schedule, 0 if replanner is None else replanner.every, self._transport)
@@ -106,17 +115,19 @@ class Pipeline:
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
 
-    def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
+    def step(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
 
         inputs: needed on the first chunk's rank; targets: on the last chunk's: pytrees of tensors that are split along
-        dimension 0 into `schedule.microbatches` equal parts, or lists of that many parts already split. Returns
-        the mean loss over microbatches on the last chunk's rank, None elsewhere. Gradients add up over steps, as they
-        do over calls of `backward()`.
+        dimension 0 into `schedule.microbatches` equal parts, or lists of that many parts already split. side: what
+        every chunk needs from the batch besides, positions and masks, say: {name: tensor}, or a list of them, on every
+        rank; each chunk gets its microbatch's as keyword arguments, and no rank sends them. With it `inputs` may be
+        None, for no other argument. Returns the mean loss over microbatches on the last chunk's rank, None elsewhere.
+        Gradients add up over steps, as they do over calls of `backward()`.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
-        self._begin("step", inputs, targets)
+        self._begin("step", inputs, targets, side)
         begun = self._run_ahead()
         self._tied.begin()
         self._run(self._program[begun:], self._reduce)
@@ -126,7 +137,7 @@ class Pipeline:
                 self._use(better)
         return self._loss()
 
-    def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
+    def evaluate(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
         """The mean loss of the same arguments, forward only, with the modules in evaluation mode meanwhile.
 
         Timelines and samples stay those of the last step.
@@ -135,7 +146,7 @@ class Pipeline:
             self._ahead.validator.validate()
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
-            self._begin("evaluate", inputs, targets)
+            self._begin("evaluate", inputs, targets, side)
             with torch.no_grad(), evaluation_mode(self.modules.values()):
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
@@ -267,7 +278,7 @@ class Pipeline:
         self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
 
-    def _begin(self, call: str, inputs: Any, targets: Any) -> None:
+    def _begin(self, call: str, inputs: Any, targets: Any, side: Any) -> None:
         if self._closed:
             raise RuntimeError("Pipeline.step: this pipeline was closed; construct another, on every rank")
         if self.queue.pending():
@@ -275,6 +286,7 @@ class Pipeline:
                 f"Pipeline.step: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
                 "run or discard pipe.queue first"
             )
+        call += names_of_side(side)  # ranks that were given others make another call
         if self._failed:
             self._recover(call)
         try:
@@ -284,7 +296,11 @@ class Pipeline:
             raise
         count = self.schedule.microbatches
         try:
-            self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
+            self._side = split_side(side, count)
+            if side is not None and inputs is None:
+                self._inputs: list[Any] = [()] * count
+            else:
+                self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
             self._targets = split("targets", targets, count) if self._last in self._stages else []
         except (TypeError, ValueError) as error:  # the other ranks have begun: tell them why this one has not
             self.abandon()
@@ -377,7 +393,7 @@ class Pipeline:
         inputs = self._forward_input = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = self._targets[microbatch] if chunk == self._last else None
-        outputs = self._stages[chunk].forward(microbatch, inputs, target)
+        outputs = self._stages[chunk].forward(microbatch, inputs, target, self._side[microbatch])
         self._in_flight += 1
         if chunk == self._last:
             self._losses.append(outputs.detach())
@@ -482,7 +498,7 @@ class Pipeline:
 
     def _loss(self) -> Tensor | None:
         self.completed += 1
-        self._inputs = self._targets = []
+        self._inputs = self._targets = self._side = []
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _forget(self) -> None:

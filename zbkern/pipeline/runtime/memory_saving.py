@@ -120,15 +120,15 @@ class MemorySavingStage(Stage):
         kept: Iterable[Any] = (*self._activations.values(), *self._waiting.values())
         return sum(each.nbytes for each in kept)
 
-    def forward(self, microbatch: int, inputs: Any, target: Any = None) -> Any:
+    def forward(self, microbatch: int, inputs: Any, target: Any = None, side: Mapping[str, Any] | None = None) -> Any:
         if not torch.is_grad_enabled():
-            return super().forward(microbatch, inputs, target)
-        excluded = self._excluded(inputs, target)
+            return super().forward(microbatch, inputs, target, side)
+        excluded = self._excluded(inputs, target, side)
         if microbatch in self._recomputed:
             tensors: SavedTensors | RecomputedTensors
             tensors = recomputed = RecomputedTensors(self._lanes.device, excluded)
             self._keep_inputs(inputs, recomputed.kept)
-            self._again[microbatch] = _Again(inputs, target, RandomState(self._lanes.device))
+            self._again[microbatch] = _Again(inputs, target, side or {}, RandomState(self._lanes.device))
         else:
             tensors = SavedTensors(self._lanes.device, excluded)
             if microbatch in self._offloaded["F"]:
@@ -137,7 +137,7 @@ class MemorySavingStage(Stage):
                 self._keep_inputs(inputs, tensors.storages)
         self._activations[microbatch] = tensors
         with tensors.saving():
-            outputs = super().forward(microbatch, inputs, target)
+            outputs = super().forward(microbatch, inputs, target, side)
         self._given = None
         if isinstance(tensors, SavedTensors) and microbatch in self._offloaded["F"]:
             self._begin_offload(microbatch, tensors)
@@ -172,14 +172,14 @@ class MemorySavingStage(Stage):
             each.clear()
         self._given = None
 
-    def _call(self, inputs: Any) -> Any:
+    def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         if self._given is not None:
             given = iter(pytree.tree_leaves(self._given))
             inputs = pytree.tree_map(lambda stand_in: _enter(stand_in, next(given)), inputs)
-        return super()._call(inputs)
+        return super()._call(inputs, side)
 
-    def _excluded(self, inputs: Any, target: Any) -> set[int]:
-        batch = (target, inputs if self.chunk == 0 else None)
+    def _excluded(self, inputs: Any = None, target: Any = None, side: Any = None) -> set[int]:
+        batch = (target, side, inputs if self.chunk == 0 else None)
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         return keys([*self.module.parameters(), *self.module.buffers(), *tensors])
 
@@ -194,7 +194,7 @@ class MemorySavingStage(Stage):
         state = ForwardState([self.module], self._lanes.device)
         again.random.restore()
         with self.queue.defer((self.chunk, microbatch)), tensors.filling():
-            outputs = self._call(again.inputs)
+            outputs = self._call(again.inputs, again.side)
             if self.loss_fn is not None:
                 self._loss(outputs, again.target) / self.microbatches
         del outputs
@@ -203,7 +203,7 @@ class MemorySavingStage(Stage):
 
     def _held(self, microbatch: int) -> _HeldTensors:
         key, moves = (self.chunk, microbatch), microbatch in self._offloaded["B"]
-        return _HeldTensors(self.queue, key, Storages(self._lanes.device, self._excluded(None, None)), moves)
+        return _HeldTensors(self.queue, key, Storages(self._lanes.device, self._excluded()), moves)
 
     def _begin_offload(self, microbatch: int, tensors: SavedTensors | _HeldTensors) -> None:
         self._out[microbatch] = copy = tensors.begin_offload(self._lanes)
@@ -234,6 +234,7 @@ class _Again(NamedTuple):
 
     inputs: Any
     target: Any
+    side: Mapping[str, Any]
     random: RandomState
 
 

@@ -40,13 +40,14 @@ def profile(
     group: dist.ProcessGroup | Transport | None = None,
     device: torch.device | str | None = None,
     repeats: int = 3,
+    side: Any = None,
     bytes_per_parameter: float | None = None,
 ) -> Costs:
     """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
 
     modules: this rank's chunks, converted. placement: the rank of each chunk in model order. The others are as for
-    `Pipeline`, with inputs and targets of `microbatches` microbatches. Times are medians over microbatches and
-    `repeats` steps after one to warm up, with all ranks busy: of F, B and W apart, of fused BW (`split_overhead`), and
+    `Pipeline` and its `step`, with inputs, targets and side inputs of `microbatches` microbatches. Times are medians
+    over microbatches and `repeats` steps after one to warm up, with all ranks busy: of F, B and W apart, of fused BW (`split_overhead`), and
     of W that are merged (`merge_saving`). communication is one number, or one per edge where one takes more than twice
     as long as another. bytes_per_parameter: what is there all the time of a parameter (`static`), which a rank's memory
     includes; None for a weight, a gradient and AdamW's two moments, all in the weight's dtype. Gradients and the random
@@ -55,7 +56,7 @@ def profile(
     planned for one. Raises TypeError or ValueError as a `Pipeline` does.
     """
     _check("profile", placement, microbatches, repeats, bytes_per_parameter)
-    arguments = loss_fn, inputs, targets, microbatches, group, device, repeats, bytes_per_parameter
+    arguments = loss_fn, inputs, targets, side, microbatches, group, device, repeats, bytes_per_parameter
     return _measured("profile", modules, tuple(placement), *arguments)[0]
 
 
@@ -68,6 +69,7 @@ def profile_layers(
     group: dist.ProcessGroup | Transport | None = None,
     device: torch.device | str | None = None,
     repeats: int = 3,
+    side: Any = None,
     bytes_per_parameter: float | None = None,
 ) -> ModelCosts:
     """Costs of every layer, from which `plan` cuts the model into chunks; the same on every rank; collective.
@@ -93,7 +95,7 @@ def profile_layers(
         dist.all_gather_object(counts, len(layers), group)
     placement = tuple(rank for rank, count in enumerate(counts) for _ in range(count))
     _check("profile_layers", placement, microbatches, repeats, bytes_per_parameter)
-    arguments = loss_fn, inputs, targets, microbatches, group, device, repeats, bytes_per_parameter
+    arguments = loss_fn, inputs, targets, side, microbatches, group, device, repeats, bytes_per_parameter
     costs, details, link = _measured("profile_layers", layers.values(), placement, *arguments, names=tuple(layers))
     flat = costs.per_chunk(len(placement))
     found = tuple(
@@ -133,6 +135,7 @@ def _measured(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     inputs: Any,
     targets: Any,
+    side: Any,
     microbatches: int,
     group: dist.ProcessGroup | Transport | None,
     device: torch.device | str | None,
@@ -141,7 +144,7 @@ def _measured(
     names: Sequence[str] = (),
 ) -> tuple[Costs, list[_Chunk], tuple[float, float]]:
     """Costs of the chunks, what their ranks know of them, and latency and bandwidth in ms and bytes per ms."""
-    counted = [_Counted(module) for module in module_list(function, modules)]
+    counted = [_Counted(module, side) for module in module_list(function, modules)]
     apart = _all_forwards_first(placement, microbatches)
     parameters = [p for module in counted for p in module.parameters()]
     gradients = [p.grad for p in parameters]
@@ -164,7 +167,7 @@ def _measured(
             for _ in range(1 + repeats):
                 for parameter in parameters:
                     parameter.grad = None
-                pipe.step(inputs, targets)
+                pipe.step(inputs, targets, side)
                 timelines.append(_in_milliseconds(pipe.gather_timeline()))
             return timelines[1:]
 
@@ -292,17 +295,20 @@ class _Counted(torch.nn.Module):
     """A chunk whose first forward counts the bytes that live until its backward, every storage once.
 
     They are what autograd saves, in the loss, too, and the inputs that came in a message; not what is there anyway:
-    parameters, buffers, and on the first and last chunk the batch.
+    parameters, buffers, side inputs, and on the first and last chunk the batch.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, side: Any) -> None:
         super().__init__()
         self.module = module
+        self.tied_parameters = getattr(module, "tied_parameters", {})
         self.keeps_inputs = False
         self.output_bytes = 0  # of one microbatch
         self._calls = 0
         self._storages: dict[int, int] = {}
-        self._kept = {s.data_ptr() for tensor in (*module.parameters(), *module.buffers()) for s in _storages(tensor)}
+        given = [leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, Tensor)]  # microbatches are views of it
+        known = (*module.parameters(), *module.buffers(), *given)
+        self._kept = {storage.data_ptr() for tensor in known for storage in _storages(tensor)}
 
     @property
     def saved_bytes(self) -> int:

@@ -45,10 +45,13 @@ class Stage:
         self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
-    def forward(self, microbatch: int, inputs: Any, target: Any = None) -> Any:
-        """F: the output to send on, detached; on the last chunk this microbatch's share of the mean loss."""
+    def forward(self, microbatch: int, inputs: Any, target: Any = None, side: Mapping[str, Any] | None = None) -> Any:
+        """F: the output to send on, detached; on the last chunk this microbatch's share of the mean loss.
+
+        side: keyword arguments besides the inputs.
+        """
         with self.queue.defer((self.chunk, microbatch)):  # layers then know that their W will wait
-            outputs = self._call(inputs)
+            outputs = self._call(inputs, side or {})
             if self.loss_fn is not None:
                 outputs = self._loss(outputs, target) / self.microbatches
         leaves = pytree.tree_leaves(outputs)
@@ -168,11 +171,13 @@ class Stage:
             )
         return loss
 
-    def _call(self, inputs: Any) -> Any:
+    def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         arguments: Sequence[Any] = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-        keywords: Mapping[str, Any] = {}
+        keywords = side
         if isinstance(inputs, dict):
-            arguments, keywords = (), inputs
+            if twice := inputs.keys() & side.keys():
+                raise TypeError(f"Pipeline: chunk {self.chunk} gets {sorted(twice)} twice; leave it out of side")
+            arguments, keywords = (), {**inputs, **side}
         try:
             return self.module(*arguments, **keywords)
         except TypeError as error:
@@ -180,6 +185,7 @@ class Stage:
             if misfit is None:
                 raise
             source = "inputs give" if self.chunk == 0 else f"chunk {self.chunk - 1} returns"
+            source += " and side gives" if side else ""
             raise TypeError(
                 f"Pipeline: chunk {self.chunk} must take what {source} it, a tuple as positional arguments and a dict "
                 f"as keyword arguments; {misfit}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,6 +93,16 @@ class TiedWeights:
                 transport.send(first, TiedGradientTag(step, name, transport.rank), local)
                 total = transport.receive(first, TiedGradientTag(step, name, first), timeout)
             local.copy_(total)
+
+
+def declared_ties(modules: Iterable[torch.nn.Module]) -> dict[str, Tensor]:
+    """{name: parameter} of all that these modules, or what wraps them for data parallelism, declare to be tied."""
+    found: dict[str, Tensor] = {}
+    for module in modules:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        found.update(getattr(module, "tied_parameters", {}))
+    return found
 
 
 def _fingerprint(parameter: Tensor) -> tuple[list[int], float] | None:

@@ -1,0 +1,381 @@
+"""Chunks that `cut` makes: any partition gives the loss and the gradients of the whole model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.chunks import results_on_threads
+from zbkern.pipeline import (
+    Pipeline,
+    Schedule,
+    checkpoint,
+    cut,
+    layers_of,
+    schedules,
+    token_loss,
+    token_targets,
+)
+from zbkern.pipeline.transport.local import LocalTransport
+
+transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("cut is for transformers 5", allow_module_level=True)
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 61}
+TEXT = {**SIZES, "intermediate_size": 48, "max_position_embeddings": 32, "num_key_value_heads": 2}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+ROUTING = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**TEXT, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 8}),
+    "gpt2": (
+        "GPT2Config",
+        {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 61, "n_positions": 32, **NO_DROPOUT},
+    ),
+    "qwen2": ("Qwen2Config", {**TEXT, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {**TEXT, "head_dim": 8}),
+    "mistral": ("MistralConfig", {**TEXT, "sliding_window": 4}),
+    "gemma": ("GemmaConfig", {**TEXT, "head_dim": 8}),
+    "gemma2": ("Gemma2Config", {**TEXT, "head_dim": 8}),
+    "gemma3": ("Gemma3TextConfig", {**TEXT, "head_dim": 8, "sliding_window": 4}),
+    "mixtral": ("MixtralConfig", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**TEXT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "deepseek_v3": ("DeepseekV3Config", {**TEXT, **EXPERTS, **LATENT, **ROUTING, "num_key_value_heads": 4}),
+    "gpt_oss": ("GptOssConfig", {**TEXT, "head_dim": 8, "num_local_experts": 4, "sliding_window": 4}),
+    "granite": ("GraniteConfig", {**TEXT, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 61}),
+    "gpt_neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 48}),
+    "llama4": ("Llama4TextConfig", TEXT),
+    "mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 61, "state_size": 4}),
+}
+USUAL = ["llama", "qwen3_moe", "gpt2"]
+
+
+def make(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    name, sizes = FAMILIES[family]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, **TOKENS)).double()
+    if "experts" in str(sizes):
+        model.set_experts_implementation("eager")  # the library's grouped product takes no float64
+    return model.train()
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens with padding behind, the mask, and labels of 4 rows, of which each has another number."""
+    tokens = torch.randint(3, 60, (4, 10), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(10) < torch.tensor([10, 4, 7, 2])[:, None]).long()
+    return tokens.masked_fill(mask == 0, 0), mask, tokens.masked_fill(mask == 0, -100)
+
+
+def plain(model: nn.Module) -> Tensor:
+    """The mean loss over all labelled tokens in one process; leaves gradients."""
+    tokens, mask, labels = batch()
+    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    loss.backward()
+    return loss.detach()
+
+
+def step(model: nn.Module, schedule: Schedule, partition: Sequence[int] | str | None) -> Callable[..., Any]:
+    """What a rank does: losses of a step and an evaluation, gradients by name, names of its layers."""
+
+    def of_rank(transport: LocalTransport) -> Any:
+        chunks = cut(copy.deepcopy(model), schedule, partition, rank=transport.rank)
+        for chunk in chunks:
+            zbkern.convert(chunk)
+        tokens, mask, labels = batch()
+        targets, side = token_targets(labels, schedule.microbatches), {"attention_mask": mask}
+        with Pipeline(chunks, schedule, token_loss, transport, timeout=30) as pipe:
+            losses = [call(tokens, targets, side) for call in (pipe.step, pipe.evaluate)]
+        named = [pair for chunk in chunks for pair in chunk.named_parameters(remove_duplicate=False)]
+        return losses, {name: p.grad for name, p in named}, [name for chunk in chunks for name in chunk.layer_names]
+
+    return of_rank
+
+
+def check(family: str, schedule: Schedule, partition: Sequence[int] | str | None = None) -> None:
+    model = make(family)
+    found = results_on_threads(schedule.stages, step(model, schedule, partition))
+    expected = plain(model)
+    losses = [loss for losses, _, _ in found for loss in losses if loss is not None]
+    for loss in losses:
+        torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=1e-6)
+    assert len(losses) == 2
+    gradients = {name: gradient for _, mine, _ in found for name, gradient in mine.items()}
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    assert gradients.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=2e-6, msg=name)
+    assert sorted(name for _, _, names in found for name in names) == sorted(layer.name for layer in layers_of(model))
+
+
+@pytest.mark.parametrize("family", [f if f in USUAL else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+def test_two_ranks_equal_one_process(family: str) -> None:
+    check(family, schedules.zb_h1(2, 4))
+
+
+@pytest.mark.parametrize("partition", [[0, 1], [0, 5], [0, 6], "Ettt|tL"], ids=str)
+def test_any_partition(partition: Sequence[int] | str) -> None:
+    """An embedding alone, norm and head alone, a head alone."""
+    check("llama", schedules.one_f_one_b(2, 2), partition)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("partition", [[0, 1], [0, 4]], ids=str)
+def test_any_partition_of_every_family(family: str, partition: Sequence[int]) -> None:
+    check(family, schedules.one_f_one_b(2, 2), partition)
+
+
+def test_four_ranks_with_tied_embeddings() -> None:
+    check("llama", schedules.zb_h1(4, 4))
+
+
+def test_a_v_has_both_ends_of_the_tied_weight() -> None:
+    check("llama", schedules.zb_v(2, 4))
+
+
+def test_recomputed_blocks() -> None:
+    model = make("llama")
+    model.gradient_checkpointing_enable()
+    schedule = schedules.zb_h1(2, 2)
+    found = results_on_threads(2, step(model, schedule, None))
+    plain(model)
+    gradients = {name: gradient for _, mine, _ in found for name, gradient in mine.items()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_a_plan_brings_its_partition() -> None:
+    model = make("llama")
+    found = SimpleNamespace(schedule=schedules.zb_h1(2, 4), partition=(0, 3))
+    names = [cut(model, found, rank=rank)[0].layer_names for rank in range(2)]
+    assert [*names[0], *names[1]] == [layer.name for layer in layers_of(model)]
+    assert len(names[0]) == 3
+
+
+def test_checkpoints_have_the_models_names(tmp_path: Path) -> None:
+    model, other = make("llama"), make("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    chunks = [cut(model, schedules.zb_h1(2, 2), rank=rank)[0] for rank in range(2)]
+    checkpoint.save(tmp_path, 1, dict(enumerate(chunks)))
+    checkpoint.load(tmp_path, other)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    parts = cut(make("llama"), schedules.zb_v(2, 2), rank=0)  # read with another partition
+    checkpoint.load(tmp_path, {0: parts[0], 3: parts[1]})
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in parts[1].state_dict().items())
+
+
+def test_layers_and_ties_are_those_of_the_model() -> None:
+    layers = layers_of(make("llama"))
+    assert [layer.letter for layer in layers] == [*"EttttLL"]
+    assert [layer.kind for layer in layers][-2:] == ["norm", "head"]
+    assert [layer.name for layer in layers][:2] == ["model.embed_tokens", "model.layers.0"]
+    assert [layer.tied for layer in layers if layer.tied] == ["model.embed_tokens.weight"] * 2
+    assert layers[0].parameters == layers[-1].parameters == 61 * 32
+    assert layers_of(make("gpt2"))[0].name == "transformer.wte"
+
+
+def test_a_chunk_shares_the_models_weights_and_holds_no_others() -> None:
+    model = make("llama")
+    first, last = (cut(model, schedules.zb_h1(2, 2), rank=rank)[0] for rank in range(2))
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    for chunk in (first, last):
+        assert all(parameter is whole[name] for name, parameter in chunk.named_parameters())
+    names = [set(chunk.state_dict()) for chunk in (first, last)]
+    assert names[0] | names[1] == set(model.state_dict())
+    assert not names[0] & names[1]
+
+
+def test_positions_of_gpt2_are_where_they_are_added() -> None:
+    first, second = (cut(make("gpt2"), schedules.zb_h1(2, 2), [0, 1], rank=rank)[0] for rank in range(2))
+    assert set(first.state_dict()) == {"transformer.wte.weight"}
+    assert "transformer.wpe.weight" in second.state_dict()
+
+
+# ---- any module
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * mask[..., None]
+
+
+class Predictor(nn.Module):
+    """As multi-token prediction: the next token's embedding beside what the blocks give, a tuple of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.join = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.join(torch.cat((x, embedded.roll(-1, 1)), -1))
+
+
+class Own(nn.Module):
+    """A model of nobody's library: a mask from its tokens, positions of its own, several heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.positions = nn.Embedding(6, 8)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.again = nn.Embedding(11, 8)
+        self.again.weight = self.embed.weight
+        self.predict = Predictor()
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = (tokens != 0).double()
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = torch.sin(block(x, mask))
+        x, more = self.predict(x, self.again(tokens))
+        return self.head(torch.stack((x, more)))
+
+
+LAYERS = {"embed": "embedding", "blocks.*": "block", "predict": "mtp", "head": "head"}
+
+
+@pytest.mark.parametrize("partition", [[0, 1], [0, 2], [0, 3], [0, 5], "Ettt|mL"], ids=str)
+def test_a_model_of_ones_own_with_tokens_as_side_inputs(partition: Any) -> None:
+    torch.manual_seed(0)
+    model = Own().double()
+    tokens = torch.randint(0, 11, (4, 6))
+    targets = torch.randn(4, 2, 6, 11, dtype=torch.double)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target.transpose(0, 1))
+
+    twin = copy.deepcopy(model)
+    expected = loss_fn(twin(tokens), targets)
+    expected.backward()
+    schedule = schedules.zb_h1(2, 2)
+    # the mask and the second use of the embedding need the tokens everywhere, and its weight with them
+    model.again = nn.Embedding(11, 8, _weight=model.embed.weight.detach().clone()).double()
+
+    def of_rank(transport: LocalTransport) -> Any:
+        chunk = cut(copy.deepcopy(model), schedule, partition, layers=LAYERS, rank=transport.rank)[0]
+        with Pipeline(zbkern.convert(chunk), schedule, loss_fn, transport, timeout=30) as pipe:
+            loss = pipe.step(None, targets, side={"tokens": tokens})
+        return loss, {name: p.grad for name, p in chunk.named_parameters()}
+
+    (_, first), (loss, second) = results_on_threads(2, of_rank)
+    torch.testing.assert_close(loss, expected.detach())
+    gradients = {**first, **second}
+    gradients["embed.weight"] = gradients["embed.weight"] + gradients.pop("again.weight")
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+def test_a_sequential_needs_no_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    first, second = (cut(model, schedules.zb_h1(2, 2), [0, 2], rank=rank)[0] for rank in range(2))
+    assert torch.equal(second(first(x)), model(x))
+
+
+# ---- what cannot be cut
+
+
+def test_what_other_ranks_compute_cannot_be_used_in_silence() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            return self.c(self.b(x) + x)  # the output of a goes past b
+
+    chunk = cut(Skips(), schedules.zb_h1(2, 2), [0, 2], layers=["a", "b", "c"], rank=1)[0]
+    with pytest.raises(ValueError, match=r"layers 'c' to 'c' give NaN only.*make that computation a part of a layer"):
+        chunk(torch.ones(2, 4))
+
+
+def test_an_argument_that_other_ranks_do_not_have_is_named() -> None:
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.block = nn.Embedding(5, 8), Block()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.block(self.embed(tokens), tokens != 0)
+
+    model, tokens = Masks(), torch.tensor([[1, 2, 0]])
+    first, second = (cut(model, schedules.zb_h1(2, 2), [0, 1], layers=["embed", "block"], rank=r)[0] for r in (0, 1))
+    with pytest.raises(ValueError, match=r"uses its argument 'tokens' outside of its first layer.*side={'tokens'"):
+        second(first(tokens))
+    assert torch.equal(second(first(tokens), tokens=tokens), model(tokens))
+
+
+def test_layers_in_another_order_or_twice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    chunk = cut(model, schedules.zb_h1(2, 2), [0, 1], layers=["1", "0"], rank=0)[0]
+    with pytest.raises(ValueError, match=r"layer '1' must run before '0'.*in the order in which they run"):
+        chunk(torch.ones(1, 4))
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Linear(4, 4), shared)
+    chunk = cut(model, schedules.zb_h1(2, 2), [0, 1], layers=["0", "1"], rank=1)[0]
+    with pytest.raises(ValueError, match="layer '0' runs more than once"):
+        chunk(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": 3}, "model must be a torch.nn.Module or a configuration"),
+        ({"plan": None}, "plan must be a Plan or a Schedule; got NoneType"),
+        ({"partition": [0, 1, 2]}, r"must have the 2 chunks of the schedule; got 3"),
+        ({"partition": [0, 9]}, "stay below the 7 layers"),
+        ({"partition": "E|ttL"}, "must have the model's layers, 'Et\\*4L'"),
+        ({"layers": ["model.embed"]}, "the model has no module 'model.embed'"),
+        ({"layers": ["model", "model.norm"]}, "'model.norm' inside of 'model'"),
+        ({"layers": {"model.norm": "nose"}}, "kind of layer 'model.norm' must be one of"),
+        ({"layers": "model"}, "must be a list of names of modules"),
+        ({"model": nn.Linear(2, 2)}, "Linear is no model of the transformers library; name them"),
+        ({"rank": None}, "rank must be given"),
+        ({"weights": "nowhere"}, "weights must be None for a model that has its weights"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    given = {"model": make("llama"), "plan": schedules.zb_h1(2, 2), "rank": 0, **arguments}
+    with pytest.raises((TypeError, ValueError), match=message):
+        cut(**given)
+
+
+def test_models_that_are_no_chain_are_refused() -> None:
+    small = {"d_model": 8, "d_kv": 2, "d_ff": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 11}
+    config = transformers.T5Config(**small)
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(ValueError, match="has an encoder and a decoder"):
+        layers_of(model)
+    model = make("qwen3_moe")
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits must be False"):
+        layers_of(model)
+
+
+def test_few_blocks_need_a_partition() -> None:
+    with pytest.raises(ValueError, match="4 blocks and 8 chunks"):
+        cut(make("llama"), schedules.zb_h1(8, 2), rank=0)

@@ -1,0 +1,186 @@
+"""Chunks from the meta device read only their own tensors; random ones do not depend on the cut; exports load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.pipeline.models.test_cut import make, transformers
+from zbkern.pipeline import Pipeline, cut, export, schedules, token_loss, token_targets
+from zbkern.pipeline.models import weights as loading
+
+safetensors = pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
+
+FAMILIES = [
+    "llama",
+    "qwen3_moe",
+    *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "mixtral", "deepseek_v3")),
+]
+ALONE, TWO = schedules.one_f_one_b(1, 2), schedules.zb_h1(2, 2)
+
+
+def empty(model: nn.Module) -> nn.Module:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(model.config)
+
+
+def tensors(chunks: Any) -> dict[str, torch.Tensor]:
+    return {name: value for chunk in chunks for name, value in chunk.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", ["gemma3", *FAMILIES])
+def test_weights_are_those_of_the_files(family: str, tmp_path: Path) -> None:
+    model = make(family).float()
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    chunks = [chunk for rank in range(2) for chunk in cut(empty(model), TWO, weights=tmp_path, rank=rank)]
+    loaded = tensors(chunks)
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    tokens = torch.randint(3, 60, (2, 9))
+    assert torch.equal(chunks[1](chunks[0](tokens)), model(tokens).logits)
+
+
+def test_a_rank_reads_its_own_tensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+
+    class Recorded:
+        def __init__(self, name: str, inner: Any) -> None:
+            self.name, self.inner = name, inner
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            read.add(self.name)
+            return self.inner[index]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    stored = loading._stored
+    monkeypatch.setattr(loading, "_stored", lambda *a: {name: Recorded(name, s) for name, s in stored(*a).items()})
+    model = make("llama").float()
+    model.save_pretrained(tmp_path)
+    skeleton = empty(model)
+    first, last = (cut(skeleton, TWO, weights=tmp_path, rank=rank) and (set(read), read.clear())[0] for rank in (0, 1))
+    names = {name for name in model.state_dict() if name != "lm_head.weight"}
+    assert first | last == names
+    assert first & last == {"model.embed_tokens.weight"}  # it is the head, too
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_do_not_depend_on_the_cut(family: str) -> None:
+    config = make(family).config
+    whole = tensors(cut(config, ALONE, seed=3))
+    parts = tensors(chunk for rank in range(2) for chunk in cut(config, schedules.zb_v(2, 2), seed=3, rank=rank))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    tied = torch.equal(whole["lm_head.weight"], whole[next(iter(whole))])
+    assert tied == config.tie_word_embeddings
+    other = tensors(cut(config, ALONE, seed=4))
+    matrices = [name for name, value in whole.items() if value.dim() > 1]
+    assert not any(torch.equal(whole[name], other[name]) for name in matrices)
+    assert all(0 < whole[name].std() < 0.1 for name in matrices)
+
+
+def test_tied_weights_of_a_rank_are_one_parameter(tmp_path: Path) -> None:
+    model = make("llama").float()
+    model.save_pretrained(tmp_path)
+    for weights in (None, tmp_path):
+        first, last = cut(empty(model), schedules.zb_v(2, 2), weights=weights, rank=0)
+        assert first.get_parameter("model.embed_tokens.weight") is last.get_parameter("lm_head.weight")
+
+
+def test_modules_of_ones_own(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    with torch.device("meta"):
+        model = build()
+    drawn = tensors(chunk for rank in range(2) for chunk in cut(model, TWO, [0, 1], rank=rank))
+    assert all(torch.equal(value, drawn[name]) for name, value in tensors(cut(model, ALONE, [0])).items())
+    export(tmp_path, cut(model, ALONE, [0]))
+    read = tensors(chunk for rank in range(2) for chunk in cut(model, TWO, [0, 2], weights=tmp_path, rank=rank))
+    assert all(torch.equal(value, read[name]) for name, value in drawn.items())
+
+    def ones(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+    assert all((value == 1).all() for value in tensors(cut(model, ALONE, [0], init=ones)).values())
+
+
+def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
+    model = make("llama").float()
+    model.save_pretrained(tmp_path)
+    for weights in (None, tmp_path):
+        skeleton = empty(model)
+        skeleton.model.layers[0].requires_grad_(False)
+        chunk = cut(skeleton, ALONE, weights=weights)[0]
+        frozen = {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
+        assert frozen == {name for name in chunk.state_dict() if name.startswith("model.layers.0.")}
+
+
+def test_what_cannot_be_filled_is_named(tmp_path: Path) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    with torch.device("meta"):
+        model = nn.Sequential(Scale())
+    with pytest.raises(
+        ValueError, match=r"'0.factor' must get its values from weights=, from init=, or from reset_par"
+    ):
+        cut(model, ALONE, [0])
+    with pytest.raises(ValueError, match=r"must be a folder that holds model.safetensors.index.json or"):
+        cut(model, ALONE, [0], weights=tmp_path)
+    safetensors.torch.save_file({"0.factor": torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'0.factor' is \[3\] in the model and \[4\]"):
+        cut(model, ALONE, [0], weights=tmp_path)
+    safetensors.torch.save_file({"1.factor": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'0.factor' is not there"):
+        cut(model, ALONE, [0], weights=tmp_path)
+
+
+def train_and_export(family: str, folder: str) -> dict[str, torch.Tensor]:
+    """One step of SGD on two ranks, then the export; this rank's weights."""
+    rank = dist.get_rank()
+    chunks = cut(make(family).float().config, TWO, seed=1)
+    with Pipeline(chunks, TWO, token_loss) as pipe:
+        tokens = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
+        pipe.step(tokens, token_targets(tokens, 2))
+        optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], 0.1)
+        optimizer.step()
+        export(folder, pipe, max_shard_bytes=30_000)
+    assert len(chunks) == 1
+    assert rank == 0 or "lm_head.weight" in chunks[0].state_dict()
+    return tensors(chunks)
+
+
+@pytest.mark.dist
+@pytest.mark.slow  # tests/examples/test_train_transformers.py does it for two families
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_of_two_ranks_is_read_by_from_pretrained(two_ranks: Any, family: str, tmp_path: Path) -> None:
+    (tmp_path / "model-00001-of-00099.safetensors").write_text("an older export")
+    first, second = two_ranks.run(train_and_export, family, str(tmp_path))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    trained = {**first, **second}
+    assert model.state_dict().keys() == trained.keys()
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors.index.json"} < names
+    assert len(names) > 5
+    assert not any(name.startswith(".") or "00099" in name for name in names)
+
+
+def test_export_refuses_other_modules(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="chunks must be those that cut has made"):
+        export(tmp_path, nn.Linear(2, 2))

@@ -1,0 +1,131 @@
+"""Side inputs: every chunk gets its microbatch's, gradients are those of one process, and ranks must agree."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.chunks import on_threads, results_on_threads
+from zbkern.pipeline import Pipeline, PipelineError, profile, schedules
+from zbkern.pipeline.transport.local import LocalTransport
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.linear(x)) * mask[:, None]
+        return y if scale is None else y * scale[:, None]
+
+
+def model_and_batch(rows: int = 8) -> tuple[list[nn.Module], Tensor, Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    x, targets = torch.randn(2, rows, 4, dtype=torch.double)
+    side = {"mask": (torch.arange(rows) % 3).double(), "scale": torch.rand(rows, dtype=torch.double)}
+    return [Masked().double() for _ in range(4)], x, targets, side
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "zb_v"])
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+def test_every_chunk_gets_its_microbatchs(name: str, fill: str) -> None:
+    schedule = getattr(schedules, name)(2, 4)
+    model, x, targets, side = model_and_batch()
+    model = model[: len(schedule.placement)]
+    plain = copy.deepcopy(model)
+    y = x
+    for module in plain:
+        y = module(y, **side)
+    expected = nn.functional.mse_loss(y, targets)
+    expected.backward()
+
+    def steps(transport: LocalTransport) -> list[Any]:
+        mine = [zbkern.convert(model[chunk]) for chunk in schedule.chunks_of(transport.rank)]
+        with Pipeline(mine, schedule, nn.functional.mse_loss, transport, fill=fill) as pipe:
+            parts = [{key: value[2 * i : 2 * i + 2] for key, value in side.items()} for i in range(4)]
+            return [pipe.step(x, targets, side), pipe.evaluate(x, targets, side=parts)]
+
+    losses = [loss for result in results_on_threads(2, steps) for loss in result if loss is not None]
+    assert len(losses) == 2
+    for loss in losses:
+        torch.testing.assert_close(loss, expected.detach())
+    for ours, theirs in zip(model, plain, strict=True):
+        torch.testing.assert_close(ours.linear.weight.grad, theirs.linear.weight.grad)
+
+
+def test_all_arguments_may_be_side_inputs() -> None:
+    model, x, targets, side = model_and_batch()
+
+    class FromTokens(Masked):
+        def forward(self, mask: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x[:2], mask, scale)
+
+    model[0] = FromTokens().double()
+    schedule = schedules.zb_h1(2, 4)
+
+    def step(transport: LocalTransport) -> Any:
+        with Pipeline(model[transport.rank], schedule, nn.functional.mse_loss, transport) as pipe:
+            return pipe.step(None, targets, side)
+
+    assert results_on_threads(2, step)[1] > 0
+
+
+def test_ranks_with_other_side_inputs_are_refused() -> None:
+    model, x, targets, side = model_and_batch()
+    schedule = schedules.zb_h1(2, 4)
+
+    def step(transport: LocalTransport) -> Any:
+        with Pipeline(model[transport.rank], schedule, nn.functional.mse_loss, transport, timeout=5) as pipe:
+            return pipe.step(x, targets, side if transport.rank else {"mask": side["mask"]})
+
+    for error in on_threads(2, step):
+        assert isinstance(error, PipelineError)
+        assert re.search("step with side mask on rank 0 and step with side mask, scale on rank 1", str(error))
+
+
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [
+        (torch.ones(8), "side must be {name: tensor}"),
+        ({"mask": torch.ones(7)}, "dimension 0 of side must be a multiple of the 4"),
+        ([{}] * 3, "side is a list of 3 microbatches"),
+        ([torch.ones(2)] * 4, "side must be {name: tensor}"),
+        ({"other": torch.ones(8)}, "inputs give and side gives it.*unexpected keyword argument 'other'|missing"),
+    ],
+)
+def test_bad_side_inputs_name_the_argument(side: Any, message: str) -> None:
+    module = nn.Linear(4, 4)
+    with (
+        Pipeline(module, schedules.one_f_one_b(1, 4), nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe,
+        pytest.raises((TypeError, ValueError, PipelineError), match=message),
+    ):
+        pipe.step(torch.ones(8, 4), torch.ones(8, 4), side)
+
+
+def test_costs_do_not_count_side_inputs() -> None:
+    """They are on every rank anyway: what a microbatch holds is the same, however large they are."""
+    found = []
+    for width in (1, 1000):
+
+        class Wide(nn.Linear):
+            def forward(self, x: Tensor, side: Tensor) -> Tensor:  # type: ignore[override]
+                return super().forward(x) * side[:, :1]
+
+        costs = profile(
+            zbkern.convert(Wide(4, 4)),
+            [0],
+            nn.functional.mse_loss,
+            torch.ones(8, 4),
+            torch.ones(8, 4),
+            group=LocalTransport.ring(1)[0],
+            side={"side": torch.ones(8, width)},
+        )
+        found.append(costs.activation)
+    assert found[0] == found[1]

@@ -1,0 +1,232 @@
+"""A chunk of a model: the model's own forward, with stand-ins for the layers that other ranks hold.
+
+Whatever a forward does besides its layers (positions, masks, rotary embeddings) it does in every chunk. The layer
+before the chunk's first gives what was received, the layer after its last ends the forward, and those before compute
+nothing: they give NaN, so that a model that uses more of them than the last one's output cannot go wrong in silence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.models.layers import is_transformer
+
+
+class _NotHere:
+    """The model's first argument on a rank that does not have it: stand-ins take it, and nothing else can use it."""
+
+    def __init__(self, name: str | None) -> None:
+        self.__dict__["name"] = name
+
+    def _refuse(self, *others: Any) -> Any:
+        name = self.__dict__["name"]
+        raise ValueError(
+            f"cut: the model's forward uses its argument {name!r} outside of its first layer, and other chunks do not "
+            f"have it: give it as a side input, pipe.step(None, targets, side={{{name!r}: tensor}}), on every rank"
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = object.__hash__
+
+
+class _Reached(Exception):
+    """The layer after the chunk's last was called."""
+
+
+class _Flow:
+    """What goes into and out of the layers of a chunk in the forward that runs."""
+
+    def __init__(self) -> None:
+        self.kind: type[nn.Module] | None = None  # of the layer whose output is received
+        self.begin(None)
+
+    def begin(self, received: Any) -> None:
+        self.received, self.sent = received, None
+        self.nothing = pytree.tree_map_only(Tensor, _nothing_like, received)
+        self.entered = self.left = False
+
+    def no_tensor(self) -> Tensor:
+        """NaN in the shape of the first tensor that was received; a single one where nothing was."""
+        leaves = pytree.tree_leaves(self.nothing)
+        return leaves[0] if leaves and isinstance(leaves[0], Tensor) else torch.tensor(torch.nan)
+
+    def enter(self, name: str) -> Any:
+        if self.entered:
+            raise ValueError(
+                f"cut: layer {name!r} runs more than once in a forward; a pipeline passes each layer once: name what "
+                "runs once as layers"
+            )
+        self.entered = True
+        return self.received
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Hook of the chunk's last layer."""
+        self.sent, self.left = output, True
+
+
+class _Absent(nn.Module):
+    """A module that another rank holds."""
+
+    def __init__(self, original: nn.Module, name: str, flow: _Flow) -> None:
+        super().__init__()
+        plain = {k: v for k, v in vars(original).items() if isinstance(v, bool | int | float | str)}
+        self.__dict__.update(plain)  # such as a block's kind of attention, which the model looks up
+        self._name, self._flow = name, flow
+        self._kind = type(original)
+
+
+class Before(_Absent):
+    """A layer before the chunk's first. One of the same class gives a tuple where that one does."""
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._flow.nothing if self._kind is self._flow.kind else self._flow.no_tensor()
+
+
+class Entry(_Absent):
+    """The layer before the chunk's first: gives what that one gave on its rank."""
+
+    def __init__(self, original: nn.Module, name: str, flow: _Flow) -> None:
+        super().__init__(original, name, flow)
+        flow.kind = type(original)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._flow.enter(self._name)
+
+
+class After(_Absent):
+    """A layer after the chunk's last."""
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        raise _Reached
+
+
+class Outside(_Absent):
+    """A module with parameters that belongs to a layer of another chunk, GPT-2's positions, say."""
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        first = next(leaf for leaf in pytree.tree_leaves((inputs, keywords)) if isinstance(leaf, Tensor))
+        shape = (*first.shape, self.embedding_dim) if "embedding_dim" in vars(self) else first.shape
+        like = first if first.is_floating_point() else self._flow.no_tensor()
+        return torch.full((), torch.nan, dtype=like.dtype, device=first.device).expand(shape)
+
+
+class Chunk(nn.Module):
+    """Layers first to last - 1 of a model, under the names that they have there. `cut` makes them.
+
+    whole: the model, with stand-ins. names: of all layers. shared: {label: name of the parameter here} of what several
+    layers share, label being its name in the first of them.
+    The first chunk takes what the model takes, any other what the one before returns, and all take keyword arguments
+    of the model besides (side inputs). The last returns what the model returns, of the transformers library its logits.
+    """
+
+    whole: Any  # the copy of the model
+
+    def __init__(
+        self, whole: nn.Module, flow: _Flow, names: Sequence[str], first: int, last: int, shared: Mapping[str, str]
+    ) -> None:
+        super().__init__()
+        for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[kind] = whole.__dict__[kind]  # one dict for both: names, moves and casts are the model's
+        self.__dict__["whole"] = whole  # not as a submodule, which would be in all names
+        self.layer_names = names[first:last]
+        self.all_layers, self._first, self._last, self.shared = names, first, last, dict(shared)
+        self._flow = flow
+        self._checked = False
+        if last < len(names):
+            whole.get_submodule(names[last - 1]).register_forward_hook(flow.leave)
+
+    @property
+    def tied_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that several layers hold, by one name for all: a Pipeline sums gradients over their ranks."""
+        return {label: self.get_parameter(name) for label, name in self.shared.items()}
+
+    def train(self, mode: bool = True) -> Chunk:
+        self.whole.training = mode
+        return super().train(mode)
+
+    def forward(self, *inputs: Any, passed: Any = None, **side: Any) -> Any:
+        received = passed if passed is not None else inputs[0] if inputs else None
+        self._flow.begin(None if self._first == 0 else received)
+        try:
+            output = self._run(inputs, side)
+        except _Reached:
+            output = None
+        except Exception as error:
+            if self._first > 0 and not self._flow.entered and not str(error).startswith("cut: "):
+                raise self._unreachable(error) from error
+            raise
+        finally:
+            sent, left, entered = self._flow.sent, self._flow.left, self._flow.entered
+            self._flow.begin(None)
+        if self._last < len(self.all_layers):
+            if not left:
+                before, after = self.all_layers[self._last - 1], self.all_layers[self._last]
+                raise ValueError(
+                    f"cut: layer {before!r} must run before {after!r}; it did not: name the layers in the order in "
+                    "which they run, each called once in every forward"
+                )
+            output = sent
+        elif self._first > 0 and not entered:
+            raise ValueError(
+                f"cut: layer {self.all_layers[self._first - 1]!r} must be called in every forward; it was not: name "
+                "modules that the forward calls"
+            )
+        else:
+            output = _result(output)
+        self._check(received, output)
+        return output if isinstance(output, Tensor) or self._last == len(self.all_layers) else {"passed": output}
+
+    def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
+        transformer = is_transformer(self.whole)
+        if transformer:
+            side = {"use_cache": False, **side}
+        if self._first == 0:
+            return self.whole(*inputs, **side)
+        if transformer and "input_ids" not in side:
+            if self._first == 1:  # the embedding is all that other chunks have done
+                return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
+            return self.whole(inputs_embeds=self._flow.no_tensor(), **side)
+        own = next(iter(inspect.signature(self.whole.forward).parameters), None)
+        return self.whole(**side) if own in side else self.whole(_NotHere(own), **side)
+
+    def _unreachable(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"cut: the model's forward fails before {self.all_layers[self._first]!r}, the chunk's first layer: "
+            f"{type(error).__name__}: {error}. What it needs there of the batch must be a side input, "
+            "pipe.step(inputs, targets, side={name: tensor}), by the name that the forward has for it; what it "
+            "computes from layers of other chunks must be in a layer"
+        )
+
+    def _check(self, received: Any, output: Any) -> None:
+        """Once: that the output depends on nothing that other chunks hold, which would be NaN here."""
+        if self._checked:
+            return
+        self._checked = True
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.numel()]
+        given = [leaf for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor)]
+        if any(leaf.isnan().all() for leaf in tensors) and not any(leaf.isnan().any() for leaf in given):
+            raise ValueError(
+                f"cut: the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r} give NaN only: their weights are "
+                "not numbers, or the model uses something there that it computes in layers of other chunks, besides "
+                "the output of the layer before: cut elsewhere, or make that computation a part of a layer"
+            )
+
+
+def _nothing_like(tensor: Tensor) -> Tensor:
+    value = torch.nan if tensor.is_floating_point() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _result(output: Any) -> Any:
+    """Of an output of the transformers library what a loss takes; others as they are."""
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(getattr(output, name, None), Tensor):
+            return getattr(output, name)
+    return output

@@ -1,0 +1,174 @@
+"""cut: this rank's chunks of a model, and no more of it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbkern.pipeline.models import weights as loading
+from zbkern.pipeline.models.chunk import After, Before, Chunk, Entry, Outside, _Flow
+from zbkern.pipeline.models.layers import Layer, layers_of, shared_parameters
+from zbkern.pipeline.schedules.layout import check_partition, read_layout
+from zbkern.pipeline.schedules.schedule import Schedule
+
+
+def cut(
+    model: nn.Module | Any,
+    plan: Any,
+    partition: Sequence[int] | str | None = None,
+    *,
+    layers: Sequence[str] | Mapping[str, str] | None = None,
+    weights: str | os.PathLike | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    seed: int = 0,
+    rank: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> list[Chunk]:
+    """This rank's chunks of a model, in model order, as `Pipeline` takes them (convert them first); not collective.
+
+    model: a model of the transformers library or its configuration, or any module; on the meta device
+    (`with torch.device("meta")`) no rank holds more than its chunks, otherwise the chunks share its parameters. plan: a
+    `Plan`, or a `Schedule`. partition: the first layer of every chunk (`layers_of` numbers them), or Megatron's layout,
+    as in "Ett|ttL"; None for the plan's, or an even one. layers: as for `layers_of`. weights: a folder of safetensors
+    files, as `from_pretrained` reads it, for a model on the meta device; this rank's tensors alone are read. init: for
+    such a model without weights, init(module) sets the parameters of a module; None for the model's own way. seed: of
+    these, with the name of the layer: weights do not depend on the partition. rank: None for this process's in
+    `group`. device: of parameters that were on the meta device, None for the CPU.
+
+    A chunk runs the model's own forward, with stand-ins for what other ranks hold, under the names of the whole model,
+    so that checkpoints load with any partition. It declares the weights that it shares with other chunks. What the
+    forward needs of the batch besides its first argument is a side input, `pipe.step(inputs, targets, side={...})`.
+    Raises TypeError and ValueError for arguments that do not fit, and for models that cannot be cut, naming the layer.
+    """
+    schedule = plan if isinstance(plan, Schedule) else getattr(plan, "schedule", None)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"cut: plan must be a Plan or a Schedule; got {type(plan).__name__}")
+    model = _built(model)
+    found = layers_of(model, layers)
+    partition = _partition(plan, partition, found, len(schedule.placement))
+    bounds = [*pairwise(partition), (partition[-1], len(found))]
+    mine = schedule.chunks_of(_rank(rank, group, schedule))
+    chunks = [_chunk(model, [layer.name for layer in found], *bounds[number]) for number in mine]
+    with torch.no_grad():
+        loading.fill(model, chunks, weights, init, seed, torch.device(device or "cpu"))
+    return chunks
+
+
+def even_partition(layers: Sequence[Layer], chunks: int) -> tuple[int, ...]:
+    """Blocks spread evenly over the chunks; what is before them is in the first, what follows in the last."""
+    blocks = [index for index, layer in enumerate(layers) if layer.kind == "block"]
+    if len(blocks) < chunks:
+        raise ValueError(
+            f"cut: a partition must be given where there are fewer blocks than chunks; got {len(blocks)} blocks and "
+            f"{chunks} chunks"
+        )
+    return (0, *(blocks[len(blocks) * number // chunks] for number in range(1, chunks)))
+
+
+def _built(model: Any) -> nn.Module:
+    """A configuration of the transformers library as a model on the meta device; a module as it is."""
+    if isinstance(model, nn.Module):
+        return model
+    if not hasattr(model, "model_type"):
+        raise TypeError(
+            "cut: model must be a torch.nn.Module or a configuration of the transformers library; got "
+            f"{type(model).__name__}"
+        )
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model)
+
+
+def _partition(plan: Any, given: Sequence[int] | str | None, layers: Sequence[Layer], chunks: int) -> Sequence[int]:
+    if isinstance(given, str):
+        given = read_layout(given, "".join(layer.letter for layer in layers))
+    partition = given if given is not None else getattr(plan, "partition", None)
+    if partition is None:
+        return even_partition(layers, chunks)
+    check_partition("cut", partition, len(layers))
+    if len(partition) != chunks:
+        raise ValueError(
+            f"cut: partition must have the {chunks} chunks of the schedule; got {len(partition)}: {list(partition)}"
+        )
+    return partition
+
+
+def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule) -> int:
+    if rank is not None:
+        return rank
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(group)
+    if schedule.stages > 1:
+        raise ValueError(
+            f"cut: rank must be given where torch.distributed is not initialised; the schedule has {schedule.stages}"
+        )
+    return 0
+
+
+def _chunk(model: nn.Module, names: list[str], first: int, last: int) -> Chunk:
+    """Layers first to last - 1: a copy of the model that shares their parameters, and has stand-ins for the others."""
+    flow = _Flow()
+    memo: dict[int, Any] = {}
+    for index, name in enumerate(names):
+        if not first <= index < last:
+            kind = After if index >= last else Entry if index == first - 1 else Before
+            layer = model.get_submodule(name)
+            memo[id(layer)] = kind(layer, name, flow)
+    owners = _owners(model, names)
+    for name, owner in owners.items():
+        if not first <= owner < last:
+            module = model.get_submodule(name)
+            if name and not any(other.startswith(f"{name}.") for other in names):
+                memo[id(module)] = Outside(module, name, flow)
+    memo.update({id(parameter): parameter for parameter in model.parameters()})
+    whole = copy.deepcopy(model, memo)
+    for name, owner in owners.items():
+        if not first <= owner < last and id(model.get_submodule(name)) not in memo:
+            _drop_own(whole.get_submodule(name))
+    ties = shared_parameters(model, names)
+    shared: dict[str, str] = {}
+    for name in names[first:last]:
+        shared = {**ties.get(name, {}), **shared}
+    return Chunk(whole, flow, names, first, last, shared)
+
+
+def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """Of modules outside of the layers with parameters or saved buffers of their own: the layer that they belong to.
+
+    It is the next one in the order of definition: what is added to embeddings is defined after them, before the blocks.
+    """
+    numbers = {name: index for index, name in enumerate(names)}
+    owners: dict[str, int] = {}
+    waiting: list[str] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in numbers:
+            owners.update(dict.fromkeys(waiting, numbers[name]))
+            waiting = []
+        elif not any(name.startswith(f"{layer}.") for layer in names) and _has_own(module):
+            waiting.append(name)
+    owners.update(dict.fromkeys(waiting, len(names) - 1))
+    return owners
+
+
+def _has_own(module: nn.Module) -> bool:
+    saved = set(module._buffers) - module._non_persistent_buffers_set
+    return bool(saved) or any(parameter is not None for parameter in module._parameters.values())
+
+
+def _drop_own(module: nn.Module) -> None:
+    """Of a module that holds layers and is therefore on every rank: its own parameters, which another chunk has."""
+    for name, parameter in [*module._parameters.items()]:
+        del module._parameters[name]
+        if parameter is not None:
+            nothing: Tensor = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+            module.register_buffer(name, nothing, persistent=False)
+    module._non_persistent_buffers_set.update(module._buffers)

@@ -1,0 +1,228 @@
+"""The weights of chunks that were cut on the meta device: read from safetensors files, or drawn at random."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbkern.pipeline.models.chunk import Chunk
+from zbkern.pipeline.models.layers import is_transformer
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+Initialiser = Callable[[nn.Module], None]
+
+
+def fill(
+    model: nn.Module,
+    chunks: Sequence[Chunk],
+    folder: str | os.PathLike | None,
+    init: Initialiser | None,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Gives what is on the meta device in these chunks of a model its memory and values; the rest stays as it is."""
+    if folder is not None and not any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "cut: weights must be None for a model that has its weights; build it on the meta device, "
+            'in `with torch.device("meta")`'
+        )
+    made: dict[int, nn.Parameter] = {}  # by parameter of the model: a rank that has two chunks shares it between them
+    for chunk in chunks:
+        originals = dict(chunk.named_parameters(remove_duplicate=False))
+        if not any(tensor.is_meta for tensor in (*originals.values(), *chunk.buffers())):
+            continue
+        if folder is not None:
+            _load(chunk, Path(folder), device)
+        for name, original in originals.items():  # those that were read
+            loaded = chunk.get_parameter(name)
+            if not loaded.is_meta:
+                loaded.requires_grad_(original.requires_grad)  # itself: the library has marked it as read
+                _set(chunk, name, made.setdefault(id(original), loaded))
+        drawn = _materialise(chunk, made, device)
+        if folder is not None and (unread := [name for name in drawn if name in originals]):
+            raise ValueError(f"cut: weights in {folder} must have all of the model; {unread[0]!r} is not there")
+        if folder is None or is_transformer(model):  # where others draw a buffer, they draw the weights with it
+            _draw(model, chunk, drawn, init, seed)
+        _check_values(chunk, drawn)
+
+
+def _set(chunk: Chunk, name: str, tensor: Tensor) -> None:
+    prefix, _, key = name.rpartition(".")
+    module = chunk.get_submodule(prefix)
+    (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[assignment]
+
+
+def _materialise(chunk: Chunk, made: dict[int, nn.Parameter], device: torch.device) -> list[str]:
+    """Gives memory to what is still on the meta device; the names of what has no values yet, but NaN."""
+    empty = []
+    for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
+        if not tensor.is_meta:
+            continue
+        if id(tensor) not in made:
+            value = torch.nan if tensor.is_floating_point() else 0
+            filled = torch.full_like(tensor, value, device=device)
+            if not isinstance(tensor, nn.Parameter):
+                _set(chunk, name, filled)
+                empty.append(name)
+                continue
+            made[id(tensor)] = nn.Parameter(filled, tensor.requires_grad)
+            empty.append(name)
+        _set(chunk, name, made[id(tensor)])
+    return empty
+
+
+# ---- random
+
+
+def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialiser | None, seed: int) -> None:
+    """Values for `empty`, layer by layer: those of a layer depend on the seed and its name, not on the partition."""
+    parts = {name.rpartition(".")[0] for name in empty}
+    inside = {part: next((layer for layer in chunk.layer_names if _within(part, layer)), part) for part in parts}
+    for owner in sorted(set(inside.values())):
+        layer = chunk.get_submodule(owner)
+        with _seeded(seed, owner, chunk):
+            if {name for name, _ in layer.named_parameters(prefix=owner)} <= set(empty) | set(chunk.shared.values()):
+                layer.apply(lambda part: _initialise(chunk.whole, part, init))
+            else:  # others have their values
+                for part in (p for p, _ in chunk.named_modules() if p in parts and inside[p] == owner):
+                    _initialise(chunk.whole, chunk.get_submodule(part), init)
+    for label, key in chunk.shared.items():  # every chunk that has it draws it as the layer does that has it first
+        if key in empty:
+            first = next(layer for layer in chunk.all_layers if _within(label, layer))
+            twin = copy.deepcopy(model.get_submodule(first)).to_empty(device=chunk.get_parameter(key).device)
+            with _seeded(seed, first, chunk):
+                twin.apply(lambda part: _initialise(chunk.whole, part, init))
+            value = twin.get_parameter(label[len(first) :].lstrip("."))
+            chunk.get_parameter(key).copy_(value)
+
+
+def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
+    for name in names:
+        tensor = _get(chunk, name)
+        if tensor.is_floating_point() and tensor.numel() and tensor.flatten()[0].isnan():
+            raise ValueError(
+                f"cut: {name!r} must get its values from weights=, from init=, or from reset_parameters of "
+                f"{type(chunk.get_submodule(name.rpartition('.')[0])).__name__}; it has none"
+            )
+
+
+def _initialise(whole: Any, part: nn.Module, init: Initialiser | None) -> None:
+    if init is not None:
+        init(part)
+    elif is_transformer(whole):
+        whole._init_weights(part)
+    elif callable(reset := getattr(part, "reset_parameters", None)):
+        reset()
+
+
+@contextmanager
+def _seeded(seed: int, name: str, chunk: Chunk) -> Iterator[None]:
+    gpus = {parameter.device.index for parameter in chunk.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng([*gpus]):
+        torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of a seed torch uses 32 bits
+        yield
+
+
+def _within(name: str, layer: str) -> bool:
+    return name == layer or name.startswith(f"{layer}.")
+
+
+def _get(chunk: Chunk, name: str) -> Tensor:
+    prefix, _, key = name.rpartition(".")
+    return getattr(chunk.get_submodule(prefix), key)
+
+
+# ---- from files
+
+
+def _load(chunk: Chunk, folder: Path, device: torch.device) -> None:
+    """Reads this chunk's tensors from the files of a folder, and no others."""
+    with ExitStack() as files:
+        stored = _stored(folder, files)
+        for label, key in chunk.shared.items():  # a tied weight is stored once, under the name it has first
+            source = next((name for name in (label, _without_prefix(chunk.whole, label)) if name in stored), None)
+            if key not in stored and source is not None:
+                stored[key] = stored[source]
+        if is_transformer(chunk.whole) and _converts():
+            _load_by_the_library(chunk, stored, folder, device)
+            return
+        for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
+            if name not in stored:
+                continue
+            value = stored[name][...].to(device, tensor.dtype)
+            if value.shape != tensor.shape:
+                raise ValueError(
+                    f"cut: {name!r} is {list(tensor.shape)} in the model and {list(value.shape)} in {folder}"
+                )
+            _set(chunk, name, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value)
+
+
+def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """Slices of all tensors of the folder, by name, which read nothing yet."""
+    open_file = safetensors("cut").safe_open
+    if (folder / INDEX).is_file():
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    elif (folder / SINGLE).is_file():
+        names = [SINGLE]
+    else:
+        raise ValueError(f"cut: weights must be a folder that holds {INDEX} or {SINGLE}; {folder} has neither")
+    stored = {}
+    for name in names:
+        file = files.enter_context(open_file(folder / name, framework="pt"))
+        stored.update({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
+    return stored
+
+
+def _load_by_the_library(chunk: Chunk, stored: dict[str, Any], folder: Path, device: torch.device) -> None:
+    """With the names and layouts of other versions of the model, which the transformers library knows to convert."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    mapping: Any = get_model_conversion_mapping(chunk.whole)
+    config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping)
+    with _without_progress_bars():
+        found, _ = convert_and_load_state_dict_in_model(chunk.whole, stored, config)
+    if found.mismatched_keys or found.conversion_errors:
+        wrong = sorted(map(str, (*found.mismatched_keys, *found.conversion_errors.items())))
+        raise ValueError(f"cut: weights in {folder} do not fit the model: {wrong[0]}")
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def _converts() -> bool:
+    return importlib.util.find_spec("transformers.core_model_loading") is not None
+
+
+def _without_prefix(whole: nn.Module, name: str) -> str:
+    return name.removeprefix(f"{getattr(whole, 'base_model_prefix', '')}.")
+
+
+def safetensors(caller: str) -> Any:
+    """The library. Raises ImportError with what to install."""
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError(f"{caller}: needs the safetensors library: pip install safetensors") from error
+    return safetensors

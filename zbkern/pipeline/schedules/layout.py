@@ -1,0 +1,95 @@
+"""Partitions as Megatron-LM writes them: `E|t*3|(tt|)*29,m|L`, and back.
+
+A letter is a layer: E the embedding, t a block, m a block of multi-token prediction, L what comes after the blocks:
+norm, head and loss, which stay together. `|` ends a chunk, `*3` repeats the letter or the brackets before it, and
+commas and spaces mean nothing. A partition is the first layer of every chunk, beginning with 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+
+LETTERS = "EtmL"
+
+
+def read_layout(text: str, layers: str) -> tuple[int, ...]:
+    """The partition that `text` describes, for a model whose layers have these letters, as in "EttttLL".
+
+    Raises TypeError for what is no text, ValueError for what is no layout, or one of other layers.
+    """
+    _check_letters("read_layout", layers)
+    if not isinstance(text, str):
+        raise TypeError(f'read_layout: text must be a layout such as "Et|tt|tL"; got {text!r}')
+    chunks = _expand(text).split("|")
+    if empty := [number for number, chunk in enumerate(chunks) if not chunk]:
+        raise ValueError(f"read_layout: every chunk must have a layer; got none in chunk {empty[0]} of {text!r}")
+    one_tail = layers.rstrip("L") + ("L" if layers.endswith("L") else "")  # L is all of what follows the blocks
+    if (got := "".join(chunks)) != one_tail:
+        raise ValueError(
+            f"read_layout: text must have the model's layers, {_runs(one_tail)!r}; got {_runs(got)!r} in {text!r}"
+        )
+    firsts, layer = [], 0
+    for chunk in chunks:
+        firsts.append(layer)
+        layer += len(chunk)
+    return tuple(firsts)
+
+
+def write_layout(partition: Sequence[int], layers: str) -> str:
+    """The layout of a partition of a model whose layers have these letters.
+
+    Raises ValueError for what is no partition of them, and where layers after the blocks are in several chunks.
+    """
+    _check_letters("write_layout", layers)
+    check_partition("write_layout", partition, len(layers))
+    tail = len(layers.rstrip("L"))
+    if any(first > tail for first in partition):
+        raise ValueError(
+            f"write_layout: a layout has norm, head and loss in one chunk; got one that begins at layer "
+            f"{max(partition)}, after the first of them, {tail}"
+        )
+    ends = [*partition[1:], len(layers)]
+    chunks = [re.sub("L+$", "L", layers[first:end]) for first, end in zip(partition, ends, strict=True)]
+    *others, last = map(_runs, chunks)
+    groups = [(chunk, len(list(same))) for chunk, same in groupby(others)]
+    return "".join(f"({chunk}|)*{count}" if count > 1 else f"{chunk}|" for chunk, count in groups) + last
+
+
+def check_partition(caller: str, partition: Sequence[int], layers: int) -> None:
+    """Raises TypeError or ValueError for what is no partition of this many layers."""
+    if isinstance(partition, str) or not isinstance(partition, Sequence) or not all(type(i) is int for i in partition):
+        raise TypeError(f"{caller}: partition must be the first layer of every chunk, whole numbers; got {partition!r}")
+    if not partition or partition[0] != 0 or any(a >= b for a, b in pairwise(partition)) or partition[-1] >= layers:
+        raise ValueError(
+            f"{caller}: partition must begin with 0 and rise, and stay below the {layers} layers of the model; "
+            f"got {list(partition)}"
+        )
+
+
+def _check_letters(caller: str, layers: str) -> None:
+    if not isinstance(layers, str) or not layers or set(layers) - set(LETTERS):
+        raise ValueError(
+            f"{caller}: layers must be a letter of {LETTERS!r} for every layer of the model; got {layers!r}"
+        )
+
+
+def _expand(text: str) -> str:
+    """Without repetitions, commas and spaces."""
+    plain = re.sub(r"[,\s]", "", text)
+    while match := re.search(rf"(?:([{LETTERS}|])|\(([{LETTERS}|]*)\))\*(\d+)|\(([{LETTERS}|]*)\)(?!\*)", plain):
+        once = match[1] or match[2] or match[4] or ""
+        plain = plain[: match.start()] + once * int(match[3] or 1) + plain[match.end() :]
+    if wrong := re.search(rf"[^{LETTERS}|]", plain):
+        raise ValueError(
+            f"read_layout: text must be made of {LETTERS!r}, '|', '*' and a number, and brackets in pairs; got "
+            f"{wrong[0]!r} in {text!r}"
+        )
+    return plain
+
+
+def _runs(letters: str) -> str:
+    """ "ttt" as "t*3"."""
+    counted = ((letter, len(list(same))) for letter, same in groupby(letters))
+    return "".join(letter * count if count < 3 else f"{letter}*{count}" for letter, count in counted)
