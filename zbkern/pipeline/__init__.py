@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Event, Timeline
 
@@ -31,6 +32,8 @@ __all__ = [
     "Action",
     "Costs",
     "Event",
+    "LayerCosts",
+    "ModelCosts",
     "Optimizer",
     "Pipeline",
     "PipelineError",

@@ -15,6 +15,7 @@ from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
+from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
@@ -104,8 +105,9 @@ def plan(
     name, owners = placement_of(placement, stages, chunks)
     flat = costs.per_chunk(len(owners))
     unlimited = microbatches * sum(map(max, flat.activation, flat.held))
-    limits = _limits(memory_limit, stages, unlimited)
-    _check_room(flat, owners, limits, costs.memory_unit)
+    static = static_of_ranks(flat, owners)
+    limits = _limits(memory_limit, static, unlimited)
+    _check_room(flat, owners, limits, static, costs.memory_unit)
     limits = [min(limit, unlimited) for limit in limits]
     problem = Problem.build(flat, owners, microbatches, limits, objective == "makespan")
     bound = bounds.cost_bound(problem)
@@ -184,7 +186,9 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
     return given, tuple(rank for turn in range(chunks) for rank in (reversed(down) if turn % 2 else down))
 
 
-def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float) -> list[float]:
+def _limits(given: float | Sequence[float] | None, static: Sequence[float], unlimited: float) -> list[float]:
+    """What microbatches may take on every rank: the limit, less what is there all the time."""
+    stages = len(static)
     if given is None:
         return [unlimited] * stages
     each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
@@ -201,10 +205,12 @@ def _limits(given: float | Sequence[float] | None, stages: int, unlimited: float
         raise ValueError(f"plan: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
     if any(not limit >= 0 for limit in limits):
         raise ValueError(f"plan: memory_limit must be at least 0; got {given}")
-    return limits
+    return [limit - held for limit, held in zip(limits, static, strict=True)]
 
 
-def _check_room(flat: ChunkCosts, owners: Sequence[int], limits: Sequence[float], unit: str | None) -> None:
+def _check_room(
+    flat: ChunkCosts, owners: Sequence[int], limits: Sequence[float], static: Sequence[float], unit: str | None
+) -> None:
     """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.
 
     A B that is not fused may leave more than it found; W then runs before the next B.
@@ -217,10 +223,12 @@ def _check_room(flat: ChunkCosts, owners: Sequence[int], limits: Sequence[float]
             held = 0.0 if fused else flat.held[chunk]
             needs[rank] = max(needs[rank], before + max(flat.activation[chunk], held))
             before += flat.activation[chunk]
-    for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
+    least = max(need + always for need, always in zip(needs, static, strict=True))
+    for rank, (need, limit, always) in enumerate(zip(needs, limits, static, strict=True)):
         if need > limit * (1 + _ROUNDING):
+            besides = f" beside the {amount(always, unit)} that are there all the time" if always else ""
             raise ScheduleError(
-                f"plan: no schedule fits memory_limit={amount(limit, unit)} on rank {rank}: one microbatch in all "
-                f"chunks of a rank holds {amount(need, unit)}; the smallest limit that any schedule fits is "
-                f"{amount(max(needs), unit)}"
+                f"plan: no schedule fits memory_limit={amount(limit + always, unit)} on rank {rank}: one microbatch in "
+                f"all chunks of a rank holds {amount(need, unit)}{besides}; the smallest limit that any schedule fits "
+                f"is {amount(least, unit)}"
             )

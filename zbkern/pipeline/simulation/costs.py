@@ -26,6 +26,7 @@ class ChunkCosts(NamedTuple):
     activation: tuple[float, ...]
     held: tuple[float, ...]
     merge_saving: tuple[float, ...]
+    static: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Costs:
     latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
     and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
     held: what it holds between B and W, inputs and output gradients. A fused BW takes backward + weight -
-    split_overhead. merge_saving is what a W gains when it directly follows another W of the same chunk.
+    split_overhead. merge_saving is what a W gains when it directly follows another W of the same chunk. static: memory
+    that the chunk holds all the time, whatever runs: weights, gradients, optimizer state.
 
     time_unit: "s", "ms", "us", or None where times have no unit. memory_unit: "bytes", or None where memory has no
     unit; `memory_limit` and `peak_memory` are in the same one. Tables, pictures and errors print the units that are
@@ -53,6 +55,7 @@ class Costs:
     held: PerChunk = 0.5
     split_overhead: PerChunk = 0.0
     merge_saving: PerChunk = 0.0
+    static: PerChunk = 0.0
     time_unit: str | None = None
     memory_unit: str | None = None
 

@@ -17,7 +17,7 @@ from zbkern.pipeline.schedules.dependencies import Result, order_of_running, pro
 from zbkern.pipeline.schedules.program import FILLS
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
-from zbkern.pipeline.simulation.memory import Memory
+from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
 from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 
@@ -40,9 +40,9 @@ def simulate(
     variate of mean 1 and this deviation, at least 0; the sample depends on `seed` and not on the order or the fill, so
     that both can be compared on it.
 
-    Memory: F adds the chunk's activation when it starts; B leaves `held` when it ends, and BW nothing; W releases
-    `held` when it ends, a slice of n its n-th part. A W that directly follows a W of its chunk gains `merge_saving`
-    (whole W only; never with fill="eager", which runs them one by one).
+    Memory: every rank starts with its chunks' `static`; F adds the chunk's activation when it starts; B leaves `held`
+    when it ends, and BW nothing; W releases `held` when it ends, a slice of n its n-th part. A W that directly follows
+    a W of its chunk gains `merge_saving` (whole W only; never with fill="eager", which runs them one by one).
 
     Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
@@ -81,7 +81,7 @@ class _Run:
         self._rows: list[Sequence[Action]] = list(schedule.actions)
         self._events: list[list[Event]] = [[] for _ in self._rows]
         self._ends: dict[Result | None, float] = {}
-        self._memory = [Memory(costs) for _ in self._rows]
+        self._memory = [Memory(costs, static) for static in static_of_ranks(costs, schedule.placement)]
         self._eager: list[_Pending] | None = None
 
     def fill_eagerly(self, slices: int, limits: Sequence[float]) -> None:
@@ -169,8 +169,8 @@ def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float
     ranks = schedule.stages
     if given is None:
         limits = []
-        for row in schedule.actions:
-            memory = Memory(costs)
+        for row, static in zip(schedule.actions, static_of_ranks(costs, schedule.placement), strict=True):
+            memory = Memory(costs, static)
             for action in row:
                 memory.account(action)
             limits.append(memory.peak)

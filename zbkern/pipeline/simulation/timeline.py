@@ -78,7 +78,8 @@ class Timeline:
     def memory_held(self, costs: Costs) -> list[list[tuple[float, float]]]:
         """What each rank holds over time: (time, memory from then on) after every event, in the unit of the costs.
 
-        F takes its memory at its start; the others give theirs back at their end.
+        Without what is there all the time (`static`). F takes its memory at its start; the others give theirs back at
+        their end.
         """
         flat = costs.per_chunk(len(self.schedule.placement))
         curves = []

@@ -1,0 +1,67 @@
+"""Costs of layers: those of chunks follow from them, however the model is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts, plan, schedules, simulate
+from zbkern.pipeline.schedules.actions import ScheduleError
+
+
+def block(name: str = "block", time: float = 1.0, **more) -> LayerCosts:
+    return LayerCosts(name, time, time, time, activation=2.0, held=1.0, output=4.0, static=10.0, **more)
+
+
+def model(**more) -> ModelCosts:
+    ends = [block("embedding", 0.5, tied="vocabulary"), block("head", 3.0, tied="vocabulary")]
+    return ModelCosts((ends[0], *[block() for _ in range(4)], ends[1]), **more)
+
+
+def test_a_chunk_costs_what_its_layers_cost() -> None:
+    costs = model(latency=0.25, bandwidth=16.0).chunk_costs([0, 1, 4])
+    assert costs.forward == (0.5, 3.0, 4.0)
+    assert costs.activation == (2.0, 6.0, 4.0)
+    assert costs.held == (1.0, 3.0, 2.0)
+    assert costs.communication == (0.5, 0.5)  # latency + 4 / 16
+    assert costs.static == (10.0, 30.0, 20.0)
+
+
+def test_what_tied_layers_share_is_held_once_by_a_rank() -> None:
+    costs = model().chunk_costs([0, 1, 4, 5], placement=[0, 1, 1, 0])
+    assert costs.static == (10.0, 30.0, 10.0, 0.0)
+
+
+def test_static_memory_counts_in_a_simulation_and_towards_the_limit_of_a_plan() -> None:
+    costs = Costs(static=[100.0, 200.0], activation=1.0, held=1.0)
+    schedule = schedules.one_f_one_b(2, 4)
+    assert simulate(schedule, costs).peak_memory == (102.0, 201.0)
+    found = plan(costs, 2, 4, memory_limit=[102.0, 201.0], effort=0)
+    assert found.timeline.peak_memory[0] <= 102
+    assert found.timeline.peak_memory[1] <= 201
+    with pytest.raises(ScheduleError, match=r"rank 1: .*holds 1 beside the 200 .*smallest limit .* is 201"):
+        plan(costs, 2, 4, memory_limit=[102.0, 200.5], effort=0)
+
+
+@pytest.mark.parametrize("bandwidth", [math.inf, 3.5])
+def test_a_file_gives_back_what_was_saved(tmp_path, bandwidth: float) -> None:
+    costs = model(bandwidth=bandwidth, latency=0.1, time_unit="ms", memory_unit="bytes")
+    assert ModelCosts.load(costs.save(tmp_path / "model.json")) == costs
+
+
+@pytest.mark.parametrize("partition", [[], [1, 2], [0, 0], [0, 3, 2], [0, 6]])
+def test_a_partition_that_is_none_is_refused(partition: list[int]) -> None:
+    with pytest.raises(ValueError, match="partition must be the first layer of every chunk of 6 layers"):
+        model().chunk_costs(partition)
+
+
+def test_wrong_numbers_name_the_layer() -> None:
+    with pytest.raises(ValueError, match=r"layer 'block'.*forward must be from 0"):
+        LayerCosts("block", -1, 1, 1)
+    with pytest.raises(ValueError, match="bandwidth must be above 0"):
+        model(bandwidth=0)
+    with pytest.raises(ValueError, match=r"\['weight'\] are missing"):
+        ModelCosts.from_json('{"layers": [{"name": "a", "forward": 1, "backward": 1}]}')
+    with pytest.raises(ValueError, match="expected an object with some of"):
+        ModelCosts.from_json('{"layers": [{"name": "a", "speed": 1}]}')

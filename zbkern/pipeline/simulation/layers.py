@@ -1,0 +1,153 @@
+"""LayerCosts, ModelCosts: a model's costs layer by layer, from which those of its chunks follow, however it is cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from zbkern.pipeline.simulation.costs import Costs
+
+_SUMMED = ("forward", "backward", "weight", "activation", "held", "split_overhead", "merge_saving")
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer: times and memory of one microbatch, as in `Costs`, and what the layer holds and passes on.
+
+    output: memory of what it passes to the next layer (its gradient is as large). static: memory that it holds all the
+    time, its weights, gradients and optimizer state. tied: layers of the same name here share one `static`, an
+    embedding and the head that is its transpose: a rank with several of them holds it once.
+
+    Raises TypeError or ValueError for numbers that `Costs` would not take.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    weight: float
+    activation: float = 0.0
+    held: float = 0.0
+    split_overhead: float = 0.0
+    merge_saving: float = 0.0
+    output: float = 0.0
+    static: float = 0.0
+    tied: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not isinstance(self.tied, (str, type(None))):
+            raise TypeError(f"LayerCosts: name must be a str, tied a str or None; got {self.name!r} and {self.tied!r}")
+        try:
+            Costs(**{name: getattr(self, name) for name in (*_SUMMED, "static")})
+            Costs(activation=self.output)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"LayerCosts: of layer {self.name!r}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
+
+    latency is in the unit of the layers' times, bandwidth in their memory per their time. The units are as in `Costs`.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    time_unit: str | None = None
+    memory_unit: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or not all(isinstance(layer, LayerCosts) for layer in self.layers):
+            raise TypeError(f"ModelCosts: layers must be a list of LayerCosts, one at least; got {self.layers!r}")
+        if not self.bandwidth > 0:
+            raise ValueError(f"ModelCosts: bandwidth must be above 0, inf for no limit; got {self.bandwidth!r}")
+        Costs(communication=self.latency, time_unit=self.time_unit, memory_unit=self.memory_unit)
+
+    def chunk_costs(self, partition: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
+        """The costs of the chunks that begin with these layers.
+
+        partition: the first layer of every chunk in model order, 0 first, each larger than the one before. placement:
+        the rank of every chunk, by default each on its own; what tied layers share is in their rank's first chunk.
+        Raises ValueError for another partition or placement.
+        """
+        starts, count = list(partition), len(self.layers)
+        if starts[:1] != [0] or any(a >= b for a, b in pairwise([*starts, count])):
+            raise ValueError(
+                f"chunk_costs: partition must be the first layer of every chunk of {count} layers, increasing from 0; "
+                f"got {starts}"
+            )
+        ranks = list(range(len(starts)) if placement is None else placement)
+        if len(ranks) != len(starts):
+            raise ValueError(f"chunk_costs: placement must be one rank for each of {len(starts)} chunks; got {ranks}")
+        chunks = [self.layers[a:b] for a, b in pairwise([*starts, count])]
+        summed = {name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED}
+        sent = [self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]]
+        return Costs(
+            **summed,
+            communication=sent,
+            static=self._static(chunks, ranks),
+            time_unit=self.time_unit,
+            memory_unit=self.memory_unit,
+        )
+
+    def _static(self, chunks: Sequence[Sequence[LayerCosts]], ranks: Sequence[int]) -> list[float]:
+        seen: set[tuple[int, str]] = set()
+        found = []
+        for chunk, rank in zip(chunks, ranks, strict=True):
+            total = 0.0
+            for layer in chunk:
+                if layer.tied is not None:
+                    if (rank, layer.tied) in seen:
+                        continue
+                    seen.add((rank, layer.tied))
+                total += layer.static
+            found.append(total)
+        return found
+
+    def to_json(self) -> str:
+        """The costs as a JSON object with the fields' names; an unlimited bandwidth is null."""
+        data = asdict(self)
+        return json.dumps(data | {"bandwidth": self.bandwidth if math.isfinite(self.bandwidth) else None}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelCosts:
+        """The costs that `to_json` wrote; fields that are absent have their defaults. Raises ValueError."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"ModelCosts.from_json: expected JSON; got {text[:60]!r}: {error}") from error
+        if not isinstance(data, Mapping) or not isinstance(data.get("layers"), list):
+            raise ValueError(f'ModelCosts.from_json: expected an object with "layers", a list; got {text[:60]!r}')
+        _check_names("ModelCosts", cls, data)
+        layers = []
+        for layer in data["layers"]:
+            _check_names("a layer of ModelCosts", LayerCosts, layer)
+            layers.append(LayerCosts(**layer))
+        bandwidth = data.get("bandwidth")
+        return cls(**{**data, "layers": tuple(layers), "bandwidth": math.inf if bandwidth is None else bandwidth})
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the JSON file and returns its path."""
+        path = Path(path)
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelCosts:
+        """The costs in a JSON file that `save` wrote, or that was written by hand. Raises OSError or ValueError."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _check_names(what: str, kind: type, data: Any) -> None:
+    known = [field.name for field in fields(kind)]
+    if not isinstance(data, Mapping) or not set(data) <= set(known):
+        raise ValueError(f"{what}: expected an object with some of {known}; got {str(data)[:120]}")
+    required = {"layers"} if kind is ModelCosts else {"name", "forward", "backward", "weight"}
+    if not required <= set(data):
+        raise ValueError(f"{what}: {sorted(required - set(data))} are missing; got {sorted(data)}")
