@@ -101,6 +101,7 @@ bench-gpu: ready-gpu ## our kernels on a GPU beside torch's and other libraries'
 
 bench-split: $(READY) ## what the split of backward into B and W costs
 	$(PYTHON) -m bench.split --out $(OUT)
+	$(PYTHON) -m bench.tensor_parallel --out $(OUT)
 
 clean: ## remove what was built, installed and drawn
 	rm -rf .venv .cache build dist demo zbkern.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

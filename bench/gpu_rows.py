@@ -160,12 +160,49 @@ def whole_layer(bench: Bench) -> Iterator[Case]:
         )
 
 
-def grouped_weight_gradient(bench: Bench) -> Iterator[Case]:
-    """W of eight experts, every second of which has three times the tokens of its neighbour."""
-    backend = bench.backend("grouped_linear")
-    (n, k), tokens, groups = bench.sizes.layers[0], bench.sizes.tokens[-1], 8
+def _experts(bench: Bench) -> tuple[list[int], Tensor]:
+    """Rows of eight experts, every second of which has three times those of its neighbour; and where they end."""
+    tokens, groups = bench.sizes.tokens[-1], 8
     counts = [tokens // groups * (1 + 2 * (group % 2)) // 2 for group in range(groups)]
-    x, dy, sizes = bench.random(sum(counts), k), bench.random(sum(counts), n), torch.tensor(counts)
+    return counts, torch.tensor(counts, device=bench.device).cumsum(0).int()
+
+
+def grouped_forward(bench: Bench) -> Iterator[Case]:
+    backend = bench.backend("grouped_linear")
+    (n, k), (counts, ends) = bench.sizes.layers[0], _experts(bench)
+    m, groups = sum(counts), len(counts)
+    x, weight, ours = bench.random(m, k), bench.random(groups * n, k).view(groups, n, k), bench.empty(m, n)
+    theirs: list[Tensor] = []
+
+    def library() -> None:
+        theirs[:] = [torch._grouped_mm(x, weight.mT, ends)]
+
+    def loop() -> None:
+        theirs[:] = [torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(counts), weight, strict=True)])]
+
+    def check() -> None:
+        backend.grouped_linear_fwd(x, weight, None, ends, ours)
+        for peer in (loop, library):
+            peer()
+            testing.assert_close(ours, theirs[0], "y")
+
+    yield Case(
+        f"{groups} groups T={m} N={n} K={k}",
+        lambda: backend.grouped_linear_fwd(x, weight, None, ends, ours),
+        {"torch._grouped_mm": library, "one by one": loop},
+        check,
+        testing.linear_flops(m, k, n),
+        (m * (n + k) + groups * n * k) * x.element_size(),
+        1.0,
+        1.1,
+    )
+
+
+def grouped_weight_gradient(bench: Bench) -> Iterator[Case]:
+    backend = bench.backend("grouped_linear")
+    (n, k), (counts, ends) = bench.sizes.layers[0], _experts(bench)
+    m, groups = sum(counts), len(counts)
+    x, dy = bench.random(m, k), bench.random(m, n)
     ours, theirs = bench.zeros(groups, n, k), bench.zeros(groups, n, k)
     segments = list(zip(x.split(counts), dy.split(counts), strict=True))
 
@@ -173,19 +210,22 @@ def grouped_weight_gradient(bench: Bench) -> Iterator[Case]:
         for dweight, segment in zip(theirs, segments, strict=True):
             addmm(dweight, [segment])
 
+    def library() -> None:  # rounds each microbatch's gradient to x's dtype, then adds it
+        theirs.add_(torch._grouped_mm(dy.mT, x, ends))
+
     def check() -> None:
         ours.zero_(), theirs.zero_()
-        backend.grouped_linear_wgrad([(x, dy, sizes)], (ours, None), True)
+        backend.grouped_linear_wgrad([(x, dy, ends)], (ours, None), True)
         one_by_one()
         testing.assert_close(ours, theirs, "dweight", terms=terms(bench, max(counts)))
 
     yield Case(
-        f"{groups} groups T={sum(counts)} N={n} K={k}",
-        lambda: backend.grouped_linear_wgrad([(x, dy, sizes)], (ours, None), True),
-        {"addmm, one by one": one_by_one},
+        f"{groups} groups T={m} N={n} K={k}",
+        lambda: backend.grouped_linear_wgrad([(x, dy, ends)], (ours, None), True),
+        {"addmm, one by one": one_by_one, "torch._grouped_mm, added": library},
         check,
-        testing.linear_flops(sum(counts), k, n),
-        sum(counts) * (n + k) * x.element_size() + 8 * groups * n * k,
+        testing.linear_flops(m, k, n),
+        m * (n + k) * x.element_size() + 8 * groups * n * k,
         1.0,
         1.05,
     )
@@ -333,6 +373,7 @@ ROWS = (
     Row("W, fp32 added", "TFLOP/s", "ratio", weight_gradient),
     Row("W of 4, merged", "TFLOP/s", "ratio", merged),
     Row("all W of a layer", "TFLOP/s", "ratio", whole_layer),
+    Row("8 experts, forward", "TFLOP/s", "ratio", grouped_forward),
     Row("W of 8 experts", "TFLOP/s", "ratio", grouped_weight_gradient),
     Row("dgrad with SwiGLU", "TFLOP/s", "ratio", gated_dgrad),
     Row("RMSNorm forward", "TB/s", "rate", memory.norm_forward),

@@ -52,6 +52,41 @@ class Experts(nn.Module):
         return torch.cat(parts)
 
 
+class Shared(zbkern.nn.Experts):
+    """Experts with fixed, uneven shares of the rows; the third has none."""
+
+    SHARES = (0.25, 0.05, 0, 0.1, 0.3, 0.05, 0.05, 0.2)
+
+    def counts(self, x: Tensor) -> Tensor:
+        ends = (torch.tensor(self.SHARES).cumsum(0) * len(x)).round().long()
+        return ends.diff(prepend=ends.new_zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, self.counts(x))
+
+
+class Looped(Shared):
+    """The same parameters in a loop over the experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for rows, first, second in zip(
+            x.split(self.counts(x).tolist()), self.gate_up_proj, self.down_proj, strict=True
+        ):
+            gate, up = F.linear(rows, first).chunk(2, -1)
+            parts.append(F.linear(F.silu(gate) * up, second))
+        return torch.cat(parts)
+
+
+class Library(Shared):
+    """The same parameters by torch._grouped_mm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = self.counts(x).cumsum(0).int()
+        gate, up = torch._grouped_mm(x, self.gate_up_proj.mT, ends).chunk(2, -1)
+        return torch._grouped_mm(F.silu(gate) * up, self.down_proj.mT, ends)
+
+
 class TorchMLP(zbkern.nn.MLP):
     """The same parameters in torch's operations."""
 
@@ -267,6 +302,17 @@ def main(arguments: list[str] | None = None) -> int:
             torch.randn(512, 256),
             512 * (2 * 256 + 3 * 256) * 4,
             4 * options.rounds,
+        ),
+        *(
+            split_row(
+                f"8 experts 256/256, 512 tokens, beside {peer}",
+                model,
+                torch.randn(512, 256),
+                512 * (256 + 2 * 256 + 256 + 256) * 4,
+                4 * options.rounds,
+                Shared(256, 256, 8),
+            )
+            for peer, model in (("a loop", Looped(256, 256, 8)), ("torch._grouped_mm", Library(256, 256, 8)))
         ),
         split_row(
             "gated MLP 256/768, 256 tokens",

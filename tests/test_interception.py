@@ -162,6 +162,40 @@ def test_grouped_products() -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-5)
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no torch.nn.functional.grouped_mm")
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_products_of_whole_parameters_are_one_kernel(
+    transposed: bool, cast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchtitan's experts call them, weights cast or not; gradients have the parameters' dtype."""
+    from zbkern.functions import grouped as grouped_functions
+    from zbkern.kernels import reference
+
+    calls, own = [], reference.grouped_linear_wgrad
+    monkeypatch.setattr(
+        reference, "grouped_linear_wgrad", lambda *arguments: (calls.append(len(arguments[0])), own(*arguments))
+    )
+    grouped_functions.grouped_wgrad.cache_clear()
+
+    def compute(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 2, len(x)], dtype=torch.int32)
+        weight = p["w"].bfloat16() if cast else p["w"]
+        return F.grouped_mm(x.to(weight.dtype), weight if transposed else weight.transpose(-2, -1), offs=ends).float()
+
+    module, twin = pair({"w": (3, 8, 16) if transposed else (3, 16, 8)}, compute, torch.float32)
+    queue = zbkern.WGradQueue()
+    for key in range(3):
+        x = torch.randn(6, 8)
+        expected = backward(module, x)
+        with queue.defer(key):
+            testing.assert_close(backward(twin, x), expected, "dx", 1e-2 if cast else 1e-5)
+    queue.run()
+    grouped_functions.grouped_wgrad.cache_clear()
+    assert calls == [3]
+    testing.assert_same_gradients(twin, module, tolerance=1e-2 if cast else 1e-5)
+
+
 def test_microbatches_of_one_expert_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from zbkern.kernels import reference
 

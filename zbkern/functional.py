@@ -49,7 +49,7 @@ def linear(
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
         return compiled.linear(_autocast("linear", x, weight, bias), weight, bias, activation, transposed)
     if not _plain(x, weight):
-        if collectives.is_wrapped(x):
+        if _in_flight(x):
             x = collectives.Arrived.apply(x)
             return linear(x, weight, bias, activation, impl, transposed=transposed, name=name)
         if activation is None and not transposed and _defers_sharded(x, weight, bias):
@@ -84,6 +84,9 @@ def gated_mlp(
     if torch.compiler.is_compiling() and compiled.can_defer(x, *params):
         return compiled.gated_mlp(_autocast("gated_mlp", x, *params), params, activation)
     if not _plain(x, gate):
+        if _in_flight(x):
+            x = collectives.Arrived.apply(x)
+            return gated_mlp(x, *params, activation, impl, name=name)
         return linear_functions.gated_mlp_with_torch(*params, x, activation)
     x = _autocast("gated_mlp", x, *params)
     call = autograd.OpCall(params, dispatch.resolve("gated_mlp", impl, x.device, x.dtype), name)
@@ -225,7 +228,7 @@ def rms_norm(
     x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
-        if collectives.is_wrapped(x):
+        if _in_flight(x):
             x = collectives.Arrived.apply(x)
             return rms_norm(x, weight, eps, impl, residual=residual, name=name)
         if weight is not None and _defers_sharded(x, weight, residual) and sharded_norm.has_local_rows(x, weight):
@@ -281,7 +284,7 @@ def layer_norm(
     functional_checks.check_number("layer_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
-        if collectives.is_wrapped(x):
+        if _in_flight(x):
             x = collectives.Arrived.apply(x)
             return layer_norm(x, weight, bias, eps, impl, residual=residual, name=name)
         deferred = weight is not None and _defers_sharded(x, weight, bias, residual)
@@ -378,7 +381,10 @@ def linear_cross_entropy(
     )
     options = spec.CrossEntropyOptions(ignore_index, float(label_smoothing), float(z_loss), chunk)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    if not _plain(x, weight):
+    if _defers_sharded(rows, weight, bias):  # torch's loss, within loss_parallel() without gathering the logits
+        logits = linear(rows, weight, bias, impl=impl, name=name)
+        loss = loss_functions.cross_entropy_with_torch(logits, targets, options)
+    elif not _plain(x, weight):
         loss = loss_functions.linear_cross_entropy_with_torch(weight, bias, rows, targets, options)
     else:
         rows = _autocast("linear_cross_entropy", rows, weight, bias)
@@ -410,7 +416,7 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
 
 def _defers_sharded(*tensors: Tensor | None) -> bool:
     """True for DTensors in a forward whose W may wait: elsewhere torch's own operations do the whole backward."""
-    return wgrad.current() is not None and not torch.compiler.is_compiling() and sharded.is_sharded(*tensors)
+    return not torch.compiler.is_compiling() and wgrad.current() is not None and sharded.is_sharded(*tensors)
 
 
 def _norm_of_local_rows(
@@ -427,6 +433,11 @@ def _norm_of_local_rows(
     backend = dispatch.resolve(op, impl, x.device, x.dtype)
     y = sharded_norm.on_local_rows(norm, params, backend, name, summed, eps)
     return y if residual is None else (y, summed)
+
+
+def _in_flight(x: Tensor) -> bool:
+    """True for what a collective has returned without waiting, as tensor-parallel layers do."""
+    return not torch.compiler.is_compiling() and collectives.is_wrapped(x)
 
 
 _TENSORS = (Tensor, torch.nn.Parameter)

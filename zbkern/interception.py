@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern import autograd, functional, wgrad
 from zbkern.functions import products, sharded
+from zbkern.functions.grouped import GroupedLinear
 from zbkern.functions.products import Kind, ParameterView, Product, Source, Step
 from zbkern.kernels import dispatch
 
@@ -210,15 +211,17 @@ class Interception(TorchFunctionMode):
     def grouped_mm(
         self, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor | None:
-        view = self._view(weight) if offs is not None and bias is None and out_dtype is None else None
+        if offs is None or bias is not None or out_dtype is not None:
+            return None
+        view = self._view(weight)
         if view is None or self._view(x) is not None or x.dim() != 2 or weight.dim() != 3:
             return None
-        if not view.steps or _exchanges_last(view.steps):
-            weight, transposed = view.parameter, not view.steps
-            return functional.grouped_linear(
-                x, weight, offsets=offs, transposed=transposed, impl=self._impl, name=self._name
-            )
-        return self.product(products.GROUPED, x, view, offs)
+        steps = [step for step in view.steps if step[0] not in products.CASTS]
+        if view.value.dtype != x.dtype or (steps and not _exchanges_last(steps)):
+            return self.product(products.GROUPED, x, view, offs)
+        backend = dispatch.resolve("grouped_linear", self._impl, x.device, x.dtype)
+        call = autograd.OpCall((view.parameter, None), backend, self._name)
+        return autograd.apply(GroupedLinear, call, x, offs.to(torch.int32), not steps)
 
     def embedding(
         self,

@@ -305,6 +305,41 @@ def test_tensor_parallel(two_ranks: Any) -> None:
     assert two_ranks.run(column_parallel, block(PAGE, "class ColumnParallel")) == [0, 0]
 
 
+def sequence_parallel(code: str) -> float:
+    """The largest difference of a gradient from that of one process, relative."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from bench.tensor_parallel import Block
+
+    torch.manual_seed(0)
+    model = Block(8).double()
+    plain = copy.deepcopy(model)
+    xs, dys = torch.randn(2, 3, 2, 4, 8, dtype=torch.float64)
+    plain(xs.flatten(0, 1)).backward(dys.flatten(0, 1))
+    part = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    mesh = init_device_mesh("cpu", (2,))
+    inputs = [x[:, part].clone().requires_grad_() for x in xs]
+    exec(code, {"model": model, "mesh": mesh, "inputs": inputs, "output_gradients": list(dys[:, :, part])})
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()) for p, q in pairs)
+
+
+def test_sequence_parallel(two_ranks: Any) -> None:
+    code = block(PAGE, "gather_again=True")
+    assert max(two_ranks.run(sequence_parallel, code)) < 1e-12
+
+
+def expert_parallel(code: str) -> tuple[int, bool]:
+    names: dict[str, Any] = {"features": 6, "hidden": 10, "tokens": torch.randn(2, 5, 6), "torch": torch}
+    exec(code, names | {"zbkern": zbkern}, names)
+    layer = names["layer"]
+    return layer.experts.num_experts, all(p.grad is not None for p in layer.parameters())
+
+
+def test_expert_parallel(two_ranks: Any) -> None:
+    assert two_ranks.run(expert_parallel, block(PAGE, "zbkern.nn.ExpertParallel(")) == [(4, True)] * 2
+
+
 def test_transformers() -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}

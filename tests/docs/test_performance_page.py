@@ -58,6 +58,16 @@ def test_engines_beside_torchs_layers() -> None:
         assert [four, eight] == [of_perfect(NAMES.get(name, name), m, "of_perfect") for m in (4, 8)], name
 
 
+def test_sequence_parallelism() -> None:
+    figures = {row["way"]: row for row in results("tensor_parallel")}
+    rows = table(PAGE, "W, 2 ranks")
+    assert [row[0] for row in rows] == list(figures)
+    for way, of_torch, fastest, kept, held in rows:
+        figure = figures[way]
+        assert [of_torch, fastest] == [f"{figure['of_torch']:.2f}", f"{figure['fastest_ms']:.0f}"], way
+        assert [kept, held] == [f"{figure[name] / 2**20:.1f}" for name in ("f_to_b_bytes", "held_bytes")], way
+
+
 def test_the_readme_quotes_two_of_them() -> None:
     rows = table(ROOT / "README.md", "schedule")
     assert [row[0] for row in rows] == ["ZB-V", "1F1B"]

@@ -503,3 +503,39 @@ def test_a_vocabulary_that_is_cut_in_four(four_ranks: Any) -> None:
         assert not at_once
         assert max(found.values()) < 1e-10, found
         assert loss < 1e-12
+
+
+def fused_head_rank(bias: bool) -> tuple[int, list[float]]:
+    """linear_cross_entropy whose vocabulary is cut: W that waited, and differences of loss and gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(0)
+    plain = zbkern.nn.LinearCrossEntropy(WIDTH, VOCABULARY, bias, dtype=torch.float64)
+    own = copy.deepcopy(plain)
+    for name, parameter in list(own.named_parameters()):
+        setattr(own, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[1, 2, -100, 4], [0, 7, 3, 3]])
+    expected, queue = plain(x, target), zbkern.WGradQueue()
+    expected.backward()
+    rows = distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_()
+    with queue.defer(), loss_parallel():
+        loss = own(rows, target)
+        loss.backward()
+    assert all(p.grad is None for p in own.parameters())
+    waiting = queue.pending()
+    queue.run()
+    pairs = [(loss.detach(), expected.detach()), (rows.grad, x.grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(own.parameters(), plain.parameters(), strict=True)]
+    return waiting, [float((whole(a) - b).abs().max()) for a, b in pairs]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_with_its_loss(two_ranks: Any, bias: bool) -> None:
+    for waiting, found in two_ranks.run(fused_head_rank, bias):
+        assert waiting == 1
+        assert max(found) < 1e-12

@@ -91,7 +91,19 @@ def test_groups(launches: ModuleType, layouts: tuple[str, ...], dtype: torch.dty
     counts = [[100, 0, 33, 64, 1, 200, 128, 8, 50], [0] * 8 + [129], [7] * 9]
     for n, k in ((256, 512), (136, 264), (65, 127)):
         random = checks.Random(dtype, "cuda", scale=0.5)
-        checks.grouped_linear(launches, random, counts, n, k, layouts, torch.float32, accumulate=n == 136)
+        odd = n == 136
+        checks.grouped_linear(
+            launches, random, counts, n, k, layouts, torch.float32, odd, transposed=not odd, spare=50 if odd else 0
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("hidden", [256, 136])
+def test_gated_groups(launches: ModuleType, hidden: int, interleaved: bool, dtype: torch.dtype) -> None:
+    options = spec.GateOptions("silu", interleaved, 1.0, 1.702, 1.0) if interleaved else spec.GateOptions("gelu")
+    counts, random = [100, 0, 33, 64, 1, 200, 128, 8, 50], checks.Random(dtype, "cuda", scale=0.3)
+    checks.grouped_gated(launches, random, counts, 264, 512, hidden, options, transposed=interleaved, spare=50)
 
 
 @pytest.mark.parametrize("kind", checks.KINDS[1:])

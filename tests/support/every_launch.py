@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.launch_checks import Random
-from zbkern.kernels.spec import AttentionOptions, CrossEntropyOptions
+from zbkern.kernels.spec import AttentionOptions, CrossEntropyOptions, GateOptions
 
 
 class Case(NamedTuple):
@@ -67,6 +67,11 @@ def cases(launches: ModuleType, random: Random, m: int, n: int, k: int) -> dict[
     add("grouped_linear_fwd", [x, experts, biases], [y], x, experts, biases, ends, y)
     add("grouped_linear_dgrad", [dy, experts], [dx], dy, experts, ends, dx)
     add("grouped_linear_wgrad", [x, dy], of_experts, [(x, dy, ends)], of_experts, True)
+    twice, gate = torch.cat([experts, experts.flip(1)], 1), GateOptions(interleaved=True, limit=1.0, offset=1.0)
+    before, after = random(m, 2 * n), random(m, 2 * n)
+    add("grouped_gated_fwd", [x, twice], [after, y], x, twice, None, ends, gate, after, y)
+    # experts.mT [3, k, n]: dgrad to [m, n]
+    add("grouped_gated_dgrad", [x, experts, before], [after, y], x, experts.mT, ends, before, gate, after, y)
 
     rows = torch.arange(m, device=random.device) * 7 % (n // 2)
     add("embedding_fwd", [weight], [dx], rows, weight, dx)

@@ -309,3 +309,23 @@ def test_a_task_that_gets_other_tensors_keeps_its_place_and_its_gradient() -> No
     assert torch.equal(layer.weight.grad, torch.full((4, 4), 6.0, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"WGradQueue\.exchange: task must be one that waits in this queue"):
         queue.exchange(first, sources)
+
+
+def test_w_during_a_collective() -> None:
+    model, twin = make_pair()
+    queue = zbkern.WGradQueue(w_per_collective=1)
+    called: list[Tensor] = []
+    next(twin.parameters()).register_post_accumulate_grad_hook(called.append)
+    for key, x in enumerate(batches(2)):
+        model(x).square().sum().backward()
+        with queue.defer(key):
+            twin(x).square().sum().backward()
+    assert queue.run_during_collective() == 1  # of both microbatches, as one kernel
+    assert queue.pending() == 2  # those with a hook
+    assert queue.run_during_collective() == 0
+    assert not called
+    queue.run()
+    testing.assert_same_gradients(twin, model)
+    assert zbkern.WGradQueue().run_during_collective() == 0
+    with pytest.raises(ValueError, match="w_per_collective must be a number of W >= 0; got -1"):
+        zbkern.WGradQueue(w_per_collective=-1)

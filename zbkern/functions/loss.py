@@ -86,7 +86,11 @@ def linear_cross_entropy_with_torch(
     weight: Tensor, bias: Tensor | None, x: Tensor, target: Tensor, options: CrossEntropyOptions
 ) -> Tensor:
     """LinearCrossEntropy in torch's own operations, all logits at once."""
-    logits = linear_with_torch(weight, bias, x, None)
+    return cross_entropy_with_torch(linear_with_torch(weight, bias, x, None), target, options)
+
+
+def cross_entropy_with_torch(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> Tensor:
+    """cross_entropy(logits[i], target[i]), in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = torch.nn.functional.cross_entropy(
         logits,

@@ -35,10 +35,18 @@ def grouped(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
     return functional.grouped_linear(rows, weights[0], counts, weights[1], impl=impl)
 
 
+def experts(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
+    rows = x.flatten(0, 1)
+    options = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "up_offset": 1.0, "transposed": True, "impl": impl}
+    ends = torch.tensor([3, 3, len(rows) - 2], dtype=torch.int32)
+    return functional.grouped_mlp(rows, *weights[:2], None, *weights[2:], offsets=ends, **options)
+
+
 MODELS = {
     "linear": (linear, [(48, 32), (48,), (24, 48)]),
     "transposed": (transposed, [(32, 24), (24,)]),
     "grouped": (grouped, [(3, 24, 32), (3, 24)]),
+    "experts": (experts, [(3, 32, 80), (3, 40, 24), (3, 80), (3, 24)]),
     "gated": (gated, [(40, 32), (40, 32), (24, 40), (40,), (40,), (24,)]),
 }
 

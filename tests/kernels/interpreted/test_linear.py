@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from tests.support import launch_checks as checks
 from zbkern.kernels import spec, tiles
 from zbkern.kernels.triton import common as triton_common
+from zbkern.kernels.triton import grouped as triton_grouped
+from zbkern.kernels.triton import grouped_tile as triton_grouped_tile
+from zbkern.kernels.triton import grouped_wgrad as triton_grouped_wgrad
 from zbkern.kernels.triton import kernels as triton_kernels
 from zbkern.kernels.triton import linear as triton_linear
 from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
@@ -62,10 +65,13 @@ class Small(tiles.Tile):
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "choose", lambda *_: Small(16, 32, 16, warps=4, stages=2, group=2))
-    triton_matmul_tile.plan.cache_clear()
+    plans = triton_matmul_tile.plan, triton_grouped_tile.plan_groups
+    for plan in plans:
+        plan.cache_clear()
     yield
     Small.count = 2
-    triton_matmul_tile.plan.cache_clear()
+    for plan in plans:
+        plan.cache_clear()
 
 
 def draw(data: st.DataObject, scale: float = 1.0) -> checks.Random:
@@ -123,8 +129,69 @@ def test_groups(data: st.DataObject, groups: int, n: int, k: int, layouts: tuple
     counts = data.draw(st.lists(rows, min_size=1, max_size=2))
     random = draw(data, scale=0.5)
     out = data.draw(st.sampled_from([random.dtype, torch.float32]))
-    accumulate, bias = data.draw(st.booleans()), data.draw(st.booleans())
-    checks.grouped_linear(triton_kernels, random, counts, n, k, layouts, out, accumulate, bias)
+    accumulate, bias, transposed = (data.draw(st.booleans()) for _ in range(3))
+    spare = data.draw(st.sampled_from([0, 3, 20]), label="rows of no group")
+    checks.grouped_linear(triton_kernels, random, counts, n, k, layouts, out, accumulate, bias, transposed, spare)
+
+
+@fewer
+@given(st.data(), st.sampled_from([1, 3, 9]), sizes, sizes, st.sampled_from([1, 16, 32, 40, 48]), layouts)
+@pytest.mark.slow
+def test_gated_groups(data: st.DataObject, groups: int, n: int, k: int, h: int, layouts: tuple[str, ...]) -> None:
+    counts = data.draw(st.lists(st.sampled_from([0, 1, 15, 16, 17, 40]), min_size=groups, max_size=groups))
+    options = spec.GateOptions(
+        data.draw(st.sampled_from(spec.ACTIVATIONS)),
+        data.draw(st.booleans(), label="interleaved"),
+        data.draw(st.sampled_from([None, 0.5])),
+        data.draw(st.sampled_from([1.0, 1.702])),
+        data.draw(st.sampled_from([0.0, 1.0])),
+    )
+    bias, transposed = data.draw(st.booleans()), data.draw(st.booleans())
+    spare = data.draw(st.sampled_from([0, 3, 20]), label="rows of no group")
+    random = draw(data, scale=0.3)
+    checks.grouped_gated(triton_kernels, random, counts, n, k, h, options, layouts, bias, transposed, spare)
+
+
+COUNTS = [[17, 0, 20], [0, 0, 0], [1, 16, 0]]
+GPT_OSS = spec.GateOptions("silu", True, 0.5, 1.702, 1.0)
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts(dtype: torch.dtype, bulk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stored either way, rows of no group, by descriptors and by pointers; groups without rows."""
+    transposed = bulk == (dtype == torch.float16)
+    monkeypatch.setattr(triton_matmul_tile, "_machine", lambda device: (90 if bulk else 80, 3))
+    random, plain = checks.Random(dtype, "cpu", scale=0.5), ("plain",) * 3
+    checks.grouped_linear(triton_kernels, random, COUNTS, 40, 16, plain, torch.float32, True, True, transposed, spare=9)
+    checks.grouped_gated(triton_kernels, random, COUNTS[0], 24, 16, 32, GPT_OSS, transposed=transposed, spare=9)
+    checks.grouped_gated(triton_kernels, random, COUNTS[2], 16, 16, 40, spec.GateOptions("gelu"), bias=False)
+
+
+@pytest.mark.parametrize(("microbatches", "launches"), [(1, [1]), (3, [4]), (9, [8, 1])])
+def test_all_groups_and_microbatches_are_one_launch(microbatches: int, launches: list[int], spy: Spy) -> None:
+    products = spy(triton_grouped, "_grouped_product", lambda grid, constants: grid)
+    sums = spy(triton_grouped_wgrad, "_grouped_sums", lambda grid, constants: constants[0])
+    counts = [[index % 3, 0, 20, 1] for index in range(microbatches)]
+    checks.grouped_linear(triton_kernels, checks.Random(torch.float32, "cpu"), counts, 16, 24, bias=False)
+    assert len(products) == 2  # forward and dgrad
+    assert sums == launches
+
+
+def test_more_programs_than_tiles_and_fewer() -> None:
+    """Which program computes a tile changes nothing."""
+    random = checks.Random(torch.float32, "cpu")
+    x, dy, weight, ends = random(30, 24), random(30, 40), random(4, 40, 24), torch.tensor([7, 7, 25, 30]).int()
+    found = []
+    for num_sms in (1, 3, 64):
+        y, dx, dweight = torch.empty(30, 40), torch.empty(30, 24), torch.empty(4, 40, 24)
+        triton_kernels.grouped_linear_fwd(x, weight, None, ends, y, num_sms=num_sms)
+        triton_kernels.grouped_linear_dgrad(dy, weight, ends, dx, num_sms=num_sms)
+        triton_kernels.grouped_linear_wgrad([(x, dy, ends)] * 2, (dweight, None), False, num_sms=num_sms)
+        found.append([y, dx, dweight])
+    for others in found[1:]:
+        for first, other in zip(found[0], others, strict=True):
+            assert torch.equal(first, other)
 
 
 @properties
@@ -193,13 +260,11 @@ def test_equal_keys_are_equal_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype, out, n, k, m, start in itertools.product(
         DTYPES, (torch.float32, torch.float16), (8, 16, 24), (8, 16, 32), (1, 16, 20), (0, 4)
     ):
-        x, dy, weight = (torch.empty(shape, dtype=dtype) for shape in ((m, k), (m, n), (3, n, k)))
+        x, dy, weight = (torch.empty(shape, dtype=dtype) for shape in ((m, k), (m, n), (n, k)))
         dweight, dbias = torch.empty(n, k, dtype=out), torch.empty(n + 4, dtype=out)[start : start + n]
         for bias in (dbias, None):
             triton_kernels.linear_wgrad([(x, dy)] * 3, (dweight, bias), True)
-        counts = torch.tensor([m // 2, m - m // 2, 0])
-        triton_kernels.grouped_linear_fwd(x, weight, None, counts, torch.empty_like(dy))
-        triton_kernels.grouped_linear_dgrad(dy, weight, counts, torch.empty_like(x))
+        triton_kernels.linear_dgrad_sum([(dy, weight)] * 2, torch.empty_like(x))
     assert 20 < len(seen) < count / 3
 
 
@@ -247,14 +312,14 @@ def test_layers_share_a_launch(spy: Spy) -> None:
 
 def test_a_group_never_sees_its_neighbours() -> None:
     """What is not finite in one group stays there."""
-    counts, bad = torch.tensor([5, 20, 9]), slice(5, 25)
+    ends, bad = torch.tensor([5, 25, 34], dtype=torch.int32), slice(5, 25)
     random = checks.Random(torch.float32, "cpu")
     x, dy, weight = random(34, 32), random(34, 16), random(3, 16, 32)
     x[bad], dy[bad] = float("inf"), float("nan")
     y, dx, dweight = torch.empty(34, 16), torch.empty(34, 32), torch.empty(3, 16, 32)
-    triton_kernels.grouped_linear_fwd(x, weight, None, counts, y)
-    triton_kernels.grouped_linear_dgrad(dy, weight, counts, dx)
-    triton_kernels.grouped_linear_wgrad([(x, dy, counts)], (dweight, None), False)
+    triton_kernels.grouped_linear_fwd(x, weight, None, ends, y)
+    triton_kernels.grouped_linear_dgrad(dy, weight, ends, dx)
+    triton_kernels.grouped_linear_wgrad([(x, dy, ends)], (dweight, None), False)
     for result in (y, dx):
         assert not result[bad].isfinite().any()
         assert result[:5].isfinite().all()

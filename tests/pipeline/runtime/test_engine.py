@@ -429,3 +429,14 @@ def test_profilers_see_the_names_of_the_actions() -> None:
             pipe.step(torch.ones(2, 2), torch.ones(2, 2))
         names = {event.name for event in profiler.events()}
     assert {str(action) for action in pipe.schedule.actions[0]} <= names
+
+
+def test_w_that_communicates_needs_a_planned_order() -> None:
+    (transport,) = LocalTransport.ring(1)
+    schedule, data = schedules.gpipe(1, 2), make_data(2)
+    with Pipeline(make_model(1), schedule, nn.functional.mse_loss, transport, fill="eager") as pipe:
+        pipe.queue.gather_again = True
+        with pytest.raises(ValueError, match='fill="planned"'):
+            pipe.step(*data)
+        pipe.queue.gather_again = False
+        assert pipe.step(*data) is not None

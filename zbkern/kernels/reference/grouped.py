@@ -78,8 +78,9 @@ def grouped_gated_dgrad(
     value = _activated(low, options)
     torch.mul(value, factor, out=h)
     dgate, dup = halves(dz, options)
-    dgate.copy_(activation_gradient(options.activation, dh * factor, options.alpha * low))
-    dup.copy_(dh * value)
+    torch.mul(dh, value, out=dup)
+    argument = low if options.alpha == 1 else options.alpha * low
+    dgate.copy_(activation_gradient(options.activation, dh.mul_(factor), argument))
     if options.limit is not None:
         dgate.masked_fill_(gate > options.limit, 0)
         dup.masked_fill_(up.abs() > options.limit, 0)

@@ -14,7 +14,9 @@ from zbkern.kernels.triton.gated import gated_linear_dgrad as gated_linear_dgrad
 from zbkern.kernels.triton.gated import gated_linear_fwd as gated_linear_fwd
 from zbkern.kernels.triton.grouped import grouped_linear_dgrad as grouped_linear_dgrad
 from zbkern.kernels.triton.grouped import grouped_linear_fwd as grouped_linear_fwd
-from zbkern.kernels.triton.grouped import grouped_linear_wgrad as grouped_linear_wgrad
+from zbkern.kernels.triton.grouped_gated import grouped_gated_dgrad as grouped_gated_dgrad
+from zbkern.kernels.triton.grouped_gated import grouped_gated_fwd as grouped_gated_fwd
+from zbkern.kernels.triton.grouped_wgrad import grouped_linear_wgrad as grouped_linear_wgrad
 from zbkern.kernels.triton.linear import linear_dgrad as linear_dgrad
 from zbkern.kernels.triton.linear import linear_fwd as linear_fwd
 from zbkern.kernels.triton.loss import cross_entropy_fwd as cross_entropy_fwd

@@ -1,4 +1,4 @@
-"""Sums of matmuls as one Triton kernel: what W of weights and microbatches, dx of layers, and groups of rows run on.
+"""Sums of matmuls as one Triton kernel: what W of weights and microbatches, and dx of several layers, run on.
 
 One launch takes up to eight pairs of operands: eight matmuls, or one matmul that sums over eight, or two over four.
 """
@@ -32,14 +32,11 @@ SLOTS = 8
 
 @triton.jit
 def _store_tile(
-    value, p, q, out, bias, P, Q, o_stride,
-    ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, BIAS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
+    value, p, q, out, P, Q, o_stride,
+    ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Writes or adds a tile. REDUCE: the addition happens on its way to memory, in L2."""
-    if BIAS:
-        j = q + tl.arange(0, N)
-        value += widen(tl.load(bias + j, j < Q, 0.0))[None, :]
     if REDUCE:
         out.atomic_add([p, q], value)
     else:
@@ -55,12 +52,12 @@ def _sums(
     a_stride, b_stride, o_stride,
     PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
     DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr,
-    COLUMNS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out_i [P_i, Q_i] (+)= sum over the segments s of matmul i and rows r < r_s of A_s[p, r] B_s[r, q].
 
-    COLUMNS: v_i [P_i] (+)= sum over s, r of A_s[p, r], the gradient of a bias. BIAS: v_i [Q_i] is added to every row.
+    COLUMNS: v_i [P_i] (+)= sum over s, r of A_s[p, r], the gradient of a bias.
     Segments SEGMENTS i to SEGMENTS (i + 1) are matmul i's. One program computes every num_programs-th tile [M, N],
     through all matmuls without a pause. Tiles, segments and steps are one loop: each step picks its operands by its
     number, so copies run ahead across the borders of segments and tiles, and an output is read and written once. (As
@@ -105,14 +102,14 @@ def _sums(
             first = 0
             if PRODUCTS > 1:
                 out, P, Q = o0, p0, q0
-                if COLUMNS or BIAS:  # Triton 3.4 carries no None through a loop
+                if COLUMNS:  # Triton 3.4 carries no None through a loop
                     vector = v0
                 a, b, rows = a0, b0, r0
                 begin, length = 0, steps[SEGMENTS - 1]
             for i in tl.static_range(1, PRODUCTS):
                 if tile >= ends[i - 1]:
                     out, P, Q = outs[i], p_s[i], q_s[i]
-                    if COLUMNS or BIAS:
+                    if COLUMNS:
                         vector = vectors[i]
                     a, b, rows = a_s[SEGMENTS * i], b_s[SEGMENTS * i], r_s[SEGMENTS * i]
                     first, begin = ends[i - 1], steps[SEGMENTS * i - 1]
@@ -136,8 +133,8 @@ def _sums(
             parts = pieces(accumulator, M, N, PARTS)
             for i in tl.static_range(PARTS):
                 _store_tile(
-                    parts[i], p, q + i * (N // PARTS), out, vector, P, Q, o_stride,
-                    ACCUMULATE, REDUCE, BIAS, O_DESCRIPTOR, M, N // PARTS,
+                    parts[i], p, q + i * (N // PARTS), out, P, Q, o_stride,
+                    ACCUMULATE, REDUCE, O_DESCRIPTOR, M, N // PARTS,
                 )  # fmt: skip
             if COLUMNS:
                 j = p + tl.arange(0, M)
@@ -149,7 +146,7 @@ def _sums(
             accumulator = tl.zeros((M, N), tl.float32)
 
 
-# What changes from one microbatch to the next is never compiled in: the rows that W sums over, those that a group has.
+# What changes from one microbatch to the next is never compiled in: the rows that W sums over, those that dx has.
 _over_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"r{i}" for i in range(SLOTS)]))
 _of_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"p{i}" for i in range(SLOTS)]))
 
@@ -157,7 +154,7 @@ _of_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"p{i}" for i in range(SL
 class Product(NamedTuple):
     """out [P, Q] = sum of a b over pairs (a [P, R_i], b [R_i, Q]).
 
-    vector: for op="wgrad", [P] for the sum of all columns of every a; for "fwd", [Q] to be added to every row.
+    vector: for op="wgrad", [P] for the sum of all columns of every a.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
@@ -276,9 +273,8 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
     slots += [(*slots[0][:2], 0)] * (segments * count - len(slots))
 
     strides = (1, 1, kind.result) if reads else (left.stride, right.stride, kind.result)
-    columns, bias = (dtypes[2] is not None and op == wanted for wanted in ("wgrad", "fwd"))
     reduces = writes and add and dtypes[1] == torch.float32 and not INTERPRETED
-    flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces, columns, bias)
+    flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces, dtypes[2] is not None)
     kernel = _over_rows if op == "wgrad" else _of_rows
     kernel(
         programs,
@@ -328,7 +324,7 @@ def variants(capability: int) -> list[Variant]:
     ) -> Variant:  # fmt: skip
         long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
         tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
-        a_t, b_t = op == "wgrad", op == "fwd"
+        a_t = op == "wgrad"
 
         def operand(*block: int) -> str:
             return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else f"*{dtype}"
@@ -342,7 +338,7 @@ def variants(capability: int) -> list[Variant]:
             target = f"tensordesc<{out}[{tile.m}, {tile.n // parts}]>"
         types = (
             *slots(operand(tile.k, tile.m) if a_t else operand(tile.m, tile.k), used),
-            *slots(operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n), used),
+            *slots(operand(tile.k, tile.n), used),
             *slots("i32" if op == "wgrad" else "i32:16", used),
             *slots(target, products),
             *slots(f"*{out}" if vector else None, products),
@@ -353,7 +349,7 @@ def variants(capability: int) -> list[Variant]:
         )
         reduces = writes and accumulate and out == "fp32"
         constants = (
-            *(products, segments, a_t, b_t, bulk, writes, accumulate, reduces, vector and a_t, vector and b_t),
+            *(products, segments, a_t, False, bulk, writes, accumulate, reduces, vector),
             "tf32x3" if dtype == "fp32" else "ieee",
             *(tile.m, tile.n, tile.k, tile.group, parts),
         )
@@ -371,7 +367,5 @@ def variants(capability: int) -> list[Variant]:
         sums("wgrad", 2, 4, vector=True),
         sums("wgrad", 1, 1, dtype="fp32", accumulate=False),
         sums("dgrad", 1, 4, out="bf16", accumulate=False),
-        sums("fwd", 8, 1, out="bf16", accumulate=False, vector=True),
-        sums("dgrad", 8, 1, out="bf16", accumulate=False),
         *([sums("wgrad", 8, 1, writes=False)] if bulk else []),
     ]

@@ -286,6 +286,11 @@ class Pipeline:
                 f"Pipeline.step: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
                 "run or discard pipe.queue first"
             )
+        if self.fill == "eager" and self.queue.gather_again:
+            raise ValueError(
+                'Pipeline.step: with fill="eager" ranks run W in different orders, and with queue.gather_again W '
+                'communicates; use fill="planned", or set pipe.queue.gather_again = False'
+            )
         call += names_of_side(side)  # ranks that were given others make another call
         if self._failed:
             self._recover(call)

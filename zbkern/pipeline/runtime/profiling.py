@@ -46,14 +46,15 @@ def profile(
     """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
 
     modules: this rank's chunks, converted. placement: the rank of each chunk in model order. The others are as for
-    `Pipeline` and its `step`, with inputs, targets and side inputs of `microbatches` microbatches. Times are medians
-    over microbatches and `repeats` steps after one to warm up, with all ranks busy: of F, B and W apart, of fused BW (`split_overhead`), and
-    of W that are merged (`merge_saving`). communication is one number, or one per edge where one takes more than twice
-    as long as another. bytes_per_parameter: what is there all the time of a parameter (`static`), which a rank's memory
-    includes; None for a weight, a gradient and AdamW's two moments, all in the weight's dtype. Gradients and the random
-    state are left as they were; buffers that a forward updates (running statistics) are not. Under tensor parallelism,
-    memory is that of this rank's part, and every pipeline measures times of its own: give all of them the schedule
-    planned for one. Raises TypeError or ValueError as a `Pipeline` does.
+    `Pipeline` and its `step`, with inputs, targets and side inputs of `microbatches` microbatches. Times are
+    medians over microbatches and `repeats` steps after one to warm up, with all ranks busy: of F, B and W apart, of
+    fused BW (`split_overhead`), and of W that are merged (`merge_saving`). communication is one number, or one per
+    edge where one takes more than twice as long as another. bytes_per_parameter: what is there all the time of a
+    parameter (`static`), which a rank's memory includes; None for a weight, a gradient and AdamW's two moments, all
+    in the weight's dtype. Gradients and the random state are left as they were; buffers that a forward updates
+    (running statistics) are not. Under tensor parallelism, memory is that of this rank's part, and every pipeline
+    measures times of its own: give all of them the schedule planned for one. Raises TypeError or ValueError as a
+    `Pipeline` does.
     """
     _check("profile", placement, microbatches, repeats, bytes_per_parameter)
     arguments = loss_fn, inputs, targets, side, microbatches, group, device, repeats, bytes_per_parameter
