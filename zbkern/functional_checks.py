@@ -147,19 +147,23 @@ def gate_options(
 def group_ends(
     op: str, x: Tensor, groups: int, counts: Sequence[int] | Tensor | None, offsets: Tensor | None
 ) -> Tensor:
-    """Where the rows of every group end, int32 on x's device. Numbers that are on a GPU already are not read."""
+    """Where the rows of every group end, int32 on x's device. Numbers that are on a GPU already are not read, nor those
+    that a compiler traces."""
+    compiling = torch.compiler.is_compiling()
     if offsets is None:
         given = _integers(op, "counts", counts)
+        known = given.is_cpu and not compiling
         wanted = f"{groups} numbers >= 0 that add up to {x.shape[0]} rows"
-        fits = given.is_cpu and bool((given >= 0).all()) and int(given.sum()) == x.shape[0]
+        fits = known and bool((given >= 0).all()) and int(given.sum()) == x.shape[0]
     else:
         if counts is not None:
             raise ValueError(f"{op}: counts and offsets say the same; pass one of them")
         given = _integers(op, "offsets", offsets)
+        known = given.is_cpu and not compiling
         wanted = f"{groups} numbers that rise from 0 or more to {x.shape[0]} rows or less"
-        fits = given.is_cpu and given.tolist() == sorted(given.clamp(0, x.shape[0]).tolist())
-    if list(given.shape) != [groups] or (given.is_cpu and not fits):
-        found = given.tolist() if given.is_cpu else f"{list(given.shape)} of them"
+        fits = known and given.tolist() == sorted(given.clamp(0, x.shape[0]).tolist())
+    if list(given.shape) != [groups] or (known and not fits):
+        found = given.tolist() if known else f"{list(given.shape)} of them"
         raise ValueError(f"{op}: {'counts' if offsets is None else 'offsets'} must be {wanted}; got {found}")
     ends = given.cumsum(0) if offsets is None else given
     return ends.to(device=x.device, dtype=torch.int32, non_blocking=True)

@@ -92,6 +92,41 @@ def test_second_derivatives_without_knowing_the_counts(monkeypatch: pytest.Monke
         testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_torchs_own_product_of_groups_where_it_takes_the_shapes(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16, whose counts a compiler does not know: rows of no group are zeros in both directions there, too."""
+    monkeypatch.setattr(reference_grouped, "readable", lambda ends: False)
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.manual_seed(0)
+        x, weight, bias = (torch.randn(*s).bfloat16() for s in ((7, 16), (3, 24, 16), (3, 24)))
+        tensors = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+        y = grouped_functions.grouped_linear_with_torch(
+            tensors[1], tensors[2] if biased else None, tensors[0], ends(0, 3, 5)
+        )
+        y.backward(torch.ones_like(y))
+        assert not y[5:].any()
+        assert not tensors[0].grad[5:].any()
+        found.append([y, *(t.grad for t in tensors[: 2 + biased])])
+    for got, expected in zip(*found, strict=True):
+        testing.assert_close(got, expected)
+
+
+def test_inside_torch_compile() -> None:
+    """No graph break, by counts and by offsets, and torch's values; W of experts is not deferred there."""
+    module = zbkern.nn.Experts(8, 16, 2, bias=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x, counts = torch.randn(6, 8), torch.tensor([4, 2])
+    for rows in ({"counts": counts}, {"offsets": counts.cumsum(0)}):
+        testing.assert_close(compiled(x, **rows), module(x, **rows))
+    compiled(x, counts).sum().backward()
+    got = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    module(x, counts).sum().backward()
+    for gradient, parameter in zip(got, module.parameters(), strict=True):
+        testing.assert_close(gradient, parameter.grad)
+
+
 def test_what_waits_is_inputs_and_output_gradients() -> None:
     m, dim, hidden, groups = 20, 8, 16, 4
     module, queue = zbkern.nn.Experts(dim, hidden, groups), zbkern.WGradQueue()

@@ -232,8 +232,8 @@ def variants(capability: int) -> list[Variant]:
         )
         reduces = writes and add and out == "fp32"
         precise = "tf32x3" if dtype == "fp32" else "ieee"
-        constants = (segments, bulk, writes, add, reduces, precise, groups)
-        constants += (tile.m, tile.n, tile.k, tile.group, parts)
+        flags = (segments, bulk, writes, add, reduces, precise, groups)
+        constants = (*flags, tile.m, tile.n, tile.k, tile.group, parts)
         name = f"grouped_linear_wgrad {dtype} to {out}, {segments}" + " add" * add + " pointers" * (not writes)
         aligned = writes or not bulk
         return Variant(name, _grouped_sums, types, constants, tile.warps, tile.stages, True, bulk, aligned)
