@@ -242,20 +242,25 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
-    sequences: Sequence[int] | None = None,
-    key_sequences: Sequence[int] | None = None,
+    sequences: Sequence[int] | Tensor | None = None,
+    key_sequences: Sequence[int] | Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v. It has no weights: its whole backward is B.
+    """softmax(scale q k^T + mask) v. But for sinks it has no weights: its whole backward is B.
 
-    q: [batch, queries, heads, D]; k, v: [batch, keys, key_heads, D], where heads is a multiple of key_heads
-    (grouped-query attention); returns q's shape. With `sequences`, tokens of sequences of different lengths follow each
-    other without a batch dimension: q [T, heads, D], sequences [0, end of the first, ..., T] (key_sequences where the
-    keys' differ). causal: a query sees keys up to its own place, both ends lined up. window: with causal, how many keys
-    it sees, its own included. scale: 1/sqrt(D) when None. impl: on a GPU "auto" chooses among our core, torch's and an
-    installed FlashAttention; `zbkern info` says which.
+    q: [batch, queries, heads, D]; k: [batch, keys, key_heads, D]; v: [batch, keys, key_heads, Dv], where heads is a
+    multiple of key_heads (grouped-query attention); returns [batch, queries, heads, Dv]. With `sequences`, tokens of
+    sequences of different lengths follow each other without a batch dimension: q [T, heads, D], sequences [0, end of
+    the first, ..., T] (key_sequences where the keys' differ). As an int32 or int64 tensor on q's device they are read
+    there, without waiting for it (impl="torch" waits); then their values are not checked on a GPU, and where they end
+    before T the rest of the result is 0.
+    causal: a query sees keys up to its own place, both ends lined up. window: with causal, how many keys it sees, its
+    own included. scale: 1/sqrt(D) when None. softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
+    sinks: [heads], the score of one more key per head, which every query sees and whose value is 0, as in gpt-oss;
+    their gradient is W. impl: on a GPU "auto" chooses among our core, torch's and an installed FlashAttention;
+    `zbkern info` says which.
     """
-    functional_checks.check_attention(q, k, v, causal, window, sequences, key_sequences)
+    functional_checks.check_attention(q, k, v, causal, window, sequences, key_sequences, softcap, sinks)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
     functional_checks.check_number("attention", "scale", scale)
@@ -265,18 +270,23 @@ def attention(
     if sequences is None:
         ends, key_ends = _even_ends(q.shape[0], q.shape[1]), _even_ends(k.shape[0], k.shape[1])
     else:
-        ends, key_ends = functional_checks.sequence_ends(q.shape[0], k.shape[0], sequences, key_sequences)
-    options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends)
-    if not _plain(q, k):
-        return attention_functions.attention_with_torch(q, k, v, options)
+        ends, key_ends = functional_checks.sequence_ends(q, k, sequences, key_sequences)
+    cap = None if softcap is None else float(softcap)
+    options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends, cap)
+    if not _plain(q, k if sinks is None else sinks):
+        return attention_functions.attention_with_torch(q, k, v, options, sinks)
     if impl == "auto" and q.is_cuda:
         reason = dispatch.why_not("attention", "triton", q.device, q.dtype)
         ours = None if reason else dispatch.resolve("attention", "triton", q.device, q.dtype)
-        return attention_backends.fastest(q, k, v, options, ours, reason)
+        return attention_backends.fastest(q, k, v, options, ours, reason, sinks, name)
     backend = dispatch.resolve("attention", impl, q.device, q.dtype)
-    return attention_functions.attention(backend, q, k, v, options)
+    return attention_functions.attention(backend, q, k, v, options, sinks, name)
 
 
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    name: str = "",
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl: str = "auto") -> Tensor:
     """Rotary position embedding of queries or keys; its backward, the rotation back, is B.
 
@@ -294,6 +304,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl:
 
 
 def linear_cross_entropy(
+    ends: tuple[int, ...] | Tensor
+    key_ends: tuple[int, ...] | Tensor
     x: Tensor,
     weight: Tensor,
     target: Tensor,

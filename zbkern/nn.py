@@ -218,7 +218,8 @@ class Attention(Layer):
     """Self-attention with its projections: one product for q, k and v, the core, the output projection.
 
     features: of input and output [batch, tokens, features]; heads; key_heads: fewer for grouped-query attention, heads
-    when None; head_size: features / heads when None; causal, window: as in functional.attention. With
+    when None; head_size: features / heads when None; causal, window, softcap: as in functional.attention;
+    value_size: head size of the values where it is another; sinks: adds a parameter `sinks` [heads], 0 at first. With
     `sequences`, forward takes [tokens, features] of sequences one after the other. rotary: (cos, sin), each
     [tokens, up to head_size / 2], turns q and k as functional.rotary does.
     """
@@ -239,30 +240,49 @@ class Attention(Layer):
     ) -> None:
         super().__init__()
         self.zbkern_impl = functional.check_impl("Attention", impl)
-        for argument, value in (("heads", heads), ("key_heads", key_heads), ("head_size", head_size)):
+        sizes = {"heads": heads, "key_heads": key_heads, "head_size": head_size, "value_size": value_size}
+        for argument, value in sizes.items():
             if value is not None and not isinstance(value, int):
                 raise TypeError(f"Attention: {argument} must be an int; got {value!r}")
         self.heads = heads
         self.key_heads = heads if key_heads is None else key_heads
         if self.heads < 1 or self.key_heads < 1 or self.heads % self.key_heads:
             raise ValueError(f"Attention: heads must be a multiple of key_heads; got {heads} and {self.key_heads}")
+        value_size: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
         if head_size is None and features % heads:
             raise ValueError(f"Attention: heads must divide features when head_size is None; got {heads}, {features}")
         self.head_size = features // heads if head_size is None else head_size
         self.causal = causal
         self.window = window
-        self.qkv = Linear(features, (heads + 2 * self.key_heads) * self.head_size, bias, device, dtype, impl=impl)
-        self.output = Linear(heads * self.head_size, features, bias, device, dtype, impl=impl)
+        self.value_size = self.head_size if value_size is None else value_size
+        self.softcap = softcap
+        turning, values = (heads + self.key_heads) * self.head_size, self.key_heads * self.value_size
+        self.qkv = Linear(features, turning + values, bias, device, dtype, impl=impl)
+        self.output = Linear(heads * self.value_size, features, bias, device, dtype, impl=impl)
+        self.sinks = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
 
     def forward(
-        self, x: Tensor, sequences: Sequence[int] | None = None, rotary: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        sequences: Sequence[int] | Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        together = self.qkv(x).unflatten(-1, (-1, self.head_size))
-        turning, v = together.split([self.heads + self.key_heads, self.key_heads], dim=-2)
+        sizes = [(self.heads + self.key_heads) * self.head_size, self.key_heads * self.value_size]
+        turning, values = self.qkv(x).split(sizes, dim=-1)
+        turning, v = turning.unflatten(-1, (-1, self.head_size)), values.unflatten(-1, (-1, self.value_size))
         if rotary is not None:
             turning = functional.rotary(turning, *rotary, impl=self.zbkern_impl)
         q, k = turning.split([self.heads, self.key_heads], dim=-2)
-        y = functional.attention(q, k, v, self.causal, self.window, sequences=sequences, impl=self.zbkern_impl)
+        y = functional.attention(
+            *(q, k, v, self.causal, self.window),
+            sequences=sequences,
+            impl=self.zbkern_impl,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            name=self.zbkern_name,
+        )
         return self.output(y.flatten(-2))
 
 
