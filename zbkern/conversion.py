@@ -25,7 +25,7 @@ _TWINS: dict[type[Module], type[Module]] = {
 _SUBCLASSES: dict[tuple[type[Module], type[Module]], type[Module]] = {}  # twins of classes that others define
 
 
-def convert(model: Model, filter: Filter | None = None, impl: str | None = None) -> Model:
+def convert(model: Model, filter: Filter | None = None, impl: str | None = None, recipe: str | None = None) -> Model:
     """Gives every module that has a zbkern twin the twin's behaviour; returns `model`, changed in place.
 
     Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms that a
@@ -35,11 +35,14 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None)
     ops whose W waits (`interception.py`): experts, routers, convolutions, norms that multiply by 1 + weight, subclasses
     of torch's own. filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda",
     "triton" or "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None
-    leaves it as it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
+    leaves it as it is, "auto" at first. recipe: "fp8_blockwise" for every `nn.Linear` that filter takes, its own or
+    converted here (functional.linear has what that is); call convert again with another filter for other modules. A
+    named impl that cannot run raises UnavailableError when a module is called.
     `unconverted` tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for
-    an impl that does not exist.
+    an impl or a recipe that does not exist.
     """
     _check("convert", model, filter)
+    functional.check_recipe("convert", recipe)
     if impl is not None:
         functional.check_impl("convert", impl)
     for name, module in model.named_modules():
@@ -53,6 +56,8 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None)
             continue
         if impl is not None:
             module.zbkern_impl = impl
+        if recipe is not None and isinstance(module, nn.Linear):
+            module.zbkern_recipe = recipe
     return model
 
 
@@ -63,7 +68,7 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
         original = _original(type(module))
         if original is not None and (filter is None or filter(name, module)):
             module.__class__ = original
-            for own in ("zbkern_name", "zbkern_impl"):
+            for own in ("zbkern_name", "zbkern_impl", "zbkern_recipe"):
                 module.__dict__.pop(own, None)
     return model
 

@@ -33,18 +33,24 @@ def linear(
     impl: str = "auto",
     *,
     transposed: bool = False,
+    recipe: str | None = None,
     name: str = "",
 ) -> Tensor:
     """activation(x weight^T + bias) with separate B and W.
 
     x: [..., K]; weight: [N, K], or [K, N] when transposed; bias: [N] or None; returns [..., N], all of one dtype and
     device (under autocast, x and the result take autocast's dtype and the gradients stay the weight's). activation:
-    None, "gelu", "gelu_tanh", "relu" or "silu".
+    None, "gelu", "gelu_tanh", "relu" or "silu". recipe: "fp8_blockwise" multiplies 8-bit numbers in forward and B, with
+    a scale for each 1 x 128 of x and dy and 128 x 128 of the weight, and leaves W as it is (DeepSeek-V3, arXiv
+    2412.19437); without activation, and not inside torch.compile, function transforms or on DTensors. On GPUs of
+    compute capability 9.0 and later; "torch" computes the same values slowly, on any device.
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
     if activation is not None or not functional_checks.fits_linear(x, weight, bias, transposed):
         functional_checks.check_linear("linear", x, weight, bias, transposed)
         functional_checks.check_activation("linear", activation)
+    if recipe is not None:
+        return _linear_by_recipe(x, weight, bias, activation, impl, transposed, recipe, name)
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
         return compiled.linear(_autocast("linear", x, weight, bias), weight, bias, activation, transposed)
     if not _plain(x, weight):
@@ -55,6 +61,32 @@ def linear(
     x = _autocast("linear", x, weight, bias)
     call = autograd.OpCall((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.Linear, call, x, activation, transposed)
+
+
+def _linear_by_recipe(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    impl: str,
+    transposed: bool,
+    recipe: str,
+    name: str,
+) -> Tensor:
+    check_recipe("linear", recipe)
+    if activation is not None or transposed:
+        raise ValueError(
+            f"linear: recipe={recipe!r} needs activation=None and transposed=False; "
+            f"got activation={activation!r}, transposed={transposed}"
+        )
+    if not _plain(x, weight):
+        raise ValueError(
+            f"linear: recipe={recipe!r} needs plain tensors outside of torch.compile and of function transforms; got "
+            f"{type(x).__name__} and {type(weight).__name__}; use torch.compiler.disable on the module, or recipe=None"
+        )
+    x = _autocast("linear", x, weight, bias)
+    call = autograd.OpCall((weight, bias), dispatch.resolve("fp8_linear", impl, x.device, x.dtype), name)
+    return autograd.apply(linear_functions.FP8Linear, call, x)
 
 
 def gated_mlp(
@@ -245,6 +277,10 @@ def attention(
     sequences: Sequence[int] | Tensor | None = None,
     key_sequences: Sequence[int] | Tensor | None = None,
     impl: str = "auto",
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    name: str = "",
 ) -> Tensor:
     """softmax(scale q k^T + mask) v. But for sinks it has no weights: its whole backward is B.
 
@@ -267,6 +303,8 @@ def attention(
     q, k, v = (_autocast("attention", t, t) for t in (q, k, v))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    ends: tuple[int, ...] | Tensor
+    key_ends: tuple[int, ...] | Tensor
     if sequences is None:
         ends, key_ends = _even_ends(q.shape[0], q.shape[1]), _even_ends(k.shape[0], k.shape[1])
     else:
@@ -283,10 +321,6 @@ def attention(
     return attention_functions.attention(backend, q, k, v, options, sinks, name)
 
 
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    name: str = "",
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl: str = "auto") -> Tensor:
     """Rotary position embedding of queries or keys; its backward, the rotation back, is B.
 
@@ -304,8 +338,6 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl:
 
 
 def linear_cross_entropy(
-    ends: tuple[int, ...] | Tensor
-    key_ends: tuple[int, ...] | Tensor
     x: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -348,6 +380,13 @@ def check_impl(caller: str, impl: str) -> str:
     if impl != "auto" and impl not in spec.IMPLEMENTATIONS:
         raise ValueError(f'{caller}: impl must be "auto" or one of {spec.IMPLEMENTATIONS}; got {impl!r}')
     return impl
+
+
+def check_recipe(caller: str, recipe: str | None) -> str | None:
+    """recipe. Raises ValueError where there is none of this name."""
+    if recipe is not None and recipe not in spec.RECIPES:
+        raise ValueError(f"{caller}: recipe must be None or one of {spec.RECIPES}; got {recipe!r}")
+    return recipe
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:

@@ -21,14 +21,19 @@ class Layer(torch.nn.Module):
 
     zbkern_name = ""
     zbkern_impl = "auto"
+    zbkern_recipe: str | None = None
 
     def extra_repr(self) -> str:
         own = [] if self.zbkern_impl == "auto" else [f"impl={self.zbkern_impl!r}"]
+        own += [] if self.zbkern_recipe is None else [f"recipe={self.zbkern_recipe!r}"]
         return ", ".join([*filter(None, [super().extra_repr()]), *own])
 
 
 class Linear(Layer, torch.nn.Linear):
-    """torch.nn.Linear whose weight gradient can be deferred: input [..., in_features], output [..., out_features]."""
+    """torch.nn.Linear whose weight gradient can be deferred: input [..., in_features], output [..., out_features].
+
+    recipe: None, or "fp8_blockwise" as in functional.linear.
+    """
 
     def __init__(
         self,
@@ -39,12 +44,19 @@ class Linear(Layer, torch.nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         impl: str = "auto",
+        recipe: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.zbkern_impl = functional.check_impl("Linear", impl)
+        self.zbkern_recipe = functional.check_recipe("Linear", recipe)
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, self.weight, self.bias, impl=self.zbkern_impl, name=self.zbkern_name)
+        return functional.linear(
+            *(input, self.weight, self.bias),
+            impl=self.zbkern_impl,
+            recipe=self.zbkern_recipe,
+            name=self.zbkern_name,
+        )
 
 
 class Embedding(Layer, torch.nn.Embedding):
@@ -236,6 +248,9 @@ class Attention(Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        value_size: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
         impl: str = "auto",
     ) -> None:
         super().__init__()
@@ -248,9 +263,6 @@ class Attention(Layer):
         self.key_heads = heads if key_heads is None else key_heads
         if self.heads < 1 or self.key_heads < 1 or self.heads % self.key_heads:
             raise ValueError(f"Attention: heads must be a multiple of key_heads; got {heads} and {self.key_heads}")
-        value_size: int | None = None,
-        softcap: float | None = None,
-        sinks: bool = False,
         if head_size is None and features % heads:
             raise ValueError(f"Attention: heads must divide features when head_size is None; got {heads}, {features}")
         self.head_size = features // heads if head_size is None else head_size

@@ -33,6 +33,12 @@ Kernels
                                                                with max_tiles=0: a block ends after so many tiles, for
                                                                work on other streams; 0 for no bound
 
+    fp8_linear_fwd(x, weight [N, K], bias | None, y)           y = q(x) q(weight)^T + bias,
+    fp8_linear_dgrad(dy, weight, dx)                           dx = q(dy) q(weight): q rounds to float8_e4m3fn, with a
+                                                               scale for each 1 x 128 of x and dy, and 128 x 128 of the
+                                                               weight, that takes its largest value to 448. Sums are
+                                                               float32
+
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)
 
@@ -103,6 +109,7 @@ if TYPE_CHECKING:
 
 OPS = {
     "linear": ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads", "activation_fwd", "activation_bwd"),
+    "fp8_linear": ("fp8_linear_fwd", "fp8_linear_dgrad", "linear_wgrad", "linear_wgrads"),
     "gated_mlp": (
         *("gated_linear_fwd", "linear_fwd", "gated_linear_dgrad", "linear_dgrad_sum", "linear_wgrad"),
         *("gated_fwd", "gated_bwd"),
@@ -121,6 +128,9 @@ OPS = {
 KERNELS = tuple(dict.fromkeys(kernel for kernels in OPS.values() for kernel in kernels))
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
+
+RECIPES = ("fp8_blockwise",)
+"""In which precision a linear multiplies, other than its tensors' own: op "fp8_linear"."""
 
 IMPLEMENTATIONS = ("cuda", "triton", "torch")
 """In the order in which impl="auto" prefers them."""
