@@ -78,7 +78,7 @@ def compare(shape: Sequence[int], causal: bool, rounds: int, device: str = "cuda
     leaves = [t.requires_grad_() for t in (q, k, v)]
     names = [
         name
-        for name, reason in paths.explain(paths.case_of(q, k, options), why_not_ours)
+        for name, reason in paths.explain(paths.case_of(q, k, v, options), why_not_ours)
         if reason is None and paths.accepts(name, q, k, v, options)
     ]
 

@@ -9,7 +9,9 @@ what the jobs print is in FOLDER/logs.
 
 --rehearse runs all of it on a CPU with torch's implementation and tiny shapes, and --fault makes jobs fail, to see that
 this program does not. --prepare compiles, on a machine without a GPU, what the kernels need for --capability into
-FOLDER, for TRITON_CACHE_DIR on the machine with a GPU (the same Triton and Python, at the same path).
+FOLDER, for TRITON_CACHE_DIR on the machine with a GPU (the same Triton and Python, at the same path), and with --python
+a wheel of zbkern, CUDA extension included, for each interpreter named. The whole is at most --mebibytes: what is worth
+least is left out. It fails where the driver would refuse a launch (descriptors.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,10 +140,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with torch's implementation")
     parser.add_argument("--fault", action="append", default=[], metavar="hang|wrong|kill=NAME", help="to rehearse")
     parser.add_argument("--prepare", action="store_true", help="compile for a GPU that is not here, into FOLDER")
+    parser.add_argument("--mebibytes", type=float, default=50.0, help="that --prepare may fill")
+    parser.add_argument("--python", action="append", default=[], metavar="PATH", help="--prepare builds a wheel for it")
     parser.add_argument("--capability", type=int, default=90, help="of the GPU that --prepare compiles for")
     arguments = parser.parse_args(argv)
     if arguments.prepare:
-        return prepare(arguments.out, arguments.capability, arguments.only)
+        limit = int(arguments.mebibytes * 2**20)
+        return prepare(arguments.out, arguments.capability, arguments.only, limit, arguments.python)
     where = Where("cpu" if arguments.rehearse else "cuda", "torch" if arguments.rehearse else "triton",
                   arguments.rehearse, _faults(parser, arguments.fault))  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs are ended, too
@@ -305,6 +311,8 @@ def check_kernel(job: Job, seconds: float, where: Where, send: Send) -> tuple[st
         got[0].view(-1)[0] += 1 + got[0].abs().max()
     rounds = any(word in job.name for word in ("cross_entropy", "attention", "gated_linear"))  # on the way, to dtype
     for index, (mine, exact) in enumerate(zip(got, wanted, strict=True)):
+        if job.name.startswith("fp8"):  # 8-bit products are summed with 14 bits
+            mine = mine.bfloat16()
         tolerance = max(testing.tolerance_of(dtype if rounds else mine.dtype, shape[0]), testing.TOLERANCE[mine.dtype])
         testing.assert_close(mine, exact, f"output {index}", tolerance)
     return "ok", ""
@@ -351,15 +359,20 @@ def measure_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str
     return ("wrong", wrong[0]) if wrong else ("ok", "; ".join(dict.fromkeys(missing)))
 
 
-def prepare(folder: Path, capability: int, only: str) -> int:
-    """Compiles what the kernels of this session would compile on a GPU of that capability; prints how much it is."""
+def prepare(folder: Path, capability: int, only: str, limit: int, pythons: Sequence[str] = ()) -> int:
+    """Compiles what the kernels of this session would compile on a GPU of that capability; prints how much it is.
+
+    limit: bytes that may stay. pythons: interpreters to build wheels for. Returns 1 where one cannot be built, or where
+    the driver would refuse a launch.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"TRITON_CACHE_DIR": str(folder.resolve()), "TRITON_STORE_BINARY_ONLY": "1", "TRITON_INTERPRET": "0"}
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from bench import ahead, kernels_launched
+    from bench import ahead, descriptors, kernels_launched
 
+    missing = [python for python in pythons if not build_wheel(folder, python)]
     absent = types.SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         get_current_device=lambda: 0,
@@ -367,14 +380,46 @@ def prepare(folder: Path, capability: int, only: str) -> int:
     )
     triton.runtime.driver.set_active(absent)
     with kernels_launched.machine(capability), ahead.Compilers() as compilers:
-        count = compilers.compile(run for name, run in _to_prepare() if re.search(only, name))
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{count} kernels, {size / 2**20:.1f} MiB in {folder}")
-    return 0
+        runs = [(name, run) for name, run in _to_prepare() if re.search(only, name)]
+        refused = descriptors.faults_of_runs(runs)
+        count = compilers.compile(run for _, run in runs)
+    dropped = drop_youngest(folder, limit)
+    without = f", {dropped} left out" if dropped else ""
+    print(f"{count} kernels{without}, {_size(folder) / 2**20:.1f} MiB in {folder}")
+    print("\n".join([f"no wheel for {python}" for python in missing] + [f"refused: {fault}" for fault in refused]))
+    return 1 if missing or refused else 0
+
+
+def build_wheel(folder: Path, python: str) -> bool:
+    """A wheel of zbkern for an interpreter, in FOLDER/wheels; False where that fails, which its output then says."""
+    command = [python, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder / "wheels"), str(ROOT)]
+    try:
+        return subprocess.run(command, env={**os.environ, "ZBKERN_BUILD": "cuda"}).returncode == 0
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return False
+
+
+def drop_youngest(folder: Path, limit: int) -> int:
+    """Deletes kernels of Triton's cache, those compiled last first, until all files take at most so many bytes; how
+    many. They were compiled in the order of their worth, so the last are worth least."""
+    kernels = sorted({path.parent for path in folder.glob("*/*.cubin")}, key=lambda kernel: kernel.stat().st_mtime_ns)
+    dropped, size = 0, _size(folder)
+    while size > limit and kernels:
+        youngest = kernels.pop()
+        size -= _size(youngest)
+        shutil.rmtree(youngest)
+        dropped += 1
+    return dropped
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _to_prepare() -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, run), on tensors of the CPU: every kernel as `check_kernel` calls it, and the large shapes of the rows."""
+    """(name, run), on tensors of the CPU, the most worth first: every kernel as `check_kernel` calls it in bfloat16,
+    then the large shapes of the rows, then the other dtypes."""
     import torch
 
     from bench import kernels_launched
@@ -382,15 +427,20 @@ def _to_prepare() -> Iterator[tuple[str, Callable[[], object]]]:
     from tests.support import every_launch
     from zbkern.kernels.triton import kernels as triton_kernels
 
-    for dtype in DTYPES:
+    def kernels(dtype: str) -> Iterator[tuple[str, Callable[[], object]]]:
         random = every_launch.Random(getattr(torch, dtype), "cpu")
         for name, case in every_launch.cases(triton_kernels, random, 1000, 528, 784).items():
             yield f"{name} {dtype}", case.run
+
+    first, *others = DTYPES
+    yield from kernels(first)
     for shape in Sizes().layers:
         for name, run in kernels_launched.linear(shape, torch.bfloat16, ("plain",) * 3):
             yield f"{name} {shape[0]} x {shape[1]}", run
     _, size, tokens = Sizes().heads
     yield "attention", kernels_launched.attention(size, torch.bfloat16, True, None, [tokens])
+    for dtype in others:
+        yield from kernels(dtype)
 
 
 if __name__ == "__main__":

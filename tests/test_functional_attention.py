@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zbkern import functional as Z
-from zbkern import testing
+from zbkern import testing, wgrad
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
@@ -44,6 +46,76 @@ def test_attention(heads: tuple[int, int], causal: bool, window: int | None, len
     dy = torch.randn_like(y)
     for a, b in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy), strict=True):
         testing.assert_close(a, b)
+
+
+def by_formula(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float | None, sinks: Tensor | None, ends: list[int]
+) -> Tensor:
+    """Every head of every sequence by itself; queries and keys have the same sequences."""
+    y = q.new_zeros(*q.shape[:2], v.shape[2])
+    for (a, b), head in itertools.product(pairwise(ends), range(q.shape[1])):
+        one = head * k.shape[1] // q.shape[1]
+        scores = q[a:b, head] @ k[a:b, one].T / q.shape[2] ** 0.5
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+        total = scores.exp().sum(1, keepdim=True) + (0 if sinks is None else sinks[head].exp())
+        y = y.index_put((torch.arange(a, b), torch.tensor(head)), scores.exp() / total @ v[a:b, one])
+    return y
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sinks_caps_and_values_of_another_size(
+    causal: bool, softcap: float | None, sinks: bool, on_device: bool
+) -> None:
+    torch.manual_seed(0)
+    ends, tokens = [0, 4, 4, 5, 11], 13 if on_device else 11
+    rand = functools.partial(torch.randn, dtype=torch.float64, requires_grad=True)
+    q, k, v = rand(tokens, 4, 6), rand(tokens, 2, 6), rand(tokens, 2, 3)
+    inputs = (q, k, v, rand(4)) if sinks else (q, k, v)
+    sequences = torch.tensor(ends, dtype=torch.int32) if on_device else ends
+
+    def ours(*inputs: Tensor) -> Tensor:
+        level = inputs[3] if sinks else None
+        return Z.attention(*inputs[:3], causal, sequences=sequences, softcap=softcap, sinks=level)
+
+    y = ours(*inputs)
+    expected = by_formula(q, k, v, causal, softcap, inputs[3] if sinks else None, ends)
+    testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    wanted = torch.autograd.grad(expected, inputs, dy)
+    for got, right in zip(torch.autograd.grad(y, inputs, dy), wanted, strict=True):
+        testing.assert_close(got, right)
+    assert torch.autograd.gradgradcheck(ours, inputs, fast_mode=True)
+
+
+def test_sinks_wait_for_w() -> None:
+    q, k, v = torch.randn(3, 1, 5, 2, 4, dtype=torch.float64).unbind(0)
+    sinks = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    Z.attention(q, k, v, sinks=sinks).sum().backward()
+    expected, sinks.grad = sinks.grad, None
+    queue = wgrad.WGradQueue()
+    for _ in range(2):
+        with queue.defer():
+            Z.attention(q, k, v, sinks=sinks).sum().backward()
+    assert sinks.grad is None
+    queue.run()
+    testing.assert_close(sinks.grad, 2 * expected)
+
+
+def test_a_query_that_sees_no_key_is_zero_with_a_cap_and_sinks() -> None:
+    q, k, v = torch.randn(1, 5, 1, 3), torch.randn(1, 2, 1, 3), torch.randn(1, 2, 1, 3)
+    sinks = torch.zeros(1, requires_grad=True)
+    for level in (None, sinks):
+        q.requires_grad_()
+        y = Z.attention(q, k, v, causal=True, softcap=2.0, sinks=level)
+        assert bool((y[:, :3] == 0).all())
+        assert bool((y[:, 3:] != 0).all())
+        assert bool((torch.autograd.grad(y.sum(), q)[0][:, :3] == 0).all())
 
 
 def test_attention_with_fewer_queries_than_keys_lines_up_the_ends() -> None:

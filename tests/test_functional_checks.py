@@ -19,6 +19,10 @@ def t(*shape: int, device: str = "cpu") -> Tensor:
     return torch.zeros(shape, device=device)
 
 
+def ends(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
 def c(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.complex64)
 
@@ -85,6 +89,20 @@ def c(*shape: int) -> Tensor:
         (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, key_sequences=[0, 2]), ValueError, "key_sequences needs sequences"),
         (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, window=2), ValueError, "window must be at least 1 and needs causal"),
         (lambda: Z.attention(*[t(5, 3, 4)] * 3, sequences=[0, 3]), ValueError, "sequences must rise from 0 to the 5"),
+        (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, softcap=0), ValueError, "softcap must be a number above 0"),
+        (lambda: Z.attention(*[t(1, 2, 3, 4)] * 3, sinks=t(4)), ValueError, r"sinks must be \[heads\] = \[3\]"),
+        (lambda: Z.attention(*[t(5, 3, 4)] * 3, sequences=ends(0, 6)), ValueError, "from 0 to at most 5 tokens"),
+        (lambda: Z.attention(*[t(5, 3, 4)] * 3, sequences=t(2)), ValueError, "int32 or int64; got torch.float32"),
+        (
+            lambda: Z.attention(*[t(5, 3, 4)] * 3, sequences=ends(0, 5), key_sequences=[0, 5]),
+            TypeError,
+            "as sequences is",
+        ),
+        (
+            lambda: Z.attention(*[t(5, 3, 4)] * 3, sequences=ends(0, 5), key_sequences=ends(0, 2, 5)),
+            ValueError,
+            "key_sequences must have as many ends as sequences; got 3 and 2",
+        ),
         (lambda: Z.rotary(t(5, 4), t(5, 2), t(5, 2)), ValueError, "rotary: x must be .*T, H, D"),
         (lambda: Z.rotary(t(5, 2, 4), t(4, 2), t(5, 2)), ValueError, "rotary: cos must be .* T=5 and R <= 4 like x"),
         (lambda: Z.rotary(t(5, 2, 4), t(5, 2), t(5, 3)), ValueError, r"rotary: sin must be .* got \[5, 3\]"),

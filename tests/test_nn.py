@@ -128,6 +128,20 @@ def test_attention_with_rotary_turns_queries_and_keys(size: int) -> None:
     testing.assert_close(packed, module(x, rotary=rotary).flatten(0, 1))
 
 
+def test_attention_with_sinks_a_cap_and_values_of_another_size() -> None:
+    module = zbkern.nn.Attention(8, 4, 2, causal=True, value_size=5, softcap=2.0, sinks=True, dtype=torch.float64)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    ends = torch.tensor([0, 2, 6])
+
+    def forward(m: nn.Module, x: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+        q, k, v = F.linear(x, m.qkv.weight).split([8, 4, 10], -1)
+        q, k, v = q.unflatten(-1, (4, 2)), k.unflatten(-1, (2, 2)), v.unflatten(-1, (2, 5))
+        y = zbkern.functional.attention(q, k, v, True, sequences=sequences, softcap=2.0, sinks=m.sinks)
+        return F.linear(y.flatten(-2), m.output.weight)
+
+    check(module, forward, x, ends)
+
+
 def test_attention_with_sequences_is_attention_of_each() -> None:
     module = zbkern.nn.Attention(8, 4, 2, causal=True, window=2, dtype=torch.float64)
     x = torch.randn(7, 8, dtype=torch.float64)

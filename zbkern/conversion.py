@@ -30,7 +30,13 @@ _TWINS: dict[type[Module], type[Module]] = {
 _SUBCLASSES: dict[tuple[type[Module], type[Module]], type[Module]] = {}  # twins of classes that others define
 
 
-def convert(model: Model, filter: Filter | None = None, impl: str | None = None, defer: Filter | None = None) -> Model:
+def convert(
+    model: Model,
+    filter: Filter | None = None,
+    impl: str | None = None,
+    defer: Filter | None = None,
+    recipe: str | None = None,
+) -> Model:
     """Gives every module that has a zbkern twin the twin's behaviour; returns `model`, changed in place.
 
     Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms that a
@@ -44,12 +50,15 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None,
     it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
     defer(name, module) says of every module of the model, converted or not, whether W of what it and its children
     compute may wait; where not, their forward is in `no_defer`. None leaves that as it is.
+    recipe: "fp8_blockwise" for every `nn.Linear` that filter takes, its own or converted here (functional.linear has
+    what that is); call convert again with another filter for other modules.
     `unconverted` tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for
-    an impl that does not exist.
+    an impl or a recipe that does not exist.
     """
     _check("convert", model, filter)
     if defer is not None and not callable(defer):
         raise TypeError(f"convert: defer must be callable as defer(name, module); got {type(defer).__name__}")
+    functional.check_recipe("convert", recipe)
     if impl is not None:
         functional.check_impl("convert", impl)
     for name, module in model.named_modules():
@@ -63,6 +72,8 @@ def convert(model: Model, filter: Filter | None = None, impl: str | None = None,
             continue
         if impl is not None:
             module.zbkern_impl = impl
+        if recipe is not None and isinstance(module, nn.Linear):
+            module.zbkern_recipe = recipe
     if defer is not None:
         for name, module in model.named_modules():
             _set_defer(module, defer(name, module))
@@ -76,7 +87,7 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
         original = _original(type(module))
         if original is not None and (filter is None or filter(name, module)):
             module.__class__ = original
-            for own in ("zbkern_name", "zbkern_impl"):
+            for own in ("zbkern_name", "zbkern_impl", "zbkern_recipe"):
                 module.__dict__.pop(own, None)
         if filter is None or filter(name, module):
             _set_defer(module, True)

@@ -34,18 +34,24 @@ def linear(
     impl: str = "auto",
     *,
     transposed: bool = False,
+    recipe: str | None = None,
     name: str = "",
 ) -> Tensor:
     """activation(x weight^T + bias) with separate B and W.
 
     x: [..., K]; weight: [N, K], or [K, N] when transposed; bias: [N] or None; returns [..., N], all of one dtype and
     device (under autocast, x and the result take autocast's dtype and the gradients stay the weight's). activation:
-    None, "gelu", "gelu_tanh", "relu" or "silu".
+    None, "gelu", "gelu_tanh", "relu" or "silu". recipe: "fp8_blockwise" multiplies 8-bit numbers in forward and B, with
+    a scale for each 1 x 128 of x and dy and 128 x 128 of the weight, and leaves W as it is (DeepSeek-V3, arXiv
+    2412.19437); without activation, and not inside torch.compile, function transforms or on DTensors. On GPUs of
+    compute capability 9.0 and later; "torch" computes the same values slowly, on any device.
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
     if activation is not None or not functional_checks.fits_linear(x, weight, bias, transposed):
         functional_checks.check_linear("linear", x, weight, bias, transposed)
         functional_checks.check_activation("linear", activation)
+    if recipe is not None:
+        return _linear_by_recipe(x, weight, bias, activation, impl, transposed, recipe, name)
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
         return compiled.linear(_autocast("linear", x, weight, bias), weight, bias, activation, transposed)
     if not _plain(x, weight):
@@ -59,6 +65,32 @@ def linear(
     x = _autocast("linear", x, weight, bias)
     call = autograd.OpCall((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
     return autograd.apply(linear_functions.Linear, call, x, activation, transposed)
+
+
+def _linear_by_recipe(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    impl: str,
+    transposed: bool,
+    recipe: str,
+    name: str,
+) -> Tensor:
+    check_recipe("linear", recipe)
+    if activation is not None or transposed:
+        raise ValueError(
+            f"linear: recipe={recipe!r} needs activation=None and transposed=False; "
+            f"got activation={activation!r}, transposed={transposed}"
+        )
+    if not _plain(x, weight):
+        raise ValueError(
+            f"linear: recipe={recipe!r} needs plain tensors outside of torch.compile and of function transforms; got "
+            f"{type(x).__name__} and {type(weight).__name__}; use torch.compiler.disable on the module, or recipe=None"
+        )
+    x = _autocast("linear", x, weight, bias)
+    call = autograd.OpCall((weight, bias), dispatch.resolve("fp8_linear", impl, x.device, x.dtype), name)
+    return autograd.apply(linear_functions.FP8Linear, call, x)
 
 
 def gated_mlp(
@@ -304,39 +336,51 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
-    sequences: Sequence[int] | None = None,
-    key_sequences: Sequence[int] | None = None,
+    sequences: Sequence[int] | Tensor | None = None,
+    key_sequences: Sequence[int] | Tensor | None = None,
     impl: str = "auto",
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    name: str = "",
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v. It has no weights: its whole backward is B.
+    """softmax(scale q k^T + mask) v. But for sinks it has no weights: its whole backward is B.
 
-    q: [batch, queries, heads, D]; k, v: [batch, keys, key_heads, D], where heads is a multiple of key_heads
-    (grouped-query attention); returns q's shape. With `sequences`, tokens of sequences of different lengths follow each
-    other without a batch dimension: q [T, heads, D], sequences [0, end of the first, ..., T] (key_sequences where the
-    keys' differ). causal: a query sees keys up to its own place, both ends lined up. window: with causal, how many keys
-    it sees, its own included. scale: 1/sqrt(D) when None. impl: on a GPU "auto" chooses among our core, torch's and an
-    installed FlashAttention; `zbkern info` says which.
+    q: [batch, queries, heads, D]; k: [batch, keys, key_heads, D]; v: [batch, keys, key_heads, Dv], where heads is a
+    multiple of key_heads (grouped-query attention); returns [batch, queries, heads, Dv]. With `sequences`, tokens of
+    sequences of different lengths follow each other without a batch dimension: q [T, heads, D], sequences [0, end of
+    the first, ..., T] (key_sequences where the keys' differ). As an int32 or int64 tensor on q's device they are read
+    there, without waiting for it (impl="torch" waits); then their values are not checked on a GPU, and where they end
+    before T the rest of the result is 0.
+    causal: a query sees keys up to its own place, both ends lined up. window: with causal, how many keys it sees, its
+    own included. scale: 1/sqrt(D) when None. softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
+    sinks: [heads], the score of one more key per head, which every query sees and whose value is 0, as in gpt-oss;
+    their gradient is W. impl: on a GPU "auto" chooses among our core, torch's and an installed FlashAttention;
+    `zbkern info` says which.
     """
-    functional_checks.check_attention(q, k, v, causal, window, sequences, key_sequences)
+    functional_checks.check_attention(q, k, v, causal, window, sequences, key_sequences, softcap, sinks)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
     functional_checks.check_number("attention", "scale", scale)
     q, k, v = (_autocast("attention", t, t) for t in (q, k, v))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    ends: tuple[int, ...] | Tensor
+    key_ends: tuple[int, ...] | Tensor
     if sequences is None:
         ends, key_ends = _even_ends(q.shape[0], q.shape[1]), _even_ends(k.shape[0], k.shape[1])
     else:
-        ends, key_ends = functional_checks.sequence_ends(q.shape[0], k.shape[0], sequences, key_sequences)
-    options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends)
-    if not _plain(q, k):
-        return attention_functions.attention_with_torch(q, k, v, options)
+        ends, key_ends = functional_checks.sequence_ends(q, k, sequences, key_sequences)
+    cap = None if softcap is None else float(softcap)
+    options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends, cap)
+    if not _plain(q, k if sinks is None else sinks):
+        return attention_functions.attention_with_torch(q, k, v, options, sinks)
     if impl == "auto" and q.is_cuda:
         reason = dispatch.why_not("attention", "triton", q.device, q.dtype)
         ours = None if reason else dispatch.resolve("attention", "triton", q.device, q.dtype)
-        return attention_backends.fastest(q, k, v, options, ours, reason)
+        return attention_backends.fastest(q, k, v, options, ours, reason, sinks, name)
     backend = dispatch.resolve("attention", impl, q.device, q.dtype)
-    return attention_functions.attention(backend, q, k, v, options)
+    return attention_functions.attention(backend, q, k, v, options, sinks, name)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl: str = "auto") -> Tensor:
@@ -401,6 +445,13 @@ def check_impl(caller: str, impl: str) -> str:
     if impl != "auto" and impl not in spec.IMPLEMENTATIONS:
         raise ValueError(f'{caller}: impl must be "auto" or one of {spec.IMPLEMENTATIONS}; got {impl!r}')
     return impl
+
+
+def check_recipe(caller: str, recipe: str | None) -> str | None:
+    """recipe. Raises ValueError where there is none of this name."""
+    if recipe is not None and recipe not in spec.RECIPES:
+        raise ValueError(f"{caller}: recipe must be None or one of {spec.RECIPES}; got {recipe!r}")
+    return recipe
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:

@@ -221,8 +221,10 @@ def check_attention(
     v: Tensor,
     causal: bool,
     window: int | None,
-    sequences: Sequence[int] | None,
-    key_sequences: Sequence[int] | None,
+    sequences: Sequence[int] | Tensor | None,
+    key_sequences: Sequence[int] | Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """All but the dtypes, which autocast may change, and where sequences end: see `sequence_ends`."""
     batched = sequences is None
@@ -233,9 +235,11 @@ def check_attention(
             raise ValueError(f"attention: {argument} must be {shape}; got {list(value.shape)}")
     heads, key_heads = q.shape[-2], k.shape[-2]
     divides = heads % key_heads == 0 if key_heads else heads == 0
-    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or not divides or (batched and q.shape[0] != k.shape[0]):
+    alike = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and (not batched or q.shape[0] == k.shape[0])
+    if not alike or not divides:
         raise ValueError(
-            "attention: k and v must have one shape, q's batch and D, and a number of heads that divides q's; "
+            "attention: k and v must have one shape (but for the last, the head size of v), q's batch and D, and a "
+            "number of heads that divides q's; "
             f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
     if window is not None:
@@ -244,12 +248,35 @@ def check_attention(
         raise ValueError(f"attention: window must be at least 1 and needs causal=True; got {window}, causal={causal}")
     if batched and key_sequences is not None:
         raise ValueError("attention: key_sequences needs sequences, the ends of the queries' sequences; got None")
+    if softcap is not None:
+        check_number("attention", "softcap", softcap)
+        if not 0 < float(softcap) < float("inf"):
+            raise ValueError(f"attention: softcap must be a number above 0, or None for no cap; got {softcap}")
+    if sinks is not None:
+        _check_tensors("attention", q=q, sinks=sinks)
+        if sinks.shape != (heads,) or not sinks.is_floating_point():
+            raise ValueError(
+                f"attention: sinks must be [heads] = [{heads}] of a floating dtype; "
+                f"got {sinks.dtype} {list(sinks.shape)}"
+            )
 
 
 def sequence_ends(
-    queries: int, keys: int, sequences: Sequence[int], key_sequences: Sequence[int] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the sequences of so many queries and of so many keys end, each list beginning with 0."""
+    q: Tensor, k: Tensor, sequences: Sequence[int] | Tensor, key_sequences: Sequence[int] | Tensor | None
+) -> tuple[tuple[int, ...] | Tensor, tuple[int, ...] | Tensor]:
+    """Where the sequences of q [T, ...] and k [T', ...] end, each beginning with 0: tensors where they are on q's
+    device, and what is on a GPU is not looked at."""
+    if isinstance(sequences, Tensor) and sequences.device == q.device:
+        ends_there = _check_tensor_of_ends("sequences", sequences, q)
+        name, given = ("sequences", sequences) if key_sequences is None else ("key_sequences", key_sequences)
+        keys_there = _check_tensor_of_ends(name, given, k)
+        if len(ends_there) != len(keys_there):
+            raise ValueError(
+                "attention: key_sequences must have as many ends as sequences; "
+                f"got {len(keys_there)} and {len(ends_there)}"
+            )
+        return ends_there, keys_there
+    queries, keys = q.shape[0], k.shape[0]
     ends = _check_ends("sequences", sequences, queries)
     key_ends = ends if key_sequences is None else _check_ends("key_sequences", key_sequences, keys)
     if len(ends) != len(key_ends) or key_ends[-1] != keys:
@@ -257,7 +284,21 @@ def sequence_ends(
     return ends, key_ends
 
 
-def _check_ends(argument: str, ends: Sequence[int], tokens: int) -> tuple[int, ...]:
+def _check_tensor_of_ends(argument: str, ends: Sequence[int] | Tensor | None, tokens: Tensor) -> Tensor:
+    if not isinstance(ends, Tensor) or ends.device != tokens.device:
+        raise TypeError(f"attention: {argument} must be a tensor on {tokens.device}, as sequences is; got {ends!r}")
+    if ends.dim() != 1 or not len(ends) or ends.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"attention: {argument} must be [sequences + 1] int32 or int64; got {ends.dtype} {list(ends.shape)}"
+        )
+    if ends.device.type == "cpu":
+        found = ends.tolist()
+        if found[0] != 0 or found != sorted(found) or found[-1] > tokens.shape[0]:
+            raise ValueError(f"attention: {argument} must rise from 0 to at most {tokens.shape[0]} tokens; got {found}")
+    return ends.contiguous()
+
+
+def _check_ends(argument: str, ends: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
     if isinstance(ends, str) or not hasattr(ends, "__len__"):
         raise TypeError(f"attention: {argument} must be a list of the ends of the sequences; got {ends!r}")
     for end in ends:

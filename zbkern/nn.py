@@ -22,14 +22,19 @@ class Layer(torch.nn.Module):
 
     zbkern_name = ""
     zbkern_impl = "auto"
+    zbkern_recipe: str | None = None
 
     def extra_repr(self) -> str:
         own = [] if self.zbkern_impl == "auto" else [f"impl={self.zbkern_impl!r}"]
+        own += [] if self.zbkern_recipe is None else [f"recipe={self.zbkern_recipe!r}"]
         return ", ".join([*filter(None, [super().extra_repr()]), *own])
 
 
 class Linear(Layer, torch.nn.Linear):
-    """torch.nn.Linear whose weight gradient can be deferred: input [..., in_features], output [..., out_features]."""
+    """torch.nn.Linear whose weight gradient can be deferred: input [..., in_features], output [..., out_features].
+
+    recipe: None, or "fp8_blockwise" as in functional.linear.
+    """
 
     def __init__(
         self,
@@ -40,12 +45,19 @@ class Linear(Layer, torch.nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         impl: str = "auto",
+        recipe: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.zbkern_impl = functional.check_impl("Linear", impl)
+        self.zbkern_recipe = functional.check_recipe("Linear", recipe)
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, self.weight, self.bias, impl=self.zbkern_impl, name=self.zbkern_name)
+        return functional.linear(
+            *(input, self.weight, self.bias),
+            impl=self.zbkern_impl,
+            recipe=self.zbkern_recipe,
+            name=self.zbkern_name,
+        )
 
 
 class Embedding(Layer, torch.nn.Embedding):
@@ -219,7 +231,8 @@ class Attention(Layer):
     """Self-attention with its projections: one product for q, k and v, the core, the output projection.
 
     features: of input and output [batch, tokens, features]; heads; key_heads: fewer for grouped-query attention, heads
-    when None; head_size: features / heads when None; causal, window: as in functional.attention. With
+    when None; head_size: features / heads when None; causal, window, softcap: as in functional.attention;
+    value_size: head size of the values where it is another; sinks: adds a parameter `sinks` [heads], 0 at first. With
     `sequences`, forward takes [tokens, features] of sequences one after the other. rotary: (cos, sin), each
     [tokens, up to head_size / 2], turns q and k as functional.rotary does.
     """
@@ -236,11 +249,15 @@ class Attention(Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        value_size: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
         impl: str = "auto",
     ) -> None:
         super().__init__()
         self.zbkern_impl = functional.check_impl("Attention", impl)
-        for argument, value in (("heads", heads), ("key_heads", key_heads), ("head_size", head_size)):
+        sizes = {"heads": heads, "key_heads": key_heads, "head_size": head_size, "value_size": value_size}
+        for argument, value in sizes.items():
             if value is not None and not isinstance(value, int):
                 raise TypeError(f"Attention: {argument} must be an int; got {value!r}")
         self.heads = heads
@@ -252,18 +269,33 @@ class Attention(Layer):
         self.head_size = features // heads if head_size is None else head_size
         self.causal = causal
         self.window = window
-        self.qkv = Linear(features, (heads + 2 * self.key_heads) * self.head_size, bias, device, dtype, impl=impl)
-        self.output = Linear(heads * self.head_size, features, bias, device, dtype, impl=impl)
+        self.value_size = self.head_size if value_size is None else value_size
+        self.softcap = softcap
+        turning, values = (heads + self.key_heads) * self.head_size, self.key_heads * self.value_size
+        self.qkv = Linear(features, turning + values, bias, device, dtype, impl=impl)
+        self.output = Linear(heads * self.value_size, features, bias, device, dtype, impl=impl)
+        self.sinks = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
 
     def forward(
-        self, x: Tensor, sequences: Sequence[int] | None = None, rotary: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        sequences: Sequence[int] | Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        together = self.qkv(x).unflatten(-1, (-1, self.head_size))
-        turning, v = together.split([self.heads + self.key_heads, self.key_heads], dim=-2)
+        sizes = [(self.heads + self.key_heads) * self.head_size, self.key_heads * self.value_size]
+        turning, values = self.qkv(x).split(sizes, dim=-1)
+        turning, v = turning.unflatten(-1, (-1, self.head_size)), values.unflatten(-1, (-1, self.value_size))
         if rotary is not None:
             turning = functional.rotary(turning, *rotary, impl=self.zbkern_impl)
         q, k = turning.split([self.heads, self.key_heads], dim=-2)
-        y = functional.attention(q, k, v, self.causal, self.window, sequences=sequences, impl=self.zbkern_impl)
+        y = functional.attention(
+            *(q, k, v, self.causal, self.window),
+            sequences=sequences,
+            impl=self.zbkern_impl,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            name=self.zbkern_name,
+        )
         return self.output(y.flatten(-2))
 
 

@@ -76,6 +76,26 @@ def test_a_fault_that_does_not_exist(capsys: pytest.CaptureFixture) -> None:
     assert "hang, wrong, kill" in capsys.readouterr().err
 
 
+def test_the_kernels_compiled_last_are_left_out(tmp_path: Path) -> None:
+    for age, name in enumerate(("first", "second", "third")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "kernel.cubin").write_bytes(bytes(1000))
+        os.utime(folder, (age, age))
+    wheel = tmp_path / "wheels" / "zbkern.whl"
+    wheel.parent.mkdir()
+    wheel.write_bytes(bytes(500))
+    assert gpu_session.drop_youngest(tmp_path, 3500) == 0
+    assert gpu_session.drop_youngest(tmp_path, 1500) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "wheels"]
+    assert gpu_session.drop_youngest(tmp_path, 100) == 1
+    assert wheel.exists()
+
+
+def test_an_interpreter_that_does_not_exist(tmp_path: Path) -> None:
+    assert not gpu_session.build_wheel(tmp_path, str(tmp_path / "python"))
+
+
 @pytest.mark.slow
 def test_what_a_gpu_elsewhere_needs_is_compiled(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")

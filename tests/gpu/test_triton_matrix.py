@@ -51,6 +51,8 @@ def test_linear(
     for accumulate in (False, True):
         checks.linear_dgrad(launches, random(), m, n, k, layouts, accumulate)
     checks.linear_dgrad_sum(launches, random(), m, [n, 8, n], k, layouts)
+    if torch.cuda.get_device_capability() >= (9, 0):
+        checks.fp8_linear(launches, random(), m, n, k, layouts)
     outs = [torch.float32] if dtype == torch.float32 else [torch.float32, dtype]
     for out, accumulate in itertools.product(outs, (False, True)):
         checks.linear_wgrad(launches, random(), [m], n, k, layouts, out, accumulate)

@@ -73,6 +73,7 @@ COPY, DOT = "%a = ttng.async_tma_copy_global_to_local", "%c = ttng.warp_group_do
         ([], [COPY, COPY, "ttng.wait_barrier", DOT], 0),  # each where it is waited for
         (["scf.for %i {", "  %s = arith.addi", "}", *[COPY] * 2, DOT], [COPY, "%d = ttng.tc_gen5_mma"], 2),
         ([COPY, DOT], ["%s = arith.addi"], None),
+        ([], [*[COPY] * 3, DOT, "scf.for %k {", "  " + DOT, "  " + COPY, "}"], 3),  # its first product is peeled off
     ],
 )
 def test_copies_ahead_are_counted(before: list[str], inside: list[str], expected: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from types import ModuleType
 
@@ -58,30 +59,46 @@ def attention(
     layouts: Sequence[str] = ("plain",) * 3,
     device: str = "cpu",
     seed: int = 0,
+    value_size: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    beyond: int | None = None,
 ) -> list[Tensor]:
-    """Forward and dgrad of sequences of those lengths; returns all outputs. layouts: of q, of k and v, of outputs."""
+    """Forward and dgrad of sequences of those lengths; returns all outputs. layouts: of q, of k and v, of outputs.
+
+    beyond: the lengths are on the device, and so many tokens follow the last sequence.
+    """
     keys = queries if keys is None else keys
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(tokens: int, count: int, layout: str) -> Tensor:
-        values = torch.randn(tokens, count, size, generator=generator, dtype=torch.float64).to(dtype)
+    def draw(tokens: int, count: int, layout: str, size: int = size) -> Tensor:
+        values = torch.randn(tokens + (beyond or 0), count, size, generator=generator, dtype=torch.float64).to(dtype)
         return place(values.to(device), layout)
+
+    def there(ends: Sequence[int]) -> Tensor:
+        return torch.tensor(ends, dtype=torch.int32, device=device)
 
     ends = tuple(tuple(accumulate(lengths, initial=0)) for lengths in (queries, keys))
     scale = 1 / math.sqrt(size) if scale is None else scale
-    options = AttentionOptions(scale, causal, window, *ends)
-    q, dy = draw(ends[0][-1], heads[0], layouts[0]), draw(ends[0][-1], heads[0], layouts[0])
-    k, v = draw(ends[1][-1], heads[1], layouts[1]), draw(ends[1][-1], heads[1], layouts[1])
-    lse = torch.full((heads[0], q.shape[0]), float("nan"), device=device)
-    y, dq, dk, dv = (place(torch.full_like(t, float("nan")), layouts[2]) for t in (q, q, k, v))
-    launches.attention_fwd(q, k, v, options, y, lse)
-    launches.attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)
+    options = AttentionOptions(scale, causal, window, *ends, softcap)
+    given = options if beyond is None else replace(options, queries=there(ends[0]), keys=there(ends[1]))
+    values = size if value_size is None else value_size
+    q, dy = draw(ends[0][-1], heads[0], layouts[0]), draw(ends[0][-1], heads[0], layouts[0], values)
+    k, v = draw(ends[1][-1], heads[1], layouts[1]), draw(ends[1][-1], heads[1], layouts[1], values)
+    level = torch.randn(heads[0], generator=generator).to(device) if sinks else None
+    lse, delta = (torch.full((heads[0], q.shape[0]), float("nan"), device=device) for _ in range(2))
+    y, dq, dk, dv = (place(torch.full_like(t, float("nan")), layouts[2]) for t in (dy, q, k, v))
+    launches.attention_fwd(q, k, v, given, y, lse, level)
+    launches.attention_dgrad(dy, q, k, v, y, lse, given, dq, dk, dv, delta if sinks else None)
 
     wide = [t.double().cpu() for t in (dy, q, k, v)]
     exact = [torch.empty(t.shape, dtype=torch.float64) for t in (y, dq, dk, dv)]
     exact_lse = torch.empty(lse.shape, dtype=torch.float64)
-    reference.attention_fwd(*wide[1:], options, exact[0], exact_lse)
-    reference.attention_dgrad(*wide, exact[0], exact_lse, options, *exact[1:])
+    exact_delta = torch.empty_like(exact_lse)
+    reference.attention_fwd(*wide[1:], options, exact[0], exact_lse, None if level is None else level.double().cpu())
+    reference.attention_dgrad(*wide, exact[0], exact_lse, options, *exact[1:], exact_delta)
+    if sinks:
+        check("delta", delta, exact_delta, testing.tolerance_of(dtype))  # of y, which is rounded
     unseen = exact_lse == -math.inf
     assert torch.equal(lse.cpu() == -math.inf, unseen), "lse is -inf exactly where a query sees no key"
     check("lse", lse.cpu().masked_fill(unseen, 0), exact_lse.masked_fill(unseen, 0))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zbkern import testing
 from zbkern.kernels import reference
+from zbkern.kernels.reference import fp8
 from zbkern.kernels.reference import grouped as reference_grouped
 from zbkern.kernels.spec import GateOptions
 
@@ -121,6 +122,27 @@ def linear_dgrad(
         product, wide = wide, torch.empty_like(wide)
         reference.activation_bwd(product, z.double(), activation, wide)
     check("dx", dx, wide + 1 if accumulate else wide)
+
+
+def dequantised(tensor: Tensor, rows: int) -> Tensor:
+    """What is left of it in FP8 with a scale for each rows x 128, in float64."""
+    values, scales = fp8.quantised(tensor, rows)
+    each = scales.double().repeat_interleave(rows, 0).repeat_interleave(fp8.BLOCK, 1)
+    return values.double() * each[: tensor.shape[0], : tensor.shape[1]]
+
+
+def fp8_linear(
+    launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = ("plain",) * 3
+) -> None:
+    """Both launches. Hopper's tensor cores sum 8-bit products with 14 bits: bfloat16's tolerance for any dtype."""
+    tolerance = testing.tolerance_of(torch.bfloat16)
+    x, dy, weight, bias = random(m, k, layout=layouts[0]), random(m, n), random(n, k, layout=layouts[1]), random(n)
+    y = output((m, n), random.dtype, random.device, layouts[2])
+    launches.fp8_linear_fwd(x, weight, bias, y)
+    check("y", y, dequantised(x, 1) @ dequantised(weight, 128).t() + bias.double(), tolerance)
+    dx = output((m, k), random.dtype, random.device, layouts[2])
+    launches.fp8_linear_dgrad(dy, weight, dx)
+    check("dx", dx, dequantised(dy, 1) @ dequantised(weight, 128), tolerance)
 
 
 def linear_wgrad(

@@ -1,4 +1,4 @@
-"""The attention core. It has no weights, so all of its backward is B."""
+"""The attention core: all of its backward is B but for sinks, whose gradient is a number per head that waits for W."""
 
 from __future__ import annotations
 
@@ -9,57 +9,87 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbkern import autograd
+from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import statistics_dtype
+from zbkern.functions.norm import norm_wgrad
 from zbkern.kernels import reference
-from zbkern.kernels.reference.attention import attention_mask
+from zbkern.kernels.reference.attention import attention_mask, ends_on_host, sink_gradient
 from zbkern.kernels.spec import AttentionOptions
 
 
 class Attention(torch.autograd.Function):
-    """Packed sequences: q [T, Hq, D], k and v [T', Hk, D]."""
+    """Packed sequences: q [T, Hq, D], k [T', Hk, D], v [T', Hk, Dv]. The call's parameter is sinks [Hq], or None."""
 
     @staticmethod
-    def forward(ctx: Any, backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        y = torch.empty_like(q, requires_grad=False)
+    def forward(
+        ctx: Any, call: OpCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *edges: Tensor | None
+    ) -> Tensor:
+        sinks = None if call.params[0] is None else call.params[0].detach().to(statistics_dtype(q.dtype))
+        y = q.new_empty(*q.shape[:2], v.shape[2])
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
-        backend.attention_fwd(q, k, v, options, y, lse)
-        ctx.save_for_backward(q, k, v, y, lse)
-        ctx.backend, ctx.options = backend, options
+        call.backend.attention_fwd(q, k, v, options, y, lse, sinks)
+        ctx.save_for_backward(q, k, v, y, lse, sinks)
+        ctx.call, ctx.options = call, options
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        q, k, v, y, lse = ctx.saved_tensors
+        call, options = ctx.call, ctx.options
+        q, k, v, y, lse, sinks = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_backward(call, _with_sinks_first, (q, k, v, options), dy)
         dq, dk, dv = (torch.empty_like(t, requires_grad=False) for t in (q, k, v))
-        ctx.backend.attention_dgrad(dy, q, k, v, y, lse, ctx.options, dq, dk, dv)
-        return None, dq, dk, dv, None
+        delta = None if sinks is None else torch.empty_like(lse)
+        call.backend.attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv, delta)
+        if delta is None:
+            return None, dq, dk, dv, None, None
+        partial = sink_gradient(sinks, lse, delta).view(1, 1, -1)
+        weights = weight_gradients(call, norm_wgrad(call.backend), (partial,), ctx.needs_input_grad, partial.numel())
+        return None, dq, dk, dv, None, *weights
 
 
-def attention(backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+def attention(
+    backend: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    sinks: Tensor | None = None,
+    name: str = "",
+) -> Tensor:
     """Batched q [batch, tokens, heads, D] or packed q [T, heads, D]; options describe the packed form of either."""
-    if backend is reference:  # torch's own attention does not hold all scores, and can be differentiated twice
+    if backend is reference and sinks is None:  # torch's own does not hold all scores
         return attention_with_torch(q, k, v, options)
+    call = OpCall((sinks,), backend, name)
     if q.dim() == 4:
-        packed = Attention.apply(backend, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
-        return packed.view(q.shape)
-    return Attention.apply(backend, q, k, v, options)
+        packed = autograd.apply(Attention, call, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
+        return packed.view(*q.shape[:3], v.shape[3])
+    return autograd.apply(Attention, call, q, k, v, options)
 
 
-def attention_with_torch(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """The core in torch's own operations."""
+def attention_with_torch(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None
+) -> Tensor:
+    """The core in torch's own operations, of batched or packed tensors."""
     if q.dim() == 4:
-        return _one_shape(q, k, v, options)
-    sequences = zip(
-        q.split(_lengths(options.queries)),
-        k.split(_lengths(options.keys)),
-        v.split(_lengths(options.keys)),
-        strict=True,
-    )
-    return torch.cat([_one_shape(a[None], b[None], c[None], options)[0] for a, b, c in sequences])
+        return _one_shape(sinks, q, k, v, options)
+    ends, key_ends = ends_on_host(options.queries), ends_on_host(options.keys)
+    found = [
+        _one_shape(sinks, q[None, a:b], k[None, c:d], v[None, c:d], options)[0]
+        for (a, b), (c, d) in zip(pairwise(ends), pairwise(key_ends), strict=True)
+    ]
+    beyond = q.new_zeros(q.shape[0] - ends[-1], q.shape[1], v.shape[2])
+    return torch.cat([*found, beyond]) if len(beyond) or not found else torch.cat(found)
 
 
-def _one_shape(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+def _with_sinks_first(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    return attention_with_torch(q, k, v, options, sinks)
+
+
+def _one_shape(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    if sinks is not None or options.softcap is not None:
+        return _written_out(sinks, q, k, v, options)
     same = options.causal and options.window is None and q.shape[1] == k.shape[1]
     mask = None if same else attention_mask(q.shape[1], k.shape[1], options, q.device)
     y = torch.nn.functional.scaled_dot_product_attention(
@@ -74,5 +104,21 @@ def _one_shape(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Te
     return y.transpose(1, 2)
 
 
-def _lengths(ends: tuple[int, ...]) -> list[int]:
-    return [end - start for start, end in pairwise(ends)]
+def _written_out(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    """With all scores in memory, for what torch's own attention does not know."""
+    wide = statistics_dtype(q.dtype)
+    by_group = q.transpose(1, 2).unflatten(1, (k.shape[2], -1)).to(wide)  # [batch, Hk, Hq / Hk, queries, D]
+    keys, values = (t.transpose(1, 2).unsqueeze(2).to(wide) for t in (k, v))
+    scores = by_group @ keys.mT * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    mask = attention_mask(q.shape[1], k.shape[1], options, q.device)
+    if mask is not None:  # not -inf: a query that sees no key would have gradients of nan
+        scores = scores.masked_fill(~mask, torch.finfo(wide).min)
+    if sinks is not None:
+        column = sinks.to(wide).view(*by_group.shape[1:3], 1, 1)
+        scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0)
+    return (weights @ values).flatten(1, 2).transpose(1, 2).to(q.dtype)

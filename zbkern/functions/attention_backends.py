@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zbkern.functions.attention import attention, attention_with_torch
+from zbkern.kernels import reference
+from zbkern.kernels.reference.attention import ends_on_host
 from zbkern.kernels.spec import AttentionOptions
 
 _log = logging.getLogger("zbkern")
@@ -39,7 +41,8 @@ ORDER: Mapping[int, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What decides which core can run. packed: sequences of different lengths. square: as many queries as keys."""
+    """What decides which core can run. packed: sequences of different lengths. square: as many queries as keys.
+    further: what only our core and the formula in torch's operations have."""
 
     capability: tuple[int, int]
     dtype: torch.dtype
@@ -50,19 +53,30 @@ class Case:
     square: bool
     deterministic: bool
     empty: bool = False
+    further: str | None = None
 
 
 def fastest(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, ours: ModuleType | None, why_not_ours: str | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    ours: ModuleType | None,
+    why_not_ours: str | None,
+    sinks: Tensor | None = None,
+    name_of_layer: str = "",
 ) -> Tensor:
     """attention(q, k, v) through the first core that can. ours: the Triton kernels, or None and why not."""
-    case = case_of(q, k, options)
+    case = case_of(q, k, v, options, sinks)
     for name in order(case):
         reason = why_not_ours if name == "triton" else None
         if reason is None and why_not(name, case) is None and accepts(name, q, k, v, options):
             _announce(case, name, why_not_ours)
+            if sinks is not None:
+                backend = ours if ours is not None and name == "triton" else reference
+                return attention(backend, q, k, v, options, sinks, name_of_layer)
             return through(name, q, k, v, options, ours)
-    return attention_with_torch(q, k, v, options)
+    raise AssertionError("torch's own operations take every case")
 
 
 def through(
@@ -72,25 +86,33 @@ def through(
     return _RUN[name](q, k, v, options) if ours is None or name != "triton" else attention(ours, q, k, v, options)
 
 
-def case_of(q: Tensor, k: Tensor, options: AttentionOptions) -> Case:
+def case_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None) -> Case:
     packed = q.dim() == 3
+    on_device = isinstance(options.queries, Tensor)
+    features = {
+        "sinks": sinks is not None,
+        "a soft cap": options.softcap is not None,
+        "lengths on the device": on_device,
+        "values of another size": v.shape[-1] != q.shape[-1],
+    }
     return Case(
         capability=torch.cuda.get_device_capability(q.device),
         dtype=q.dtype,
-        size=q.shape[-1],
+        size=max(q.shape[-1], v.shape[-1]),
         causal=options.causal,
         window=options.window is not None,
         packed=packed,
-        square=options.queries == options.keys,
+        square=not on_device and options.queries == options.keys,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        empty=q.numel() == 0 or k.numel() == 0,
+        empty=q.numel() == 0 or k.numel() == 0 or v.numel() == 0,
+        further=", ".join(feature for feature, has in features.items() if has) or None,
     )
 
 
 def order(case: Case) -> tuple[str, ...]:
     """The names of all cores, fastest first."""
     if case.dtype not in (torch.float16, torch.bfloat16):  # ours multiplies three times, in small tiles
-        plain = not (case.packed or case.window or (case.causal and not case.square))
+        plain = not (case.packed or case.window or case.further or (case.causal and not case.square))
         return ("torch", "triton") if plain else ("triton", "torch")
     return ORDER[min(max(case.capability[0], min(ORDER)), max(ORDER))]
 
@@ -121,6 +143,8 @@ def why_not(name: str, case: Case) -> str | None:
         return None
     if name == "triton":
         return "its kernels take heads of up to 256" if case.size > 256 else None
+    if case.further:
+        return f"we do not call it with {case.further}"
     if case.empty:
         return "there are no tokens"
     if not half:
@@ -173,8 +197,8 @@ def _with_package(module: str) -> Callable[[Tensor, Tensor, Tensor, AttentionOpt
         if q.dim() == 4:
             y = functions.flash_attn_func(q, k, v, **arguments)
         else:
-            ends = (_ends(e, q.device) for e in (options.queries, options.keys))
-            longest = (_longest(e) for e in (options.queries, options.keys))
+            both = ends_on_host(options.queries), ends_on_host(options.keys)
+            ends, longest = (_ends(e, q.device) for e in both), (_longest(e) for e in both)
             y = functions.flash_attn_varlen_func(q, k, v, *ends, *longest, **arguments)
         return y[0] if isinstance(y, tuple) else y
 

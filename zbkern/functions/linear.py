@@ -70,6 +70,38 @@ class Linear(torch.autograd.Function):
         return None, dx, None, None, *weights
 
 
+class FP8Linear(torch.autograd.Function):
+    """y = x weight^T + bias, x [..., K]: forward and B in blockwise-scaled FP8 (kernels/reference/fp8.py), W as Linear.
+
+    Each microbatch quantises the weight anew, in forward and in B: nothing is kept between that a change of it could
+    make wrong. What waits for W is x and dy as they came.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: OpCall, x: Tensor, *edges: Tensor | None) -> Tensor:
+        weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        call.backend.fp8_linear_fwd(as_rows(x), weight, bias, as_rows(y))
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call, needs = ctx.call, ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: a rounding has no derivative of use
+            dx, *_, dweight, dbias = differentiable_backward(call, linear_with_torch, (x, None), dy)[1:]
+            return None, dx, dweight, dbias
+        dx = None
+        if needs[1]:
+            dx = x.new_empty(x.shape)
+            call.backend.fp8_linear_dgrad(as_rows(dy), weight, as_rows(dx))
+        tensors = as_rows(x.detach()), as_rows(dy)
+        weights = weight_gradients(call, linear_wgrad(call.backend), tensors, needs, linear_flops)
+        return None, dx, *weights
+
+
 class GatedMLP(torch.autograd.Function):
     """y = h down^T, h = activation(x gate^T) * (x up^T), x [..., K]. B: dgate, dup, dx. W: three matmuls.
 

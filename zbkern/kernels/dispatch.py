@@ -29,6 +29,8 @@ _MODULES = {
 _FALLBACK_BACKEND = {"cuda": "triton"}  # has the kernels that the other one lacks
 _STANDALONE_OPS = {("adamw", "cuda"): "zbkern.kernels.cuda.adamw"}  # all kernels of the op, dtypes of their own
 
+_CAPABILITIES = {"fp8_linear": (9, 0)}  # what Triton's kernels of an op need, where that is more than 8.0
+
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -46,7 +48,7 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     if impl == "triton":
         if (op, "cuda") in _STANDALONE_OPS:
             return "it has no kernels for this"
-        reason = _why_not_triton(torch.device(device), dtype)
+        reason = _why_not_triton(torch.device(device), dtype, _CAPABILITIES.get(op, (8, 0)))
         if reason is not None:
             return reason
     if impl == "cuda":
@@ -140,7 +142,7 @@ def _why_not_cuda(op: str, device: torch.device, dtype: torch.dtype | None) -> s
     return module.why_not(device) or (None if standalone else why_not(op, _FALLBACK_BACKEND["cuda"], device, dtype))
 
 
-def _why_not_triton(device: torch.device, dtype: torch.dtype | None) -> str | None:
+def _why_not_triton(device: torch.device, dtype: torch.dtype | None, needed: tuple[int, int]) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; it comes with CUDA builds of torch on Linux"
     if dtype is not None and dtype not in _TRITON_DTYPES:
@@ -152,6 +154,7 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype | None) -> str | No
     if torch.version.hip is not None:
         return "its kernels are written for NVIDIA GPUs"
     capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"its kernels need compute capability 8.0 or later; this GPU has {capability[0]}.{capability[1]}"
+    if capability < needed:
+        versions = "{}.{} or later; this GPU has {}.{}".format(*needed, *capability)
+        return f"its kernels need compute capability {versions}"
     return None

@@ -7,7 +7,8 @@ Notation
     x [M, K]    weight [N, K]    bias [N]    y, dy [M, N]    dx [M, K]    dweight [N, K]    dbias [N]
     z [M, N]    the value before an activation, dz its gradient
     S   the statistics' dtype: float32, or float64 where x is float64
-    T   tokens of all sequences of a batch one after the other; B sequences; D head size; Hq query, Hk key/value heads
+    T   tokens of all sequences of a batch one after the other; B sequences; D head size of q and k, Dv of v;
+        Hq query, Hk key/value heads
 
 Rules
     - A kernel is named `{op}_{fwd,dgrad,bwd,wgrad}`, writes into the outputs it is given and returns None.
@@ -31,6 +32,12 @@ Kernels
     linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one kernel,
                                                                with max_tiles=0: a block ends after so many tiles, for
                                                                work on other streams; 0 for no bound
+
+    fp8_linear_fwd(x, weight [N, K], bias | None, y)           y = q(x) q(weight)^T + bias,
+    fp8_linear_dgrad(dy, weight, dx)                           dx = q(dy) q(weight): q rounds to float8_e4m3fn, with a
+                                                               scale for each 1 x 128 of x and dy, and 128 x 128 of the
+                                                               weight, that takes its largest value to 448. Sums are
+                                                               float32
 
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)
@@ -71,8 +78,12 @@ Kernels
     layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None, dsummed=None)
     norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
 
-    attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, D], options, y [T, Hq, D], lse [Hq, T] S)
-    attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv)  y = softmax(scale q k^T + mask) v per sequence and head
+    attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, Dv], options, y [T, Hq, Dv], lse [Hq, T] S, sinks=None)
+                                                               y = softmax(cap(scale q k^T) + mask) v per sequence and
+                                                               head, cap(s) = softcap tanh(s / softcap) where there is
+                                                               one. sinks [Hq] S: scores of a key without a value
+    attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv, delta=None)    delta [Hq, T] S, if given: sum(dy y), of
+                                                               which dsinks = -sum over T of exp(sinks - lse) delta
 
     rotary_fwd(x [B, T, H, D], cos [T, R/2], sin [T, R/2], interleaved, y [B, T, H, D])
                                                                (a, b) -> (a cos - b sin, b cos + a sin) on every pair of
@@ -108,6 +119,7 @@ if TYPE_CHECKING:
 
 OPS = {
     "linear": ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads", "activation_fwd", "activation_bwd"),
+    "fp8_linear": ("fp8_linear_fwd", "fp8_linear_dgrad", "linear_wgrad", "linear_wgrads"),
     "gated_mlp": (
         *("gated_linear_fwd", "linear_fwd", "gated_linear_dgrad", "linear_dgrad_sum", "linear_wgrad"),
         *("gated_fwd", "gated_bwd"),
@@ -120,7 +132,7 @@ OPS = {
     "embedding": ("embedding_fwd", "embedding_wgrad"),
     "rms_norm": ("norm_partials", "rms_norm_fwd", "rms_norm_dgrad", "norm_wgrad"),
     "layer_norm": ("norm_partials", "layer_norm_fwd", "layer_norm_dgrad", "norm_wgrad"),
-    "attention": ("attention_fwd", "attention_dgrad"),
+    "attention": ("attention_fwd", "attention_dgrad", "norm_wgrad"),
     "rotary": ("rotary_fwd", "rotary_dgrad"),
     "linear_cross_entropy": ("cross_entropy_fwd", "cross_entropy_wgrad"),
     "adamw": ("adamw", "squared_norm"),
@@ -130,6 +142,9 @@ OPS = {
 KERNELS = tuple(dict.fromkeys(kernel for kernels in OPS.values() for kernel in kernels))
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
+
+RECIPES = ("fp8_blockwise",)
+"""In which precision a linear multiplies, other than its tensors' own: op "fp8_linear"."""
 
 IMPLEMENTATIONS = ("cuda", "triton", "torch")
 """In the order in which impl="auto" prefers them."""
@@ -156,14 +171,17 @@ class AttentionOptions:
     """scale: of the scores. causal: query i sees keys up to i + (keys - queries), the ends of both lined up.
 
     window: with causal, how many keys a query sees, its own included; None for all. queries, keys: where each sequence
-    begins, and the end of the last: B + 1 numbers from 0 to T (T').
+    begins, and the end of the last: B + 1 numbers from 0 to T (T'). Both are tuples, or both int32 or int64 tensors on
+    the device, which kernels read there; these may end before T (T'), and tokens beyond are a sequence without keys
+    (queries). softcap: the largest score, reached smoothly; None for no bound.
     """
 
     scale: float
     causal: bool
     window: int | None
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
+    queries: tuple[int, ...] | Tensor
+    keys: tuple[int, ...] | Tensor
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)

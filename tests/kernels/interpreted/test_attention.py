@@ -65,6 +65,29 @@ def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
+        {"queries": [40, 3], "softcap": 0.5},
+        {"queries": [33], "softcap": 2.0, "scale": -0.7, "causal": False},
+        {"queries": [20], "softcap": 1.0, "scale": 0.0, "sinks": True},
+        {"queries": [33, 33], "keys": [16, 16], "sinks": True},
+        {"queries": [40, 3], "window": 5, "softcap": 3.0, "sinks": True, "value_size": 20},
+        {"queries": [35], "size": 24, "value_size": 16},
+        {"queries": [17, 17], "keys": [50, 50], "size": 16, "value_size": 40},
+        {"queries": [1, 0, 33, 16], "beyond": 0},
+        {"queries": [33, 33], "beyond": 20, "sinks": True},
+        {"queries": [1, 0, 33, 16, 0], "keys": [20, 3, 0, 18, 2], "causal": False, "beyond": 40},
+        {"queries": [0, 0], "beyond": 5, "sinks": True},
+        {"queries": [40, 3], "keys": [20, 17], "window": 7, "beyond": 1, "softcap": 1.5, "value_size": 8},
+    ],
+    ids=str,
+)
+def test_caps_sinks_values_of_another_size_and_lengths_on_the_device(arguments: dict, dtype: torch.dtype) -> None:
+    checks.attention(triton_kernels, dtype, **{"size": 16, "heads": (4, 2), **arguments})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "arguments",
+    [
         {"queries": [33], "size": 65},
         {"queries": [17, 40], "window": 20},
         pytest.param({"queries": [18], "size": 256}, marks=pytest.mark.slow),
@@ -77,6 +100,7 @@ def test_heads_in_pieces(arguments: dict, dtype: torch.dtype, monkeypatch: pytes
     monkeypatch.setattr(tiles, "attention", lambda *case: replace(choose(*case), piece=16))
     checks.attention(triton_kernels, dtype, **{"heads": (4, 2), "size": 24, **arguments})
     checks.attention(triton_kernels, dtype, [19], [31], size=40, causal=False, layouts=("odd", "step", "plain"))
+    checks.attention(triton_kernels, dtype, [19], [31], size=40, value_size=20, softcap=2.0)
 
 
 @pytest.mark.parametrize("layout", checks.LAYOUTS)

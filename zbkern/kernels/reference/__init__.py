@@ -13,6 +13,8 @@ from zbkern.kernels.reference.attention import attention_dgrad as attention_dgra
 from zbkern.kernels.reference.attention import attention_fwd as attention_fwd
 from zbkern.kernels.reference.embedding import embedding_fwd as embedding_fwd
 from zbkern.kernels.reference.embedding import embedding_wgrad as embedding_wgrad
+from zbkern.kernels.reference.fp8 import fp8_linear_dgrad as fp8_linear_dgrad
+from zbkern.kernels.reference.fp8 import fp8_linear_fwd as fp8_linear_fwd
 from zbkern.kernels.reference.grouped import grouped_gated_dgrad as grouped_gated_dgrad
 from zbkern.kernels.reference.grouped import grouped_gated_fwd as grouped_gated_fwd
 from zbkern.kernels.reference.grouped import grouped_linear_dgrad as grouped_linear_dgrad

@@ -11,11 +11,21 @@ from torch import Tensor
 from zbkern.kernels.spec import AttentionOptions
 
 
-def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
-    """y = softmax(scale q k^T + mask) v; lse = log of the softmax's denominator. A query that sees no key gives 0."""
-    for queries, keys in _sequences(options):
-        scores = _scores(q[queries], k[keys], options, lse.dtype)
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    y: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None = None,
+) -> None:
+    """y = softmax(scores) v; lse = log of the softmax's denominator. A query that sees no key gives 0."""
+    for queries, keys in _sequences(options, q.shape[0]):
+        scores, _ = _scores(q[queries], k[keys], options, lse.dtype)
         found = torch.logsumexp(scores, -1)
+        if sinks is not None:
+            found = torch.logaddexp(found, sinks.view(*scores.shape[:2], 1))
         lse[:, queries] = found.flatten(0, 1)
         weights = _weights(scores, found)
         out = weights @ _by_group(v[keys], 1).to(lse.dtype)
@@ -33,18 +43,21 @@ def attention_dgrad(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    delta: Tensor | None = None,
 ) -> None:
-    """dv = p^T dy; ds = p (dy v^T - sum(dy y)); dq = scale ds k; dk = scale ds^T q."""
+    """dv = p^T dy; ds = p (dy v^T - delta) cap'; dq = scale ds k; dk = scale ds^T q; delta = sum(dy y)."""
     groups = q.shape[1] // k.shape[1]
     for gradient in (dq, dk, dv):
         gradient.zero_()
-    for queries, keys in _sequences(options):
-        scores = _scores(q[queries], k[keys], options, lse.dtype)
+    for queries, keys in _sequences(options, q.shape[0]):
+        scores, slope = _scores(q[queries], k[keys], options, lse.dtype)
         p = _weights(scores, lse[:, queries].view(scores.shape[:-1]))
         above = _by_group(dy[queries], groups).to(lse.dtype)
         values, wide_keys = _by_group(v[keys], 1).to(lse.dtype), _by_group(k[keys], 1).to(lse.dtype)
-        delta = (above * _by_group(y[queries], groups).to(lse.dtype)).sum(-1, keepdim=True)
-        ds = p * (above @ values.mT - delta) * options.scale
+        sums = (above * _by_group(y[queries], groups).to(lse.dtype)).sum(-1, keepdim=True)
+        if delta is not None:
+            delta[:, queries] = sums.flatten(0, 1).squeeze(-1)
+        ds = p * (above @ values.mT - sums) * slope * options.scale
         dq[queries] = _as_tokens(ds @ wide_keys).to(dq.dtype)
         dk[keys] = (ds.mT @ _by_group(q[queries], groups).to(lse.dtype)).sum(1).transpose(0, 1).to(dk.dtype)
         dv[keys] = (p.mT @ above).sum(1).transpose(0, 1).to(dv.dtype)
@@ -60,8 +73,21 @@ def attention_mask(queries: int, keys: int, options: AttentionOptions, device: t
     return seen if options.window is None else seen & (key > last - options.window)
 
 
-def _sequences(options: AttentionOptions) -> Iterator[tuple[slice, slice]]:
-    for (q0, q1), (k0, k1) in zip(pairwise(options.queries), pairwise(options.keys), strict=True):
+def ends_on_host(ends: tuple[int, ...] | Tensor) -> tuple[int, ...]:
+    """Where sequences end. Waits for the device where a tensor there says so."""
+    return tuple(ends.tolist()) if isinstance(ends, Tensor) else ends
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """[Hq]: a sink only takes weight, exp(sink - lse), from keys."""
+    weights = _weights(sinks.view(-1, 1, 1).to(lse.dtype), lse).squeeze(-1)
+    return -(weights * delta).sum(-1)
+
+
+def _sequences(options: AttentionOptions, tokens: int) -> Iterator[tuple[slice, slice]]:
+    """The queries and keys of every sequence that has queries; queries beyond the last see no keys."""
+    queries, keys = ends_on_host(options.queries), ends_on_host(options.keys)
+    for (q0, q1), (k0, k1) in zip(pairwise((*queries, tokens)), pairwise((*keys, keys[-1])), strict=True):
         if q1 > q0:
             yield slice(q0, q1), slice(k0, k1)
 
@@ -76,11 +102,16 @@ def _as_tokens(heads: Tensor) -> Tensor:
     return heads.flatten(0, 1).transpose(0, 1)
 
 
-def _scores(q: Tensor, k: Tensor, options: AttentionOptions, dtype: torch.dtype) -> Tensor:
+def _scores(q: Tensor, k: Tensor, options: AttentionOptions, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """The scores [Hk, Hq / Hk, queries, keys], -inf where a key is not seen, and the derivative of their cap."""
     groups = q.shape[1] // k.shape[1]
     scores = (_by_group(q, groups).to(dtype) @ _by_group(k, 1).to(dtype).mT) * options.scale
+    slope: Tensor | float = 1.0
+    if options.softcap is not None:
+        bent = torch.tanh(scores / options.softcap)
+        scores, slope = options.softcap * bent, 1 - bent * bent
     mask = attention_mask(q.shape[0], k.shape[0], options, q.device)
-    return scores if mask is None else scores.masked_fill_(~mask, float("-inf"))
+    return (scores if mask is None else scores.masked_fill_(~mask, float("-inf"))), slope
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

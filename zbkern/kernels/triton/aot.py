@@ -219,19 +219,14 @@ def _ahead(code: str) -> int | None:
     A compiler that finds no way to run copies ahead issues each where it waits for it, and reports nothing.
     """
     lines = code.splitlines()
-    main = None
     for index, line in enumerate(lines):
         if "scf.for" not in line:
             continue
-        indent = len(line) - len(line.lstrip())
-        for inside in lines[index + 1 :]:
-            if len(inside) - len(inside.lstrip()) <= indent or "scf.for" in inside:
-                break
-            if re.search(r"tt\.dot|warp_group_dot %|tc_gen5_mma", inside):
-                main = index
-                break
-        if main is not None:
-            return len(re.findall(r"async_(?:tma_)?copy_global_to_local", "\n".join(lines[:main])))
+        closing, rest = line[: len(line) - len(line.lstrip())] + "}", lines[index + 1 :]
+        body = rest[: next((i for i, inside in enumerate(rest) if inside.startswith(closing)), None)]
+        innermost = not any("scf.for" in inside for inside in body)
+        if innermost and any(re.search(r"tt\.dot|warp_group_dot %|tc_gen5_mma", inside) for inside in body):
+            return len(re.findall(r"async_(?:tma_)?copy_global_to_local", "\n".join(lines[:index])))
     return None
 
 

@@ -14,8 +14,10 @@ from zbkern.kernels.triton.attention_forward import (
     LOG2_E,
     SHAPES,
     Shape,
-    check_head_size,
+    capped,
+    check_head_sizes,
     describe,
+    head_constants,
     key_ranges,
     load_rows,
     multiply_rows,
@@ -23,7 +25,6 @@ from zbkern.kernels.triton.attention_forward import (
     regular,
     rows_of,
     sees,
-    size_block,
     store_rows,
     tile_of,
 )
@@ -45,29 +46,33 @@ def attention_dgrad(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    delta: Tensor | None = None,
 ) -> None:
-    """dv = p^T dy; ds = p (dy v^T - sum(dy y)); dq = scale ds k; dk = scale ds^T q."""
+    """dv = p^T dy; ds = p (dy v^T - delta) cap'; dq = scale ds k; dk = scale ds^T q; delta = sum(dy y)."""
     tokens, heads, size = q.shape
     if q.numel() == 0 or k.numel() == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
+        if delta is not None:
+            delta.zero_()
         return
-    check_head_size(size)
+    check_head_sizes(q, v)
     dy, q, k, v, y = (regular(t) for t in (dy, q, k, v, y))
     outputs = [(given, regular(given, copy=False)) for given in (dq, dk, dv)]
     out_q, out_k, out_v = (out for _, out in outputs)
-    line = line_length(options.queries)
+    line = line_length(options.queries, tokens)
     lines = lse.new_empty(2, heads, line)
     group = heads // k.shape[1]
     strides = tuple(stride for t in (q, dy, k, v) for stride in t.stride()[:2])
-    constants = (options.causal, size, size_block(size))
-    tile, tile_after = tile_of("dq", q, options), tile_of("dkdv", q, options)
+    constants = (options.causal, *head_constants(size, v.shape[2]))
+    tile, tile_after = (tile_of(launch, q, v, options) for launch in ("dq", "dkdv"))
     assert tile.queries % tile_after.queries == 0, "dkdv would read statistics that dq has not written"
-    places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
-    factor, exponent = positive(q, options.scale)
+    places, grid, sequences = place_tiles(options, "queries", tile.queries, q, k)
+    factor, exponent, bend = positive(q, options)
     streamed = describe((k, v), sequences, tile.keys, tile.piece)
     described = streamed[0] is not k
-    arguments = (factor, dy, *streamed, y, out_q, lse, lines, *places, options.window, options.scale, exponent)
+    numbers = (options.window, options.scale, exponent, bend)
+    arguments = (factor, dy, *streamed, y, out_q, lse, lines, delta, *places, *numbers)
     _dq(
         (grid, heads),
         (*arguments, tokens, line, group, *factor.stride()[:2], *strides[2:], *y.stride()[:2], *out_q.stride()[:2]),
@@ -76,15 +81,15 @@ def attention_dgrad(
         stages=tile.stages,
     )
     tile = tile_after
-    places, grid, sequences = place_tiles(options, "keys", tile.keys, q.device)
-    factor, exponent = positive(k, options.scale)
+    places, grid, sequences = place_tiles(options, "keys", tile.keys, q, k)
+    factor, *_ = positive(k, options)
     streamed = describe((q, dy), sequences, tile.queries, tile.piece)
     described = streamed[0] is not q
     if described:
         lines = TensorDescriptor(lines, [2 * heads, line], [line, 1], [1, tile.queries])
     strides = (*strides[:4], *factor.stride()[:2], *strides[6:], *out_k.stride()[:2], *out_v.stride()[:2])
     for pair in ((out_k, None), (None, out_v)) if tile.split else ((out_k, out_v),):
-        arguments = (*streamed, factor, v, *pair, lines, *places, options.window, options.scale, exponent)
+        arguments = (*streamed, factor, v, *pair, lines, *places, *numbers)
         _dkdv(
             (grid, k.shape[1]),
             (*arguments, line, group, *strides),
@@ -100,9 +105,9 @@ def attention_dgrad(
 @triton.jit
 def _dq_range(
     total, q, dy, q_row, dy_row, q_rows, lse, delta, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial,
-    stop, query, queries, keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
-    KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
-    BRANCH: tl.constexpr,
+    stop, query, queries, keys, window, exponent, bend, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+    V_D: tl.constexpr, V_SIZE: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+    CLEAN: tl.constexpr, TMA: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """Adds ds k of the keys start..stop to a tile of dq. q, dy: the tile's, or with a PIECE where these begin.
 
@@ -116,12 +121,15 @@ def _dq_range(
             k_one, v_one = k + tl.cast(begin, tl.int64) * k_row, v + tl.cast(begin, tl.int64) * v_row
             left = keys - begin
             scores = multiply_rows(q, q_row, q_rows, k_one, k_row, left, QUERIES, KEYS, D, PIECE, PRECISION)
-            slopes = multiply_rows(dy, dy_row, q_rows, v_one, v_row, left, QUERIES, KEYS, D, PIECE, PRECISION)
+            slopes = multiply_rows(dy, dy_row, q_rows, v_one, v_row, left, QUERIES, KEYS, V_D, PIECE, PRECISION)
         else:
-            some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, D, SIZE, CLEAN, TMA)
+            some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA)
             scores = dot(q, tl.trans(some_k), zeros, PRECISION)
             slopes = dot(dy, tl.trans(some_v), zeros, PRECISION)
+        scores = capped(scores, bend)
         ds = tl.exp2(scores * exponent - lse[:, None]) * (slopes - delta[:, None])
+        if bend is not None:
+            ds = ds * (1.0 - scores * scores)
         if not BRANCH or (begin < whole) | (begin + KEYS > partial):
             key = begin + tl.arange(0, KEYS)
             ds = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), ds, 0.0)
@@ -132,12 +140,14 @@ def _dq_range(
 @Kernel
 @triton.jit
 def _dq(
-    q, dy, k, v, y, dq, lse, lines, table, queries, keys, blocks, window, scale, exponent, tokens, length, group,
+    q, dy, k, v, y, dq, lse, lines, delta, table, queries, keys, blocks, window, scale, exponent, bend,
+    tokens, length, group,
     q_row, q_head, dy_row, dy_head, k_row, k_head, v_row, v_head, y_row, y_head, dq_row, dq_head,
-    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, V_D: tl.constexpr, V_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale ds k; q, dy, y, dq [T, Hq, D], k, v [T', Hk, D], lse [Hq, T], lines [2, Hq, length].
+    """dq = scale ds k; q, dq [T, Hq, D], dy, y [T, Hq, V_D], k [T', Hk, D], v [T', Hk, V_D], lse [Hq, T],
+    lines [2, Hq, length], delta [Hq, T] or None.
 
     lines: for the next launch -lse in base 2 and sum(dy y), of queries that do not exist -inf and 0. One program:
     QUERIES rows of one head against all keys they see, in the order of the forward and for its reason.
@@ -151,13 +161,15 @@ def _dq(
     k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
     v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
     mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
-    above = load_rows(dy, sequence, q_first, head, first, queries, dy_row, QUERIES, D, SIZE, False, False)
-    out = load_rows(y, sequence, q_first, head, first, queries, y_row, QUERIES, D, SIZE, False, False)
+    above = load_rows(dy, sequence, q_first, head, first, queries, dy_row, QUERIES, V_D, V_SIZE, False, False)
+    out = load_rows(y, sequence, q_first, head, first, queries, y_row, QUERIES, V_D, V_SIZE, False, False)
     sums = tl.sum(above.to(tl.float32) * out.to(tl.float32), 1)
     if PIECE:
         mine, above = q + tl.cast(first, tl.int64) * q_row, dy + tl.cast(first, tl.int64) * dy_row
     query = first + tl.arange(0, QUERIES)
     places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
+    if delta is not None:
+        tl.store(delta + places, sums, query < queries)
     level = tl.load(lse + places, query < queries, other=float("-inf")) * _LOG2_E
     level = tl.where(level == float("-inf"), float("inf"), level)  # a query that sees nothing: all its weights are 0
     places = tl.cast(head, tl.int64) * length + line + query
@@ -166,18 +178,18 @@ def _dq(
     total = tl.zeros([QUERIES, SIZE], tl.float32)
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
-    BRANCH: tl.constexpr = SIZE <= 128 or table is not None
+    BRANCH: tl.constexpr = (SIZE <= 128 and V_SIZE <= 128) or table is not None
     until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
     total = _dq_range(
         total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
         head // group, start, whole, partial, until, query, queries, keys, window, exponent,
-        CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False, TMA, BRANCH,
+        bend, CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, False, TMA, BRANCH,
     )  # fmt: skip
     if APART:
         total = _dq_range(
             total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
             head // group, tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
-            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
+            bend, CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
         )  # fmt: skip
     store_rows(dq, first, queries, dq_row, total * scale, QUERIES, D, SIZE)
 
@@ -212,9 +224,10 @@ def _load_line(lines, line, place, length, ROWS: tl.constexpr, TMA: tl.constexpr
 @triton.jit
 def _dkdv_range(
     dk, dv, q, dy, lines, line, heads, length, k, v, k_row, v_row, k_rows, q_row, q_head, dy_row, dy_head, sequence,
-    q_first, head, group, start, whole, partial, stop, key, queries, keys, window, exponent, DK: tl.constexpr,
-    DV: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
-    PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    q_first, head, group, start, whole, partial, stop, key, queries, keys, window, exponent, bend, DK: tl.constexpr,
+    DV: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, V_D: tl.constexpr,
+    V_SIZE: tl.constexpr, QUERIES: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Adds what the queries start..stop of all heads of a group give to a tile of dk and dv. Scores: [keys, queries].
 
@@ -235,26 +248,29 @@ def _dkdv_range(
             some_q = load_rows(q_one, sequence, q_first, one, begin, queries, q_row, QUERIES, D, SIZE, CLEAN, TMA)
         if PIECE:
             q_part, dy_part = q_one + tl.cast(begin, tl.int64) * q_row, dy_one + tl.cast(begin, tl.int64) * dy_row
-            scores = multiply_rows(k, k_row, k_rows, q_part, q_row, left, KEYS, QUERIES, D, PIECE, PRECISION) * exponent
+            scores = multiply_rows(k, k_row, k_rows, q_part, q_row, left, KEYS, QUERIES, D, PIECE, PRECISION)
         else:
-            scores = dot(k, tl.trans(some_q), zeros, PRECISION) * exponent
-        weights = tl.exp2(scores + _load_line(lines, one, line + begin, length, QUERIES, TMA)[None, :])
+            scores = dot(k, tl.trans(some_q), zeros, PRECISION)
+        scores = capped(scores, bend)
+        weights = tl.exp2(scores * exponent + _load_line(lines, one, line + begin, length, QUERIES, TMA)[None, :])
         if CAUSAL:
             if TMA or (begin < whole) | (begin + QUERIES > partial):
                 query = begin + tl.arange(0, QUERIES)
                 seen = sees(query[None, :], key[:, None], queries, keys, window, CAUSAL)
                 weights = tl.where(seen, weights, 0.0)
         if not PIECE or DV:
-            above = load_rows(dy_one, sequence, q_first, one, begin, queries, dy_row, QUERIES, D, SIZE, CLEAN, TMA)
+            above = load_rows(dy_one, sequence, q_first, one, begin, queries, dy_row, QUERIES, V_D, V_SIZE, CLEAN, TMA)
         if DV:
             dv = dot(weights.to(above.dtype), above, dv, PRECISION)
         if DK:
             # The sums are subtracted: an addition would become the product's accumulator, and not be fetched ahead.
             if PIECE:
-                slopes = multiply_rows(v, v_row, k_rows, dy_part, dy_row, left, KEYS, QUERIES, D, PIECE, PRECISION)
+                slopes = multiply_rows(v, v_row, k_rows, dy_part, dy_row, left, KEYS, QUERIES, V_D, PIECE, PRECISION)
             else:
                 slopes = dot(v, tl.trans(above), zeros, PRECISION)
             ds = weights * (slopes - _load_line(lines, heads + one, line + begin, length, QUERIES, TMA)[None, :])
+            if bend is not None:
+                ds = ds * (1.0 - scores * scores)
             dk = dot(ds.to(some_q.dtype), some_q, dk, PRECISION)
     return dk, dv
 
@@ -262,12 +278,13 @@ def _dkdv_range(
 @Kernel
 @triton.jit
 def _dkdv(
-    q, dy, k, v, dk, dv, lines, table, queries, keys, blocks, window, scale, exponent, length, group,
+    q, dy, k, v, dk, dv, lines, table, queries, keys, blocks, window, scale, exponent, bend, length, group,
     q_row, q_head, dy_row, dy_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,
-    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, V_D: tl.constexpr, V_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dv = p^T dy and dk = scale ds^T q, summed over the query heads of a group; q, dy [T, Hq, D], others [T', Hk, D].
+    """dv = p^T dy and dk = scale ds^T q, summed over the query heads of a group; q [T, Hq, D], dy [T, Hq, V_D],
+    k, dk [T', Hk, D], v, dv [T', Hk, V_D].
 
     dk or dv may be None. One program: KEYS rows of one key head against all queries of its group that see them, head
     after head. The first tile of a causal sequence is seen by most queries and starts first.
@@ -280,10 +297,10 @@ def _dkdv(
         mine, values = k + tl.cast(first, tl.int64) * k_row, v + tl.cast(first, tl.int64) * v_row
     else:
         mine = load_rows(k, sequence, k_first, head, first, keys, k_row, KEYS, D, SIZE, False, False)
-        values = load_rows(v, sequence, k_first, head, first, keys, v_row, KEYS, D, SIZE, False, False)
+        values = load_rows(v, sequence, k_first, head, first, keys, v_row, KEYS, V_D, V_SIZE, False, False)
     key = first + tl.arange(0, KEYS)
     dk_sum = tl.zeros([KEYS, SIZE], tl.float32)
-    dv_sum = tl.zeros([KEYS, SIZE], tl.float32)
+    dv_sum = tl.zeros([KEYS, V_SIZE], tl.float32)
     start, whole, partial, stop = _query_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
     until = tl.minimum(stop, queries // QUERIES * QUERIES) if APART else stop
@@ -291,31 +308,37 @@ def _dkdv(
     dk_sum, dv_sum = _dkdv_range(
         dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, k_row, v_row, keys - first, q_row, q_head,
         dy_row, dy_head, sequence, q_first, head, group, start, whole, partial, until, key, queries, keys, window,
-        exponent, dk is not None, dv is not None, CAUSAL, D, SIZE, QUERIES, PIECE, PRECISION, False, TMA,
+        exponent, bend, dk is not None, dv is not None, CAUSAL, D, SIZE, V_D, V_SIZE, QUERIES, PIECE, PRECISION,
+        False, TMA,
     )  # fmt: skip
     if APART:
         dk_sum, dv_sum = _dkdv_range(
             dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, k_row, v_row, keys - first, q_row, q_head,
             dy_row, dy_head, sequence, q_first, head, group, tl.maximum(start, until), whole, partial, stop, key,
-            queries, keys, window, exponent, dk is not None, dv is not None,
-            CAUSAL, D, SIZE, QUERIES, PIECE, PRECISION, True, TMA,
+            queries, keys, window, exponent, bend, dk is not None, dv is not None,
+            CAUSAL, D, SIZE, V_D, V_SIZE, QUERIES, PIECE, PRECISION, True, TMA,
         )  # fmt: skip
     if dk is not None:
         out = rows_of(dk, sequence, k_first, keys, head, dk_row, dk_head, False)
         store_rows(out, first, keys, dk_row, dk_sum * scale, KEYS, D, SIZE)
     if dv is not None:
         out = rows_of(dv, sequence, k_first, keys, head, dv_row, dv_head, False)
-        store_rows(out, first, keys, dv_row, dv_sum, KEYS, D, SIZE)
+        store_rows(out, first, keys, dv_row, dv_sum, KEYS, V_D, V_SIZE)
 
 
 def variants(capability: int) -> list[Variant]:
     """As those of the forward."""
     found = []
     for shape in (Shape(capability, *row) for row in SHAPES):
-        tensor, places, rest = shape.tensor, (*shape.places, "fp32", "fp32"), ("i32:16", "i32", *("i32:16",) * 12)
+        tensor, places, rest = (
+            shape.tensor,
+            (*shape.places, "fp32", "fp32", shape.bend),
+            ("i32:16", "i32", *("i32:16",) * 12),
+        )
         tile = shape.tile("dq")
+        delta = "*fp32" if shape.sinks else None
         inputs = (tensor, tensor, *shape.streamed(tile, tile.keys), tensor, tensor)
-        found.append(shape.variant("dq", _dq, (*inputs, "*fp32", "*fp32", *places, "i32", *rest), tile))
+        found.append(shape.variant("dq", _dq, (*inputs, "*fp32", "*fp32", delta, *places, "i32", *rest), tile))
         tile = shape.tile("dkdv")
         lines = f"tensordesc<fp32[1, {tile.queries}]>" if shape.tma and not tile.piece else "*fp32"
         parts = {"dk": (tensor, None), "dv": (None, tensor)} if tile.split else {"dkdv": (tensor, tensor)}

@@ -24,51 +24,71 @@ from zbkern.kernels.triton.matmul_tile import precision
 LOG2_E = math.log2(math.e)
 
 _LN_2 = tl.constexpr(math.log(2))
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
-def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
-    """y = softmax(scale q k^T + mask) v; lse = log of the softmax's denominator. A query that sees no key gives 0."""
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    y: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None = None,
+) -> None:
+    """y = softmax(cap(scale q k^T) + mask) v; lse = log of the softmax's denominator. Who sees no key gives 0."""
     tokens, heads, size = q.shape
     if y.numel() == 0 or k.numel() == 0:
         y.zero_()
-        lse.fill_(-math.inf)
+        lse.copy_(sinks.unsqueeze(1).expand_as(lse)) if sinks is not None else lse.fill_(-math.inf)
         return
-    check_head_size(size)
+    check_head_sizes(q, v)
     q, k, v, out = regular(q), regular(k), regular(v), regular(y, copy=False)
-    q, exponent = positive(q, options.scale)
-    tile = tile_of("fwd", q, options)
-    places, grid, sequences = place_tiles(options, "queries", tile.queries, q.device)
+    q, exponent, bend = positive(q, options)
+    tile = tile_of("fwd", q, v, options)
+    places, grid, sequences = place_tiles(options, "queries", tile.queries, q, k)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
     streamed = describe((k, v), sequences, tile.keys, tile.piece)
-    arguments = (q, *streamed, out, lse, *places, options.window, exponent, tokens, heads // k.shape[1], *strides)
-    sizes = (options.causal, size, size_block(size), tile.queries, tile.keys, tile.piece)
+    numbers = (options.window, exponent, bend, tokens, heads // k.shape[1])
+    arguments = (q, *streamed, out, lse, sinks, *places, *numbers, *strides)
+    sizes = (options.causal, *head_constants(size, v.shape[2]), tile.queries, tile.keys, tile.piece)
     constants = (*sizes, precision(q.dtype), streamed[0] is not k)
     _forward((grid, heads), arguments, constants, warps=tile.warps, stages=tile.stages)
     if out is not y:
         y.copy_(out)
 
 
-def positive(factor: Tensor, scale: float) -> tuple[Tensor, float]:
-    """(one factor of the scores, log2(e) times their scale), so that the scale is positive and the scores the same.
+def positive(factor: Tensor, options: AttentionOptions) -> tuple[Tensor, float, float | None]:
+    """(a factor of the scores, log2(e) times their scale, bend), so that the scale is positive and the scores the same.
 
-    A negative one would turn the largest score into the smallest, and zero would turn -inf into nan.
+    A negative one would turn the largest score into the smallest, and zero would turn -inf into nan. bend: with a soft
+    cap, what is multiplied by that scale is tanh(bend q k^T).
     """
+    scale = options.scale
+    if options.softcap is not None:
+        return factor, options.softcap * LOG2_E, scale / options.softcap
     if scale > 0:
-        return factor, scale * LOG2_E
-    return factor * (-1 if scale else 0), (-scale or 1.0) * LOG2_E
+        return factor, scale * LOG2_E, None
+    return factor * (-1 if scale else 0), (-scale or 1.0) * LOG2_E, None
 
 
-def tile_of(launch: str, q: Tensor, options: AttentionOptions) -> tiles.AttentionTile:
+def tile_of(launch: str, q: Tensor, v: Tensor, options: AttentionOptions) -> tiles.AttentionTile:
     """The tile of "fwd", "dq" or "dkdv"."""
-    packed = one_length(options.queries, options.keys) is None
+    packed = one_length(options) is None
     dtype = str(q.dtype).removeprefix("torch.")
-    return tiles.attention(launch, q.shape[2], dtype, capability_of(q.device), packed)
+    return tiles.attention(launch, max(q.shape[2], v.shape[2]), dtype, capability_of(q.device), packed)
 
 
-def check_head_size(size: int) -> None:
+def check_head_sizes(q: Tensor, v: Tensor) -> None:
     """Larger heads do not fit the registers of one program."""
+    size = max(q.shape[2], v.shape[2])
     if size > 256:
         raise ValueError(f"attention: the Triton kernels take heads of up to 256; got {size}; use impl='torch'")
+
+
+def head_constants(size: int, value_size: int) -> tuple[int, int, int, int]:
+    """D and SIZE of queries and keys, and of values."""
+    return size, size_block(size), value_size, size_block(value_size)
 
 
 def size_block(size: int) -> int:
@@ -201,11 +221,20 @@ def sees(query, key, queries, keys, window, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def capped(scores, bend):
+    """tanh(bend scores), or without a bend the scores."""
+    if bend is None:
+        return scores
+    else:
+        return 2.0 * tl.sigmoid(scores * (2.0 * bend)) - 1.0
+
+
+@triton.jit
 def _attend(
     total, sums, largest, q, q_row, q_rows, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop,
-    query, queries, keys, window, exponent, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
-    KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
-    BRANCH: tl.constexpr,
+    query, queries, keys, window, exponent, bend, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+    V_D: tl.constexpr, V_SIZE: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+    CLEAN: tl.constexpr, TMA: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far.
 
@@ -222,6 +251,7 @@ def _attend(
         else:
             some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, False, TMA)
             scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
+        scores = capped(scores, bend)
         if not BRANCH or (begin < whole) | (begin + KEYS > partial):
             key = begin + tl.arange(0, KEYS)
             scores = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), scores, float("-inf"))
@@ -231,7 +261,7 @@ def _attend(
         weights = tl.exp2(scores * exponent - level[:, None])
         shrink = tl.exp2(largest * exponent - level)
         sums = sums * shrink + tl.sum(weights, 1)
-        some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, D, SIZE, CLEAN, TMA)
+        some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA)
         total = dot(weights.to(some_v.dtype), some_v, total * shrink[:, None], PRECISION)
         largest = found
     return total, sums, largest
@@ -240,12 +270,13 @@ def _attend(
 @Kernel
 @triton.jit
 def _forward(
-    q, k, v, y, lse, table, queries, keys, blocks, window, exponent, tokens, group,
+    q, k, v, y, lse, sinks, table, queries, keys, blocks, window, exponent, bend, tokens, group,
     q_row, q_head, k_row, k_head, v_row, v_head, y_row, y_head,
-    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, V_D: tl.constexpr, V_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """y = softmax(scale q k^T + mask) v and lse; q, y [T, Hq, D], k, v [T', Hk, D], lse [Hq, T].
+    """y = softmax(cap(scale q k^T) + mask) v and lse; q [T, Hq, D], k [T', Hk, D], v [T', Hk, V_D], y [T, Hq, V_D],
+    lse [Hq, T]; sinks [Hq] or None: one more score, of a value that is 0.
 
     One program: QUERIES rows of one head against all keys they see. Programs of one head follow each other, so that
     its keys and values stay in the L2 cache.
@@ -261,34 +292,41 @@ def _forward(
     else:
         mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
     query = first + tl.arange(0, QUERIES)
-    total = tl.zeros([QUERIES, SIZE], tl.float32)
+    total = tl.zeros([QUERIES, V_SIZE], tl.float32)
     sums = tl.zeros([QUERIES], tl.float32)
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     start, whole, partial, stop = key_ranges(first, queries, keys, window, CAUSAL, QUERIES, KEYS)
     APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
-    BRANCH: tl.constexpr = SIZE <= 128 or table is not None
+    BRANCH: tl.constexpr = (SIZE <= 128 and V_SIZE <= 128) or table is not None
     until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
     total, sums, largest = _attend(
         total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group, start,
-        whole, partial, until, query, queries, keys, window, exponent, CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, False,
-        TMA, BRANCH,
+        whole, partial, until, query, queries, keys, window, exponent, bend,
+        CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, False, TMA, BRANCH,
     )  # fmt: skip
     if APART:
         total, sums, largest = _attend(
             total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group,
-            tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
-            CAUSAL, D, SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
+            tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent, bend,
+            CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
         )  # fmt: skip
+    level = largest * exponent
+    if sinks is not None:
+        sink = tl.load(sinks + head) * _LOG2_E
+        highest = tl.maximum(level, sink)
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+        shrink = tl.exp2(level - highest)
+        total, sums, level = total * shrink[:, None], sums * shrink + tl.exp2(sink - highest), highest
     some = sums != 0
     total = total / tl.where(some, sums, 1.0)[:, None]
-    store_rows(y, first, queries, y_row, total, QUERIES, D, SIZE)
-    found = tl.where(some, (largest * exponent + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
+    store_rows(y, first, queries, y_row, total, QUERIES, V_D, V_SIZE)
+    found = tl.where(some, (level + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
     places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
     tl.store(lse + places, found, query < queries)
 
 
 SHAPES = (
-    # dtype, head size, causal, window, sequences of different lengths
+    # dtype, head size, causal, window, sequences of different lengths[, head size of values, soft cap, sinks]
     ("bf16", 40, True, True, True),
     ("bf16", 64, True, False, False),
     ("bf16", 64, False, False, True),
@@ -300,6 +338,11 @@ SHAPES = (
     ("bf16", 256, False, False, False),
     ("bf16", 256, True, False, False),
     ("bf16", 256, True, True, True),
+    ("bf16", 64, True, True, True, 64, False, True),
+    ("bf16", 128, True, False, True, 128, True, True),
+    ("bf16", 256, True, True, False, 256, True, False),
+    ("bf16", 192, True, False, False, 128, False, False),
+    ("bf16", 192, True, False, True, 128, False, False),
     ("fp32", 64, False, False, True),
     ("fp32", 128, True, False, False),
     ("fp32", 128, True, True, True),
@@ -312,24 +355,41 @@ the fewest registers left."""
 class Shape:
     """One of SHAPES on a GPU, and what the variants of all launches have in common."""
 
-    def __init__(self, capability: int, dtype: str, size: int, causal: bool, window: bool, packed: bool) -> None:
+    def __init__(
+        self,
+        capability: int,
+        dtype: str,
+        size: int,
+        causal: bool,
+        window: bool,
+        packed: bool,
+        value_size: int | None = None,
+        capped: bool = False,
+        sinks: bool = False,
+    ) -> None:
         self.tma, self.tensor, self.dtype = capability >= 90, f"*{dtype}", dtype
         self.places = ("*i32" if packed else None, "i32", "i32", "i32", "i32:16" if window else None)
-        self.name = f"{dtype} {size}" + " causal" * causal + " window" * window + " packed" * packed
-        self._causal, self._size = causal, size
-        self._choice = size, {"bf16": "bfloat16", "fp32": "float32"}[dtype], capability, packed
+        self.bend, self.sinks = "fp32" if capped else None, sinks
+        self._sizes = size, size if value_size is None else value_size
+        sizes = "/".join(map(str, dict.fromkeys(self._sizes)))
+        flags = " causal" * causal + " window" * window + " packed" * packed + " softcap" * capped + " sinks" * sinks
+        self.name = f"{dtype} {sizes}{flags}"
+        self._causal = causal
+        self._choice = max(self._sizes), {"bf16": "bfloat16", "fp32": "float32"}[dtype], capability, packed
 
     def tile(self, launch: str) -> tiles.AttentionTile:
         return tiles.attention(launch, *self._choice)
 
     def streamed(self, tile: tiles.AttentionTile, rows: int) -> tuple[str, str]:
-        """The types of two tensors of which blocks of so many rows are read."""
-        described = f"tensordesc<{self.dtype}[1, {rows}, 1, {size_block(self._size)}]>"
-        return (described if self.tma and not tile.piece else self.tensor,) * 2
+        """The types of k and v, or of q and dy, of which blocks of so many rows are read."""
+        if not self.tma or tile.piece:
+            return self.tensor, self.tensor
+        one, two = (f"tensordesc<{self.dtype}[1, {rows}, 1, {size_block(size)}]>" for size in self._sizes)
+        return one, two
 
     def variant(self, part: str, kernel: Kernel, types: Sequence, tile: tiles.AttentionTile) -> Variant:
         half, tma = self.dtype == "bf16", self.tma and not tile.piece
-        sizes = (self._causal, self._size, size_block(self._size), tile.queries, tile.keys, tile.piece)
+        sizes = (self._causal, *head_constants(*self._sizes), tile.queries, tile.keys, tile.piece)
         constants = (*sizes, "ieee" if half else "tf32x3", tma)
         name = f"attention {part} {self.name}"
         return Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=half, bulk=tma)
@@ -340,6 +400,7 @@ def variants(capability: int) -> list[Variant]:
     found = []
     for shape in (Shape(capability, *row) for row in SHAPES):
         tile = shape.tile("fwd")
-        types = (shape.tensor, *shape.streamed(tile, tile.keys), shape.tensor, "*fp32", *shape.places)
-        found.append(shape.variant("fwd", _forward, (*types, "fp32", "i32", "i32", *("i32:16",) * 8), tile))
+        outputs = (shape.tensor, "*fp32", "*fp32" if shape.sinks else None)
+        types = (shape.tensor, *shape.streamed(tile, tile.keys), *outputs, *shape.places, "fp32", shape.bend)
+        found.append(shape.variant("fwd", _forward, (*types, "i32", "i32", *("i32:16",) * 8), tile))
     return found

@@ -10,6 +10,8 @@ from zbkern.kernels.triton.attention_backward import attention_dgrad as attentio
 from zbkern.kernels.triton.attention_forward import attention_fwd as attention_fwd
 from zbkern.kernels.triton.embedding import embedding_fwd as embedding_fwd
 from zbkern.kernels.triton.embedding import embedding_wgrad as embedding_wgrad
+from zbkern.kernels.triton.fp8 import fp8_linear_dgrad as fp8_linear_dgrad
+from zbkern.kernels.triton.fp8 import fp8_linear_fwd as fp8_linear_fwd
 from zbkern.kernels.triton.gated import gated_linear_dgrad as gated_linear_dgrad
 from zbkern.kernels.triton.gated import gated_linear_fwd as gated_linear_fwd
 from zbkern.kernels.triton.grouped import grouped_linear_dgrad as grouped_linear_dgrad

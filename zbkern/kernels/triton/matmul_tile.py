@@ -188,6 +188,11 @@ def capability_of(device: torch.device) -> int:
     return _machine(device)[0]
 
 
+def processors(device: torch.device) -> int:
+    """How many SMs the GPU has."""
+    return _machine(device)[1]
+
+
 @functools.cache
 def _machine(device: torch.device) -> tuple[int, int]:
     """(compute capability: 90 for 9.0, SMs). The interpreter plays an H100 that has 4 of them."""

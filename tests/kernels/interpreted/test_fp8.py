@@ -1,0 +1,55 @@
+"""Blockwise-scaled FP8 in the interpreter: quantised bit for bit as the reference does, and multiplied."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import torch
+
+from tests.support import launch_checks
+from zbkern.kernels.reference import fp8 as reference_fp8
+from zbkern.kernels.triton import fp8 as triton_fp8
+from zbkern.kernels.triton import kernels as triton_kernels
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def hostile(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sizes from 2^-20 to 2^10 by column, with a row of zeros."""
+    generator = torch.Generator().manual_seed(rows)
+    sizes = torch.exp2(torch.randint(-20, 10, (columns,), generator=generator).float())
+    values = torch.randn(rows, columns, generator=generator) * sizes
+    values[rows // 2] = 0
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (33, 128), (40, 300)])
+def test_rows_are_quantised_as_in_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for tensor in (hostile(*shape, dtype), hostile(*shape[::-1], dtype).t()):
+        values, scales = triton_fp8._quantise_rows(tensor)
+        expected, expected_scales = reference_fp8.quantised(tensor, 1)
+        assert torch.equal(values.float(), expected.float())
+        assert torch.equal(scales, expected_scales.t())
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (128, 256), (140, 300)])
+def test_weights_are_quantised_as_in_the_reference(shape: tuple[int, int], transpose: bool) -> None:
+    weight = hostile(*shape, torch.bfloat16)
+    values, scales = triton_fp8._quantise_weight(weight, transpose)
+    expected, expected_scales = reference_fp8.quantised(weight, 128)
+    assert torch.equal(values.float(), (expected.t() if transpose else expected).float())
+    assert torch.equal(scales, expected_scales if transpose else expected_scales.t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 3), (130, 128, 128), (140, 272, 150), (0, 4, 4), (4, 4, 0)])
+def test_products(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    random = launch_checks.Random(dtype, "cpu")
+    for layouts in (("plain", "plain", "plain"), ("odd", "transposed", "odd")):
+        launch_checks.fp8_linear(triton_kernels, random, m, n, k, layouts)

@@ -1,0 +1,85 @@
+"""Linear layers in blockwise-scaled FP8: what forward and B round, that W does not, and how modules are given it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.launch_checks import dequantised
+from zbkern import functional as Z
+from zbkern import testing
+from zbkern.kernels.reference import fp8
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
+def test_a_value_is_rounded_by_a_sixteenth_of_itself_at_most(rows: int, size: float) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(200, 300) * size
+    tensor[:rows, :128] = 0
+    values, scales = fp8.quantised(tensor, rows)
+    assert values.dtype == torch.float8_e4m3fn
+    assert values.shape == tensor.shape
+    assert scales.shape == (200 if rows == 1 else 2, 3)
+    assert float(values.float().abs().amax()) == 448
+    difference = (dequantised(tensor, rows) - tensor).abs()
+    each = scales.double().repeat_interleave(rows, 0).repeat_interleave(128, 1)[:200, :300]
+    assert bool((difference <= tensor.abs().double() / 16 + each * 2**-10).all())  # below 2^-6 steps are equal
+
+
+def test_forward_and_b_multiply_rounded_numbers_and_w_the_numbers_themselves() -> None:
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 5, 130, requires_grad=True), torch.randn(2, 5, 140)
+    layer = zbkern.nn.Linear(130, 140, recipe="fp8_blockwise")
+    y = layer(x)
+    rows, weight = x.detach().flatten(0, 1), layer.weight.detach()
+    testing.assert_close(y.flatten(0, 1), dequantised(rows, 1) @ dequantised(weight, 128).T + layer.bias.double())
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        y.backward(dy)
+    above = dy.flatten(0, 1)
+    testing.assert_close(x.grad.flatten(0, 1), dequantised(above, 1) @ dequantised(weight, 128))
+    assert layer.weight.grad is None
+    queue.run()
+    testing.assert_close(layer.weight.grad, above.double().T @ rows.double())
+    testing.assert_close(layer.bias.grad, above.double().sum(0))
+
+
+def test_second_derivatives_are_those_without_rounding() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    found = []
+    for recipe in ("fp8_blockwise", None):
+        (dx,) = torch.autograd.grad(Z.linear(x, weight, recipe=recipe).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), weight)[0])
+    testing.assert_close(*found)
+
+
+def test_convert_gives_the_recipe_to_the_linears_that_the_filter_takes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    zbkern.convert(model)
+    zbkern.convert(model, filter=lambda name, module: name != "2", recipe="fp8_blockwise")
+    assert "recipe='fp8_blockwise'" in repr(model[0])
+    assert "recipe" not in repr(model[1]) + repr(model[2])
+    x = torch.randn(3, 4)
+    rounded = Z.linear(x, model[0].weight, model[0].bias, recipe="fp8_blockwise")
+    assert torch.equal(model(x), model[2](model[1](rounded)))
+    zbkern.restore(model)
+    assert "zbkern_recipe" not in vars(model[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: zbkern.nn.Linear(4, 4, recipe="fp8"), "Linear: recipe must be None or one of .'fp8_blockwise'"),
+        (lambda x: zbkern.convert(nn.Linear(4, 4), recipe=8), "convert: recipe must be None or one of"),
+        (lambda x: Z.linear(x, x, recipe="int4"), "linear: recipe must be None or one of"),
+        (lambda x: Z.linear(x, x, activation="silu", recipe="fp8_blockwise"), "needs activation=None"),
+        (lambda x: torch.func.grad(lambda x: Z.linear(x, x, recipe="fp8_blockwise").sum())(x), "needs plain tensors"),
+    ],
+)
+def test_what_is_refused(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(4, 4))

@@ -1,0 +1,45 @@
+"""Linear layers whose forward and dgrad multiply 8-bit numbers with a scale per block. Contract: spec.py.
+
+As DeepSeek-V3 trains (arXiv 2412.19437, 3.3): blocks of 1 x 128 of activations and gradients, 128 x 128 of weights, so
+that a weight quantised once serves both products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST = 1e-30  # a block of nothing larger becomes 0, and its scale needs no denormal numbers
+
+
+def fp8_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """y = quantised(x) quantised(weight)^T + bias, in float32."""
+    total = _rounded(x, 1) @ _rounded(weight, BLOCK).t()
+    y.copy_(total if bias is None else total + bias)
+
+
+def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
+    """dx = quantised(dy) quantised(weight), in float32."""
+    dx.copy_(_rounded(dy, 1) @ _rounded(weight, BLOCK))
+
+
+def quantised(tensor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(values [M, K] in float8_e4m3fn, scales [M / rows, K / 128] float32): a block's largest value becomes 448."""
+    m, k = tensor.shape
+    padded = torch.nn.functional.pad(tensor.float(), (0, -k % BLOCK, 0, -m % rows))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, rows))  # [M / rows, rows, K / 128, 128]
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    some, top = largest > SMALLEST, torch.full_like(largest, LARGEST)  # torch divides by a number as it multiplies
+    factors = torch.where(some, top / largest, 0)
+    scales = torch.where(some, largest / top, 0)
+    values = (blocks * factors).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
+    return values[:m, :k], scales[:, 0, :, 0]
+
+
+def _rounded(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor as its quantised form has it."""
+    values, scales = quantised(tensor, rows)
+    each = scales.repeat_interleave(rows, 0).repeat_interleave(BLOCK, 1)
+    return values.float() * each[: tensor.shape[0], : tensor.shape[1]]

@@ -1,0 +1,170 @@
+"""Linear layers in blockwise-scaled FP8: operands are quantised by a pass of their own, then multiplied.
+
+Tensor cores read 8-bit operands only along the dimension that is summed over, so dgrad quantises the weight once more,
+transposed: the same values, because its blocks are squares.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, dot, offset, rows_dense, widen
+from zbkern.kernels.triton.matmul_tile import Matrix, processors, store, tile_index
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_BLOCK = tl.constexpr(128)
+_LARGEST = tl.constexpr(448.0)
+_SMALLEST = tl.constexpr(1e-30)
+
+_M, _N, _WARPS, _STAGES, _GROUP = 128, 128, 8, 4, 8
+
+
+def fp8_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """y = quantised(x) quantised(weight)^T + bias."""
+    if not x.numel():
+        y.zero_() if bias is None else y.copy_(bias.expand_as(y))
+    elif y.numel():
+        _multiply(_quantise_rows(x), _quantise_weight(weight, False), bias, y)
+
+
+def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
+    """dx = quantised(dy) quantised(weight)."""
+    if not dy.numel():
+        dx.zero_()
+    elif dx.numel():
+        _multiply(_quantise_rows(dy), _quantise_weight(weight, True), None, dx)
+
+
+def _quantise_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """(values [M, K], scales [K / 128, M]) with a scale for each 128 columns of a row."""
+    m, k = tensor.shape
+    values, scales = _room(m, k, tensor), tensor.new_empty(triton.cdiv(k, 128), m, dtype=torch.float32)
+    grid = (triton.cdiv(m, 32), triton.cdiv(k, 128))
+    _quantise(grid, (tensor, values, scales, m, k, *tensor.stride(), values.stride(0)), (32, False, False), 4, 1)
+    return values, scales
+
+
+def _quantise_weight(weight: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+    """(values [N, K], scales [K / 128, N / 128]) with a scale for each 128 x 128; transposed (values [K, N], scales
+    [N / 128, K / 128])."""
+    n, k = weight.shape
+    rows, columns = (k, n) if transpose else (n, k)
+    values = _room(rows, columns, weight)
+    scales = weight.new_empty(triton.cdiv(columns, 128), triton.cdiv(rows, 128), dtype=torch.float32)
+    grid = (triton.cdiv(n, 128), triton.cdiv(k, 128))
+    _quantise(grid, (weight, values, scales, n, k, *weight.stride(), values.stride(0)), (128, True, transpose), 8, 1)
+    return values, scales
+
+
+def _room(rows: int, columns: int, like: Tensor) -> Tensor:
+    """[rows, columns] of which bulk copies take tiles: its rows are multiples of 16 bytes apart."""
+    return like.new_empty(rows, triton.cdiv(columns, 16) * 16, dtype=torch.float8_e4m3fn)[:, :columns]
+
+
+@triton.jit
+def _to_fp8(value, DTYPE: tl.constexpr):
+    """Rounded to the nearest, ties to even. The interpreter's own conversion cuts off below e4m3's normal numbers and
+    forgets a carry into the exponent, so there the value is rounded before: to 4 bits, below 2^-6 to multiples of 2^-9,
+    the steps that float32 has around 24576."""
+    if _INTERPRETED:
+        bits = value.to(tl.int32, bitcast=True)
+        near = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
+        value = tl.where(tl.abs(value) < 0.015625, (value + 24576.0) - 24576.0, near)
+    return value.to(DTYPE)
+
+
+@Kernel
+@triton.jit
+def _quantise(
+    x, values, scales, M, K, row, column, values_row,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSE: tl.constexpr,
+):  # fmt: skip
+    """values = x / scale in e4m3, scale = max|x| / 448 of each [1, 128] of x [M, K], or if WHOLE of each [128, 128].
+
+    values [M, K], scales [K / 128, M (/ 128)]; if TRANSPOSE values [K, M], scales [M / 128, K / 128]. One program: ROWS
+    x 128. Divisions are exact, as the reference has them: one rounding apart, a value could be the next of only 256.
+    """
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1)
+    j = block * _BLOCK + tl.arange(0, _BLOCK)
+    inside = (i < M)[:, None] & (j < K)[None, :]
+    value = widen(tl.load(x + (offset(i, row)[:, None] + offset(j, column)[None, :]), inside, other=0.0))
+    largest = tl.max(tl.abs(value), 1)
+    if WHOLE:
+        largest = tl.max(largest, 0)
+    some = largest > _SMALLEST
+    factor = tl.where(some, tl.div_rn(_LARGEST, tl.where(some, largest, 1.0)), 0.0)
+    scale = tl.where(some, tl.div_rn(largest, _LARGEST), 0.0)
+    if WHOLE:
+        bands = tl.num_programs(0)
+        place = tl.program_id(0) * tl.num_programs(1) + block if TRANSPOSE else block * bands + tl.program_id(0)
+        tl.store(scales + place, scale)
+        value = value * factor
+    else:
+        tl.store(scales + (block.to(tl.int64) * M + i), scale, i < M)
+        value = value * factor[:, None]
+    result = _to_fp8(value, values.dtype.element_ty)
+    if TRANSPOSE:
+        tl.store(values + (offset(j, values_row)[:, None] + i[None, :]), result.T, inside.T)
+    else:
+        tl.store(values + (offset(i, values_row)[:, None] + j[None, :]), result, inside)
+
+
+def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None, out: Tensor) -> None:
+    """out [P, Q] = A B^T + bias of quantised A [P, R] (rows) and B [Q, R] (a weight)."""
+    (left, left_scales), (right, right_scales) = a, b
+    (p, r), q = left.shape, right.shape[0]
+    rows = rows_dense(out, copy=False)
+    target = Matrix(rows)
+    writes = target.describable and not target.transposed
+    result = target.descriptor(_M, _N) if writes else rows
+    operands = Matrix(left).descriptor(_M, 128), Matrix(right).descriptor(_N, 128)
+    bias = None if bias is None else bias.contiguous()
+    tiles = triton.cdiv(p, _M) * triton.cdiv(q, _N)
+    arguments = (*operands, left_scales, right_scales, result, bias, p, q, r, 1 if writes else rows.stride(0))
+    _product(min(tiles, processors(out.device)), arguments, (writes, _M, _N, _GROUP), _WARPS, _STAGES)
+    if rows is not out:
+        out.copy_(rows)
+
+
+@Kernel
+@triton.jit
+def _product(
+    a, b, a_scales, b_scales, out, bias, P, Q, R, o_stride,
+    O_DESCRIPTOR: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [P, Q] = sum over blocks of 128 of a_scale b_scale (A B^T) + bias; A [P, R] and B [Q, R] in e4m3.
+
+    a_scales [R / 128, P], b_scales [R / 128, Q / 128]. One program computes every num_programs-th tile [M, N], N = 128.
+    A block's sum leaves the tensor cores before the next: they accumulate 8-bit products with some 14 bits.
+    """
+    count = tl.cdiv(P, M) * tl.cdiv(Q, N)
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+        p, q = tile_index(tile, P, Q, M, N, GROUP)
+        i = p + tl.arange(0, M)
+        total = tl.zeros((M, N), tl.float32)
+        for step in range(tl.cdiv(R, _BLOCK)):
+            left, right = a.load([p, step * _BLOCK]), b.load([q, step * _BLOCK])
+            scale = tl.load(a_scales + (tl.cast(step, tl.int64) * P + i), i < P, other=0.0)
+            scale *= tl.load(b_scales + step * tl.cdiv(Q, N) + q // N)
+            total += dot(left, right.T, tl.zeros((M, N), tl.float32), "ieee") * scale[:, None]
+        if bias is not None:
+            j = q + tl.arange(0, N)
+            total += widen(tl.load(bias + j, j < Q, 0.0))[None, :]
+        store(out, total, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR)
+
+
+def variants(capability: int) -> list[Variant]:
+    """bf16 in and out, from 9.0 on, which has bulk copies and multiplies 8-bit numbers."""
+    if capability < 90:
+        return []
+    operand, result = "tensordesc<fp8e4nv[128, 128]>", "tensordesc<bf16[128, 128]>"
+    types = (operand, operand, "*fp32", "*fp32", result, "*bf16", "i32", "i32:16", "i32:16", 1)
+    quantise = ("*bf16", "*fp8e4nv", "*fp32", "i32:16", "i32:16", "i32:16", 1, "i32:16")
+    return [
+        Variant("fp8 product bias", _product, types, (True, _M, _N, _GROUP), _WARPS, _STAGES, wgmma=True, bulk=True),
+        Variant("fp8 quantise rows", _quantise, quantise, (32, False, False), 4, 1),
+        Variant("fp8 quantise weight", _quantise, quantise, (128, True, False), 8, 1),
+        Variant("fp8 quantise weight, transposed", _quantise, quantise, (128, True, True), 8, 1),
+    ]
