@@ -1,4 +1,4 @@
-"""What splitting a backward costs: (B + W) / full backward, merged W, and the bytes held in between.
+"""What splitting a backward costs: (B + W) / full backward, merged W, the bytes held in between, and heads with a loss.
 
 Every ratio is taken within one interleaved run, against plain `backward()` of the same torch.nn model and against
 torch's own split (stage_backward_input, stage_backward_weight). One thread, random data, and no figure without a check
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -278,6 +279,64 @@ def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> di
     }
 
 
+def head_row(tokens: int, features: int, vocabulary: int, rounds: int) -> dict:
+    """A head with its cross-entropy, forward and backward: ours with W in a queue, and at once, against torch's
+    linear_cross_entropy in chunks, and whole.
+
+    Peak bytes are those above what exists before; a gradient of the weight is there already.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(tokens, features).requires_grad_()
+    weight = (torch.randn(vocabulary, features) / features**0.5).requires_grad_()
+    target = torch.randint(vocabulary, (tokens,))
+    chunks = torch.nn.LinearCrossEntropyOptions()
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        x.grad = None
+
+    def deferred() -> list[Callable]:
+        queue = zbkern.WGradQueue()  # while one exists, W may wait: the other candidates run without
+
+        def f_and_b() -> None:
+            with queue.defer():
+                backward(zbkern.functional.linear_cross_entropy(x, weight, target))
+
+        return [f_and_b, queue.run]
+
+    candidates: dict[str, Callable[[], list[Callable]]] = {
+        "whole": lambda: [lambda: backward(F.linear_cross_entropy(x, weight, target))],
+        "torch": lambda: [lambda: backward(F.linear_cross_entropy(x, weight, target, options=chunks))],
+        "at_once": lambda: [lambda: backward(zbkern.functional.linear_cross_entropy(x, weight, target))],
+        "deferred": deferred,
+    }
+    found = {}
+    for name, prepare in candidates.items():
+        weight.grad = None
+        for function in prepare():
+            function()
+        found[name] = weight.grad
+    for name, gradient in found.items():
+        testing.assert_close(gradient, found["whole"], f"gradient of the head, {name}", tolerance=1e-5)
+    timings = testing.measure(candidates, rounds=rounds, warmup=2)
+    return {
+        "case": f"{tokens} tokens, {features} x {vocabulary}",
+        "torch_us": timings["torch"].median * 1e6,
+        **{name: timings[name].ratio(timings["torch"]) for name in ("whole", "at_once", "deferred")},
+        "peak_bytes": {name: peak_bytes(prepare()) for name, prepare in candidates.items()},
+    }
+
+
+def peak_bytes(functions: list[Callable]) -> int:
+    """The most bytes that these allocate at one time, as the CPU's allocator reports it to torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for function in functions:
+            function()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes), default=0)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds of the large cases; small ones take 20 x")
@@ -338,6 +397,9 @@ def main(arguments: list[str] | None = None) -> int:
         merge_row(512, 256, options.rounds),
         merge_row(64, 16, many),
     ]
+    heads = []
+    if hasattr(F, "linear_cross_entropy"):  # torch 2.13
+        heads = [head_row(*sizes, max(3, options.rounds // 2)) for sizes in ((1024, 256, 8192), (2048, 512, 4096))]
     print("(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds\n")
     header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
     header.append("held / activation")
@@ -351,7 +413,21 @@ def main(arguments: list[str] | None = None) -> int:
             [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in merges],
         )
     )
-    print("\n" + report.write_json("split", {"split": splits, "merge": merges}, options.out))
+    print("\nA head with its cross-entropy, F + B + W / torch's linear_cross_entropy in chunks, and peak MB of each\n")
+    names = {"whole": "torch, all logits", "at_once": "zbkern, no queue", "deferred": "zbkern, W deferred"}
+    header = [
+        "case",
+        "torch in chunks, us",
+        *names.values(),
+        *(f"MB: {n}" for n in ("torch in chunks", *names.values())),
+    ]
+    rows = [
+        [r["case"], f"{r['torch_us']:.0f}", *(f"{r[name]:.3f}" for name in names)]
+        + [f"{r['peak_bytes'][name] / 1e6:.1f}" for name in ("torch", *names)]
+        for r in heads
+    ]
+    print(markdown_table(header, rows))
+    print("\n" + report.write_json("split", {"split": splits, "merge": merges, "heads": heads}, options.out))
     return 0
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import zbkern
 from zbkern import functional as Z
 from zbkern import testing
+from zbkern.kernels import reference
 
 
 @dataclass
@@ -356,6 +357,31 @@ def test_logits_are_never_whole_in_memory() -> None:
             loss.backward()
         queue.run()
     assert largest.size <= max(chunk * vocabulary, vocabulary * features)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_logits_are_computed_once_where_no_w_can_wait(
+    monkeypatch: pytest.MonkeyPatch, reduction: str, queued: bool
+) -> None:
+    assert not zbkern.wgrad.queue.possible
+    later: list[int] = []
+    wgrad = reference.cross_entropy_wgrad
+    monkeypatch.setattr(reference, "cross_entropy_wgrad", lambda *a: (later.append(1), wgrad(*a))[1])
+    queue = zbkern.WGradQueue() if queued else None
+    random = torch.Generator().manual_seed(0)
+    shapes = ((7, 5), (9, 5), (9,))
+    ours = [torch.randn(shape, dtype=torch.float64, generator=random).requires_grad_() for shape in shapes]
+    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
+    x, weight, bias = ours
+    loss = Z.linear_cross_entropy(x, weight, TARGET, bias, reduction=reduction, chunk=3).sum()
+    for _ in range(2):
+        (3 * loss).backward(retain_graph=True)
+        (3 * F.cross_entropy(F.linear(*theirs), TARGET, reduction=reduction).sum()).backward()
+    for got, expected in zip(ours, theirs, strict=True):
+        testing.assert_close(got.grad, expected.grad)
+    assert len(later) == (2 if queued or reduction == "none" else 0)
+    del queue
 
 
 def test_head_says_so_when_its_weight_changed_before_w() -> None:

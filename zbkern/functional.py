@@ -408,18 +408,21 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    chunk: int = 1024,
+    chunk: int | None = None,
     impl: str = "auto",
     *,
     name: str = "",
 ) -> Tensor:
     """cross_entropy(x weight^T + bias, target) without ever holding all logits.
 
-    x: [..., K]; weight: [V, K]; bias: [V] or None; target: [...] integers in 0..V-1 or ignore_index. reduction:
-    "mean" over the targets that count, "sum", or "none" for [...]. z_loss: factor of the squared log-sum-exp, added to
-    every row's loss (PaLM, arXiv 2204.02311). chunk: rows whose logits exist at one time. The loss is float32 (float64
-    for float64 x). W computes the logits a second time.
+    x: [..., K]; weight: [V, K]; bias: [V] or None; target: [...] integers in 0..V-1 or ignore_index. reduction: "mean"
+    over the targets that count, "sum", or "none" for [...]. z_loss: factor of the squared log-sum-exp, added to every
+    row's loss (PaLM, arXiv 2204.02311). chunk: rows whose logits exist at one time; None for 1024, in fp32 on a CPU
+    128, of which the caches hold more. The loss is float32 (float64 for float64 x). A deferred W computes the logits a
+    second time; while no WGradQueue exists, forward computes the gradients of a summed loss with them.
     """
+    if chunk is None:
+        chunk = 128 if isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype.itemsize >= 4 else 1024
     functional_checks.check_linear_cross_entropy(
         x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, chunk
     )
@@ -433,7 +436,7 @@ def linear_cross_entropy(
     else:
         rows = _autocast("linear_cross_entropy", rows, weight, bias)
         backend = dispatch.resolve("linear_cross_entropy", impl, x.device, rows.dtype)
-        call = autograd.OpCall((weight, bias), backend, name)
+        call = loss_functions.HeadCall((weight, bias), backend, name, reduction != "none" and rows.shape[0] > 0)
         loss = autograd.apply(loss_functions.LinearCrossEntropy, call, rows, targets, options)
     if reduction == "none":
         return loss.view(target.shape)

@@ -1,7 +1,8 @@
 """The head and its cross-entropy as one function, chunk by chunk, so that the logits are never whole in memory.
 
 F computes each chunk's logits once and leaves the loss, log-sum-exp and the gradient of the input; B only scales that
-gradient; W computes the logits again. Four matmuls in all where three would do with all logits kept.
+gradient; W computes the logits again: four matmuls. Where no W can wait and all rows' losses get one gradient, F leaves
+the gradients of the weights, too, and B scales them: three matmuls.
 """
 
 from __future__ import annotations
@@ -11,10 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.autograd import OpCall, Params, differentiable_backward, weight_gradients
 from zbkern.functions.linear import linear_with_torch
 from zbkern.kernels.spec import CrossEntropyOptions
-from zbkern.wgrad import WGradKernel
+from zbkern.wgrad import WGradKernel, accumulation, queue
+
+
+class HeadCall(OpCall):
+    """sums: the losses of all rows are summed, so that each gets the same gradient."""
+
+    __slots__ = ("sums",)
+
+    def __init__(self, params: Params, backend: Any, name: str, sums: bool) -> None:
+        super().__init__(params, backend, name)
+        self.sums = sums
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -22,13 +33,19 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: OpCall, x: Tensor, target: Tensor, options: CrossEntropyOptions, *edges: Tensor | None
+        ctx: Any, call: HeadCall, x: Tensor, target: Tensor, options: CrossEntropyOptions, *edges: Tensor | None
     ) -> Tensor:
         weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
         wide = torch.promote_types(x.dtype, torch.float32)
         loss, lse = (x.new_empty(x.shape[0], dtype=wide) for _ in range(2))
         dx = x.new_empty(x.shape) if x.requires_grad else None
-        call.backend.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx)
+        needs = ctx.needs_input_grad[-len(call.params) :]
+        ctx.unscaled = None  # gradients of the parameters, for the sum of all losses
+        # In half precision every chunk would round the sum, and in fp16, before the mean, it might leave its range
+        if call.sums and needs[0] and not queue.possible and call.params[0].dtype.itemsize >= 4:
+            pairs = zip(call.params, needs, strict=True)
+            ctx.unscaled = [accumulation.empty_gradient(p) if need else None for p, need in pairs]
+        call.backend.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx, ctx.unscaled)
         ctx.save_for_backward(x, weight, bias, target, lse, dx)
         ctx.call, ctx.options = call, options
         return loss
@@ -41,6 +58,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             return differentiable_backward(call, linear_cross_entropy_with_torch, (x, target, options), dloss)
         if dx is not None:
             dx = dx * dloss.unsqueeze(1).to(dx.dtype)
+        if ctx.unscaled is not None:
+            return None, dx, None, None, *(None if g is None else g * dloss[:1].to(g.dtype) for g in ctx.unscaled)
         kernel = WGradKernel(HeadW(call, weight.detach(), None if bias is None else bias.detach(), options))
         segment = (x.detach(), target, lse, dloss.contiguous())
         flops = 4 * x.shape[0] * weight.numel()

@@ -90,8 +90,9 @@ Kernels
                                                                the first R columns: (c, c + R/2), interleaved (2c, 2c+1)
     rotary_dgrad(dy, cos, sin, interleaved, dx)                the same with -sin
 
-    cross_entropy_fwd(x, weight [V, K], bias | None, target [M], options, loss [M] S, lse [M] S, dx | None)
-                                                               dx is the gradient of every row's own loss
+    cross_entropy_fwd(x, weight [V, K], bias | None, target [M], options, loss [M] S, lse [M] S, dx | None,
+                      gradients=None)                          dx is the gradient of every row's own loss; gradients
+                                                               (dweight, dbias) | None: of the sum of all losses
     cross_entropy_wgrad([(x, target, lse, dloss [M]), ...], (dweight, dbias), accumulate, weight, bias | None, options)
 
     adamw(params, grads, exp_avgs, exp_avg_sqs, steps, masters | None, options, control=None, undo=False, memory=None)

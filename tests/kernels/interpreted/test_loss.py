@@ -44,6 +44,15 @@ def check(
         only_loss, again = torch.full((m,), NAN), torch.full((m,), NAN)
         triton_loss.cross_entropy_fwd(x, weight, b, target, options, only_loss, again, None)
         assert torch.equal(only_loss, loss)
+        ones = (x.double(), target, exact[1], torch.ones(m).double())
+        summed = torch.empty(vocabulary, features).double(), torch.empty(vocabulary).double() if bias else None
+        reference.cross_entropy_wgrad([ones], summed, False, wide_weight, wide_bias, options)
+        at_once = [None if wanted is None else torch.full_like(wanted, NAN, dtype=torch.float32) for wanted in summed]
+        triton_loss.cross_entropy_fwd(x, weight, b, target, options, only_loss, again, None, at_once)
+        assert torch.equal(only_loss, loss)
+        for name, got, expected in zip(("dweight at once", "dbias at once"), at_once, summed, strict=True):
+            if got is not None and m:
+                testing.assert_close(got, expected, name, tolerance, scale=0.1)
         dloss = torch.randn(m)
         segments.append((x, target, lse, dloss))
         wide.append((x.double(), target, exact[1], dloss.double()))
@@ -97,7 +106,8 @@ def test_w_writes_each_part_of_the_vocabulary_once(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(triton_loss, "linear_wgrad", record)
     check([8, 8], 64, 8, CrossEntropyOptions(chunk=8))
-    assert calls == [(2, 32, 8), (2, 32, 8)]
+    at_once = [(1, 64, 8)] * 2  # a forward of each segment
+    assert calls == [*at_once, (2, 32, 8), (2, 32, 8)]
 
 
 def test_infinity_and_nan_stay_in_their_rows() -> None:

@@ -20,11 +20,14 @@ def cross_entropy_fwd(
     loss: Tensor,
     lse: Tensor,
     dx: Tensor | None,
+    gradients: Sequence[Tensor | None] | None = None,
 ) -> None:
     """loss = (1 - s) (lse - z[target]) + s (lse - mean z) + z_loss lse^2 for every row, 0 where it is ignored.
 
-    s is label_smoothing. dx = dz weight with the gradient dz of that row's own loss.
+    s is label_smoothing. dx = dz weight with the gradient dz of that row's own loss. gradients: (dweight, dbias) of the
+    sum of all losses, dz^T x and the sum of dz.
     """
+    dweight, dbias = gradients or (None, None)
     for rows in _chunks(x.shape[0], options.chunk):
         z = _logits(x[rows], weight, bias, loss.dtype)
         torch.logsumexp(z, 1, out=lse[rows])
@@ -37,9 +40,15 @@ def cross_entropy_fwd(
         if options.z_loss:
             value = value + options.z_loss * lse[rows].square()
         loss[rows] = torch.where(counts, value, 0)
+        if dx is None and gradients is None:
+            continue
+        dz = _logit_gradient(z, target[rows], lse[rows], counts.to(z.dtype), options)
         if dx is not None:
-            dz = _logit_gradient(z, target[rows], lse[rows], counts.to(z.dtype), options)
             addmm_into(dx[rows], dz.to(x.dtype), weight, False)
+        if dweight is not None:
+            addmm_into(dweight, dz.to(x.dtype).t(), x[rows], rows.start > 0)
+        if dbias is not None:
+            dbias.add_(dz.sum(0)) if rows.start else dbias.copy_(dz.sum(0))
 
 
 def cross_entropy_wgrad(

@@ -29,10 +29,12 @@ def cross_entropy_fwd(
     loss: Tensor,
     lse: Tensor,
     dx: Tensor | None,
+    gradients: Sequence[Tensor | None] | None = None,
 ) -> None:
     """loss = (1 - s) (lse - z[target]) + s (lse - mean z) + z_loss lse^2 for every row, 0 where it is ignored.
 
-    s is label_smoothing. dx = dz weight with the gradient dz of that row's own loss. Allocates one chunk of logits.
+    s is label_smoothing. dx = dz weight with the gradient dz of that row's own loss. gradients: (dweight, dbias) of the
+    sum of all losses, dz^T x and the sum of dz. Allocates one chunk of logits.
     """
     rows, vocabulary = x.shape[0], weight.shape[0]
     if rows == 0:
@@ -44,10 +46,12 @@ def cross_entropy_fwd(
         linear_fwd(x[start:stop], weight, bias, z)
         arguments = (z, target[start:stop], loss[start:stop], lse[start:stop], *_numbers(options), vocabulary)
         strides = (z.stride(0), target.stride(0), loss.stride(0), lse.stride(0))
-        constants = (options.label_smoothing != 0, dx is not None, _PIECE)
+        constants = (options.label_smoothing != 0, dx is not None or gradients is not None, _PIECE)
         _loss(stop - start, (*arguments, *strides), constants, warps=8, stages=1)
         if dx is not None:
             linear_dgrad(z, weight, dx[start:stop])
+        if gradients is not None:
+            linear_wgrad([(x[start:stop], z)], gradients, start > 0)
 
 
 def cross_entropy_wgrad(
