@@ -196,8 +196,8 @@ class Population:
     """Annealing from several starts: in every round new ones join, all are annealed for a while, the best are kept.
 
     What short annealing can reach depends on its start: with little memory, most lead to a steady state that is not the
-    best. With plenty of memory, or more than two chunks per rank (p=4, m=12, four chunks, 0.6 times 1F1B's memory: 19.7%
-    idle instead of 20.9%), one long annealing from a high temperature reaches more, and gets more than half of the time.
+    best. With plenty of memory, or more than two chunks per rank (p=4, m=12, four chunks, 0.6 times 1F1B's memory:
+    19.7% idle instead of 20.9%), one long annealing from a high temperature reaches more, and gets most of the time.
     """
 
     def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool, budget: Budget) -> None:
