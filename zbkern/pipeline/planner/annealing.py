@@ -37,8 +37,7 @@ def anneal(
 
     temperatures: one after the other, in units of time. passes: how many it runs again, the same at each temperature; a
     move counts as 50 besides. spread: the weight of the mean span beside the largest. target: a cost at which to stop,
-    such as a lower bound. Without passes it computes the cost of
-    `start`. Raises ValueError when `start` cannot run.
+    such as a lower bound. Without passes it computes the cost of `start`. Raises ValueError when `start` cannot run.
     """
     assert native.core is not None
     scaled = [problem.ranks * temperature for temperature in temperatures]

@@ -196,7 +196,8 @@ class Population:
     """Annealing from several starts: in every round new ones join, all are annealed for a while, the best are kept.
 
     What short annealing can reach depends on its start: with little memory, most lead to a steady state that is not the
-    best. With plenty of memory one long annealing from a high temperature reaches more, and gets half of the time.
+    best. With plenty of memory, or more than two chunks per rank (p=4, m=12, four chunks, 0.6 times 1F1B's memory:
+    19.7% idle instead of 20.9%), one long annealing from a high temperature reaches more, and gets most of the time.
     """
 
     def __init__(self, problem: Problem, candidates: Sequence[Candidate], pool: Pool, budget: Budget) -> None:
@@ -208,7 +209,8 @@ class Population:
         self._warm = warm_start(problem, budget)
         pool.add(self._warm)
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
-        self._long = self._warm is None and min(problem.limit) > _held_by_1f1b(problem)
+        plenty = min(problem.limit) > _held_by_1f1b(problem)
+        self._long = self._warm is None and (plenty or problem.chunks > 2 * problem.ranks)
 
     def round(self, passes: int, base_seed: int, budget: Budget, pattern_passes: int) -> None:
         """Runs about `passes` passes, and `pattern_passes` in the search for a pattern."""

@@ -16,7 +16,7 @@ class SearchSettings:
     largest. Where memory is plenty a spread of 10 is better than 3 (p=8, m=16, two chunks in a V, 1.5 times 1F1B's
     memory: 1.9% idle instead of 2.8%), elsewhere mostly worse, so that searches alternate.
 
-    The long annealing takes half of every round where no good warm-up is known to start from. It starts so hot that the
+    The long annealing takes most of a round where no good warm-up is known to start from. It starts so hot that the
     result does not depend on the start (same problem, 14 s: 1.35, 1.43 and 1.54% idle from three starts, where short
     ones from several starts reached 1.9 to 3.1% in 60 s).
     """
