@@ -10,13 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import zbkern
 from tests.support.chunks import on_threads
 from zbkern import testing
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
-CLASSES, PIPELINE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+WAITING, CLASSES, PIPELINE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_what_does_not_wait_holds_nothing() -> None:
+    names: dict[str, Any] = {"zbkern": zbkern, "x": torch.randn(1, 4, 8)}
+    names["attention"] = zbkern.nn.Attention(8, 2)
+    names["model"] = nn.ModuleDict({"attention": zbkern.nn.Attention(8, 2), "mlp": zbkern.nn.MLP(8, 16)})
+    exec(WAITING, names)
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        (names["y"] + names["model"]["attention"](names["x"])).sum().backward()
+        assert queue.bytes == 0
+        names["model"]["mlp"](names["x"]).sum().backward()
+    assert queue.run() == 3
 
 
 def chunks() -> list[Any]:

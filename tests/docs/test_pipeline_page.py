@@ -122,6 +122,15 @@ def test_the_measured_plan(two_ranks: Any) -> None:
     assert (nothing, loss) == (False, True)
 
 
+def test_a_plan_of_layers() -> None:
+    model = zbkern.convert(nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)]))
+    data = torch.randn(32, 8)
+    names = {"model": model, "loss_fn": nn.functional.mse_loss, "inputs": data, "targets": data, "plan": plan}
+    exec(next(block for block in blocks() if "profile_layers" in block), names)
+    assert len(names["costs"].layers) == 9
+    assert len(names["found"].partition) == len(names["found"].schedule.placement)
+
+
 def growing_batches() -> int:
     """Steps of 2 and 4 microbatches in turn, clipped or not, as one process does them; how many were undone."""
     rank = torch.distributed.get_rank()
@@ -185,5 +194,5 @@ def test_the_queue_in_an_engine_of_ones_own() -> None:
 
 
 def test_no_program_of_the_page_is_left_out() -> None:
-    told = ["torchrun", "cut(", "broadcast_object_list", "bubble_rate", "drift", "queue.defer"]
+    told = ["torchrun", "cut(", "broadcast_object_list", "profile_layers", "bubble_rate", "drift", "queue.defer"]
     assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)

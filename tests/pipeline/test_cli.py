@@ -59,7 +59,7 @@ def test_a_named_schedule_is_printed_with_its_figures(run) -> None:
     found = figures(text)
     assert found["bubble"].startswith(f"{timeline.bubble_rate:.2%} (any order of these chunks has at least")
     assert float(found["cost"]) == timeline.cost
-    assert found["memory"] == "3 2.5 2 by rank (no limit)"
+    assert found["memory"] == "3 3 3 by rank (no limit)"  # W holds as much as the activation
 
 
 def test_the_plan_is_no_worse_than_what_is_published_and_stays_in_its_memory(run) -> None:

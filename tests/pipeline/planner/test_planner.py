@@ -215,7 +215,7 @@ def test_jitter_reports_the_mean() -> None:
 @needs_core
 def test_a_plan_for_jitter_loses_less_to_it() -> None:
     """On samples that it was not chosen by."""
-    costs = Costs(92, 90, 46, 6)
+    costs = Costs(92, 90, 46, 6, held=0.5)
     means = []
     for jitter in (0.0, 0.1):
         schedule = plan(costs, 8, 16, memory_limit=12, effort=1, jitter=jitter, samples=8).schedule

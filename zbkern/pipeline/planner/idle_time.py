@@ -54,9 +54,10 @@ def idle_time(timeline: Timeline, costs: Costs, objective: str, limits: Sequence
         shares["warm_up"] += row[0].start - first
         shares["cool_down"] += first + length - row[-1].end
     waited, idle = sum(shares.values()), length - most
-    scale = idle / (waited * length) if waited > 0 else 0.0
+    scale = idle / length  # ratios alone: a product of times may be 0 where they are not
     load = (ranks * most - sum(busy)) / (ranks * length)
-    return IdleTime(busy.index(most), load, **{cause: time * scale for cause, time in shares.items()})
+    found = {cause: time / waited * scale if waited > 0 else 0.0 for cause, time in shares.items()}
+    return IdleTime(busy.index(most), load, **found)
 
 
 class _Gaps:
