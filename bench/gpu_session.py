@@ -386,7 +386,8 @@ def prepare(folder: Path, capability: int, only: str, limit: int, pythons: Seque
     dropped = drop_youngest(folder, limit)
     without = f", {dropped} left out" if dropped else ""
     print(f"{count} kernels{without}, {_size(folder) / 2**20:.1f} MiB in {folder}")
-    print("\n".join([f"no wheel for {python}" for python in missing] + [f"refused: {fault}" for fault in refused]))
+    for problem in [f"no wheel for {python}" for python in missing] + [f"refused: {fault}" for fault in refused]:
+        print(problem)
     return 1 if missing or refused else 0
 
 
