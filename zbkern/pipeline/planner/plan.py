@@ -103,9 +103,7 @@ def plan(
             f"{type(placement).__name__} {placement!r}"
         )
     if (offload or recompute) and jitter:
-        raise ValueError(
-            f"plan: jitter must be 0 with offload or recompute, which are placed by exact times; got {jitter}"
-        )
+        raise ValueError(f"plan: jitter must be 0 with offload or recompute, placed by exact times; got {jitter}")
     if (offload or recompute) and memory_limit is not None:
         again = partial(plan, costs, stages, microbatches, chunks, placement, objective=objective, jitter=jitter)
         again = partial(again, samples=samples, seed=seed, effort=effort, time_limit=time_limit / 4)
