@@ -314,7 +314,9 @@ class _Row:
         of copies is free then."""
         now, best = self._times[index][0], None
         for held in self._here:
-            if held is spared or held.given_up or held in taken or held.end <= index or self._within_merged(held.end):
+            if held is spared or held.given_up or held in taken or held.end <= index:
+                continue
+            if self._within_merged(held.end) and self._flat.merge_saving[held.chunk] > 0:
                 continue
             prefers = self._times[held.begin][1] if self._way.oldest else -self._times[held.end][0]
             options = []

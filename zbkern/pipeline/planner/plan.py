@@ -119,9 +119,7 @@ def plan(
     schedules.check_counts("plan", stages, microbatches, 1 if chunks is None else chunks)
     check_search(objective, jitter, samples, seed, time_limit, effort)
     if (offload or recompute) and jitter:
-        raise ValueError(
-            f"plan: jitter must be 0 with offload or recompute, which are placed by exact times; got {jitter}"
-        )
+        raise ValueError(f"plan: jitter must be 0 with offload or recompute, placed by exact times; got {jitter}")
     if (offload or recompute) and memory_limit is not None:
         again = partial(plan, costs, stages, microbatches, chunks, placement, partition=partition, objective=objective)
         share = None if time_limit is None else time_limit / len(memory_saving.MORE_MEMORY)
