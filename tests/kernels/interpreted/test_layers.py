@@ -76,7 +76,7 @@ def test_gradients_equal_torchs(name: str, deferred: bool) -> None:
 
 def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    run, _, _ = linear_functions.linear_wgrad(triton_kernels)
+    run = linear_functions.linear_wgrad(triton_kernels).run
     kernel = WGradKernel(lambda s, o, a: (calls.append([x.shape[0] for x, _ in s]), run(s, o, a)))
     monkeypatch.setattr(linear_functions, "linear_wgrad", lambda backend: kernel)
     weight = torch.randn(8, 16, requires_grad=True)
@@ -90,7 +90,8 @@ def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPa
 
 def test_weights_of_several_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    run, run_many, _ = linear_functions.linear_wgrad(triton_kernels)
+    original = linear_functions.linear_wgrad(triton_kernels)
+    run, run_many = original.run, original.run_many
     kernel = WGradKernel(run, lambda layers, a: (calls.append(len(layers)), run_many(layers, a)))
     monkeypatch.setattr(linear_functions, "linear_wgrad", lambda backend: kernel)
     weights = [torch.randn(*shape, requires_grad=True) for shape in [(8, 16), (24, 8), (16, 24)]]

@@ -163,7 +163,8 @@ def planned_and_measured(csv: str) -> tuple[tuple[float, ...], tuple[float, ...]
     data = torch.randn(4 * schedule.microbatches, 16, 32), torch.randn(4 * schedule.microbatches, 16, 32)
     chunks = schedule.chunks_of(torch.distributed.get_rank())
     modules = [zbkern.convert(nn.Sequential(Wide(), Wide())) for _ in chunks]
-    costs = profile(modules, schedule.placement, nn.functional.mse_loss, *data, schedule.microbatches, repeats=1)
+    arguments = (nn.functional.mse_loss, *data, schedule.microbatches)
+    costs = profile(modules, schedule.placement, *arguments, repeats=1, bytes_per_parameter=0)
     planned = simulate(schedule, replace(costs, offload_bandwidth=1e6, reload_bandwidth=1e6)).peak_memory
     with Pipeline(modules, schedule, nn.functional.mse_loss) as pipe:
         pipe.step(*data)

@@ -122,8 +122,8 @@ def test_between_copies_no_weights_are_merged() -> None:
     costs = Costs(merge_saving=0.5, offload_bandwidth=9, reload_bandwidth=9)
     row = "0F0 0F1 0F2 0B0 0B1 0B2 0O2 0W0 0W1 0L2 0W2"
     found = passes(simulate(build(row, microbatches=3), costs))
-    assert found["0W1"][1] - found["0W1"][0] == 0.5
-    assert found["0W2"][1] - found["0W2"][0] == 1.0
+    assert found["0W1"][1] - found["0W1"][0] == pytest.approx(0.5)
+    assert found["0W2"][1] - found["0W2"][0] == pytest.approx(1.0)
 
 
 def test_pictures_show_copies_in_lanes_of_their_own() -> None:
