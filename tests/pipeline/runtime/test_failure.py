@@ -22,6 +22,7 @@ from torch import nn
 import zbkern
 from tests.support.chunks import make_data, make_model, on_threads, plain
 from zbkern.pipeline import Pipeline, StepOptions, checkpoint, schedules
+from zbkern.pipeline.transport import distributed
 from zbkern.pipeline.transport.base import PipelineError, Tag
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -205,6 +206,32 @@ def failing_over_gloo() -> tuple[str, Any]:
 @pytest.mark.dist
 def test_every_rank_hears_of_it_and_the_pipeline_goes_on_over_gloo(two_ranks: Any) -> None:
     check_failing_then_working(two_ranks.run(failing_over_gloo, timeout=30))
+
+
+def failing_with_a_slow_receiver() -> tuple[str, Any]:
+    receive = distributed.receive_message
+    kept: list[Any] = []
+    alive: list[str] = []
+
+    def receive_late(group: Any, peer: int) -> Any:
+        time.sleep(0.05 if peer == 0 else 0)
+        return receive(group, peer)
+
+    def keep_open(groups: list[Any]) -> None:  # as what else is under way may do
+        alive.extend(thread.name for thread in threading.enumerate() if thread.name.startswith("zbkern-"))
+        kept.extend(groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "receive_message", receive_late)
+        patch.setattr(distributed, "close_groups", keep_open)
+        found = failing_over_gloo()
+    assert not alive, "these waited in vain for the last message of a peer"
+    return found
+
+
+@pytest.mark.dist
+def test_a_rank_whose_receiver_is_slow_hears_of_it_too(two_ranks: Any) -> None:
+    check_failing_then_working(two_ranks.run(failing_with_a_slow_receiver, timeout=60))
 
 
 class Broken(nn.Module):

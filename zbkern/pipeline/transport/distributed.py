@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from zbkern.pipeline.transport.framing import (
 )
 from zbkern.pipeline.transport.mailbox import Mailbox
 from zbkern.pipeline.transport.process_groups import (
+    FOREVER,
     backend_of,
     close_groups,
     finish,
@@ -52,6 +54,7 @@ logger = logging.getLogger("zbkern")
 
 _USUAL, _OTHER = 1, 2  # tags of tensors; 0 is that of headers
 _PAUSE = 0.002  # seconds between looks at what has been sent
+_LAST = timedelta(seconds=1)  # for the last message to a peer that is there
 _TOLD = 10.0  # seconds in which a rank whose connection broke is told why, however busy the machine
 
 
@@ -91,11 +94,12 @@ class DistributedTransport:
         self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[tuple[int, _Works] | None] = queue.SimpleQueue()
         self._unreachable: set[int] = set()  # peers whose connection has ended
-        self._sender = threading.Thread(target=self._finish_sends, name="zbkern-send", daemon=True)
         self._receivers = {
             peer: threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
             for peer in self._peers
         }
+        own = self._sends, self._receivers, self._unreachable
+        self._sender = threading.Thread(target=self._finish_sends, args=own, name="zbkern-send", daemon=True)
         for thread in (self._sender, *self._receivers.values()):
             thread.start()
         atexit.register(self.close)
@@ -199,6 +203,7 @@ class DistributedTransport:
         deadline = time.monotonic() + (5 if self._mailbox.failure is None else 2)  # a frozen rank never answers
         for thread in (*self._receivers.values(), self._sender):
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._receivers = {}  # those that did not end in time have no say in connections opened later
         close_groups([self._up, self._down])
         self._headers_up = self._headers_down = self._up = self._down = None
 
@@ -272,16 +277,22 @@ class DistributedTransport:
         group = self._up if peer > self.rank else self._down
         return [(group.send([tensor], peer, slot), tensor) for tensor in tensors if tensor.numel()]
 
-    def _finish_sends(self) -> None:
+    def _finish_sends(
+        self,
+        sends: queue.SimpleQueue[tuple[int, _Works] | None],
+        receivers: dict[int, threading.Thread],
+        unreachable: set[int],
+    ) -> None:
         """Thread: lets go of sent tensors as soon as they have left, give or take a pause.
 
         gloo never completes a send that is itself the first to find its peer gone; every later one raises at once. So
         what went through gloo is waited for once another send to that peer has begun. The last one to a peer is kept
-        until that peer has sent its final message, or is gone.
+        until that peer has sent its final message, or is gone; then it is waited for, for gloo forgets what its
+        receiver has not asked for when the connection closes, and the peer's last one may be there before this one's.
         """
         last: dict[int, _Works] = {}  # by peer
         with self._stream_of_its_own() as stream:  # no other stream waits for a send
-            while (message := self._sends.get()) is not None:
+            while (message := sends.get()) is not None:
                 peer, works = message
                 self._finish(last.pop(peer, []))
                 last[peer] = [work for work in works if work[1].device.type == "cpu"]
@@ -291,15 +302,17 @@ class DistributedTransport:
                     departure.record(stream)
                     departure.synchronize()
                 del message, works
-                if self._sends.empty():
+                if sends.empty():
                     time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
-        for peer in last:
-            self._receivers[peer].join()
+        for peer, works in last.items():
+            receivers[peer].join()
+            if peer not in unreachable:
+                self._finish(works, _LAST)
 
-    def _finish(self, works: _Works) -> None:
+    def _finish(self, works: _Works, timeout: timedelta = FOREVER) -> None:
         for work, tensor in works:
             try:
-                finish(work, tensor.device)
+                finish(work, tensor.device, timeout)
             except Exception as error:  # the receiver is gone; its receiver thread here says so
                 logger.debug("rank %d: a send was not finished: %s", self.rank, error)
 
@@ -317,6 +330,8 @@ class DistributedTransport:
         try:
             with self._stream_of_its_own():  # a receive begins at once, not after the work that is queued on another
                 while not isinstance(message := receive_message(group, peer), FinalMessage):
+                    if self._outlived():
+                        return
                     if isinstance(message, TensorHeader):
                         posted = self._receive_tree(peer, message, posted)
                     elif isinstance(message, GatherMessage):
@@ -325,6 +340,8 @@ class DistributedTransport:
                         self._stalls.on_query(peer, *message)
                     else:
                         self._stalls.on_reply(*message)
+            if self._outlived():
+                return
             if message.ending == "closed":
                 self._mailbox.closed(peer)
             else:
@@ -333,11 +350,17 @@ class DistributedTransport:
                 finish(work, self.device)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
+            if self._outlived():
+                return
             self._unreachable.add(peer)
             if self._final_message is None:
                 self._fail_all(
                     FinalMessage("lost", f"rank {peer} exited unexpectedly: its connection closed without notice")
                 )
+
+    def _outlived(self) -> bool:
+        """Whether the connections of the calling thread, a receiver, were closed before it ended."""
+        return threading.current_thread() not in self._receivers.values()
 
     def _receive_tree(self, peer: int, header: TensorHeader, posted: _Posted | None) -> _Posted | None:
         """Files a message of tensors; returns the receive that is posted for the next one.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from zbkern.pipeline.transport.base import PipelineError
 
-_FOREVER = timedelta(days=365)
+FOREVER = timedelta(days=365)
 _LATE = "late"  # the key of the ranks that had not come; the values of ranks have numbers for keys
 
 
@@ -32,10 +32,10 @@ def new_communicator(ranks: Sequence[int], backend: str) -> Any:
     """
     kind: Any = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(backend)
     if kind is None:
-        return dist.new_group(ranks, timeout=_FOREVER, backend=backend, use_local_synchronization=True)
+        return dist.new_group(ranks, timeout=FOREVER, backend=backend, use_local_synchronization=True)
     place = place_in_store(ranks, "group"), ranks.index(dist.get_rank()), len(ranks)
     if backend == "nccl":  # connects when it is first used
-        return getattr(dist, kind)(*place, _FOREVER)
+        return getattr(dist, kind)(*place, FOREVER)
     try:  # gloo has one time-out to connect and for messages: `finish` has another for these
         return getattr(dist, kind)(*place, timedelta(seconds=rendezvous_timeout()))
     except RuntimeError as error:
@@ -51,10 +51,10 @@ def _missing(error: RuntimeError, ranks: Sequence[int]) -> str:
     return f"global rank {ranks[int(key[1])]}" if key and int(key[1]) < len(ranks) else "a rank"
 
 
-def finish(work: dist.Work, device: torch.device) -> None:
-    """Waits for a message as long as it takes; on a GPU the current stream does."""
+def finish(work: dist.Work, device: torch.device, timeout: timedelta = FOREVER) -> None:
+    """Waits for a message as long as it takes, or raises RuntimeError; on a GPU the current stream waits."""
     if device.type == "cpu":
-        work.wait(_FOREVER)
+        work.wait(timeout)
     else:
         work.wait()
 
