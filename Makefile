@@ -70,8 +70,8 @@ demo: $(READY) ## compare schedules on this machine, then train with the best on
 test: $(READY) ## the tests that need no GPU, without the slow ones
 	$(PYTHON) $(PYTEST)
 
-test-all: test ## and the slow ones
-	$(PYTHON) $(PYTEST) --slow -m slow
+test-all: test ## and the slow ones, and properties on more examples
+	$(PYTHON) $(PYTEST) --slow -m "slow or hypothesis" --hypothesis-profile thorough
 
 test-torch: ## the main tests with another torch, in an environment of its own: make test-torch TORCH=torch==2.8.0
 	@test -x '$(TORCHES)/$(TORCH)/bin/python' || python3 -m venv '$(TORCHES)/$(TORCH)'

@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.support import launch_checks as checks
+from tests.support.examples import examples
 from zbkern.kernels import spec, tiles
 from zbkern.kernels.triton import common as triton_common
 from zbkern.kernels.triton import grouped as triton_grouped
@@ -31,8 +32,8 @@ from zbkern.kernels.triton import wgrad as triton_wgrad
 SIZES = [1, 7, 8, 15, 16, 17, 24, 33, 40]
 DTYPES = [torch.float32, torch.float16]
 
-properties = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-fewer = settings(properties, max_examples=10)
+properties = examples(12, 25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fewer = examples(10, 10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 Spy = Callable[[ModuleType, str, Callable[[Any, Any], Any]], list]

@@ -155,7 +155,7 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_torchrun_restarts_after_a_kill(
     runs: Runs, signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
