@@ -157,8 +157,15 @@ COUNTS = [[17, 0, 20], [0, 0, 0], [1, 16, 0]]
 GPT_OSS = spec.GateOptions("silu", True, 0.5, 1.702, 1.0)
 
 
-@pytest.mark.parametrize("bulk", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "bulk"),
+    [
+        (torch.float16, True),
+        (torch.float32, False),
+        pytest.param(torch.float16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+    ],
+)
 def test_experts(dtype: torch.dtype, bulk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stored either way, rows of no group, by descriptors and by pointers; groups without rows."""
     transposed = bulk == (dtype == torch.float16)
@@ -330,7 +337,7 @@ def test_a_group_never_sees_its_neighbours() -> None:
     assert not dweight[1].isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16])
 @pytest.mark.parametrize("kind", checks.KINDS[1:])
 def test_adversarial_values(kind: str, dtype: torch.dtype) -> None:
     checks.adversarial_linear(triton_kernels, dtype, "cpu", kind, 40, 48, 56)

@@ -53,6 +53,7 @@ def test_never_worse_than_what_is_published(stages: int, microbatches: int, limi
     assert limit is None or max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @needs_core
 def test_published_schedules_take_part_at_every_size_and_effort() -> None:
     """Also where the rules are tried on few of the microbatches: 64 stages, 512 microbatches, one chunk."""
