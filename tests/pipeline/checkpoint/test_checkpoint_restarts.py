@@ -140,8 +140,8 @@ def test_two_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_twenty_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
-    kill_and_resume(runs, tmp_path, kills=20, seed=20)
+def test_ten_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
+    kill_and_resume(runs, tmp_path, kills=10, seed=20)
 
 
 @pytest.fixture
