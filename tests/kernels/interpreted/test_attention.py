@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,11 +25,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 DTYPES = [torch.float32, torch.float16]
 
 
-def in_both(arguments: list[dict]) -> list:
-    """Every case in both dtypes; in the run without the slow ones each in one of them, by turns."""
+def in_both(arguments: list[dict], more: Sequence[dict] = ()) -> list:
+    """Every case in both dtypes; not slow are the first list's, each in one of the dtypes, by turns."""
     return [
-        pytest.param(case, dtype, id=f"{case}-{number}", marks=[] if index % 2 == number else pytest.mark.slow)
-        for index, case in enumerate(arguments)
+        pytest.param(
+            case, dtype, id=f"{case}-{number}", marks=() if quick and index % 2 == number else pytest.mark.slow
+        )
+        for quick, cases in ((True, arguments), (False, more))
+        for index, case in enumerate(cases)
         for number, dtype in enumerate(DTYPES)
     ]
 
@@ -76,18 +80,20 @@ def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
     in_both(
         [
             {"queries": [40, 3], "softcap": 0.5},
-            {"queries": [33], "softcap": 2.0, "scale": -0.7, "causal": False},
-            {"queries": [20], "softcap": 1.0, "scale": 0.0, "sinks": True},
             {"queries": [33, 33], "keys": [16, 16], "sinks": True},
-            {"queries": [40, 3], "window": 5, "softcap": 3.0, "sinks": True, "value_size": 20},
             {"queries": [35], "size": 24, "value_size": 16},
             {"queries": [17, 17], "keys": [50, 50], "size": 16, "value_size": 40},
+            {"queries": [0, 0], "beyond": 5, "sinks": True},
+            {"queries": [1, 0, 33, 16, 0], "keys": [20, 3, 0, 18, 2], "causal": False, "beyond": 40},
+            {"queries": [40, 3], "keys": [20, 17], "window": 7, "beyond": 1, "softcap": 1.5, "value_size": 8},
+        ],
+        [
+            {"queries": [33], "softcap": 2.0, "scale": -0.7, "causal": False},
+            {"queries": [20], "softcap": 1.0, "scale": 0.0, "sinks": True},
+            {"queries": [40, 3], "window": 5, "softcap": 3.0, "sinks": True, "value_size": 20},
             {"queries": [1, 0, 33, 16], "beyond": 0},
             {"queries": [33, 33], "beyond": 20, "sinks": True},
-            {"queries": [1, 0, 33, 16, 0], "keys": [20, 3, 0, 18, 2], "causal": False, "beyond": 40},
-            {"queries": [0, 0], "beyond": 5, "sinks": True},
-            {"queries": [40, 3], "keys": [20, 17], "window": 7, "beyond": 1, "softcap": 1.5, "value_size": 8},
-        ]
+        ],
     ),
 )
 def test_caps_sinks_values_of_another_size_and_lengths_on_the_device(arguments: dict, dtype: torch.dtype) -> None:

@@ -132,6 +132,7 @@ def kill_and_resume(runs: Runs, folder: Path, kills: int, seed: int) -> None:
         assert len(found) > len(expected), "no step was repeated: the kills came too late"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_two_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
