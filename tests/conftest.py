@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -10,6 +11,12 @@ import pytest
 # A process either interprets Triton kernels or compiles them, from the first import of triton on. These tests interpret
 # (nothing else in them uses triton); `make test-gpu` sets it to 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Of `make test-all`, see tests/support/examples.py; on a machine with a GPU hypothesis may be missing.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("thorough", settings.get_profile("ci"))
 
 _BEGIN = time.perf_counter()
 

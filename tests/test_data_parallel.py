@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -101,8 +102,14 @@ def ddp_steps(kind: str, mode: str, options: dict[str, Any]) -> None:
                 p -= 0.1 * p.grad
 
 
-@pytest.mark.parametrize("mode", ["one key", "no_sync", "not deferred", "compiled"])
-@pytest.mark.parametrize("kind", ["plain", "reused"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *itertools.product(["plain", "reused"], ["one key", "no_sync", "not deferred"]),
+        ("plain", "compiled"),
+        pytest.param("reused", "compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_ddp(two_ranks: Any, kind: str, mode: str) -> None:
     two_ranks.run(ddp_steps, kind, mode, {})
 

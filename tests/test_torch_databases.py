@@ -71,6 +71,7 @@ MOST = 16  # samples of one module, spread over all that there are: a loss of to
 WAYS = ("immediate", "backward", "forward, too")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of nested tensors, which some transformers do without
 def test_modules(databases: Any) -> None:
     """Every module of the database stays as it is or, where convert knows a part of it, computes the same."""

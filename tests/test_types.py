@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_a_program_that_uses_everything_passes_mypy_strict() -> None:
     """Some seconds the first time: .cache keeps what mypy knows of torch."""

@@ -99,6 +99,7 @@ def check_tensor_parallel(names: list[str], out: Path) -> list[str]:
     return check_losses(names, 4, True, "planned", out, tensor_parallel=2)
 
 
+@pytest.mark.slow
 def test_losses_of_tensor_parallel_stages_equal_a_plain_loop(four_ranks: Any, tmp_path: Path) -> None:
     for done in four_ranks.run(check_tensor_parallel, ["zb_v"], tmp_path):
         assert done == ["zb_v"]
@@ -110,7 +111,7 @@ def train_side_by_side(out: Path, sizes: dict[str, int]) -> None:
     train_gpt.train(asked, text.Text(str(EXAMPLES)), schedules.zb_v(2, 4))
 
 
-@pytest.mark.parametrize("option", ["replicas", "tensor_parallel"])
+@pytest.mark.parametrize("option", [pytest.param("replicas", marks=pytest.mark.slow), "tensor_parallel"])
 def test_replicas_and_tensor_parallel_stages_train_and_save(four_ranks: Any, tmp_path: Path, option: str) -> None:
     four_ranks.run(train_side_by_side, tmp_path, {option: 2})
     assert [step for step, _ in losses(tmp_path)] == ["2", "4"]
@@ -214,7 +215,9 @@ def test_torchrun_restarts_a_killed_run(tmp_path: Path) -> None:
 
 def compared(out: Path) -> str:
     compare, text = example("compare"), example("text")
-    return compare.best(arguments(out), text.Text(str(EXAMPLES))).name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "ROUNDS", 1)
+        return compare.best(arguments(out), text.Text(str(EXAMPLES))).name
 
 
 def test_the_table_has_every_contestant(two_ranks: Any, tmp_path: Path) -> None:

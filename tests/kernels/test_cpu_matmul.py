@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import zbkern
+from tests.support.examples import examples
 from zbkern.kernels.reference import matmul as reference_matmul
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -46,7 +47,7 @@ SIZES = st.sampled_from([4, 5, 16, 31, 64, 127, 300])
 
 
 @needs_onednn
-@settings(max_examples=40, deadline=None)
+@examples(12, 60)
 @given(SIZES, SIZES, SIZES, KINDS, KINDS, st.sampled_from(["none", "bias", "every second"]), st.booleans())
 def test_onednn_against_float64(m: int, k: int, n: int, kind_a: str, kind_b: str, bias: str, accumulate: bool) -> None:
     torch.manual_seed(m * k + n)

@@ -244,6 +244,7 @@ def test_the_command_loads_no_torch() -> None:
     importlib.util.find_spec("zbkern._planner") is None,
     reason="the planner's core, which finds that plan in time, is not compiled",
 )
+@pytest.mark.slow
 def test_the_readme_shows_what_the_command_prints(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     command, shown = re.search(r"```text\n\$ zbkern (plan .*?)\n(.*?)```", readme, re.DOTALL).groups()

@@ -7,10 +7,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.examples import examples
 from zbkern import testing
 from zbkern.kernels import reference, spec
 from zbkern.kernels.triton import activation as triton_activation
@@ -39,7 +40,7 @@ def test_against_reference(name: str, activation: str, dtype: torch.dtype) -> No
 @given(
     st.integers(0, 3), st.sampled_from([1, 7, 1023, 1024, 1025]), st.sampled_from(sorted(LAUNCHES)), st.integers(0, 3)
 )
-@settings(max_examples=25, deadline=None)
+@examples(12, 50)
 def test_shapes_and_strides(rows: int, columns: int, name: str, layout: int) -> None:
     """Contiguous, halves of one buffer, transposed views: outputs are written wholly, and nothing beside them."""
 

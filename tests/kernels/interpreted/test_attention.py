@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.support import attention_checks as checks
+from tests.support.examples import examples
 from zbkern.kernels import tiles
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.triton import attention_forward as triton_attention_forward
@@ -21,6 +23,18 @@ from zbkern.kernels.triton import kernels as triton_kernels
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 
 DTYPES = [torch.float32, torch.float16]
+
+
+def in_both(arguments: list[dict], more: Sequence[dict] = ()) -> list:
+    """Every case in both dtypes; not slow are the first list's, each in one of the dtypes, by turns."""
+    return [
+        pytest.param(
+            case, dtype, id=f"{case}-{number}", marks=() if quick and index % 2 == number else pytest.mark.slow
+        )
+        for quick, cases in ((True, arguments), (False, more))
+        for index, case in enumerate(cases)
+        for number, dtype in enumerate(DTYPES)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -40,45 +54,47 @@ def test_head_sizes(size: int, dtype: torch.dtype) -> None:
     checks.attention(triton_kernels, dtype, [35], heads=(1, 1), size=size)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"queries": [31], "keys": [33], "causal": False},
-        {"queries": [33, 33], "keys": [16, 16], "heads": (2, 1)},  # the first queries see nothing
-        {"queries": [17, 17], "keys": [50, 50], "heads": (2, 1), "window": 20},
-        {"queries": [40], "window": 1},
-        {"queries": [1, 0, 33, 16], "heads": (2, 1)},
-        {"queries": [1, 0, 33, 16], "keys": [20, 3, 0, 18], "causal": False},
-        {"queries": [40, 3], "keys": [20, 17], "window": 7},
-        {"queries": [33], "scale": -0.3},
-        {"queries": [18], "scale": 0.0},
-        {"queries": [20], "size": 1},
-    ],
-    ids=str,
+    ("arguments", "dtype"),
+    in_both(
+        [
+            {"queries": [31], "keys": [33], "causal": False},
+            {"queries": [33, 33], "keys": [16, 16], "heads": (2, 1)},  # the first queries see nothing
+            {"queries": [17, 17], "keys": [50, 50], "heads": (2, 1), "window": 20},
+            {"queries": [40], "window": 1},
+            {"queries": [1, 0, 33, 16], "heads": (2, 1)},
+            {"queries": [1, 0, 33, 16], "keys": [20, 3, 0, 18], "causal": False},
+            {"queries": [40, 3], "keys": [20, 17], "window": 7},
+            {"queries": [33], "scale": -0.3},
+            {"queries": [18], "scale": 0.0},
+            {"queries": [20], "size": 1},
+        ]
+    ),
 )
 def test_masks_and_sequences(arguments: dict, dtype: torch.dtype) -> None:
     checks.attention(triton_kernels, dtype, **{"size": 16, **arguments})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"queries": [40, 3], "softcap": 0.5},
-        {"queries": [33], "softcap": 2.0, "scale": -0.7, "causal": False},
-        {"queries": [20], "softcap": 1.0, "scale": 0.0, "sinks": True},
-        {"queries": [33, 33], "keys": [16, 16], "sinks": True},
-        {"queries": [40, 3], "window": 5, "softcap": 3.0, "sinks": True, "value_size": 20},
-        {"queries": [35], "size": 24, "value_size": 16},
-        {"queries": [17, 17], "keys": [50, 50], "size": 16, "value_size": 40},
-        {"queries": [1, 0, 33, 16], "beyond": 0},
-        {"queries": [33, 33], "beyond": 20, "sinks": True},
-        {"queries": [1, 0, 33, 16, 0], "keys": [20, 3, 0, 18, 2], "causal": False, "beyond": 40},
-        {"queries": [0, 0], "beyond": 5, "sinks": True},
-        {"queries": [40, 3], "keys": [20, 17], "window": 7, "beyond": 1, "softcap": 1.5, "value_size": 8},
-    ],
-    ids=str,
+    ("arguments", "dtype"),
+    in_both(
+        [
+            {"queries": [40, 3], "softcap": 0.5},
+            {"queries": [33, 33], "keys": [16, 16], "sinks": True},
+            {"queries": [35], "size": 24, "value_size": 16},
+            {"queries": [17, 17], "keys": [50, 50], "size": 16, "value_size": 40},
+            {"queries": [0, 0], "beyond": 5, "sinks": True},
+            {"queries": [1, 0, 33, 16, 0], "keys": [20, 3, 0, 18, 2], "causal": False, "beyond": 40},
+            {"queries": [40, 3], "keys": [20, 17], "window": 7, "beyond": 1, "softcap": 1.5, "value_size": 8},
+        ],
+        [
+            {"queries": [33], "softcap": 2.0, "scale": -0.7, "causal": False},
+            {"queries": [20], "softcap": 1.0, "scale": 0.0, "sinks": True},
+            {"queries": [40, 3], "window": 5, "softcap": 3.0, "sinks": True, "value_size": 20},
+            {"queries": [1, 0, 33, 16], "beyond": 0},
+            {"queries": [33, 33], "beyond": 20, "sinks": True},
+        ],
+    ),
 )
 def test_caps_sinks_values_of_another_size_and_lengths_on_the_device(arguments: dict, dtype: torch.dtype) -> None:
     checks.attention(triton_kernels, dtype, **{"size": 16, "heads": (4, 2), **arguments})
@@ -103,7 +119,9 @@ def test_heads_in_pieces(arguments: dict, dtype: torch.dtype, monkeypatch: pytes
     checks.attention(triton_kernels, dtype, [19], [31], size=40, value_size=20, softcap=2.0)
 
 
-@pytest.mark.parametrize("layout", checks.LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [x if x in ("plain", "odd") else pytest.param(x, marks=pytest.mark.slow) for x in checks.LAYOUTS]
+)
 def test_layouts(layout: str) -> None:
     """By descriptor where the tensors allow it, by pointers elsewhere."""
     others = checks.LAYOUTS[checks.LAYOUTS.index(layout) - 1], layout
@@ -114,7 +132,7 @@ def test_layouts(layout: str) -> None:
 lengths = st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(6, 40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(lengths, lengths), min_size=1, max_size=3),
     st.sampled_from([(1, 1), (2, 1), (2, 2)]),

@@ -36,7 +36,7 @@ def test_none_is_missing() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16])
 def test_the_same_bits_in_every_run_and_nothing_left_unwritten(dtype: torch.dtype) -> None:
     for name, case in every_launch.cases(triton_kernels, Random(dtype, "cpu", scale=0.3), 21, 48, 32).items():
         first, second = case.results(), case.results()

@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.support import launch_checks as checks
+from tests.support.examples import examples
 from zbkern.kernels import spec, tiles
 from zbkern.kernels.triton import common as triton_common
 from zbkern.kernels.triton import grouped as triton_grouped
@@ -31,8 +32,8 @@ from zbkern.kernels.triton import wgrad as triton_wgrad
 SIZES = [1, 7, 8, 15, 16, 17, 24, 33, 40]
 DTYPES = [torch.float32, torch.float16]
 
-properties = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-fewer = settings(properties, max_examples=10)
+properties = examples(12, 25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fewer = examples(10, 10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 Spy = Callable[[ModuleType, str, Callable[[Any, Any], Any]], list]
@@ -156,8 +157,15 @@ COUNTS = [[17, 0, 20], [0, 0, 0], [1, 16, 0]]
 GPT_OSS = spec.GateOptions("silu", True, 0.5, 1.702, 1.0)
 
 
-@pytest.mark.parametrize("bulk", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "bulk"),
+    [
+        (torch.float16, True),
+        (torch.float32, False),
+        pytest.param(torch.float16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+    ],
+)
 def test_experts(dtype: torch.dtype, bulk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stored either way, rows of no group, by descriptors and by pointers; groups without rows."""
     transposed = bulk == (dtype == torch.float16)
@@ -329,7 +337,7 @@ def test_a_group_never_sees_its_neighbours() -> None:
     assert not dweight[1].isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16])
 @pytest.mark.parametrize("kind", checks.KINDS[1:])
 def test_adversarial_values(kind: str, dtype: torch.dtype) -> None:
     checks.adversarial_linear(triton_kernels, dtype, "cpu", kind, 40, 48, 56)

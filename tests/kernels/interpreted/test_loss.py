@@ -7,10 +7,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import launch_checks as checks
+from tests.support.examples import examples
 from zbkern import testing
 from zbkern.kernels import reference
 from zbkern.kernels.spec import CrossEntropyOptions
@@ -79,7 +80,7 @@ def test_options(options: dict, dtype: torch.dtype) -> None:
     check([7, 5], 50, 24, CrossEntropyOptions(**options, chunk=4), dtype)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(4, 12)
 @given(
     st.sampled_from([torch.float32, torch.float16]),
     st.lists(st.integers(0, 9), min_size=1, max_size=3),

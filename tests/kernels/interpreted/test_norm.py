@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.examples import examples
 from zbkern import testing
 from zbkern.kernels.reference import norm as reference_norm
 from zbkern.kernels.triton import kernels as triton_kernels
@@ -72,9 +75,14 @@ def check(
         testing.assert_close(got, wanted, f"output {name} of rows={rows} features={features}", scale=0.1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("features", [1, 63, 64, 65, 2047, 2049])
+EDGES = list(itertools.product((1, 63, 64, 65, 2047, 2049), (False, True), DTYPES))
+QUICK = ((2047, True, torch.float16), (2049, False, torch.float32))  # of long rows, which take seconds
+
+
+@pytest.mark.parametrize(
+    ("features", "centered", "dtype"),
+    [pytest.param(*edge, marks=pytest.mark.slow if edge[0] > 65 and edge not in QUICK else ()) for edge in EDGES],
+)
 def test_edges_of_the_tile(features: int, centered: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tile = triton_norm_forward.norm_tile(features)
@@ -83,7 +91,7 @@ def test_edges_of_the_tile(features: int, centered: bool, dtype: torch.dtype) ->
     check(tile.rows + 1, features, dtype, centered, True, "dense", added=True)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(10, 60, derandomize=True)
 @given(
     st.integers(1, 70),
     st.integers(2, 300),
@@ -101,7 +109,10 @@ def test_any_shape(
 
 
 @pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize(("held", "rows", "features"), [(64, 3, 100), (64, 66, 65), (128, 3, 100)])
+@pytest.mark.parametrize(
+    ("held", "rows", "features"),
+    [(64, 3, 100), pytest.param(64, 66, 65, marks=pytest.mark.slow), (128, 3, 100)],
+)
 def test_long_rows(held: int, rows: int, features: int, centered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_norm_forward, "HELD", held)
     monkeypatch.setattr(triton_norm_backward, "HELD", 32)

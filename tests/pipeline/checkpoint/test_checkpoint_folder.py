@@ -35,7 +35,9 @@ def loaded(folder: Path, step: int | None = None) -> tuple[int, float]:
     return found.step, module.weight[0, 0].item()
 
 
-@pytest.mark.parametrize("keep", range(1, 13))
+@pytest.mark.parametrize(
+    "keep", [n if n in (1, 3, 12) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 13)]
+)
 def test_keep_keeps_that_many(tmp_path: Path, keep: int) -> None:
     for step in range(14):
         checkpoint.save(tmp_path, step, make(step), keep=keep)

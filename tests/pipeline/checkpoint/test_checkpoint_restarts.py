@@ -132,6 +132,7 @@ def kill_and_resume(runs: Runs, folder: Path, kills: int, seed: int) -> None:
         assert len(found) > len(expected), "no step was repeated: the kills came too late"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_two_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
@@ -140,8 +141,8 @@ def test_two_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_twenty_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
-    kill_and_resume(runs, tmp_path, kills=20, seed=20)
+def test_ten_kills_change_no_loss(runs: Runs, tmp_path: Path) -> None:
+    kill_and_resume(runs, tmp_path, kills=10, seed=20)
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_torchrun_restarts_after_a_kill(
     runs: Runs, signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

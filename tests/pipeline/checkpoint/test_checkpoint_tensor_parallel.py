@@ -27,7 +27,8 @@ def trained(folder: Path, layout: tuple[int, int, str], tied: bool, sequence: bo
         return values(ours.named())
 
 
-@pytest.mark.parametrize(("tied", "sequence"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tied", "sequence"), [(True, False), (False, True)])
 def test_sizes_change_from_one_run_to_the_next(four_ranks: Any, tmp_path: Path, tied: bool, sequence: bool) -> None:
     plain = OneProcess(tied)
     for number, layout in enumerate(RUNS):

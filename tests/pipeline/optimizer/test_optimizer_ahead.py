@@ -138,8 +138,15 @@ def check(name: str, stages: int, forced: dict[tuple[int, int], float], **option
 BAD = {(3, 1): 100.0, (2, 3): math.nan, (3, 4): 50.0, (1, 5): math.inf}
 
 
-@pytest.mark.parametrize("fill", ["planned", "eager"])
-@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize(
+    ("adaptive", "fill"),
+    [
+        (True, "planned"),
+        (False, "eager"),
+        pytest.param(True, "eager", marks=pytest.mark.slow),
+        pytest.param(False, "planned", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v", "interleaved", "dualpipe_v"])
 def test_training_equals_a_plain_loop(name: str, adaptive: bool, fill: str) -> None:
     optimizers = check(name, 4, BAD, adaptive=adaptive, fill=fill)

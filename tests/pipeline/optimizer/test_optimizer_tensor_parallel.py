@@ -117,8 +117,15 @@ def tensor_parallel_rank(sequence_parallel: bool, make: str) -> tuple[list[float
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("make", ["torch", "zbkern"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "make"),
+    [
+        (False, "torch"),
+        (True, "zbkern"),
+        pytest.param(False, "zbkern", marks=pytest.mark.slow),
+        pytest.param(True, "torch", marks=pytest.mark.slow),
+    ],
+)
 def test_training_equals_one_process(four_ranks: Any, sequence_parallel: bool, make: str) -> None:
     _, expected = one_process()
     results = four_ranks.run(tensor_parallel_rank, sequence_parallel, make)

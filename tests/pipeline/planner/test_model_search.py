@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan, schedules, simulate
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
@@ -52,6 +53,7 @@ def test_never_worse_than_what_is_published(stages: int, microbatches: int, limi
     assert limit is None or max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @needs_core
 def test_published_schedules_take_part_at_every_size_and_effort() -> None:
     """Also where the rules are tried on few of the microbatches: 64 stages, 512 microbatches, one chunk."""
@@ -63,7 +65,7 @@ def test_published_schedules_take_part_at_every_size_and_effort() -> None:
     assert found.timeline.cost <= known.cost * (1 + 1e-9)
 
 
-@settings(max_examples=8, deadline=None)
+@examples(4, 20)
 @given(
     st.lists(st.tuples(*[st.floats(0, 5)] * 3), min_size=6, max_size=14),
     st.sampled_from([1, 2, 3]),
@@ -100,6 +102,7 @@ def test_all_of_it_can_be_given() -> None:
     assert plan(model, 3, 6, chunks=3, effort=0).schedule.chunks == 3
 
 
+@pytest.mark.slow
 @needs_core
 def test_the_search_is_never_worse_than_its_answer_for_fewer_choices() -> None:
     model = llama(5)

@@ -87,12 +87,17 @@ def best(owners: list[int], microbatches: int, costs: Costs, limit: float, makes
 
 # Stages, microbatches, chunks, whether only microbatches in order are tried, cases.
 SHAPES = [(2, 2, 1, False, 16), (3, 2, 1, True, 12), (2, 3, 1, True, 12), (3, 3, 1, True, 3), (2, 1, 2, True, 6)]
+QUICK = 6  # cases of a shape that are not slow
 
 
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 @pytest.mark.parametrize(
     ("stages", "microbatches", "chunks", "ordered", "case"),
-    [(*shape[:4], case) for shape in SHAPES for case in range(shape[4])],
+    [
+        pytest.param(*shape[:4], case, marks=pytest.mark.slow if case >= QUICK else ())
+        for shape in SHAPES
+        for case in range(shape[4])
+    ],
 )
 def test_plan_is_the_best_of_all(stages: int, microbatches: int, chunks: int, ordered: bool, case: int) -> None:
     draw = random.Random(f"{stages} {microbatches} {case}")

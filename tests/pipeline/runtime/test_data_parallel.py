@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,17 @@ def train(
         assert value is None or torch.equal(value, again)
 
 
-@pytest.mark.parametrize("fill", ["planned", "eager"])
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h2", "zb_v"])
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = (
+    *(("ddp", "one_f_one_b", "planned"), ("ddp", "zb_h2", "eager"), ("ddp", "zb_v", "planned")),
+    *(("fsdp", "one_f_one_b", "eager"), ("fsdp", "zb_h2", "planned"), ("fsdp", "zb_v", "eager")),
+)
+EVERY = itertools.product(KINDS, ("one_f_one_b", "zb_h2", "zb_v"), ("planned", "eager"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fill"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY],
+)
 def test_equals_one_process(four_ranks: Any, kind: str, name: str, fill: str) -> None:
     four_ranks.run(train, kind, name, fill, {}, {})
 

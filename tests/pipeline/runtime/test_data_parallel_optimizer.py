@@ -92,8 +92,15 @@ def train_forced(kind: str, name: str, adaptive: bool) -> tuple[int, int, int]:
     return at_once.counts
 
 
-@pytest.mark.parametrize(("name", "adaptive"), [("zb_h2", False), ("zb_v", True)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "adaptive"),
+    [
+        ("ddp", "zb_h2", False),
+        ("fsdp", "zb_v", True),
+        pytest.param("ddp", "zb_v", True, marks=pytest.mark.slow),
+        pytest.param("fsdp", "zb_h2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_optimizer_of_replicas_equals_one_process(four_ranks: Any, kind: str, name: str, adaptive: bool) -> None:
     counts = four_ranks.run(train_forced, kind, name, adaptive)
     assert counts[0] == counts[2]

@@ -425,14 +425,15 @@ with Pipeline([zbkern.convert(model[rank])], schedules.zb_h1(3, 6), nn.functiona
 FROZEN = "rank 0 did not send|rank 1 waits for rank 0, which does not answer"
 
 
+@pytest.mark.slow  # each starts three interpreters; test_fault_matrix.py kills and stops ranks, too
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "victim", "expected"),
     [
         ("SIGKILL", 1, "rank 1 exited unexpectedly"),
-        pytest.param("SIGSTOP", 1, "rank 1 did not send", marks=pytest.mark.slow),
-        pytest.param("SIGSTOP", 0, FROZEN, marks=pytest.mark.slow),  # rank 2 waits for rank 1
-        pytest.param("itself, before it clips", 0, FROZEN, marks=pytest.mark.slow),
+        ("SIGSTOP", 1, "rank 1 did not send"),
+        ("SIGSTOP", 0, FROZEN),  # rank 2 waits for rank 1
+        ("itself, before it clips", 0, FROZEN),
     ],
 )
 def test_a_rank_that_is_killed_or_frozen_ends_the_others(how: str, victim: int, expected: str) -> None:

@@ -75,7 +75,14 @@ def planned_and_held(name: str, fill: str) -> tuple[float, float]:
     return simulate(schedule, costs, fill=fill).peak_memory[rank], resident.peak
 
 
-@pytest.mark.parametrize(("name", "fill"), [("zb_h1", "planned"), ("zb_h2", "eager"), ("zb_v", "planned")])
+@pytest.mark.parametrize(
+    ("name", "fill"),
+    [
+        pytest.param("zb_h1", "planned", marks=pytest.mark.slow),
+        pytest.param("zb_h2", "eager", marks=pytest.mark.slow),
+        ("zb_v", "planned"),
+    ],
+)
 def test_the_peak_is_the_planned_one(fresh_ranks: Any, name: str, fill: str) -> None:
     for planned, held in fresh_ranks.run(planned_and_held, name, fill):
         assert planned == pytest.approx(held, rel=0.1)

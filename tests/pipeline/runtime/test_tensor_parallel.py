@@ -50,7 +50,7 @@ def trained(schedule: str, tied: bool, sequence: bool, fill: str) -> tuple[Any, 
     ("schedule", "tied", "sequence", "fill"),
     [
         ("zb_h1", True, False, "planned"),
-        ("zb_v", False, True, "eager"),
+        pytest.param("zb_v", False, True, "eager", marks=pytest.mark.slow),
         pytest.param("zb_v", True, False, "planned", marks=pytest.mark.slow),
         pytest.param("zb_h1", False, True, "eager", marks=pytest.mark.slow),
     ],

@@ -59,7 +59,10 @@ def test_published_rates_and_memory_of_low_memory_schedules(cell: dict, name: st
     assert max(in_chunks.peak_memory) == published["peak_chunks"]
 
 
-@pytest.mark.parametrize("cell", PROFILES, ids=label)
+CELLS = [pytest.param(cell, marks=pytest.mark.slow if cell["microbatches"] > 48 else ()) for cell in PROFILES]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=label)
 def test_published_rates_of_interleaved_leave_out_a_dependency(cell: dict) -> None:
     """The published calculation lets the gradient of a chunk's first rank wait for the next chunk only for the first
     microbatch of each group of p, so that the last wait of a step is not seen. With that left out the published

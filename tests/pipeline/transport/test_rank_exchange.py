@@ -93,7 +93,7 @@ def late(failing: int) -> tuple[str, str, float]:
     return caught(0.7, lambda ranks: time.sleep(2.5 if ranks.rank == failing else 0))
 
 
-@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_rank_that_does_not_come_is_named_on_all(four_ranks: Any, failing: int) -> None:
     for kind, message, seconds in four_ranks.run(late, failing):
         assert (kind, message) == ("PipelineError", f"call: rank {failing} did not come to 'second' in 0.7 s")
@@ -148,7 +148,7 @@ def host_stopped() -> tuple[str, str, float]:
         return stopped(0)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_ends_the_others_in_time(two_ranks: Any, failing: int) -> None:
     found = two_ranks.run(stopped, failing)
     for kind, message, _ in found:
@@ -216,7 +216,7 @@ def last_words(log: Path, function: Any, *arguments: Any) -> str:
     return message
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_ends_the_others_in_time(tmp_path: Path, failing: int) -> None:
     message = last_words(tmp_path / "log", killed, failing)
     assert message == f"call: rank {failing} did not come to 'second' in 1.5 s"
