@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zbkern import wgrad
 from zbkern.autograd import OpCall, Params, differentiable_backward, weight_gradients
-from zbkern.functions import gather_again
+from zbkern.functions import regather
 from zbkern.functions._shapes import Layout, as_rows
 from zbkern.functions.collectives import arriving, cover_backward_of, local_of
 from zbkern.wgrad import Segment, WGradFunction, WGradKernel, accumulation
@@ -44,7 +44,7 @@ class ShardedLinear(torch.autograd.Function):
     def forward(ctx: Any, call: OpCall, x: DTensor, *edges: Tensor | None) -> Tensor:
         weight, bias = call.params
         scope = wgrad.current()
-        part = gather_again.part_of(x) if scope is not None and scope[0].gather_again else None
+        part = regather.part_of(x) if scope is not None and scope[0].regather_inputs else None
         ctx.save_for_backward(x if part is None else part, weight)
         ctx.call, ctx.placements, ctx.gathers = call, x.placements, part is not None
         cover_backward_of(x)
@@ -58,7 +58,7 @@ class ShardedLinear(torch.autograd.Function):
             if ctx.gathers:
                 raise RuntimeError(
                     f"linear {call.name}: create_graph=True needs the gathered input, which was not kept; set "
-                    "gather_again=False on the WGradQueue"
+                    "regather_inputs=False on the WGradQueue"
                 )
             return differentiable_backward(call, _linear, (x,), dy)
         dy = arriving(dy)
@@ -68,7 +68,7 @@ class ShardedLinear(torch.autograd.Function):
         if all(_agrees(parameter, places) for parameter in call.params) and may_be_terms(call.params, sums):
             kernel, part, rows = local(call.backend.linear_wgrad, sums), local_of(x), as_rows(local_of(dy))
             if ctx.gathers:
-                kernel = gather_again.gathering(kernel, Layout.of(x), ctx.placements)
+                kernel = regather.gathering(kernel, Layout.of(x), ctx.placements)
             else:
                 part = as_rows(part)
             flops = 2 * rows.numel() * part.shape[-1]
