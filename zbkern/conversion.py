@@ -108,7 +108,7 @@ def unconverted(model: Module) -> dict[str, str]:
 class Coverage(NamedTuple):
     """How much of a model's weight gradient is deferred; as a string, one line.
 
-    share: of all elements of parameters with two or more dimensions that get a gradient, those whose gradient is deferred.
+    share: of all elements of parameters with two or more dimensions that get a gradient, those whose W is deferred.
     not_deferred: {name: its share} of the parameters whose gradient B computes, or a part of it, the largest first.
     """
 

@@ -1,6 +1,7 @@
 """A sequence-parallel linear that keeps this rank's shard of its gathered input; its W all-gathers the input again.
 
-Such a W communicates: all ranks of the group must run the same W in the same order (`WGradQueue(regather_inputs=True)`).
+Such a W communicates: all ranks of the group must run the same W in the same order, see
+`WGradQueue(regather_inputs=...)`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class WGradQueue:
     them at once, are computed on the current stream.
 
     wgrads_per_collective: how many pending W run while a collective of a backward inside `defer` is in flight:
-    tensor-parallel layers and `zbkern.nn.ExpertParallel` start the collective, run so many W, and only then wait for it.
+    tensor-parallel layers and `zbkern.nn.ExpertParallel` start the collective, run so many W, and only then wait for
+    it.
     regather_inputs: True lets a sequence-parallel linear keep this rank's shard of its input instead of the gathered
     input, and W all-gathers it again: less memory, one more all-gather. Such a W communicates, so all ranks of a
     tensor-parallel group must then run the same W in the same order (not `fill="eager"`, nor a `max_bytes`). Both may

@@ -15,7 +15,7 @@ from numbers import Real
 
 from zbkern.pipeline.schedules.actions import COPIES, Action
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
-from zbkern.pipeline.schedules.program import FILLS, recomputed, offloads_or_recomputes
+from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes, recomputed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.copies import Copies
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
