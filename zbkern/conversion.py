@@ -120,9 +120,8 @@ class Coverage(NamedTuple):
         if not self.not_deferred:
             return line
         named = [f"{name} ({100 * share:.1f}%)" for name, share in self.not_deferred.items()]
-        return f"{line}; computed in B: {', '.join(named[:5])}" + (
-            f" and {len(named) - 5} more" if len(named) > 5 else ""
-        )
+        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        return f"{line}; computed in B: {', '.join(named[:5])}{more}"
 
 
 def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
