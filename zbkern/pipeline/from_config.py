@@ -208,8 +208,8 @@ def _step(found: Plan, setting: Setting, objective: str) -> str:
     for rank, each in zip(found.schedule.placement, flat.static, strict=True):
         static[rank] += each
     return (
-        f"{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most are there all the time: weights, gradients, "
-        f"optimizer state\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, "
+        f"{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most by rank: weights, gradients, "
+        f"optimizer states\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, "
         f"{used:.1%} of the peak flops"
     )
 

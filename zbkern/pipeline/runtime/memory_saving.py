@@ -74,7 +74,7 @@ class MemorySavingStage(Stage):
     row: this rank's actions, which tell a forward what will become of its activations. lanes: the copies of the rank.
     copied: called with every O and L and its copy, as it begins. The tensors that autograd saves in a forward, those of
     the loss among them, are kept in `SavedTensors`; what W needs stays in the queue, whose tasks get other tensors.
-    Parameters, buffers and the batch are there anyway, and are neither moved nor counted.
+    Parameters, buffers and the batch stay on the device, and are neither moved nor counted.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class MemorySavingStage(Stage):
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any) -> Any:
-        self._activations.pop(microbatch)  # the graph alone keeps them now, and lets go of each when it has been used
+        self._activations.pop(microbatch)  # only the graph keeps them now, and frees each once it has been used
         found = super().backward_input(microbatch, gradients)
         self._waiting[microbatch] = held = self._held(microbatch)
         if microbatch in self._offloaded["B"]:

@@ -20,7 +20,7 @@ class LayerCosts:
     """One layer: times and memory of one microbatch, as in `Costs`, and what the layer holds and passes on.
 
     held: as much as the activation where it is not given. output: memory of what it passes to the next layer (its
-    gradient is as large). static: memory that it holds all the time, its weights, gradients and optimizer state. tied:
+    gradient is as large). static: memory of its model states: weights, gradients and optimizer states. tied:
     layers of the same name here share one `static`, an embedding and the head that is its transpose: a rank with
     several of them holds it once.
 
