@@ -12,9 +12,9 @@ class Memory:
     """What one rank holds, now and at most so far, in the unit of `Costs.activation`.
 
     It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
-    adds the rest; B leaves `held`, and BW nothing; W releases `held`, a slice of n its n-th part. O releases what the microbatch
-    holds, L takes it again. Actions are accounted in the order of the rank's row. recomputed: (chunk, microbatch) of
-    every R.
+    adds the rest; B leaves `held`, and BW nothing; W releases `held`, a slice of n its n-th part. O releases what the
+    microbatch holds, L takes it again. Actions are accounted in the order of the rank's row. recomputed: (chunk,
+    microbatch) of every R.
     """
 
     def __init__(
