@@ -22,6 +22,7 @@ from zbkern.autograd import OpCall, Params, differentiable_backward, weight_grad
 from zbkern.functions import regather
 from zbkern.functions._shapes import Layout, as_rows
 from zbkern.functions.collectives import arriving, cover_backward_of, local_of
+from zbkern.functions.embedding import embedding_with_torch
 from zbkern.wgrad import Segment, WGradFunction, WGradKernel, accumulation
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class ShardedEmbedding(torch.autograd.Function):
         (indices,) = ctx.saved_tensors
         (weight,) = call.params
         if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_backward(call, _embedding, (indices, ctx.padding_idx), dy)
+            return differentiable_backward(call, embedding_with_torch, (indices, ctx.padding_idx), dy)
         places = zip(weight.placements, indices.placements, dy.placements, strict=True)
         if all(_splits_embedding(*place, dy.dim() - 1) for place in places):
             rows, first = weight.to_local().shape[0], _first_row(weight)
@@ -244,7 +245,3 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
-
-
-def _embedding(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
-    return torch.nn.functional.embedding(indices, weight, padding_idx)
