@@ -27,9 +27,9 @@ from zbkern.reporting import environment, machine_line, markdown_table
 RANKS = 2
 VARIANTS: dict[str, dict[str, Any]] = {
     "inputs kept": {},
-    "inputs kept, 1 W per collective of B": {"w_per_collective": 1},
-    "inputs gathered again in W": {"gather_again": True},
-    "inputs gathered again, 1 W per collective of B": {"gather_again": True, "w_per_collective": 1},
+    "inputs kept, 1 W per collective of B": {"wgrads_per_collective": 1},
+    "inputs gathered again in W": {"regather_inputs": True},
+    "inputs gathered again, 1 W per collective of B": {"regather_inputs": True, "wgrads_per_collective": 1},
 }
 
 

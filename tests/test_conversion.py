@@ -60,7 +60,6 @@ def test_convert_keeps_everything_and_restore_undoes_it() -> None:
 
 
 def test_unconverted_gives_names_and_reasons() -> None:
-    assert zbkern.left_alone is zbkern.unconverted  # its earlier name
     reasons = zbkern.unconverted(zbkern.convert(make()))
     assert "sparse" in reasons.pop("sparse")
     assert [name for name in reasons if name.startswith("normed")]
@@ -129,9 +128,9 @@ def test_coverage_is_measured() -> None:
     assert zbkern.coverage(model, lambda: model(x).sum()) == (0.0, {"0.weight": 0.5, "3.weight": 0.5})
     zbkern.convert(model, filter=lambda name, module: name == "0")
     found = zbkern.coverage(model, lambda: model(x).sum())
-    assert str(found) == "50.0% of the weight gradient waits; at once: 3.weight (50.0%)"
+    assert str(found) == "50.0% of the weight gradient is deferred; computed in B: 3.weight (50.0%)"
     zbkern.convert(model)
-    assert str(zbkern.coverage(model, lambda: model(x).sum())) == "100.0% of the weight gradient waits"
+    assert str(zbkern.coverage(model, lambda: model(x).sum())) == "100.0% of the weight gradient is deferred"
     assert model[0].weight.grad is gradient
     assert torch.equal(gradient, torch.ones(6, 4))
     assert all(parameter.grad is None for parameter in model[1:].parameters())
@@ -143,7 +142,7 @@ def test_coverage_is_measured() -> None:
 def test_coverage_names_the_largest_five() -> None:
     model = nn.ModuleList([nn.Linear(2, size) for size in range(1, 9)])
     found = zbkern.coverage(model, lambda: sum(layer(torch.ones(1, 2)).sum() for layer in model))
-    assert next(iter(found.at_once)) == "7.weight"
+    assert next(iter(found.not_deferred)) == "7.weight"
     assert str(found).endswith("3.weight (11.1%) and 3 more")
 
 

@@ -92,14 +92,14 @@ def test_four_ranks_equal_one_process(four_ranks: Any, case: str) -> None:
     check(four_ranks.run(block_rank, case))
 
 
-def order_rank(w_per_collective: int) -> tuple[list[str], list[Tensor]]:
+def order_rank(wgrads_per_collective: int) -> tuple[list[str], list[Tensor]]:
     """What happened in B of the second of two layers' microbatch, and the gradients in the end."""
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layers = nn.Sequential(block(ranks, rank), block(ranks, rank))
     x, events = tokens("uneven", ranks)[rank].requires_grad_(), []
-    queue = zbkern.WGradQueue(merge=False, w_per_collective=w_per_collective)
+    queue = zbkern.WGradQueue(merge=False, wgrads_per_collective=wgrads_per_collective)
     queue.listeners.append(lambda tasks: events.append("W"))
     original = dist.all_to_all_single
 

@@ -310,7 +310,7 @@ def test_restore_copy_and_pickle() -> None:
     kinds = [type(module) for module in model]
     zbkern.convert(model)
     assert all(isinstance(module, kind) for module, kind in zip(model, kinds, strict=True))
-    assert not zbkern.left_alone(model)
+    assert not zbkern.unconverted(model)
     twin = copy.deepcopy(model)
     assert [type(module) for module in twin] == [type(module) for module in model]
     assert [type(module) for module in zbkern.restore(model)] == kinds

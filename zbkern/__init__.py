@@ -13,7 +13,6 @@ __version__ = "0.1.0"
 _HOME = {
     "convert": "zbkern.conversion",
     "coverage": "zbkern.conversion",
-    "left_alone": "zbkern.conversion",
     "restore": "zbkern.conversion",
     "unconverted": "zbkern.conversion",
     "SeparableFunction": "zbkern.functions.separable",
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from zbkern import wgrad as wgrad
     from zbkern.conversion import convert as convert
     from zbkern.conversion import coverage as coverage
-    from zbkern.conversion import left_alone as left_alone
     from zbkern.conversion import restore as restore
     from zbkern.conversion import unconverted as unconverted
     from zbkern.functions.separable import SeparableFunction as SeparableFunction

@@ -1,6 +1,6 @@
 """Swaps the modules of a model for their zbkern twins in place, and back: same objects, parameters, hooks and keys.
 
-`unconverted` lists the modules that stayed; `coverage` measures how much of the weight gradient waits.
+`unconverted` lists the modules that stayed; `coverage` measures how much of the weight gradient is deferred.
 """
 
 from __future__ import annotations
@@ -105,29 +105,27 @@ def unconverted(model: Module) -> dict[str, str]:
     return reasons
 
 
-left_alone = unconverted  # its earlier name
-
-
 class Coverage(NamedTuple):
-    """How much of a model's weight gradient waits; as a string, one line.
+    """How much of a model's weight gradient is deferred; as a string, one line.
 
-    share: of all elements of parameters with two or more dimensions that get a gradient, those whose gradient waits.
-    at_once: {name: its share} of the parameters whose gradient does not wait, or not all of it, the largest first.
+    share: of all elements of parameters with two or more dimensions that get a gradient, those whose W is deferred.
+    not_deferred: {name: its share} of the parameters whose gradient B computes, or a part of it, the largest first.
     """
 
     share: float
-    at_once: dict[str, float]
+    not_deferred: dict[str, float]
 
     def __str__(self) -> str:
-        line = f"{100 * self.share:.1f}% of the weight gradient waits"
-        if not self.at_once:
+        line = f"{100 * self.share:.1f}% of the weight gradient is deferred"
+        if not self.not_deferred:
             return line
-        named = [f"{name} ({100 * share:.1f}%)" for name, share in self.at_once.items()]
-        return f"{line}; at once: {', '.join(named[:5])}" + (f" and {len(named) - 5} more" if len(named) > 5 else "")
+        named = [f"{name} ({100 * share:.1f}%)" for name, share in self.not_deferred.items()]
+        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        return f"{line}; computed in B: {', '.join(named[:5])}{more}"
 
 
 def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
-    """Measures how much of the weight gradient of a converted model waits, by one forward and B.
+    """Measures how much of the weight gradient of a converted model is deferred, by one forward and B.
 
     loss: computes a loss of the model, a tensor of one element, as in `lambda: model(**batch).loss`. Parameters of one
     dimension are left out: their gradients cost next to nothing. Gradients and random numbers are left as they were;
@@ -149,16 +147,16 @@ def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
         with torch.random.fork_rng(list(devices)), torch.enable_grad(), queue.defer():
             loss().backward()
         waiting = {id(parameter) for task in queue.tasks() for parameter in task.parameters}
-        at_once = {name: p.numel() for name, p in matrices.items() if p.grad is not None}
-        total = sum(p.numel() for name, p in matrices.items() if name in at_once or id(p) in waiting)
+        not_deferred = {name: p.numel() for name, p in matrices.items() if p.grad is not None}
+        total = sum(p.numel() for name, p in matrices.items() if name in not_deferred or id(p) in waiting)
     finally:
         queue.discard()
         for parameter, gradient in before:
             parameter.grad = gradient
     if not total:
         raise ValueError("coverage: loss must depend on parameters of model with two or more dimensions; it does not")
-    shares = {name: size / total for name, size in sorted(at_once.items(), key=lambda item: -item[1])}
-    return Coverage(1 - sum(at_once.values()) / total, shares)
+    shares = {name: size / total for name, size in sorted(not_deferred.items(), key=lambda item: -item[1])}
+    return Coverage(1 - sum(not_deferred.values()) / total, shares)
 
 
 def _twin(module: Module) -> type[Module] | str:

@@ -23,7 +23,7 @@ class ExpertParallel(torch.nn.Module):
     takes the routing: (experts, weights), each [..., top_k]; experts int64. group: a process group, None for all ranks.
 
     Ranks may have different numbers of tokens, and none. The host waits once per forward, for the numbers of tokens
-    that go to each rank. In B, an all-to-all starts, `WGradQueue(w_per_collective=...)` W of other layers or
+    that go to each rank. In B, an all-to-all starts, `WGradQueue(wgrads_per_collective=...)` W of other layers or
     microbatches run, and then it is waited for. An expert's gradient is the sum over the tokens of all ranks; the
     router's is that of this rank's tokens, as under data parallelism.
     """

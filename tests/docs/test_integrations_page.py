@@ -325,7 +325,7 @@ def sequence_parallel(code: str) -> float:
 
 
 def test_sequence_parallel(two_ranks: Any) -> None:
-    code = block(PAGE, "gather_again=True")
+    code = block(PAGE, "regather_inputs=True")
     assert max(two_ranks.run(sequence_parallel, code)) < 1e-12
 
 
@@ -357,7 +357,7 @@ def test_transformers() -> None:
             optimizer.zero_grad()
     for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, expected)
-    assert not zbkern.left_alone(model)
+    assert not zbkern.unconverted(model)
 
 
 def test_another_engine() -> None:

@@ -347,7 +347,7 @@ class GatedBlock(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def order_rank(batch: int, w_per_collective: int) -> tuple[list[str], int, list[Tensor]]:
+def order_rank(batch: int, wgrads_per_collective: int) -> tuple[list[str], int, list[Tensor]]:
     """What happened in B of the second microbatch, how many W waited after it, and the gradients in the end."""
     import torch.distributed._functional_collectives as collectives
     from torch.distributed.device_mesh import init_device_mesh
@@ -356,7 +356,7 @@ def order_rank(batch: int, w_per_collective: int) -> tuple[list[str], int, list[
     generator = torch.Generator().manual_seed(1)
     x, dy = torch.randn(2, 2, batch, TOKENS, WIDTH, dtype=torch.float64, generator=generator)
     events: list[str] = []
-    queue = zbkern.WGradQueue(merge=False, w_per_collective=w_per_collective)
+    queue = zbkern.WGradQueue(merge=False, wgrads_per_collective=wgrads_per_collective)
     queue.listeners.append(lambda tasks: events.append("W"))
 
     def recorded(name: str, event: str) -> Callable[..., Any]:
@@ -394,14 +394,14 @@ def test_w_runs_between_the_start_of_a_collective_and_the_wait(two_ranks: Any) -
         assert all(torch.equal(a, b) for a, b in zip(covered, expected, strict=True))
 
 
-def gather_rank(gather_again: bool, tokens: int) -> tuple[int, int, list[str], list[Tensor]]:
+def gather_rank(regather_inputs: bool, tokens: int) -> tuple[int, int, list[str], list[Tensor]]:
     """Bytes that autograd keeps of x between F and B, bytes that W hold, collectives of W, and the gradients."""
     import torch.distributed._functional_collectives as collectives
     from torch.distributed.device_mesh import init_device_mesh
 
     model, part = sequence_linear(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     x, dy = torch.randn(2, 2, tokens, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    queue, events = zbkern.WGradQueue(gather_again=gather_again), []
+    queue, events = zbkern.WGradQueue(regather_inputs=regather_inputs), []
     kept: dict[int, int] = {}
 
     def pack(tensor: Any) -> Any:
@@ -443,7 +443,7 @@ def second_derivative_rank() -> str:
 
     model, part = sequence_linear(init_device_mesh("cpu", (2,)))
     x = part(torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)).requires_grad_()
-    with zbkern.WGradQueue(gather_again=True).defer():
+    with zbkern.WGradQueue(regather_inputs=True).defer():
         y = model["mlp"](model["norm"](x))
         try:
             torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -455,7 +455,7 @@ def second_derivative_rank() -> str:
 @pytest.mark.dist
 def test_what_was_not_kept_has_no_second_derivative(two_ranks: Any) -> None:
     for message in two_ranks.run(second_derivative_rank):
-        assert "gather_again=False" in message
+        assert "regather_inputs=False" in message
 
 
 def loss_parallel_rank(order: str, ranks: int) -> tuple[list[str], dict[str, float], float]:

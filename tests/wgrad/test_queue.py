@@ -313,7 +313,7 @@ def test_a_task_that_gets_other_tensors_keeps_its_place_and_its_gradient() -> No
 
 def test_w_during_a_collective() -> None:
     model, twin = make_pair()
-    queue = zbkern.WGradQueue(w_per_collective=1)
+    queue = zbkern.WGradQueue(wgrads_per_collective=1)
     called: list[Tensor] = []
     next(twin.parameters()).register_post_accumulate_grad_hook(called.append)
     for key, x in enumerate(batches(2)):
@@ -327,5 +327,5 @@ def test_w_during_a_collective() -> None:
     queue.run()
     testing.assert_same_gradients(twin, model)
     assert zbkern.WGradQueue().run_during_collective() == 0
-    with pytest.raises(ValueError, match="w_per_collective must be a number of W >= 0; got -1"):
-        zbkern.WGradQueue(w_per_collective=-1)
+    with pytest.raises(ValueError, match="wgrads_per_collective must be a number of W >= 0; got -1"):
+        zbkern.WGradQueue(wgrads_per_collective=-1)

@@ -1,7 +1,7 @@
 """Collectives of B that W covers: started, then W of the queue runs, then they are waited for.
 
 Where torch's tensor parallelism communicates in a backward, `cover_backward_of` lets W run between the start and the
-wait (`WGradQueue(w_per_collective=...)`). All ranks run the same number of W there, at the same points.
+wait (`WGradQueue(wgrads_per_collective=...)`). All ranks run the same number of W there, at the same points.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def run_w() -> None:
     """Runs W of the queue that this backward defers to, as many as it wants to run beside a collective."""
     scope = wgrad.current()
-    if scope is not None and scope[0].w_per_collective:
+    if scope is not None and scope[0].wgrads_per_collective:
         scope[0].run_during_collective()
 
 
@@ -101,7 +101,7 @@ def _cover(
 ) -> tuple[Any, ...] | None:
     (gradient,) = gradients
     scope = wgrad.current()
-    if scope is None or not scope[0].w_per_collective or torch.is_grad_enabled():
+    if scope is None or not scope[0].wgrads_per_collective or torch.is_grad_enabled():
         return None
     if gradient is None or tuple(gradient.placements) == placements or dtype not in (None, gradient.dtype):
         return None

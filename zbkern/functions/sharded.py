@@ -19,9 +19,10 @@ from torch import Tensor
 
 from zbkern import wgrad
 from zbkern.autograd import OpCall, Params, differentiable_backward, weight_gradients
-from zbkern.functions import gather_again
+from zbkern.functions import regather
 from zbkern.functions._shapes import Layout, as_rows
 from zbkern.functions.collectives import arriving, cover_backward_of, local_of
+from zbkern.functions.embedding import embedding_with_torch
 from zbkern.wgrad import Segment, WGradFunction, WGradKernel, accumulation
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ShardedLinear(torch.autograd.Function):
     def forward(ctx: Any, call: OpCall, x: DTensor, *edges: Tensor | None) -> Tensor:
         weight, bias = call.params
         scope = wgrad.current()
-        part = gather_again.part_of(x) if scope is not None and scope[0].gather_again else None
+        part = regather.part_of(x) if scope is not None and scope[0].regather_inputs else None
         ctx.save_for_backward(x if part is None else part, weight)
         ctx.call, ctx.placements, ctx.gathers = call, x.placements, part is not None
         cover_backward_of(x)
@@ -58,7 +59,7 @@ class ShardedLinear(torch.autograd.Function):
             if ctx.gathers:
                 raise RuntimeError(
                     f"linear {call.name}: create_graph=True needs the gathered input, which was not kept; set "
-                    "gather_again=False on the WGradQueue"
+                    "regather_inputs=False on the WGradQueue"
                 )
             return differentiable_backward(call, _linear, (x,), dy)
         dy = arriving(dy)
@@ -68,7 +69,7 @@ class ShardedLinear(torch.autograd.Function):
         if all(_agrees(parameter, places) for parameter in call.params) and may_be_terms(call.params, sums):
             kernel, part, rows = local(call.backend.linear_wgrad, sums), local_of(x), as_rows(local_of(dy))
             if ctx.gathers:
-                kernel = gather_again.gathering(kernel, Layout.of(x), ctx.placements)
+                kernel = regather.gathering(kernel, Layout.of(x), ctx.placements)
             else:
                 part = as_rows(part)
             flops = 2 * rows.numel() * part.shape[-1]
@@ -94,7 +95,7 @@ class ShardedEmbedding(torch.autograd.Function):
         (indices,) = ctx.saved_tensors
         (weight,) = call.params
         if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_backward(call, _embedding, (indices, ctx.padding_idx), dy)
+            return differentiable_backward(call, embedding_with_torch, (indices, ctx.padding_idx), dy)
         places = zip(weight.placements, indices.placements, dy.placements, strict=True)
         if all(_splits_embedding(*place, dy.dim() - 1) for place in places):
             rows, first = weight.to_local().shape[0], _first_row(weight)
@@ -244,7 +245,3 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
-
-
-def _embedding(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
-    return torch.nn.functional.embedding(indices, weight, padding_idx)

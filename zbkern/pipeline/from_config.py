@@ -16,6 +16,7 @@ from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.architecture import Architecture, load_architecture
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
+from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -203,13 +204,11 @@ def _step(found: Plan, setting: Setting, objective: str) -> str:
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops
     used = rate * flops(setting.architecture, setting.job.sequence) / peak
-    static = [0.0] * found.schedule.stages
-    flat = found.costs.per_chunk(len(found.schedule.placement))
-    for rank, each in zip(found.schedule.placement, flat.static, strict=True):
-        static[rank] += each
+    placement = found.schedule.placement
+    static = static_of_ranks(found.costs.per_chunk(len(placement)), placement)
     return (
-        f"{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most are there all the time: weights, gradients, "
-        f"optimizer state\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, "
+        f"{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most by rank: weights, gradients, "
+        f"optimizer states\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, "
         f"{used:.1%} of the peak flops"
     )
 

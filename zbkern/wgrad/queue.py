@@ -36,12 +36,13 @@ class WGradQueue:
     then nothing else may touch them, a backward that does not defer included. Gradients with hooks, which may look at
     them at once, are computed on the current stream.
 
-    w_per_collective: how many W run while a collective of a backward inside `defer` is in flight: tensor-parallel
-    layers and expert parallelism (`zbkern.nn.ExpertParallel`) start it, run so many W, and only then wait for it.
-    gather_again: a sequence-parallel linear keeps this rank's part of its input instead of the gathered one, from F
-    on, and W gathers it again: fewer bytes, one all-gather more. That W communicates, so all ranks of a tensor-parallel
-    group must then run the same W in the same order (not `fill="eager"`, nor a `max_bytes`). Both may be set at any
-    time.
+    wgrads_per_collective: how many pending W run while a collective of a backward inside `defer` is in flight:
+    tensor-parallel layers and `zbkern.nn.ExpertParallel` start the collective, run so many W, and only then wait for
+    it.
+    regather_inputs: True lets a sequence-parallel linear keep this rank's shard of its input instead of the gathered
+    input, and W all-gathers it again: less memory, one more all-gather. Such a W communicates, so all ranks of a
+    tensor-parallel group must then run the same W in the same order (not `fill="eager"`, nor a `max_bytes`). Both may
+    be set at any time.
 
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
@@ -55,8 +56,8 @@ class WGradQueue:
         merge: bool | str = True,
         stream: torch.cuda.Stream | None = None,
         *,
-        w_per_collective: int = 0,
-        gather_again: bool = False,
+        wgrads_per_collective: int = 0,
+        regather_inputs: bool = False,
     ) -> None:
         self._side: side_stream.SideStream | None = None
         self._tasks: dict[WGradTask, None] = {}  # a dict keeps the order and forgets one task in constant time
@@ -66,12 +67,14 @@ class WGradQueue:
             )
         if merge not in (True, False, "exact"):
             raise ValueError(f'WGradQueue: merge must be True, False or "exact"; got {merge!r}')
-        if not isinstance(w_per_collective, int) or w_per_collective < 0:
-            raise ValueError(f"WGradQueue: w_per_collective must be a number of W >= 0; got {w_per_collective!r}")
+        if not isinstance(wgrads_per_collective, int) or wgrads_per_collective < 0:
+            raise ValueError(
+                f"WGradQueue: wgrads_per_collective must be a number of W >= 0; got {wgrads_per_collective!r}"
+            )
         self.max_bytes = max_bytes
         self.merge = merge
-        self.w_per_collective = w_per_collective
-        self.gather_again = gather_again
+        self.wgrads_per_collective = wgrads_per_collective
+        self.regather_inputs = regather_inputs
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
         self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes, itself
@@ -176,7 +179,7 @@ class WGradQueue:
         return True
 
     def run_during_collective(self) -> int:
-        """Runs `w_per_collective` of the oldest W, fewer where fewer are pending. Returns how many.
+        """Runs `wgrads_per_collective` of the oldest W, fewer where fewer are pending. Returns how many.
 
         For layers of your own: call it in a backward, between the start of a collective and the wait for it. W with
         hooks are left: this backward may have more to add to the same parameter. Those of one weight count as one when
@@ -184,7 +187,7 @@ class WGradQueue:
         """
         ran = 0
         with self._lock:
-            while ran < self.w_per_collective:
+            while ran < self.wgrads_per_collective:
                 first = next((task for task in self._tasks if not task.has_hooks), None)
                 if first is None:
                     break

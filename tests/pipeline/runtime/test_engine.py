@@ -313,9 +313,9 @@ def test_a_step_without_gradients_is_refused() -> None:
 def test_a_pipeline_that_was_closed_says_so() -> None:
     with one_rank() as pipe:
         pass
-    for call in (pipe.step, pipe.evaluate):
-        with pytest.raises(RuntimeError, match="this pipeline was closed; construct another"):
-            call(torch.ones(2, 2), torch.ones(2, 2))
+    for name in ("step", "evaluate"):
+        with pytest.raises(RuntimeError, match=f"Pipeline.{name}: this pipeline was closed; construct another"):
+            getattr(pipe, name)(torch.ones(2, 2), torch.ones(2, 2))
     pipe.close()
 
 
@@ -435,8 +435,8 @@ def test_w_that_communicates_needs_a_planned_order() -> None:
     (transport,) = LocalTransport.ring(1)
     schedule, data = schedules.gpipe(1, 2), make_data(2)
     with Pipeline(make_model(1), schedule, nn.functional.mse_loss, transport, fill="eager") as pipe:
-        pipe.queue.gather_again = True
+        pipe.queue.regather_inputs = True
         with pytest.raises(ValueError, match='fill="planned"'):
             pipe.step(*data)
-        pipe.queue.gather_again = False
+        pipe.queue.regather_inputs = False
         assert pipe.step(*data) is not None

@@ -59,6 +59,12 @@ def test_a_partition_that_is_none_is_refused(partition: list[int]) -> None:
 def test_wrong_numbers_name_the_layer() -> None:
     with pytest.raises(ValueError, match=r"layer 'block'.*forward must be from 0"):
         LayerCosts("block", -1, 1, 1)
+    with pytest.raises(ValueError, match="ModelCosts: latency must be from 0"):
+        model(latency=-1)
+    with pytest.raises(ValueError, match="ModelCosts: copy_slowdown must be from 0"):
+        model(copy_slowdown=-1)
+    with pytest.raises(TypeError, match="ModelCosts: bandwidth must be a number"):
+        model(bandwidth="fast")
     with pytest.raises(ValueError, match="bandwidth must be above 0"):
         model(bandwidth=0)
     with pytest.raises(ValueError, match=r"\['weight'\] are missing"):

@@ -40,7 +40,7 @@ class _Reached(Exception):
     """The layer after the chunk's last was called."""
 
 
-class _Flow:
+class Flow:
     """What goes into and out of the layers of a chunk in the forward that runs."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Flow:
 class _Absent(nn.Module):
     """A module that another rank holds."""
 
-    def __init__(self, original: nn.Module, name: str, flow: _Flow) -> None:
+    def __init__(self, original: nn.Module, name: str, flow: Flow) -> None:
         super().__init__()
         plain = {k: v for k, v in vars(original).items() if isinstance(v, bool | int | float | str)}
         self.__dict__.update(plain)  # such as a block's kind of attention, which the model looks up
@@ -92,7 +92,7 @@ class Before(_Absent):
 class Entry(_Absent):
     """The layer before the chunk's first: gives what that one gave on its rank."""
 
-    def __init__(self, original: nn.Module, name: str, flow: _Flow) -> None:
+    def __init__(self, original: nn.Module, name: str, flow: Flow) -> None:
         super().__init__(original, name, flow)
         flow.kind = type(original)
 
@@ -129,7 +129,7 @@ class Chunk(nn.Module):
     whole: Any  # the copy of the model
 
     def __init__(
-        self, whole: nn.Module, flow: _Flow, names: Sequence[str], first: int, last: int, shared: Mapping[str, str]
+        self, whole: nn.Module, flow: Flow, names: Sequence[str], first: int, last: int, shared: Mapping[str, str]
     ) -> None:
         super().__init__()
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbkern.pipeline.models import weights as loading
-from zbkern.pipeline.models.chunk import After, Before, Chunk, Entry, Outside, _Flow
+from zbkern.pipeline.models.chunk import After, Before, Chunk, Entry, Flow, Outside
 from zbkern.pipeline.models.layers import Layer, layers_of, shared_parameters
 from zbkern.pipeline.schedules.layout import check_partition, read_layout
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -116,7 +116,7 @@ def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule)
 
 def _chunk(model: nn.Module, names: list[str], first: int, last: int) -> Chunk:
     """Layers first to last - 1: a copy of the model that shares their parameters, and has stand-ins for the others."""
-    flow = _Flow()
+    flow = Flow()
     memo: dict[int, Any] = {}
     for index, name in enumerate(names):
         if not first <= index < last:

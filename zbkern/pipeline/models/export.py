@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.layers import is_transformer
-from zbkern.pipeline.models.weights import INDEX, SINGLE, _converts, safetensors
+from zbkern.pipeline.models.weights import INDEX, SINGLE, library_converts, safetensors
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
 
@@ -91,7 +91,7 @@ def _files_of(chunk: Chunk, max_bytes: int) -> Iterator[dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for layer in _by_layer(chunk):
         whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in layer.items()}
-        if is_transformer(chunk.whole) and _converts():
+        if is_transformer(chunk.whole) and library_converts():
             from transformers.core_model_loading import revert_weight_conversion
 
             whole = revert_weight_conversion(chunk.whole, whole)

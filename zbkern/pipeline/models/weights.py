@@ -153,7 +153,7 @@ def _load(chunk: Chunk, folder: Path, device: torch.device) -> None:
             source = next((name for name in (label, _without_prefix(chunk.whole, label)) if name in stored), None)
             if key not in stored and source is not None:
                 stored[key] = stored[source]
-        if is_transformer(chunk.whole) and _converts():
+        if is_transformer(chunk.whole) and library_converts():
             _load_by_the_library(chunk, stored, folder, device)
             return
         for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
@@ -211,7 +211,8 @@ def _without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _converts() -> bool:
+def library_converts() -> bool:
+    """Whether the installed transformers library translates names and layouts of weights itself (from 5 on)."""
     return importlib.util.find_spec("transformers.core_model_loading") is not None
 
 

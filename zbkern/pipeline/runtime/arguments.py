@@ -98,18 +98,18 @@ def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Modu
     return device
 
 
-def split(name: str, value: Any, count: int) -> list[Any]:
+def split(call: str, name: str, value: Any, count: int) -> list[Any]:
     """A pytree of tensors in `count` equal parts along dimension 0; a list must have the parts already.
 
-    None in a tree is an argument left out, of every part. name: what the value is called in errors. Raises ValueError
-    or TypeError for what cannot be split.
+    None in a tree is an argument left out, of every part. call, name: of the Pipeline's method and of the argument, for
+    errors. Raises ValueError or TypeError for what cannot be split.
     """
     if value is None:
-        raise ValueError(f"Pipeline.step: {name} must be given on this rank; got None")
+        raise ValueError(f"Pipeline.{call}: {name} must be given on this rank; got None")
     if isinstance(value, list):
         if len(value) != count:
             raise ValueError(
-                f"Pipeline.step: {name} is a list of {len(value)} microbatches and the schedule has {count}; "
+                f"Pipeline.{call}: {name} is a list of {len(value)} microbatches and the schedule has {count}; "
                 "pass one entry per microbatch, or one tensor to be split"
             )
         return value
@@ -118,7 +118,7 @@ def split(name: str, value: Any, count: int) -> list[Any]:
     if wrong or not leaves:
         got = repr(value) if not leaves else "a scalar" if isinstance(wrong[0], Tensor) else type(wrong[0]).__name__
         raise TypeError(
-            f"Pipeline.step: {name} must hold tensors with a batch dimension; got {got}; a list with one entry per "
+            f"Pipeline.{call}: {name} must hold tensors with a batch dimension; got {got}; a list with one entry per "
             "microbatch may hold anything"
         )
     parts: list[list[Any]] = []
@@ -128,23 +128,23 @@ def split(name: str, value: Any, count: int) -> list[Any]:
             continue
         if leaf.shape[0] % count:
             raise ValueError(
-                f"Pipeline.step: dimension 0 of {name} must be a multiple of the {count} microbatches; got "
+                f"Pipeline.{call}: dimension 0 of {name} must be a multiple of the {count} microbatches; got "
                 f"{list(leaf.shape)}; change the batch size or pass a list of microbatches"
             )
         parts.append(list(leaf.split(leaf.shape[0] // count)) if leaf.shape[0] else [leaf] * count)
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
 
 
-def split_side(side: Any, count: int) -> list[dict[str, Any]]:
+def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:
     """The side inputs of each of `count` microbatches; empty where there are none. Raises as `split` does."""
     if side is None:
         return [{}] * count
-    parts = split("side", side, count)
+    parts = split(call, "side", side, count)
     for part in parts:
         if not isinstance(part, Mapping) or not all(isinstance(name, str) for name in part):
             raise TypeError(
-                "Pipeline.step: side must be {name: tensor}, or a list with one such dict per microbatch, which chunks "
-                f"get as keyword arguments; got {type(part).__name__}"
+                f"Pipeline.{call}: side must be {{name: tensor}}, or a list with one such dict per microbatch, which "
+                f"chunks get as keyword arguments; got {type(part).__name__}"
             )
     return [dict(part) for part in parts]
 

@@ -187,7 +187,7 @@ class Pipeline:
         self._ahead.validator = validator
 
     def detach(self) -> None:
-        """Lets go of the optimizer, once its last step is validated; on every rank. No-op without one."""
+        """Detaches the optimizer, once its last step is validated; on every rank. No-op without one."""
         if self._ahead.validator is not None and not self._failed:
             self._ahead.validator.validate()
         self._ahead.validator = None
@@ -280,33 +280,33 @@ class Pipeline:
 
     def _begin(self, call: str, inputs: Any, targets: Any, side: Any) -> None:
         if self._closed:
-            raise RuntimeError("Pipeline.step: this pipeline was closed; construct another, on every rank")
+            raise RuntimeError(f"Pipeline.{call}: this pipeline was closed; construct another, on every rank")
         if self.queue.pending():
             raise RuntimeError(
-                f"Pipeline.step: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
+                f"Pipeline.{call}: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
                 "run or discard pipe.queue first"
             )
-        if self.fill == "eager" and self.queue.gather_again:
+        if self.fill == "eager" and self.queue.regather_inputs:
             raise ValueError(
-                'Pipeline.step: with fill="eager" ranks run W in different orders, and with queue.gather_again W '
-                'communicates; use fill="planned", or set pipe.queue.gather_again = False'
+                f'Pipeline.{call}: with fill="eager" ranks run W in different orders, and with queue.regather_inputs '
+                'W communicates; use fill="planned", or set pipe.queue.regather_inputs = False'
             )
-        call += names_of_side(side)  # ranks that were given others make another call
+        announced = call + names_of_side(side)  # ranks that were given other side inputs make another call
         if self._failed:
-            self._recover(call)
+            self._recover(announced)
         try:
-            self._transport.begin(call)
+            self._transport.begin(announced)
         except PipelineError:  # a rank has failed that this one's last call needed nothing from
             self.abandon()
             raise
         count = self.schedule.microbatches
         try:
-            self._side = split_side(side, count)
+            self._side = split_side(call, side, count)
             if side is not None and inputs is None:
                 self._inputs: list[Any] = [()] * count
             else:
-                self._inputs = split("inputs", inputs, count) if 0 in self._stages else []
-            self._targets = split("targets", targets, count) if self._last in self._stages else []
+                self._inputs = split(call, "inputs", inputs, count) if 0 in self._stages else []
+            self._targets = split(call, "targets", targets, count) if self._last in self._stages else []
         except (TypeError, ValueError) as error:  # the other ranks have begun: tell them why this one has not
             self.abandon()
             self._transport.fail(f"rank {self.rank}: {error}")
@@ -385,9 +385,7 @@ class Pipeline:
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{more}"
             self.abandon()
             self._transport.fail(reason)
-            if not isinstance(
-                error, Exception
-            ):  # Ctrl-C, sys.exit: unchanged on this rank, a PipelineError on the others
+            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: as it is here, a PipelineError on the others
                 raise
             raise PipelineError(reason) from error
 

@@ -16,7 +16,7 @@ from zbkern.pipeline.runtime.saved_tensors import RecomputedTensors, SavedTensor
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.storages import Place, Storages, keys
 from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.program import trades_memory
+from zbkern.pipeline.schedules.program import offloads_or_recomputes
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue
 
@@ -25,7 +25,7 @@ def check_memory_saving(
     schedule: Schedule, fill: str, max_wgrad_bytes: int | None, replanner: object | None, gathers: bool
 ) -> None:
     """Raises ValueError where a schedule with R, O or L meets what would change its order, or does not move."""
-    if not any(trades_memory(row) for row in schedule.actions):
+    if not any(offloads_or_recomputes(row) for row in schedule.actions):
         return
     wrong = [
         ('fill must be "planned"', fill != "planned", fill),
@@ -57,7 +57,7 @@ def make_stages(
     """The stage of every chunk of this rank: one that saves memory where the rank's row has R, O or L."""
     row, count, last = schedule.actions[rank], schedule.microbatches, len(schedule.placement) - 1
     losses = {chunk: loss_fn if chunk == last else None for chunk in modules}
-    if not trades_memory(row):
+    if not offloads_or_recomputes(row):
         return {chunk: Stage(module, chunk, queue, losses[chunk], count) for chunk, module in modules.items()}
     lanes = CopyLanes(recorder.device, recorder.now)
     stages = {
@@ -74,7 +74,7 @@ class MemorySavingStage(Stage):
     row: this rank's actions, which tell a forward what will become of its activations. lanes: the copies of the rank.
     copied: called with every O and L and its copy, as it begins. The tensors that autograd saves in a forward, those of
     the loss among them, are kept in `SavedTensors`; what W needs stays in the queue, whose tasks get other tensors.
-    Parameters, buffers and the batch are there anyway, and are neither moved nor counted.
+    Parameters, buffers and the batch stay on the device, and are neither moved nor counted.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class MemorySavingStage(Stage):
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any) -> Any:
-        self._activations.pop(microbatch)  # the graph alone keeps them now, and lets go of each when it has been used
+        self._activations.pop(microbatch)  # only the graph keeps them now, and frees each once it has been used
         found = super().backward_input(microbatch, gradients)
         self._waiting[microbatch] = held = self._held(microbatch)
         if microbatch in self._offloaded["B"]:

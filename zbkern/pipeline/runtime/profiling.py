@@ -49,9 +49,9 @@ def profile(
     `Pipeline` and its `step`, with inputs, targets and side inputs of `microbatches` microbatches. Times are
     medians over microbatches and `repeats` steps after one to warm up, with all ranks busy: of F, B and W apart, of
     fused BW (`split_overhead`), and of W that are merged (`merge_saving`). communication is one number, or one per
-    edge where one takes more than twice as long as another. bytes_per_parameter: what is there all the time of a
-    parameter (`static`), which a rank's memory includes; None for a weight, a gradient and AdamW's two moments, all
-    in the weight's dtype. Gradients and the random state are left as they were; buffers that a forward updates
+    edge where one takes more than twice as long as another. bytes_per_parameter: of a weight, its gradient
+    and optimizer states together (`static`), which a rank's memory includes; None for AdamW's two moments, all in the
+    weight's dtype. Gradients and the random state are left as they were; buffers that a forward updates
     (running statistics) are not. Under tensor parallelism, memory is that of this rank's part, and every pipeline
     measures times of its own: give all of them the schedule planned for one. Raises TypeError or ValueError as a
     `Pipeline` does.
@@ -218,7 +218,7 @@ def _communication(timelines: Sequence[Timeline], chunks: int) -> float | list[f
 
 
 def _held_bytes(pipe: Pipeline, microbatches: int) -> dict[int, float]:
-    """By this rank's chunks, what a microbatch holds between B and W: what the queue lets go of in all W of a chunk."""
+    """By this rank's chunks, what a microbatch holds between B and W: what the queue frees in all W of a chunk."""
     bytes_after = [sample.pinned for sample in pipe.samples]
     groups = list(merge_neighbours(pipe.schedule.actions[pipe.rank]))
     held = {}
@@ -295,7 +295,7 @@ def _in_milliseconds(timeline: Timeline) -> Timeline:
 class _Counted(torch.nn.Module):
     """A chunk whose first forward counts the bytes that live until its backward, every storage once.
 
-    They are what autograd saves, in the loss, too, and the inputs that came in a message; not what is there anyway:
+    They are what autograd saves, in the loss, too, and the inputs that came in a message; not what stays anyway:
     parameters, buffers, side inputs, and on the first and last chunk the batch.
     """
 

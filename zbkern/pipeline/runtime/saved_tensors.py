@@ -35,7 +35,7 @@ class _Saved:
 
 
 class SavedTensors:
-    """Inside `saving`, whatever autograd saves; excluded: storages that are there anyway.
+    """Inside `saving`, whatever autograd saves; excluded: storages that stay (parameters, buffers, the batch).
 
     nbytes: of what is saved on the device now.
     """

@@ -216,8 +216,8 @@ def _why_fused(module: torch.nn.Module) -> str:
             "why a layer stays torch's)"
         )
     return (
-        "the layers of zbkern's that it ran took no gradient in a way that can wait; docs/gradients.md lists what "
-        'cannot, under "What does not wait"'
+        "the W of the zbkern layers that it ran could not be deferred; docs/gradients.md lists such cases under "
+        '"What is not deferred"'
     )
 
 

@@ -49,7 +49,7 @@ class Moved:
 
 
 class Storages:
-    """The storages of a microbatch's tensors on a device, but for those that are there anyway: `excluded`, by `key`.
+    """The storages of a microbatch's tensors on a device, without those that always stay: `excluded`, by `key`.
 
     nbytes: of all of them, whether they are on the device or not.
     """

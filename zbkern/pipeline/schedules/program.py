@@ -29,7 +29,7 @@ def recomputed(actions: Iterable[Action]) -> set[tuple[int, int]]:
     return {(action.chunk, action.microbatch) for action in actions if action.kind == "R"}
 
 
-def trades_memory(actions: Iterable[Action]) -> bool:
+def offloads_or_recomputes(actions: Iterable[Action]) -> bool:
     """Whether any of them offloads, loads or recomputes."""
     return any(action.kind in ("R", *COPIES) for action in actions)
 

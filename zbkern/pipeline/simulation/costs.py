@@ -40,8 +40,8 @@ class Costs:
     and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
     held: what it holds between B and W, inputs and output gradients; as much as the activation where it is not given
     (a Llama block holds more: `profile` measures it). A fused BW takes backward + weight - split_overhead. merge_saving
-    is what a W gains when it directly follows another W of the same chunk. static: memory that the chunk holds all the
-    time, whatever runs: weights, gradients, optimizer state.
+    is what a W gains when it directly follows another W of the same chunk. static: memory of the chunk's model
+    states, which stay during the whole step: weights, gradients and optimizer states.
 
     recompute: time of R, by default that of F. checkpoint: memory that a microbatch holds between an F and its R, what
     the chunk was given; needed for schedules that recompute. offload_bandwidth, reload_bandwidth: memory per time of

@@ -10,9 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.costs import COPY_FIELDS, Costs
 
 _SUMMED = ("forward", "backward", "weight", "activation", "held", "split_overhead", "merge_saving")
+_AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit")
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class LayerCosts:
     """One layer: times and memory of one microbatch, as in `Costs`, and what the layer holds and passes on.
 
     held: as much as the activation where it is not given. output: memory of what it passes to the next layer (its
-    gradient is as large). static: memory that it holds all the time, its weights, gradients and optimizer state. tied:
+    gradient is as large). static: memory of its model states: weights, gradients and optimizer states. tied:
     layers of the same name here share one `static`, an embedding and the head that is its transpose: a rank with
     several of them holds it once.
 
@@ -55,7 +56,10 @@ class LayerCosts:
 class ModelCosts:
     """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
 
-    latency is in the unit of the layers' times, bandwidth in their memory per their time. The units are as in `Costs`.
+    latency is in the unit of the layers' times, bandwidth in their memory per their time. The units, and the bandwidths
+    and copy_slowdown that schedules with offloading need, are as in `Costs`.
+
+    Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -71,9 +75,15 @@ class ModelCosts:
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or not all(isinstance(layer, LayerCosts) for layer in self.layers):
             raise TypeError(f"ModelCosts: layers must be a list of LayerCosts, one at least; got {self.layers!r}")
+        if isinstance(self.bandwidth, (bool, str)) or not hasattr(self.bandwidth, "__float__"):
+            raise TypeError(f"ModelCosts: bandwidth must be a number, inf for no limit; got {self.bandwidth!r}")
         if not self.bandwidth > 0:
             raise ValueError(f"ModelCosts: bandwidth must be above 0, inf for no limit; got {self.bandwidth!r}")
-        Costs(communication=self.latency, time_unit=self.time_unit, memory_unit=self.memory_unit)
+        try:
+            Costs(communication=self.latency, **{name: getattr(self, name) for name in _AS_IN_COSTS})
+        except (TypeError, ValueError) as error:
+            text = str(error).removeprefix("Costs: ").replace("communication", "latency")
+            raise type(error)(f"ModelCosts: {text}") from error
 
     def chunk_costs(self, partition: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
         """The costs of the chunks that begin with these layers.
@@ -101,11 +111,7 @@ class ModelCosts:
             communication=sent,
             static=self._static(chunks, ranks),
             checkpoint=[0.0, *(chunk[-1].output for chunk in chunks[:-1])],
-            offload_bandwidth=self.offload_bandwidth,
-            reload_bandwidth=self.reload_bandwidth,
-            copy_slowdown=self.copy_slowdown,
-            time_unit=self.time_unit,
-            memory_unit=self.memory_unit,
+            **{name: getattr(self, name) for name in _AS_IN_COSTS},
         )
 
     def _static(self, chunks: Sequence[Sequence[LayerCosts]], ranks: Sequence[int]) -> list[float]:

@@ -11,10 +11,10 @@ from zbkern.pipeline.simulation.costs import ChunkCosts
 class Memory:
     """What one rank holds, now and at most so far, in the unit of `Costs.activation`.
 
-    It starts with what it holds all the time. F adds the chunk's activation, or `checkpoint` where an R adds the rest;
-    B leaves `held`, and BW nothing; W releases `held`, a slice of n its n-th part. O releases what the microbatch
-    holds, L takes it again. Actions are accounted in the order of the rank's row. recomputed: (chunk, microbatch) of
-    every R.
+    It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
+    adds the rest; B leaves `held`, and BW nothing; W releases `held`, a slice of n its n-th part. O releases what the
+    microbatch holds, L takes it again. Actions are accounted in the order of the rank's row. recomputed: (chunk,
+    microbatch) of every R.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Memory:
 
 
 def static_of_ranks(costs: ChunkCosts, placement: Sequence[int]) -> list[float]:
-    """What each rank holds all the time, by the rank of every chunk."""
+    """The static memory of each rank, that of all its chunks, from the rank of every chunk."""
     total = [0.0] * (max(placement) + 1)
     for chunk, rank in enumerate(placement):
         total[rank] += costs.static[chunk]

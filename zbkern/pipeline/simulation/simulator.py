@@ -15,7 +15,7 @@ from numbers import Real
 
 from zbkern.pipeline.schedules.actions import COPIES, Action
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
-from zbkern.pipeline.schedules.program import FILLS, recomputed, trades_memory
+from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes, recomputed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.copies import Copies
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
@@ -69,7 +69,7 @@ def simulate(
             'simulate: slices and memory_limit belong to fill="eager"; with "planned" the schedule decides'
         )
     schedule.validate()
-    if fill == "eager" and any(trades_memory(row) for row in schedule.actions):
+    if fill == "eager" and any(offloads_or_recomputes(row) for row in schedule.actions):
         raise ValueError(
             'simulate: fill="eager" moves W, and a schedule with R, O or L has its memory counted where W stands; use '
             '"planned"'

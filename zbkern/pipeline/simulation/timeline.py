@@ -84,8 +84,8 @@ class Timeline:
     def memory_held(self, costs: Costs) -> list[list[tuple[float, float]]]:
         """What each rank holds over time: (time, memory from then on) after every event, in the unit of the costs.
 
-        Without what is there all the time (`static`). F, R and L take their memory at their start; the others give
-        theirs back at their end.
+        Without static memory (`Costs.static`: weights, gradients, optimizer states). F, R and L take their memory at
+        their start; the others give theirs back at their end.
         """
         flat = costs.per_chunk(len(self.schedule.placement))
         curves = []

@@ -283,7 +283,7 @@ class DistributedTransport:
         receivers: dict[int, threading.Thread],
         unreachable: set[int],
     ) -> None:
-        """Thread: lets go of sent tensors as soon as they have left, give or take a pause.
+        """Thread: frees sent tensors as soon as they have left, give or take a pause.
 
         gloo never completes a send that is itself the first to find its peer gone; every later one raises at once. So
         what went through gloo is waited for once another send to that peer has begun. The last one to a peer is kept

@@ -1,6 +1,7 @@
-"""The gathered input of a sequence-parallel linear, not kept: this rank's part of it is, and W gathers it again.
+"""A sequence-parallel linear that keeps this rank's shard of its gathered input; its W all-gathers the input again.
 
-That W communicates, so all ranks of the group must run the same W in the same order (`WGradQueue(gather_again=...)`).
+Such a W communicates: all ranks of the group must run the same W in the same order, see
+`WGradQueue(regather_inputs=...)`.
 """
 
 from __future__ import annotations
