@@ -123,8 +123,8 @@ def assumptions(hardware: Hardware) -> str:
         f"{gpu.network_share:.0%} of the links'; that {gpu.exposed_share:.0%} of the time of messages of tensor and "
         f"expert parallelism is not hidden; {gpu.latency * 1e6:g} us for a message besides its bytes; bf16 with fp32 "
         "gradients, zbkern's own layers without recomputation, equally loaded experts, and that the split into B and "
-        "W costs nothing. The optimizer's step, reductions between pipelines and reading data are not in it. Measure with "
-        "zbkern.pipeline.profile_layers when there is a machine."
+        "W costs nothing. The optimizer's step, reductions between pipelines and reading data are not in it. Measure "
+        "with zbkern.pipeline.profile_layers when there is a machine."
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."
     return "\n".join(textwrap.fill(each, 118) for each in (text, source))
