@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 2 examples/train_transformers.py                       # a Llama with tied embeddings
     torchrun --nproc-per-node 2 examples/train_transformers.py --model qwen3_moe     # a mixture of experts
     torchrun --nproc-per-node 4 examples/train_transformers.py --config FOLDER       # weights of from_pretrained
+    torchrun --nproc-per-node 2 examples/train_transformers.py --schedule zb_v       # an even cut, and no measuring
 
 The task is made up: a sequence of random length counts upwards from a random number, so that rows have padding and
-microbatches have different numbers of tokens. At the end the model is exported, and what `from_pretrained` reads
+microbatches have different numbers of tokens. How the model is cut and which schedule it runs is planned from the
+measured costs of its layers. At the end the model is exported, and what `from_pretrained` reads
 continues a sequence.
 """
 
@@ -22,7 +24,19 @@ import transformers
 from torch import Tensor
 
 import zbkern
-from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
+from zbkern.pipeline import (
+    Optimizer,
+    Pipeline,
+    Schedule,
+    cut,
+    export,
+    layer_chunks,
+    plan,
+    profile_layers,
+    schedules,
+    token_loss,
+    token_targets,
+)
 
 PADDING, FIRST = 0, 3  # the tokens before FIRST are special
 EVALUATION = 1_000_000  # a step that no training reaches
@@ -46,35 +60,54 @@ def batch(step: int, rows: int, length: int, vocabulary: int) -> tuple[Tensor, T
     return tokens.masked_fill(~mask, PADDING), mask.long(), tokens.masked_fill(~mask, -100)
 
 
+def arguments_of(
+    step: int, arguments: argparse.Namespace, vocabulary: int, device: torch.device
+) -> tuple[Tensor, Any, dict[str, Tensor]]:
+    """What `pipe.step` takes: tokens are used on the first rank, labels on the last, the mask on all."""
+    data = batch(step, arguments.rows * arguments.microbatches, arguments.length, vocabulary)
+    tokens, mask, labels = (tensor.to(device) for tensor in data)
+    return tokens, token_targets(labels, arguments.microbatches), {"attention_mask": mask}
+
+
+def planned(config: Any, arguments: argparse.Namespace, device: torch.device) -> tuple[Schedule, Any]:
+    """The best schedule and partition for the costs of the model's layers on this machine; the same on every rank."""
+    tokens, targets, side = arguments_of(0, arguments, config.vocab_size, device)
+    layers = {name: zbkern.convert(chunk) for name, chunk in layer_chunks(config, device=device).items()}
+    costs = profile_layers(layers, token_loss, tokens, targets, arguments.microbatches, device=device, side=side)
+    found = plan(costs, dist.get_world_size(), arguments.microbatches, memory_limit=arguments.memory, effort=2)
+    choice = [(found.schedule, found.partition)]
+    dist.broadcast_object_list(choice)  # machines may differ: all ranks take what rank 0 has found
+    if dist.get_rank() == 0:
+        print(f"planned: first layers {list(found.partition or ())}, idle {found.bubble_rate:.1%}", flush=True)
+    return choice[0]
+
+
 def train(arguments: argparse.Namespace) -> float | None:
     """Trains, evaluates and exports; the loss per token of the evaluation on the last chunk's rank."""
     torch.manual_seed(dist.get_rank())  # of dropout; weights have a seed of their own
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     weights = arguments.config
     config = transformers.AutoConfig.from_pretrained(weights) if weights else configuration(arguments.model)
-    schedule = getattr(schedules, arguments.schedule)(dist.get_world_size(), arguments.microbatches)
-    chunks = [zbkern.convert(chunk) for chunk in cut(config, schedule, weights=weights, device=device)]
+    if arguments.schedule == "plan":
+        schedule, partition = planned(config, arguments, device)
+    else:
+        schedule = getattr(schedules, arguments.schedule)(dist.get_world_size(), arguments.microbatches)
+        partition = None
+    chunks = [zbkern.convert(chunk) for chunk in cut(config, schedule, partition, weights=weights, device=device)]
     pipe = Pipeline(chunks, schedule, token_loss, device=device)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     optimizer = Optimizer(torch.optim.AdamW(parameters, lr=arguments.lr), pipe, max_norm=1.0)
-
-    def arguments_of(step: int) -> tuple[Tensor, Any, dict[str, Tensor]]:
-        rows = arguments.rows * arguments.microbatches
-        data = batch(step, rows, arguments.length, config.vocab_size)
-        tokens, mask, labels = (tensor.to(device) for tensor in data)
-        return tokens, token_targets(labels, arguments.microbatches), {"attention_mask": mask}
-
     for step in range(arguments.steps):
         optimizer.zero_grad()
-        loss = pipe.step(*arguments_of(step))  # tokens are used on the first rank, labels on the last, the mask on all
+        loss = pipe.step(*arguments_of(step, arguments, config.vocab_size, device))
         optimizer.step()
         if loss is not None and (step % 20 == 0 or step == arguments.steps - 1):
             print(f"step {step}: loss per token {loss.item():.4f}", flush=True)
-    loss = pipe.evaluate(*arguments_of(EVALUATION))
+    loss = pipe.evaluate(*arguments_of(EVALUATION, arguments, config.vocab_size, device))
     if loss is not None:
         print(f"evaluation: loss per token {loss.item():.4f}", flush=True)
-    pipe.close()  # and the last step is validated
-    export(arguments.out, chunks)
+    export(arguments.out, pipe)
+    pipe.close()
     if dist.get_rank() == 0:
         generate(arguments.out, config.vocab_size)
     return None if loss is None else loss.item()
@@ -93,7 +126,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["llama", "qwen3_moe"], default="llama")
     parser.add_argument("--config", help="folder with a configuration and weights, instead of --model")
-    parser.add_argument("--schedule", choices=schedules.NAMES, default="zb_h1")
+    parser.add_argument("--schedule", choices=["plan", *schedules.NAMES], default="plan")
+    parser.add_argument("--memory", type=float, metavar="BYTES", help="what a rank may hold, for --schedule plan")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch")

@@ -7,6 +7,7 @@ import copy
 import functools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,18 @@ import torch
 from torch import nn
 
 import zbkern
-from zbkern.pipeline import Optimizer, Pipeline, StepOptions, plan, profile, schedules
+from zbkern.pipeline import (
+    Optimizer,
+    Pipeline,
+    StepOptions,
+    cut,
+    layers_of,
+    plan,
+    profile,
+    schedules,
+    token_loss,
+    token_targets,
+)
 from zbkern.pipeline.transport.local import LocalTransport
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
@@ -52,12 +64,7 @@ def test_the_example_runs(two_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_cutting_a_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
-    if int(transformers.__version__.split(".")[0]) < 5:
-        pytest.skip("the page is about transformers 5")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)
-    whole = transformers.LlamaForCausalLM(config)
+    whole = llama(layers=2)
     monkeypatch.chdir(tmp_path)
     whole.save_pretrained("llama")
     tokens = torch.randint(3, 61, (4, 7))
@@ -71,7 +78,7 @@ def test_cutting_a_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(names["loss"], expected.detach())
     assert zbkern.unconverted(names["chunks"][0]) == {}
-    exported = transformers.LlamaForCausalLM.from_pretrained("trained")
+    exported = type(whole).from_pretrained("trained")
     assert all(torch.equal(value, exported.state_dict()[name]) for name, value in whole.state_dict().items())
 
 
@@ -122,14 +129,47 @@ def test_the_measured_plan(two_ranks: Any) -> None:
     assert (nothing, loss) == (False, True)
 
 
-def test_a_plan_of_layers() -> None:
-    model = zbkern.convert(nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)]))
-    data = torch.randn(32, 8)
-    quick = functools.partial(plan, effort=0)
-    names = {"model": model, "loss_fn": nn.functional.mse_loss, "inputs": data, "targets": data, "plan": quick}
+def llama(layers: int) -> Any:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("the page is about transformers 5")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, num_key_value_heads=2)
+    config.tie_word_embeddings = True
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_a_plan_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llama(layers=6)
+    monkeypatch.chdir(tmp_path)
+    whole.save_pretrained("llama")
+    tokens, asked = torch.randint(3, 61, (4, 7)), []
+
+    def pipeline(chunks: Any, schedule: Any, loss_fn: Any) -> int:
+        return len(chunks)
+
+    names: dict[str, Any] = {
+        "zbkern": zbkern,
+        "config": whole.config,
+        "tokens": tokens,
+        "labels": tokens,
+        "mask": torch.ones(4, 7),
+        "token_loss": token_loss,
+        "token_targets": token_targets,
+        "Pipeline": pipeline,
+        "cut": functools.partial(cut, rank=1),
+        "dist": SimpleNamespace(broadcast_object_list=lambda found: asked.append(len(found))),
+    }
     exec(next(block for block in blocks() if "profile_layers" in block), names)
-    assert len(names["costs"].layers) == 9
-    assert len(names["found"].partition) == len(names["found"].schedule.placement)
+    found = names["found"][0]
+    assert [layer.name for layer in names["costs"].layers] == [layer.name for layer in layers_of(whole)]
+    assert len(found.partition) == len(found.schedule.placement)
+    assert found.schedule.stages == 4
+    assert asked == [1]
+    state = whole.state_dict()
+    assert names["pipe"] == len(names["chunks"]) == found.schedule.chunks
+    for chunk in names["chunks"]:
+        assert all(torch.equal(value, state[name]) for name, value in chunk.state_dict().items())
 
 
 def growing_batches() -> int:

@@ -19,12 +19,12 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 def train(model: str, schedule: str, out: Path) -> float | None:
     sizes = {"steps": 3, "microbatches": 2, "rows": 2, "length": 12, "lr": 3e-3}
-    arguments = argparse.Namespace(model=model, config=None, schedule=schedule, out=out, **sizes)
+    arguments = argparse.Namespace(model=model, config=None, schedule=schedule, memory=1e9, out=out, **sizes)
     return example("train_transformers").train(arguments)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("model", "schedule"), [("llama", "zb_h1"), ("qwen3_moe", "zb_v")])
+@pytest.mark.parametrize(("model", "schedule"), [("llama", "plan"), ("qwen3_moe", "zb_v")])
 def test_it_trains_evaluates_and_exports(two_ranks: Any, model: str, schedule: str, tmp_path: Path) -> None:
     (loss,) = [loss for loss in two_ranks.run(train, model, schedule, tmp_path) if loss is not None]
     module = example("train_transformers")

@@ -25,6 +25,7 @@ _HOME = {
     "cut": "models",
     "export": "models",
     "grad_norm": "optimizer",
+    "layer_chunks": "models",
     "layers_of": "models",
     "plan": "planner",
     "profile": "runtime.profiling",
@@ -56,6 +57,7 @@ __all__ = [
     "draw",
     "export",
     "grad_norm",
+    "layer_chunks",
     "layers_of",
     "plan",
     "profile",
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline import schedules as schedules
     from zbkern.pipeline.draw import trace as trace
     from zbkern.pipeline.models.cutting import cut as cut
+    from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
     from zbkern.pipeline.models.export import export as export
     from zbkern.pipeline.models.layers import layers_of as layers_of
     from zbkern.pipeline.models.token_loss import token_loss as token_loss

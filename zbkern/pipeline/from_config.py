@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,15 +110,25 @@ def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], Non
     print(_step(found, setting, arguments.objective))
     published = published_timelines(costs, arguments.stages, arguments.microbatches, limit)
     print("\n" + _table([*published, found.timeline], setting, arguments.objective, limit))
-    print("\n" + ASSUMPTIONS)
+    print("\n" + assumptions(setting.hardware))
     return found
 
 
-ASSUMPTIONS = """\
-A model of flops and bytes, and no measurement. It assumes the shares of the peaks in hardware.json, bf16 with fp32
-gradients, zbkern's own layers without recomputation, equally loaded experts, and that the split into B and W costs
-nothing. The optimizer's step, reductions between pipelines and reading data are not in it. Measure with
-zbkern.pipeline.profile when there is a machine."""
+def assumptions(hardware: Hardware) -> str:
+    """What no datasheet says, with its figures, and what is left out; then where the peaks are from."""
+    gpu = hardware
+    text = (
+        f"A model of flops and bytes, and no measurement. It assumes that programs get {gpu.matmul_share:.0%} of the "
+        f"GPU's peak in matrix products, {gpu.attention_forward_share:.0%} of it in attention forward and "
+        f"{gpu.attention_backward_share:.0%} backward, {gpu.memory_share:.0%} of the memory's bandwidth and "
+        f"{gpu.network_share:.0%} of the links'; that {gpu.exposed_share:.0%} of the time of messages of tensor and "
+        f"expert parallelism is not hidden; {gpu.latency * 1e6:g} us for a message besides its bytes; bf16 with fp32 "
+        "gradients, zbkern's own layers without recomputation, equally loaded experts, and that the split into B and "
+        "W costs nothing. The optimizer's step, reductions between pipelines and reading data are not in it. Measure "
+        "with zbkern.pipeline.profile_layers when there is a machine."
+    )
+    source = f"Peaks: {gpu.source or 'of a table that names no source'}."
+    return "\n".join(textwrap.fill(each, 118) for each in (text, source))
 
 
 def published_timelines(costs: ModelCosts, stages: int, microbatches: int, limit: float | None) -> list[Timeline]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +14,14 @@ from torch import Tensor, nn
 import zbkern
 from tests.support.chunks import results_on_threads
 from zbkern.pipeline import (
+    LayerCosts,
+    ModelCosts,
     Pipeline,
     Schedule,
     checkpoint,
     cut,
     layers_of,
+    plan,
     schedules,
     token_loss,
     token_targets,
@@ -161,10 +163,12 @@ def test_recomputed_blocks() -> None:
 
 def test_a_plan_brings_its_partition() -> None:
     model = make("llama")
-    found = SimpleNamespace(schedule=schedules.zb_h1(2, 4), partition=(0, 3))
+    layers = [LayerCosts(layer.name, 4, 4, 4) for layer in layers_of(model)]
+    layers[0] = LayerCosts(layers[0].name, 12, 12, 12)  # so that an even partition is not the best
+    found = plan(ModelCosts(tuple(layers)), 2, 4, chunks=1, effort=1)
     names = [cut(model, found, rank=rank)[0].layer_names for rank in range(2)]
-    assert [*names[0], *names[1]] == [layer.name for layer in layers_of(model)]
-    assert len(names[0]) == 3
+    assert [*names[0], *names[1]] == [layer.name for layer in layers]
+    assert found.partition == (0, len(names[0])) != (0, 4)
 
 
 def test_checkpoints_have_the_models_names(tmp_path: Path) -> None:

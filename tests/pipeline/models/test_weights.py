@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.pipeline.models.test_cut import make, transformers
-from zbkern.pipeline import Pipeline, cut, export, schedules, token_loss, token_targets
+from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading
 
 safetensors = pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
@@ -179,6 +179,30 @@ def test_an_export_of_two_ranks_is_read_by_from_pretrained(two_ranks: Any, famil
     assert {"config.json", "generation_config.json", "model.safetensors.index.json"} < names
     assert len(names) > 5
     assert not any(name.startswith(".") or "00099" in name for name in names)
+
+
+def step_and_export(folder: str) -> dict[str, torch.Tensor]:
+    """Steps that are taken back and done again with clipped gradients, and the export right after the last."""
+    chunks = cut(make("llama").float().config, TWO, seed=1)
+    with Pipeline(chunks, TWO, token_loss) as pipe:
+        optimizer = Optimizer(torch.optim.SGD([p for c in chunks for p in c.parameters()], 0.1), pipe, max_norm=1e-3)
+        tokens = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            optimizer.zero_grad()
+            pipe.step(tokens, token_targets(tokens, 2))
+            optimizer.step()
+        export(folder, pipe)
+        exported = {name: value.clone() for name, value in tensors(chunks).items()}
+        optimizer.validate()
+        assert all(torch.equal(value, exported[name]) for name, value in tensors(chunks).items())
+    return exported
+
+
+@pytest.mark.dist
+def test_an_export_right_after_a_step_has_its_validated_weights(two_ranks: Any, tmp_path: Path) -> None:
+    first, second = two_ranks.run(step_and_export, str(tmp_path))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(value, {**first, **second}[name]) for name, value in model.state_dict().items())
 
 
 def test_export_refuses_other_modules(tmp_path: Path) -> None:

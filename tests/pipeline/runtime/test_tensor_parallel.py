@@ -129,3 +129,38 @@ def test_the_model_is_the_same_whatever_its_chunks() -> None:
         for index in range(count):
             y = chunk(index, count)(y)
         assert torch.equal(y, expected)
+
+
+def gradients_with(w_per_collective: int, gather_again: bool) -> tuple[dict[str, Any], int, int]:
+    """A planned step's gradients, how many W ran while a collective was in flight, and the most bytes W held."""
+    ours = Stages(2, 2, "zb_h1", tied=False, sequence=True, fill="planned")
+    queue = ours.pipe.queue
+    queue.merge = False  # one W at a time, as with w_per_collective: sums in the same order
+    queue.w_per_collective, queue.gather_again = w_per_collective, gather_again
+    covered: list[int] = []
+    run = queue.run_during_collective
+    with ours.pipe, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue, "run_during_collective", lambda: (covered.append(run()), covered[-1])[1])
+        ours.gradients(0)
+    return (
+        values({name: parameter.grad for name, parameter in ours.named().items()}),
+        sum(covered),
+        queue.peak_bytes,
+    )
+
+
+def test_w_during_collectives_and_inputs_that_are_gathered_again(four_ranks: Any) -> None:
+    plain = OneProcess(tied=False)
+    plain.gradients(0)
+    expected = {name: parameter.grad for name, parameter in plain.named().items()}
+    kept = four_ranks.run(gradients_with, 0, False)
+    assert all(covered == 0 for _, covered, _ in kept)
+    for options in ((2, False), (0, True), (2, True)):
+        found = four_ranks.run(gradients_with, *options)
+        for (gradients, covered, held), (before, _, held_before) in zip(found, kept, strict=True):
+            without = {name: torch.from_numpy(gradient) for name, gradient in before.items()}
+            for others in (expected, without):
+                far = apart(gradients, others)
+                assert max(far.values()) < 1e-10, far
+            assert (covered > 0) == (options[0] > 0)
+            assert held < held_before or options == (2, False)

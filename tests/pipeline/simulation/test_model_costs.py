@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,8 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
     own.write_text(json.dumps({"mine": {**table["h100"], "matmul_share": 0.8, "exposed_share": 0}}))
     mine = load_hardware("mine", own)
     assert (mine.matmul_share, mine.exposed_share, H100.matmul_share) == (0.8, 0, 0.7)
+    assert load_hardware("a100").host_bandwidth == 32e9  # PCIe 4.0 x16
+    assert Hardware(**{**table["h100"], "host_bandwidth": None}).host_bandwidth is None
     with pytest.raises(ValueError, match=r"has no 'h100'; it has mine"):
         load_hardware("h100", own)
     own.write_text(json.dumps({"mine": {"memory": 1}}))
@@ -168,3 +171,11 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
     for change, error in (({"memory": -1}, ValueError), ({"memory": "80 GB"}, TypeError), ({"title": 3}, TypeError)):
         with pytest.raises(error, match=r"Hardware: (memory|title) must be"):
             Hardware(**{**table["h100"], **change})
+
+
+def test_copies_to_the_host_take_the_hosts_link() -> None:
+    model, job = load_architecture(CONFIGURATIONS / "llama-3-8b.json"), Job(4096)
+    costs = model_costs(model, H100, job)
+    assert costs.offload_bandwidth == costs.reload_bandwidth == pytest.approx(64e9 * 0.8 / 1e3)  # bytes per ms
+    unknown = model_costs(model, dataclasses.replace(H100, host_bandwidth=None), job)
+    assert unknown.offload_bandwidth is None

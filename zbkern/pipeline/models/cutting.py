@@ -1,4 +1,4 @@
-"""cut: this rank's chunks of a model, and no more of it."""
+"""cut: this rank's chunks of a model, and no more of it; layer_chunks: its layers one by one, to measure them."""
 
 from __future__ import annotations
 
@@ -60,6 +60,43 @@ def cut(
     with torch.no_grad():
         loading.fill(model, chunks, weights, init, seed, torch.device(device or "cpu"))
     return chunks
+
+
+def layer_chunks(
+    model: nn.Module | Any,
+    *,
+    layers: Sequence[str] | Mapping[str, str] | None = None,
+    weights: str | os.PathLike | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    seed: int = 0,
+    rank: int | None = None,
+    ranks: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Chunk]:
+    """This rank's share of a model's layers, each a chunk of its own, as `profile_layers` takes them; not collective.
+
+    The names are those of `layers_of`, and all ranks together have every layer once, as many each as can be: `plan`
+    with the measured costs returns a partition that `cut` takes. rank, ranks: which share of how many; None for this
+    process's in `group`, and all layers without torch.distributed. Other arguments and errors are those of `cut`.
+
+    For measuring: what the model computes besides its layers (masks, rotary embeddings) is in the time of each of
+    these, but once in that of a chunk with several layers.
+    """
+    if rank is None and dist.is_available() and dist.is_initialized():
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank, ranks = rank or 0, ranks or 1
+    model = _built(model)
+    names = [layer.name for layer in layers_of(model, layers)]
+    if not 0 <= rank < ranks <= len(names):
+        raise ValueError(
+            f"layer_chunks: rank must be one of ranks, and ranks at most the {len(names)} layers; got {rank} of {ranks}"
+        )
+    mine = range(len(names) * rank // ranks, len(names) * (rank + 1) // ranks)
+    found = {names[index]: _chunk(model, names, index, index + 1) for index in mine}
+    with torch.no_grad():
+        loading.fill(model, [*found.values()], weights, init, seed, torch.device(device or "cpu"))
+    return found
 
 
 def even_partition(layers: Sequence[Layer], chunks: int) -> tuple[int, ...]:

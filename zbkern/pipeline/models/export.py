@@ -37,12 +37,12 @@ def export(
 ) -> None:
     """Writes the model into a folder, as the transformers library's `save_pretrained` does; collective.
 
-    folder: on a file system that all ranks share. chunks: a Pipeline of chunks that `cut` made, or these chunks; an
-    Optimizer must have validated its last step. group: the ranks that take part, None for all; where several hold a
-    chunk, the first writes it. max_shard_bytes: a file is ended when it has more. Each rank holds a copy of one file on
-    the CPU at a time. For a model of the transformers library its configuration is written, too, with the names and
-    layouts that the library saves. Raises ImportError without safetensors, TypeError for other chunks, OSError; on the
-    other ranks PipelineError.
+    folder: on a file system that all ranks share. chunks: a Pipeline of chunks that `cut` made, whose Optimizer
+    validates its last step first; or these chunks, with which you call `optimizer.validate()` yourself. group: the
+    ranks that take part, None for all; where several hold a chunk, the first writes it. max_shard_bytes: a file is
+    ended when it has more. Each rank holds a copy of one file on the CPU at a time. For a model of the transformers
+    library its configuration is written, too, with the names and layouts that the library saves. Raises ImportError
+    without safetensors, TypeError for other chunks, OSError; on the other ranks PipelineError.
     """
     with RankExchange("export", group, timeout) as ranks:
         save_file = safetensors("export").torch.save_file
@@ -50,6 +50,9 @@ def export(
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         writes = ranks.exchange("chunks listed", [chunk.layer_names for chunk in mine], _first_holders)
+        optimizer = getattr(chunks, "optimizer", None)
+        if optimizer is not None:
+            optimizer.validate()  # before a weight is read
         shards: list[Shard] = []
         for chunk in mine:
             for number, tensors in enumerate(_files_of(chunk, max_shard_bytes)):

@@ -79,8 +79,9 @@ def profile_layers(
     hold any cut of the model; with one rank, all layers. The others are as for `profile`, targets and loss_fn for the
     rank of the last layer. latency and bandwidth are those of the slowest link between ranks that follow each other,
     from messages of one number and of the size that the layers send; without a second rank there is no link to measure,
-    and messages take no time. Parameters that several layers of a rank share tie these (`LayerCosts.tied`). Raises
-    TypeError or ValueError as `profile` does.
+    and messages take no time. Layers are tied (`LayerCosts.tied`) that declare a shared parameter, as those of
+    `layer_chunks` do, on whichever ranks they are, or that share one on a rank. For a model of the transformers library
+    `layer_chunks` makes the layers. Raises TypeError or ValueError as `profile` does.
     """
     if not isinstance(layers, Mapping) or not layers:
         raise TypeError(
@@ -238,13 +239,15 @@ def _static_bytes(modules: Sequence[torch.nn.Module], bytes_per_parameter: float
 
 
 def _tied_names(modules: Sequence[torch.nn.Module], rank: int) -> list[str | None]:
-    """By module, one name for those that share a parameter."""
+    """By module, one name for those that share a parameter: the declared one, on whichever rank the others are."""
+    declared = [dict(getattr(module, "tied_parameters", {})) for module in modules]
     owners: dict[int, list[int]] = {}
     for at, module in enumerate(modules):
         for parameter in module.parameters():
             owners.setdefault(id(parameter), []).append(at)
     shared = [found for found in owners.values() if len(found) > 1]
-    return [next((f"rank {rank}: {found[0]}" for found in shared if at in found), None) for at in range(len(modules))]
+    here = [next((f"rank {rank}: {found[0]}" for found in shared if at in found), None) for at in range(len(modules))]
+    return [next(iter(names), own) for names, own in zip(declared, here, strict=True)]
 
 
 def _check(

@@ -80,7 +80,8 @@ def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> Mod
         layers.append(_block(f"predictor {number}", last, architecture, hardware, job, joined=True))
         layers.append(_head(f"predictor {number}'s head", architecture, hardware, job, head))
     bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
-    return ModelCosts(tuple(layers), hardware.latency * _MS, bandwidth, "ms", "bytes")
+    copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
+    return ModelCosts(tuple(layers), hardware.latency * _MS, bandwidth, "ms", "bytes", copies, copies)
 
 
 def parameters(architecture: Architecture) -> tuple[int, int]:
