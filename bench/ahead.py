@@ -70,6 +70,7 @@ class Compilers:
 def jobs(runs: Iterable[Callable[[], object]]) -> list[Job]:
     """What the runs would compile; none where kernels are interpreted."""
     from zbkern.kernels.triton.common import INTERPRETED, Kernel
+    from zbkern.kernels.triton.replay import replay
 
     found: list[Job] = []
     seen = set()
@@ -84,7 +85,7 @@ def jobs(runs: Iterable[Callable[[], object]]) -> list[Job]:
 
     if INTERPRETED:
         return found
-    with mock.patch.object(Kernel, "__call__", record):
+    with replay.paused(), mock.patch.object(Kernel, "__call__", record):
         for run in runs:
             try:
                 run()

@@ -124,8 +124,9 @@ def machine(capability: int) -> Iterator[None]:
     from zbkern.kernels.triton import attention_forward as triton_attention_forward
     from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
     from zbkern.kernels.triton import norm_backward as triton_norm_backward
+    from zbkern.kernels.triton.replay import replay
 
-    with contextlib.ExitStack() as stack:
+    with replay.paused(), contextlib.ExitStack() as stack:
         for module, attribute, value in (
             (triton_matmul_tile, "_machine", (capability, SMS[capability])),
             (triton_attention_forward, "capability_of", capability),

@@ -196,9 +196,10 @@ def _try(problem: Problem, tile: Tile, times: dict[Tile, float], end: float) -> 
 def table(entries: dict[str, Tile]) -> Iterator[None]:
     """Inside, kernels take their tiles from this table instead of the file's."""
     from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
+    from zbkern.kernels.triton.replay import replay
 
     try:
-        with mock.patch.object(tiles, "table", return_value=entries):
+        with replay.paused(), mock.patch.object(tiles, "table", return_value=entries):
             triton_matmul_tile.plan.cache_clear()
             yield
     finally:

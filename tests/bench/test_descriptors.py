@@ -12,14 +12,14 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench import descriptors
-from zbkern.kernels.triton.matmul_tile import _descriptor
+from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
 
 
 def described(**changes: object) -> TensorDescriptor:
     memory = torch.empty(64 * 64 + 1, dtype=torch.bfloat16)
     start = 1 if changes.pop("unaligned", False) else 0
     values = {"shape": [60, 64], "strides": [64, 1], "block": [32, 64], **changes}
-    return _descriptor(memory[start:], **values)  # type: ignore[arg-type]
+    return triton_matmul_tile.described(memory[start:], **values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

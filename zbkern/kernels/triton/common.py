@@ -4,9 +4,11 @@ A kernel is a jitted function inside a `Kernel`. Its arguments come first, its c
 constants, with the warps and stages, is a variant. `aot.py` compiles the same variants without a GPU.
 """
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,6 +48,8 @@ class Kernel:
         for callers who know what Triton would find out about the arguments: equal only for equal variants.
         """
         grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        if _recorder.launches is not None:
+            _recorder.launches.append(Launch(self, grid, arguments, constants, warps, stages, key))
         if INTERPRETED:
             self.function[grid](*arguments, *constants)
             return
@@ -67,15 +71,61 @@ class Kernel:
         stages: int,
         key: tuple | None,
     ) -> None:
-        if key is None:
-            key = tuple(map(_specialization, arguments))
-        key = (device, warps, stages, *constants, key)
+        key = _variant_key(device, arguments, constants, warps, stages, key)
         compiled = self._compiled.get(key)
         if compiled is None:  # compiles, and launches
             outside_capture(self.function.__name__.strip("_"))
             self._compiled[key] = self.function[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
         else:
             compiled[grid](*arguments, *constants)
+
+
+class Launch(NamedTuple):
+    """What a Kernel was called with."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    arguments: Sequence[Any]
+    constants: Sequence[Any]
+    warps: int
+    stages: int
+    key: tuple | None
+
+    def again(self) -> None:
+        self.kernel(self.grid, self.arguments, self.constants, self.warps, self.stages, self.key)
+
+    def compiled(self) -> Any:
+        """What Triton compiled for it, None where it is interpreted."""
+        key = (self.arguments, self.constants, self.warps, self.stages, self.key)
+        return None if INTERPRETED else self.kernel._compiled.get(_variant_key(_device(self.arguments), *key))
+
+
+def _variant_key(
+    device: int, arguments: Sequence[Any], constants: Sequence[Any], warps: int, stages: int, key: tuple | None
+) -> tuple:
+    return (device, warps, stages, *constants, tuple(map(_specialization, arguments)) if key is None else key)
+
+
+class _Recorder(threading.local):
+    launches: list[Launch] | None = None
+
+
+_recorder = _Recorder()
+
+
+def recording() -> bool:
+    """Whether this thread is inside `recorded`."""
+    return _recorder.launches is not None
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """The launches of this thread, inside."""
+    _recorder.launches = []
+    try:
+        yield _recorder.launches
+    finally:
+        _recorder.launches = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from zbkern.kernels.triton.matmul_tile import (
     store,
     tile_index,
 )
+from zbkern.kernels.triton.replay import replay
 
 
 @triton.jit
@@ -87,7 +88,12 @@ def linear_fwd(
     num_sms: int | None = None,
 ) -> None:
     """y = activation(x weight^T + bias); z, where given, takes the value before the activation."""
-    _run_product("fwd", x, weight.t(), y, z, bias, False, activation, False, num_sms)
+    options = ("linear_fwd", activation, num_sms, precision(x.dtype))
+    replay.run(
+        lambda: _run_product("fwd", x, weight.t(), y, z, bias, False, activation, False, num_sms),
+        (x, weight, bias, y, z),
+        options,
+    )
 
 
 def linear_dgrad(
@@ -100,7 +106,12 @@ def linear_dgrad(
     num_sms: int | None = None,
 ) -> None:
     """dx (+)= dy weight; with activation and z, (dy weight) activation'(z), the gradient below that activation."""
-    _run_product("dgrad", dy, weight, dx, z, None, accumulate, activation, activation is not None, num_sms)
+    options = ("linear_dgrad", accumulate, activation, num_sms, precision(dy.dtype))
+    replay.run(
+        lambda: _run_product("dgrad", dy, weight, dx, z, None, accumulate, activation, activation is not None, num_sms),
+        (dy, weight, dx, z),
+        options,
+    )
 
 
 def _run_product(

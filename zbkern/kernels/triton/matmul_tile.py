@@ -152,11 +152,11 @@ class Matrix:
         """For tiles of [rows, columns] of the matrix, which are [columns, rows] in memory if it is transposed."""
         m, n = self.tensor.shape
         if self.transposed:
-            return _descriptor(self.tensor, [n, m], [self.stride, 1], [columns, rows])
-        return _descriptor(self.tensor, [m, n], [self.stride, 1], [rows, columns])
+            return described(self.tensor, [n, m], [self.stride, 1], [columns, rows])
+        return described(self.tensor, [m, n], [self.stride, 1], [rows, columns])
 
 
-def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+def described(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     """TensorDescriptor(...) without its checks, of what is `describable`: they are two thirds of its cost, and a W has
     three of them. One kept for the next launch would keep its tensor's memory."""
     found = object.__new__(TensorDescriptor)

@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.triton.common import Kernel, Variant, offset, widen
-from zbkern.kernels.triton.matmul_tile import Matrix
+from zbkern.kernels.triton.matmul_tile import Matrix, precision
 from zbkern.kernels.triton.multi_matmul import Product, run
+from zbkern.kernels.triton.replay import replay
 
 
 @Kernel
@@ -52,6 +53,22 @@ def linear_wgrads(
     max_tiles: int = 0,
 ) -> None:
     """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
+    layers = list(layers)
+    operands = [tensor for segments, outputs in layers for group in (*segments, outputs) for tensor in group]
+    lengths = tuple([len(segments) for segments, _ in layers])
+    if not operands or operands[0] is None:
+        _wgrads(layers, accumulate, num_sms, max_tiles)
+    else:
+        options = ("wgrad", lengths, accumulate, num_sms, max_tiles, precision(operands[0].dtype))
+        replay.run(lambda: _wgrads(layers, accumulate, num_sms, max_tiles), operands, options)
+
+
+def _wgrads(
+    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
+    accumulate: bool,
+    num_sms: int | None,
+    max_tiles: int,
+) -> None:
     products = []
     for segments, (dweight, dbias) in layers:
         pairs = [(dy.t(), x) for x, dy in segments if x.shape[0]]
@@ -74,8 +91,10 @@ def linear_wgrads(
 
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
     """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
+    operands = [dx, *[tensor for segment in segments for tensor in segment]]
+    options = ("dgrad sum", num_sms, precision(dx.dtype))
     if dx.numel():
-        run("dgrad", [Product(segments, dx)], False, num_sms)
+        replay.run(lambda: run("dgrad", [Product(segments, dx)], False, num_sms), operands, options)
 
 
 def sum_rows(

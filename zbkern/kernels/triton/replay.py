@@ -1,0 +1,142 @@
+"""Calls whose operands lie in memory as those of an earlier call did: its launches again.
+
+What a W's Python works out (layouts, the tile, the grid, what is a descriptor) follows from the shapes, strides and
+dtypes of its operands and from where they begin modulo 16 bytes: operands at new addresses get new descriptors only.
+Where the addresses are known, too, as in a loop over static microbatches, a call is a lookup and the launch. No tensor
+is kept: whatever lies at an address with that layout now is what the call is about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zbkern.kernels.triton.common import Launch, recorded, recording
+from zbkern.kernels.triton.direct import Direct, direct, hooked, launch_all
+from zbkern.kernels.triton.matmul_tile import described
+
+_UNKNOWN: Any = object()
+
+
+class _Template(NamedTuple):
+    """A launch without its tensors. pointers: (argument, operand). descriptors: (argument, operand, shape, strides,
+    block). compiled: Triton's kernel, None where it is interpreted."""
+
+    launch: Launch
+    pointers: list[tuple[int, int]]
+    descriptors: list[tuple[int, int, list[int], list[int], list[int]]]
+    compiled: Any
+
+    def again(self, operands: Sequence[Tensor]) -> None:
+        self.launch._replace(arguments=self._filled(operands, operands)).again()
+
+    def direct(self, operands: Sequence[Tensor], addresses: Sequence[int]) -> Direct | None:
+        if self.compiled is None:
+            return None
+        return direct(self.compiled, self.launch.grid, self._filled(operands, addresses), self.launch.constants)
+
+    def _filled(self, operands: Sequence[Tensor], pointers: Sequence[Tensor] | Sequence[int]) -> list[Any]:
+        arguments = list(self.launch.arguments)
+        for place, operand in self.pointers:
+            arguments[place] = pointers[operand]
+        for place, operand, *layout in self.descriptors:
+            arguments[place] = described(operands[operand], *layout)
+        return arguments
+
+
+class Replay:
+    """The launches of calls: of at most so many ways in which operands lie, at most so many sets of addresses. When
+    there is no more room all are forgotten, which costs nothing at any other call."""
+
+    def __init__(self, layouts: int = 1024, addresses: int = 4096) -> None:
+        self.layouts, self.addresses = layouts, addresses
+        self._templates: dict[Hashable, list[_Template] | None] = {}
+        self._direct: dict[Hashable, list[Direct]] = {}
+        self._paused = 0
+
+    def run(self, call: Callable[[], None], operands: Sequence[Any], options: Hashable) -> None:
+        """call(), or the launches that it would make.
+
+        operands: every tensor that the call reads or writes, on one device, or None; the first is a tensor. options:
+        whatever else its launches depend on, its name too. The call must do nothing but launch kernels, unless an
+        operand is empty or it allocates (a copy of an operand, say): launches on other memory than the operands' are
+        not repeated.
+        """
+        if self._paused or recording():  # or a part of a call that is
+            return call()
+        device = operands[0].get_device()
+        addresses = [0 if operand is None else operand.data_ptr() for operand in operands]
+        layouts = [None if t is None else (t.dtype, t.shape, t.stride()) for t in operands]
+        here = options, device, *addresses, *layouts
+        launches = self._direct.get(here)
+        if launches is not None and not hooked():
+            return launch_all(launches, device)
+        # which operands begin at one address is what arguments are told apart by
+        layout = options, device, *[address % 16 for address in addresses], *map(addresses.index, addresses), *layouts
+        templates = self._templates.get(layout, _UNKNOWN)
+        if templates is _UNKNOWN:
+            with recorded() as made:
+                call()
+            if made and all(operand is None or operand.numel() for operand in operands):
+                _keep(self._templates, self.layouts, layout, _templates(made, operands))
+            return None
+        if templates is None:
+            return call()
+        launches = None if hooked() else [template.direct(operands, addresses) for template in templates]
+        if launches is None or None in launches:
+            for template in templates:
+                template.again(operands)
+            return None
+        _keep(self._direct, self.addresses, here, launches)
+        return launch_all(launches, device)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, calls are made: for programs that change what they launch, or what launching is. Forgets all."""
+        self._paused += 1
+        self.forget()
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def forget(self) -> None:
+        self._templates.clear()
+        self._direct.clear()
+
+
+def _keep(found: dict[Hashable, Any], size: int, key: Hashable, value: Any) -> None:
+    if len(found) >= size:
+        found.clear()
+    found[key] = value
+
+
+def _templates(launches: Sequence[Launch], operands: Sequence[Tensor | None]) -> list[_Template] | None:
+    """None where a launch takes other memory than the operands'."""
+    places = {(tensor.data_ptr(), tensor.dtype): i for i, tensor in enumerate(operands) if tensor is not None}
+    found = []
+    for launch in launches:
+        arguments, pointers, descriptors = list(launch.arguments), [], []
+        for place, argument in enumerate(launch.arguments):
+            base = argument.base if isinstance(argument, TensorDescriptor) else argument
+            if not isinstance(base, Tensor):
+                continue
+            operand = places.get((base.data_ptr(), base.dtype))
+            if operand is None:
+                return None
+            arguments[place] = None
+            if base is argument:
+                pointers.append((place, operand))
+            else:
+                descriptors.append((place, operand, argument.shape, argument.strides, argument.block_shape))
+        template = launch._replace(arguments=arguments)
+        found.append(_Template(template, pointers, descriptors, launch.compiled()))
+    return found
+
+
+replay = Replay()
+"""Of all kernels."""
