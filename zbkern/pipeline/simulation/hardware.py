@@ -15,13 +15,14 @@ class Hardware:
     """One GPU and its connections.
 
     matmul_flops: peak of dense matrix products in bf16, in 1/s. memory: bytes. memory_bandwidth: bytes/s.
-    gpus_per_node: GPUs that link_bandwidth joins; network_bandwidth joins nodes; both in bytes/s per GPU and direction.
+    gpus_per_node: GPUs that link_bandwidth joins; network_bandwidth joins nodes; host_bandwidth is that of copies to
+    and from the host, None where it is not known; all in bytes/s per GPU and direction.
 
     The shares are what programs get of these peaks. They are assumptions, the same for every GPU, until somebody
     measures them; anchors on an H100: products of 8192 reach 0.8 of the peak, smaller ones less; FlashAttention 3
     reaches 0.67 forward and 0.58 backward (head size 128, causal, 8k tokens); a copy 0.9 of the memory's bandwidth.
-    network_share: also of the links in a node. exposed_share: of the time of messages of tensor and expert parallelism
-    that computing does not hide. latency: seconds that a message takes besides its bytes.
+    network_share: also of the links in a node and to the host. exposed_share: of the time of messages of tensor and
+    expert parallelism that computing does not hide. latency: seconds that a message takes besides its bytes.
 
     Raises TypeError or ValueError for anything but positive numbers (exposed_share may be 0), and shares above 1.
     """
@@ -34,6 +35,7 @@ class Hardware:
     link_bandwidth: float
     network_bandwidth: float
     source: str = ""
+    host_bandwidth: float | None = None
     matmul_share: float = 0.7
     attention_forward_share: float = 0.6
     attention_backward_share: float = 0.5
@@ -45,6 +47,8 @@ class Hardware:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "host_bandwidth" and value is None:
+                continue
             if field.name in ("title", "source"):
                 if not isinstance(value, str):
                     raise TypeError(f"Hardware: {field.name} must be text; got {value!r}")
