@@ -261,3 +261,26 @@ def test_the_readme_shows_what_the_command_prints(capsys, monkeypatch: pytest.Mo
         return [re.sub(r" +\S+ +\S+x$", "", line) if line.startswith("plan-") else line for line in lines]
 
     assert without_memory(lasting(capsys.readouterr().out)) == without_memory(lasting(shown))
+
+
+def test_a_plan_that_offloads_is_printed_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs(10, 11, 9, activation=1e9, held=1e9, checkpoint=1e7, time_unit="ms", memory_unit="bytes")
+    costs.save(tmp_path / "costs.json")
+    command = ["plan", *SIZES, "--costs", str(tmp_path / "costs.json"), "--memory", "0.5x", "--effort", "0"]
+    files = ["--out", str(tmp_path / "plan.csv"), str(tmp_path / "plan.svg")]
+    assert __main__.main([*command, "--offload", "100", *files]) == 0
+    text = capsys.readouterr().out
+    assert "-saving" in text
+    assert "0.5x" in text
+    assert set("OL") <= {
+        action.kind for row in Schedule.from_csv((tmp_path / "plan.csv").read_text()).actions for action in row
+    }
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    for wrong, message in ((["--offload"], "expected GB/s"), (["--recompute", "--schedule", "zb_h1"], "as published")):
+        assert __main__.main([*command, *wrong]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        __main__.main([*command, "--offload", "0"])
+    assert "above 0" in capsys.readouterr().err

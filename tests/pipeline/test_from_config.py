@@ -97,3 +97,11 @@ def test_published_schedules_get_the_partition_that_suits_them() -> None:
     names = [each.schedule.name for each in published_timelines(ModelCosts(layers[:3]), 2, 4, None)]
     assert "one_f_one_b" in names
     assert "zb_v" not in names
+
+
+def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(capsys: pytest.CaptureFixture) -> None:
+    assert (
+        __main__.main([*LLAMA, "--tensor-parallel", "2", "--memory", "26e9", "--recompute", "--offload", *QUICK]) == 0
+    )
+    assert re.search("^[a-z_-]+-saving: 4 ranks", capsys.readouterr().out, re.MULTILINE)
+    assert all("to the host PCIe" in entry["source"] for entry in json.loads(TABLE.read_text()).values())

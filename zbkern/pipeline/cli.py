@@ -22,7 +22,7 @@ from zbkern.pipeline.planner.arguments import chunks_per_rank
 from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.plan import EFFORT
 from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.units import amount
+from zbkern.pipeline.schedules.units import TIME_UNITS, amount
 from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.simulator import simulate
@@ -42,6 +42,9 @@ _HELP = {
     "--effort": f"rounds of search, each twice as long as the one before (default {EFFORT}, about ten seconds in all; "
     "0: the quick answer alone); the plan depends on it and not on how fast or busy the machine is",
     "--time-limit": "ends the search after this many seconds, if that is sooner; the plan then depends on the machine",
+    "--offload": "activations may go to the host and come back, at so many GB/s in each direction (memory per time for "
+    "costs without units); with --config the number can be left out, and is that of the table of hardware",
+    "--recompute": "activations may be recomputed; --costs must have the checkpoint, what an F keeps then",
     "--schedule": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
     "--compare": "also a table of all published schedules and the plan",
     "--out": "files to write, by suffix: .svg .html .png (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
@@ -65,6 +68,8 @@ def add_to(commands: Any) -> None:
     add("--objective", choices=("cost", "makespan"), default="cost")
     add("--effort", type=_rounds, default=EFFORT, metavar="ROUNDS")
     add("--time-limit", type=_seconds, metavar="SECONDS")
+    add("--offload", type=_bandwidth, nargs="?", const=0.0, metavar="GB/s")
+    add("--recompute", action="store_true")
     add("--schedule", choices=schedules.NAMES, metavar="NAME")
     add("--compare", action="store_true")
     add("--out", type=Path, nargs="+", action="extend", default=[], metavar="FILE")
@@ -85,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         from_config.check_absent(arguments)
         chunks = _chunks(arguments)
-        costs = _costs(arguments.costs, arguments.stages * chunks)
+        costs = _with_copies(arguments, _costs(arguments.costs, arguments.stages * chunks), chunks)
         whole = sum(costs.per_chunk(arguments.stages * chunks).activation)
         limit = None if arguments.memory is None else arguments.memory.limit(whole)
         found = (_named if arguments.schedule else _searched)(arguments, chunks, costs, limit)
@@ -156,6 +161,29 @@ def _costs(path: str | None, chunks: int) -> Costs:
     return costs
 
 
+def _with_copies(arguments: argparse.Namespace, costs: Costs, chunks: int) -> Costs:
+    """The costs with the bandwidth of --offload, in their own units."""
+    saving = "--offload" if arguments.offload is not None else "--recompute"
+    if arguments.offload is None and not arguments.recompute:
+        return costs
+    if arguments.schedule is not None:
+        raise _WrongArgument(saving, f"{arguments.schedule} is as published; leave --schedule or {saving} out")
+    if arguments.memory is None:
+        raise _WrongArgument(saving, "without a limit nothing needs less memory; give one with --memory")
+    if arguments.recompute and costs.per_chunk(arguments.stages * chunks).checkpoint is None:
+        raise _WrongArgument(
+            "--recompute", "--costs must have checkpoint, what an F keeps; zbkern's profile measures it"
+        )
+    if arguments.offload is None:
+        return costs
+    if not arguments.offload:
+        raise _WrongArgument("--offload", "expected GB/s, such as --offload 50; only --config has a table of hardware")
+    rate = arguments.offload
+    if costs.memory_unit == "bytes" and costs.time_unit is not None:
+        rate *= 1e9 / TIME_UNITS[costs.time_unit]
+    return dataclasses.replace(costs, offload_bandwidth=rate, reload_bandwidth=rate)
+
+
 def _searched(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
     stages, microbatches, placement = arguments.stages, arguments.microbatches, arguments.placement
     try:
@@ -170,6 +198,8 @@ def _searched(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: f
             objective=arguments.objective,
             effort=arguments.effort,
             progress=show_progress if sys.stderr.isatty() else _silent,
+            offload=arguments.offload is not None,
+            recompute=arguments.recompute,
         )
     except ScheduleError as error:
         raise _WrongArgument("--memory", str(error)) from error
@@ -257,6 +287,13 @@ def _rounds(text: str) -> int:
 
 def _seconds(text: str) -> float:
     return _number(text, "a number of seconds such as 10")
+
+
+def _bandwidth(text: str) -> float:
+    rate = _number(text, "a bandwidth in GB/s such as 50")
+    if rate == 0:
+        raise argparse.ArgumentTypeError(f"expected a bandwidth above 0; got {text!r}")
+    return rate
 
 
 def _memory(text: str) -> _Memory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ def check_absent(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], None]) -> Plan:
     """Plans and prints; progress: as for `plan`. Raises WrongArgument."""
     setting = _setting(arguments)
-    costs, limit = setting.costs, setting.limit
+    costs, limit = _with_copies(setting, arguments.offload), setting.limit
     whole = sum(layer.activation for layer in costs.layers)
     if arguments.memory is not None:
         limit = arguments.memory.limit(whole)
@@ -98,6 +99,8 @@ def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], Non
             objective=arguments.objective,
             effort=arguments.effort,
             progress=progress,
+            offload=arguments.offload is not None,
+            recompute=arguments.recompute,
         )
     except ScheduleError as error:
         raise WrongArgument(
@@ -190,6 +193,17 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     except ValueError as error:
         raise WrongArgument(f"--tensor-parallel, --expert-parallel: {error}") from error
     return setting
+
+
+def _with_copies(setting: Setting, given: float | None) -> ModelCosts:
+    """The costs with the bandwidth of copies to the host: `given` in GB/s, or 0 for that of the table of hardware."""
+    if given is None:
+        return setting.costs
+    hardware = setting.hardware
+    if not given and hardware.host_bandwidth is None:
+        raise WrongArgument("--offload: the table of hardware has no host_bandwidth; give GB/s, such as --offload 50")
+    rate = given * 1e9 if given else (hardware.host_bandwidth or 0.0) * hardware.network_share
+    return replace(setting.costs, offload_bandwidth=rate / 1e3, reload_bandwidth=rate / 1e3)
 
 
 def _title(arguments: argparse.Namespace, setting: Setting) -> str:

@@ -150,3 +150,15 @@ def test_wrong_questions_are_refused() -> None:
         plan(model, 2, 4, partition=(0, 9), effort=0)
     with pytest.raises(TypeError, match="partition divides layers"):
         plan(model.chunk_costs((0, 4)), 2, 4, partition=(0, 4))
+
+
+@needs_core
+@pytest.mark.parametrize(("blocks", "stages", "microbatches"), [(14, 4, 8), (22, 4, 5), (10, 2, 7)])
+def test_the_first_answer_is_the_best_of_those_for_each_number_of_chunks(
+    blocks: int, stages: int, microbatches: int
+) -> None:
+    model = llama(blocks)
+    best = plan(model, stages, microbatches, effort=0).timeline.cost
+    for chunks in range(1, 5):
+        if chunks * stages <= len(model.layers):
+            assert best <= plan(model, stages, microbatches, chunks, effort=0).timeline.cost * (1 + 1e-9)

@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, plan, schedules, simulate
+from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.offload import fit
 
 COPIES = {"offload_bandwidth": 1.0, "reload_bandwidth": 1.0, "copy_slowdown": 0.03}
@@ -96,3 +97,19 @@ def test_memory_that_suffices_is_not_saved() -> None:
     saving = plan(costs, 4, 8, memory_limit=7, effort=0, offload=True)
     assert saving.timeline.cost <= without.timeline.cost
     assert not any(saving.timeline.copies)
+
+
+def test_idle_time_names_the_wait_for_a_copy_and_the_warm_up_around_a_recomputation() -> None:
+    costs = Costs(held=0.5, checkpoint=0.25, offload_bandwidth=0.25, reload_bandwidth=100.0)
+    row = [Action(*each) for each in (("F", 0, 0), ("O", 0, 0), ("F", 0, 1), ("BW", 0, 1), ("L", 0, 0), ("BW", 0, 0))]
+    waiting = simulate(Schedule.build([row], (0,), 2), costs)
+    found = idle_time(waiting, costs, "cost", [1.0])
+    assert found.memory == pytest.approx(1 - sum(waiting.busy) / waiting.cost)
+    assert found.total == pytest.approx(found.memory)
+
+    rows = [list(row) for row in schedules.one_f_one_b(3, 3).actions]
+    rows[0].insert(3, Action("R", 0, 0))  # between the last of three F and the first backward
+    recomputing = simulate(Schedule.build(rows, (0, 1, 2), 3), costs)
+    gap = recomputing.events[0][4].start - recomputing.events[0][3].end
+    assert gap > 0
+    assert idle_time(recomputing, costs, "makespan", None).warm_up >= 0.99 * gap / recomputing.makespan

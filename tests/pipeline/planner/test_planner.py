@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, Schedule, ScheduleError, plan, schedules, simulate
 from zbkern.pipeline.planner import native, portfolio
+from zbkern.pipeline.planner.portfolio import SETTINGS
 from zbkern.pipeline.planner.problem import Problem
 
 PROFILES = json.loads((Path(__file__).parent.parent.parent / "data" / "zb_profiles.json").read_text())
@@ -333,8 +334,41 @@ def test_errors_name_what_is_wrong() -> None:
         plan(Costs(), 2.0, 4)
 
 
-def test_smaller_limits_take_part() -> None:
-    problem = Problem.build(Costs().per_chunk(4), range(4), 8, [6.0] * 4, False)
-    levels = [level[0] / problem.memory_scale for _, level in portfolio._memory_levels(problem)]
-    assert levels == pytest.approx([6, 6, 5.5, 5, 4.5, 4, 3.5, 3, 2.5, 2, 1.5, 1])
-    assert [number for number, _ in portfolio._memory_levels(problem)] == [0, *range(12, 1, -1)]
+def test_levels_of_memory_do_not_depend_on_the_limit() -> None:
+    def levels(limit: float) -> list[float]:
+        problem = Problem.build(Costs().per_chunk(4), range(4), 8, [limit] * 4, False)
+        ladder = portfolio._ladder(problem, SETTINGS.trial_passes)
+        return [level[0] / problem.memory_scale for level in portfolio._levels_within(problem, ladder)]
+
+    assert levels(6.2) == pytest.approx([6, 5.5, 5, 4.5, 4, 3.5, 3, 2.5, 2, 1.5, 1])
+    assert levels(6.2) == levels(8)[-11:]
+
+
+@needs_core
+@settings(max_examples=12, deadline=None)
+@given(
+    stages=st.integers(2, 5),
+    chunks=st.integers(1, 3),
+    microbatches=st.integers(3, 14),
+    held=st.floats(0.4, 1.4),
+    saving=st.sampled_from([0.0, 0.1]),
+    static=st.sampled_from([0.0, [0.0, 1.3, 0.4]]),
+    limits=st.lists(st.floats(1.0, 3.0), min_size=2, max_size=4),
+)
+def test_the_constructed_answer_is_never_worse_with_more_memory(
+    stages: int,
+    chunks: int,
+    microbatches: int,
+    held: float,
+    saving: float,
+    static: float | list[float],
+    limits: list[float],
+) -> None:
+    count = stages * chunks
+    always = static if isinstance(static, float) else [static[chunk % 3] for chunk in range(count)]
+    costs = Costs(1.0, 1.1, 0.9, 0.05, 1.0, held, merge_saving=saving, static=always)
+    reached = [
+        plan(costs, stages, microbatches, chunks, memory_limit=(limit * stages + 1.3) * chunks, effort=0).timeline.cost
+        for limit in sorted(limits)
+    ]
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(reached))

@@ -30,8 +30,7 @@ def problem_of(costs: Costs, owners: Sequence[int], microbatches: int, limit: Li
     if given is not None:
         limits = [each - held for each, held in zip(given, static, strict=True)]
     _check_room(flat, owners, limits, static, costs.memory_unit)
-    limits = [min(each, unlimited) for each in limits]
-    return Problem.build(flat, owners, microbatches, limits, objective == "makespan")
+    return Problem.build(flat, owners, microbatches, limits, objective == "makespan", static)
 
 
 def check_search(objective: str, jitter: float, samples: int, seed: int, time_limit: float | None, effort: int) -> None:

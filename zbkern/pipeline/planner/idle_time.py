@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbkern.pipeline.schedules.dependencies import Result, producer, result
+from zbkern.pipeline.schedules.program import recomputed
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
 from zbkern.pipeline.simulation.timeline import Event, Timeline
@@ -18,7 +19,8 @@ class IdleTime:
     """Shares of the objective (cost or makespan) in which ranks are idle, mean over ranks; their sum is all idle time.
 
     load: the other ranks have less work than rank `busiest`, which no order changes. The rest is what the slowest rank
-    waits for (the one with the longest span): memory: a forward had arrived, and the memory limit left no room for it.
+    waits for (the one with the longest span): memory: a forward had arrived, and the memory limit left no room for it,
+    or a copy to or from the host was not done.
     messages: its input was computed and on its way. warm_up: before its first backward; cool_down: after its last
     forward; dependencies: between them, passes of other ranks that its next pass needs.
     """
@@ -66,7 +68,10 @@ class _Gaps:
     def __init__(self, timeline: Timeline, costs: ChunkCosts, rank: int, limits: Sequence[float] | None) -> None:
         self._schedule, self._costs = timeline.schedule, costs
         self._row = timeline.events[rank]
-        self._memory = Memory(costs, static_of_ranks(costs, timeline.schedule.placement)[rank])
+        self._actions = iter(self._schedule.actions[rank])  # with O and L, which are no events of the row
+        always = static_of_ranks(costs, timeline.schedule.placement)[rank]
+        self._memory = Memory(costs, always, recomputed(self._schedule.actions[rank]))
+        self._copies = bool(timeline.copies and timeline.copies[rank])
         self._limit = float("inf") if limits is None else limits[rank] * (1 + _ROUNDING)
         self._ends: dict[Result | None, tuple[float, int]] = {
             result(event.action): (event.end, event.rank) for row in timeline.events for event in row
@@ -76,7 +81,7 @@ class _Gaps:
     def causes(self) -> Iterator[tuple[str, float]]:
         """(cause, time) of every gap, in parts where it has several."""
         kinds = [event.action.kind for event in self._row]
-        first_backward = next((index for index, kind in enumerate(kinds) if kind != "F"), len(kinds))
+        first_backward = next((index for index, kind in enumerate(kinds) if kind in ("B", "BW")), len(kinds))
         last_forward = len(kinds) - 1 - kinds[::-1].index("F")
         forwards: dict[int, list[Event]] = {}  # of every chunk, those to come, the next at the end
         for event in reversed(self._row):
@@ -86,14 +91,18 @@ class _Gaps:
         for index, event in enumerate(self._row):
             gap = event.start - clock
             if gap > _ROUNDING * event.end:
-                full = min(gap, max(0.0, event.start - self._blocked(forwards)))
-                computed, _ = self._arrival(event)
+                computed, arrived = self._arrival(event)
+                ready = max(clock, arrived) if self._copies else event.start  # later than that, it waits for a copy
+                full = min(gap, max(0.0, event.start - min(ready, self._blocked(forwards))))
                 late = min(gap - full, max(0.0, event.start - max(computed, clock)))
                 yield "memory", full
                 yield "messages", late
                 waits = index <= first_backward, index > last_forward
                 yield "warm_up" if waits[0] else "cool_down" if waits[1] else "dependencies", gap - full - late
-            self._memory.account(event.action)
+            for action in self._actions:
+                self._memory.account(action)
+                if action == event.action:
+                    break
             if event.action.kind == "F":
                 forwards[event.action.chunk].pop()
             clock = event.end

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from zbkern.pipeline.planner.problem import Ordering
+from zbkern.pipeline.planner.annealing import with_cost
+from zbkern.pipeline.planner.problem import Ordering, Problem, grouped
 
 
 class Budget:
@@ -28,14 +29,20 @@ class Budget:
 
 
 class Pool:
-    """The best orders found so far, each of another cost, best first; `bound`: a lower bound on any cost."""
+    """The best orders of a problem found so far, each of another cost, best first; `bound`: a lower bound on any cost.
 
-    def __init__(self, keep: int, bound: int = 0) -> None:
+    All have W grouped as in the schedule that is made of them, so that they are compared by what they will cost.
+    """
+
+    def __init__(self, problem: Problem, keep: int, bound: int = 0) -> None:
+        self._problem = problem
         self.orders: list[Ordering] = []
         self.bound = bound
         self.keep = max(keep, 1)
 
     def add(self, orders: Ordering | None) -> None:
+        if orders is not None and self._problem.saves:
+            orders = with_cost(self._problem, grouped(orders, self._problem))
         if orders is not None and all(orders.cost != other.cost for other in self.orders):
             self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self.keep]
 

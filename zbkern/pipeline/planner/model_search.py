@@ -68,18 +68,18 @@ def search(
     chunks: int | None,
     placement: str | Sequence[int] | None,
     partition: Sequence[int] | None,
-    pool: Pool,
+    keep: int,
     budget: Budget,
     seed: int,
     progress: Callable[[str], None],
 ) -> tuple[Cut, int]:
-    """The best candidate, and the rounds that were completed. pool: an empty one, as large as the candidates' are.
+    """The best candidate, and the rounds that were completed. keep: how many orders each has at most.
 
     Raises ScheduleError when no candidate fits the memory.
     """
     published = Published()
     shapes = list(_shapes(question, chunks, placement, partition))
-    cuts = _first_answers(question, shapes, partition, pool, budget, seed, published)
+    cuts = _first_answers(question, shapes, partition, keep, budget, seed, published)
     rounds = 0
     while budget.allows(rounds):
         progress(_describe(_best(cuts), rounds))
@@ -168,7 +168,7 @@ def _first_answers(
     question: Question,
     shapes: Sequence[Shape],
     partition: Sequence[int] | None,
-    pool: Pool,
+    keep: int,
     budget: Budget,
     seed: int,
     published: Published,
@@ -185,15 +185,15 @@ def _first_answers(
             except ScheduleError as error:
                 refused = refused or error
                 continue
-            cut = Cut(each, name, costs, problem, Pool(pool.keep))
+            cut = Cut(each, name, costs, problem, Pool(problem, keep))
             most = max(map(problem.work, range(question.stages))) / problem.time_scale
             if any(other.reached <= most for other in here):
                 continue
             add_published(problem, cut.pool, budget, published)
             if not here:
-                construct(problem, cut.pool, budget, SETTINGS.first_passes // len(shapes))
+                construct(problem, cut.pool, budget, SETTINGS.first_passes)
             if not cut.pool.orders:
-                add_serial(problem, cut.pool, seed, budget)
+                add_serial(problem, cut.pool, budget)
             here.append(cut)
             if not budget.left:
                 break
@@ -241,7 +241,7 @@ def _retimed(question: Question, partition: Partition, owners: Sequence[int], cu
     orders: Ordering = cut.pool.orders[0]
     if max(map(problem.work, range(problem.ranks))) / problem.time_scale >= cut.reached or not fits(problem, orders):
         return None
-    found = Cut(partition, cut.name, costs, problem, Pool(cut.pool.keep))
+    found = Cut(partition, cut.name, costs, problem, Pool(problem, cut.pool.keep))
     found.pool.add(with_cost(problem, replace(orders, cost=0)))
     return found
 

@@ -15,11 +15,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from zbkern.pipeline.planner.idle_time import idle_time
-from zbkern.pipeline.schedules import NAMES
+from zbkern.pipeline.planner.published import published
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount
-from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.simulator import simulate
@@ -97,7 +96,8 @@ def search(
             errors.append(error)
     orders = [(plan, timeline) for plan in plans for timeline in _with_fused(plan.schedule, plan.costs)]
     for plan in {plan.schedule.placement: plan for plan in plans}.values():
-        orders += [(plan, timeline) for each in _published(plan) for timeline in _with_fused(each, plan.costs)]
+        for schedule in published(plan.schedule.placement, plan.schedule.microbatches):
+            orders += [(plan, timeline) for timeline in _with_fused(schedule, plan.costs)]
     best: Plan | None = None
     for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):
         if best is not None and getattr(timeline, objective) >= getattr(best.timeline, objective):
@@ -125,17 +125,6 @@ def search(
     idle = idle_time(best.timeline, best.costs, objective, _limits(memory_limit, ranks))
     optimal = reached <= bound * (1 + _ROUNDING)
     return replace(best, lower_bound=lower, optimal=optimal, mean_cost=reached, idle=idle)
-
-
-def _published(plan: Plan) -> Iterator[Schedule]:
-    schedule = plan.schedule
-    for name in NAMES:
-        try:
-            found = comparison.build(name, schedule.stages, schedule.microbatches, schedule.chunks)
-        except ScheduleError:  # the generator does not have these counts
-            continue
-        if found.placement == schedule.placement:
-            yield found
 
 
 def _with_fused(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:

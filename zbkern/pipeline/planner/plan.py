@@ -95,16 +95,23 @@ def plan(
 
     offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
     activations (and what W needs) to the host and load them back, or that recompute activations; for costs that say
-    what these cost. Orders are then searched that need the limit and that need more, each with two rounds less.
+    what these cost. Orders are then searched for the limit, 1.5 and 2 times the limit, and none: four searches, each
+    with two rounds less, which is a quarter of the work, so that `effort` means as much work as without these.
 
     The search is a sequence of `effort` rounds, each twice as long as the one before (0: the constructive answer alone,
     about a second or less), which are counted in work: for one `seed` the plan is the same on every machine, however
-    busy it is, and more effort is never worse. `time_limit`, in seconds, ends it sooner; the plan then depends on the
-    machine. Where zbkern was installed without a C++ compiler there is the constructive answer alone, from fewer rules,
-    and a warning says so. Every published schedule that fits takes part, for layers on even and on balanced partitions,
-    so that none of them is better (within `time_limit`, as long as there is time to make the next one). The answer is
-    checked and simulated when the time is over, which takes some 10 microseconds a pass. progress: is called with a
-    line about the search before every round, and with an empty one at the end. Sources: arXiv 2401.10241, 2405.15362.
+    busy it is, and more effort is never worse. The constructive answer (`effort=0`) for chunks that are given (`Costs`,
+    or layers with `partition` and `placement`) is never worse with a higher limit for all ranks: it is the best for
+    fixed levels of memory within the limit. Where the partition is searched it depends on the limit, and so does what
+    the rounds find: there more memory is mostly better, and not always. For layers the constructive answer is never
+    worse than that for any number of chunks that could have been given.
+
+    `time_limit`, in seconds, ends the search sooner; the plan then depends on the machine. Where zbkern was installed
+    without a C++ compiler there is the constructive answer alone, from fewer rules, and a warning says so. Every
+    published schedule that fits takes part, for layers on even and on balanced partitions, so that none of them is
+    better (within `time_limit`, as long as there is time to make the next one). The answer is checked and simulated
+    when the time is over, which takes some 10 microseconds a pass. progress: is called with a line about the search
+    before every round, and with an empty one at the end. Sources: arXiv 2401.10241, 2405.15362.
 
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
@@ -135,14 +142,14 @@ def plan(
     whole, budget, kept = Budget(effort, seconds), Budget(effort, share), 8 if jitter else 1
     if isinstance(costs, ModelCosts):
         question = model_search.Question(costs, stages, microbatches, memory_limit, objective)
-        cut, rounds = model_search.search(question, chunks, placement, partition, Pool(kept), budget, seed, progress)
+        cut, rounds = model_search.search(question, chunks, placement, partition, kept, budget, seed, progress)
     elif partition is not None:
         raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")
     else:
         chunks = chunks_per_rank(placement, stages) if chunks is None else chunks
         name, owners = placement_of(placement, stages, chunks)
         problem = problem_of(costs, owners, microbatches, memory_limit, objective)
-        cut = Cut(None, name, costs, problem, Pool(kept, cost_bound(problem)))
+        cut = Cut(None, name, costs, problem, Pool(problem, kept, cost_bound(problem)))
         rounds = search(problem, cut.pool, budget, seed, progress)
     problem, pool = cut.problem, cut.pool
     slack = robustness.with_slack(problem, jitter, share, effort, seed) if jitter else ()

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
+from operator import add
 from typing import NamedTuple
 
 from zbkern.pipeline.planner import native
@@ -37,8 +38,6 @@ class Search:
         self._budget, self._seed, self._published = budget, seed, published
         add_published(problem, pool, budget.part(0.5), published)
         self._candidates = construct(problem, pool, budget.part(0.5), most)
-        if not pool.orders:  # one microbatch after the other fits whenever anything does
-            add_serial(problem, pool, seed, budget)
         self._population: Population | None = None
         self._few: tuple[Problem, Population] | None = None
 
@@ -70,10 +69,14 @@ class Search:
 
     def _begin(self) -> None:
         problem, budget = self.problem, self._budget
+        if problem.limit not in _levels_within(problem):
+            most = SETTINGS.trial_passes // len(_ladder(problem))
+            own = _construct_within(problem, self.pool, budget, most, self.pool.bound)
+            self._candidates = sorted([*own, *self._candidates], key=_cost)[: 2 * SETTINGS.refined_rules]
         self._population = Population(problem, self._candidates, self.pool, budget)
         few = _fewer(problem)
         if few is not None:
-            best = Pool(1, cost_bound(few))
+            best = Pool(few, 1, cost_bound(few))
             self._few = few, Population(few, construct(few, best, budget), best, budget)
             add_published(few, best, budget, self._published)
 
@@ -96,11 +99,11 @@ def search(
     return run.rounds
 
 
-def add_serial(problem: Problem, pool: Pool, seed: int, budget: Budget) -> None:
+def add_serial(problem: Problem, pool: Pool, budget: Budget) -> None:
     """Adds what fits whenever anything does: building blocks, or one microbatch after the other."""
     for fuse in (False, True)[: 1 + problem.may_fuse]:
         if native.core is not None:
-            pool.add(search_blocks(problem, seed=seed, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
+            pool.add(search_blocks(problem, seed=0, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
         elif fits(problem, serial := serial_ordering(problem, fuse)):
             pool.add(with_cost(problem, serial))
 
@@ -119,7 +122,7 @@ class Candidate(NamedTuple):
     """A rule, its cost, and the problem that it was tried on, with the given memory limit or a smaller one."""
 
     cost: int
-    name: int  # of limit and rule; the same for any larger limit
+    name: int  # of limit and rule
     rule: Rule
     problem: Problem
     bound: int  # the lower bound on the cost that any rule can reach there
@@ -128,54 +131,62 @@ class Candidate(NamedTuple):
         return list_schedule(self.problem.with_microbatches(microbatches), self.rule)
 
 
-def construct(problem: Problem, pool: Pool, budget: Budget, most: int | None = None) -> list[Candidate]:
-    """Adds what the list scheduler finds, for this memory limit and for smaller ones, so that more memory never hurts.
+def _cost(candidate: Candidate) -> int:
+    return candidate.cost
 
-    Returns the best candidates for every limit, best first. With many passes the rules, or some of them, are tried on
-    fewer microbatches, and the best of them on all. most: passes that all rules together are tried on. Ends early when
-    the time is over and there is an answer.
+
+def construct(problem: Problem, pool: Pool, budget: Budget, most: int | None = None) -> list[Candidate]:
+    """Adds what the list scheduler finds within fixed levels of memory, all those that are not above the limit.
+
+    What is tried at a level does not depend on the limit, so that more memory never hurts. Returns the best candidates
+    of all levels, best first. With many passes some of the rules are tried on fewer microbatches, and the best of them
+    on all. most: passes that the rules of all levels together are tried on. Ends early when the time is over and there
+    is an answer.
     """
-    kept = SETTINGS.refined_rules
     if most is None:
         most = SETTINGS.trial_passes
     if native.core is None:
         most = min(most, SETTINGS.trial_passes_in_python)
-    count = sum(1 for _ in rules(problem))
-    levels = _memory_levels(problem)
-    passes = problem.passes * count
-    if passes * len(levels) > most:
-        levels = levels[: max(1, most // passes)]
-    trial, stride = problem, 1
-    if passes > most:
-        trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
-        stride = trial.passes * count // most | 1  # odd, so that both of every choice are among them
+    ladder = _ladder(problem, most)
     candidates: list[Candidate] = []
-    for name, limit in levels:
-        if candidates and not budget.left:
+    for name, limit in enumerate(_levels_within(problem, ladder)):
+        if pool.orders and not budget.left:
             break
-        here = trial.with_limit(limit)
-        bound = pool.bound if limit == problem.limit else cost_bound(problem.with_limit(limit))
+        here = problem.with_limit(limit)
+        bound = cost_bound(here) if pool.bound else 0  # first answers have none
         if pool.beats(bound):
             continue
-        some: list[Candidate] = []
-        for index, rule in enumerate(islice(rules(here), 0, None, stride)):
-            if some and not budget.left:
-                break
-            cutoff = some[-1].cost - 1 if len(some) == kept else None
-            orders = list_schedule(here, rule, cutoff)
-            if orders is None or any(orders.cost == each.cost for each in some):
-                continue
-            some = sorted([*some, Candidate(orders.cost, name * count + index, rule, here, bound)])[:kept]
-            if trial is problem:
-                pool.add(orders)
-                if pool.optimal:
-                    return []
-        candidates += some
-    candidates = sorted(candidates)[: 2 * kept]
-    if trial is not problem:
-        for each in candidates[:3]:
-            pool.add(each.schedule(problem.microbatches))
-    return candidates
+        found = _construct_within(here, pool, budget, most // len(ladder), bound, name)
+        candidates += found
+        if limit == ladder[-1] and not found:
+            add_serial(here, pool, budget)
+    if not pool.orders:
+        add_serial(problem, pool, budget)
+    return sorted(candidates, key=_cost)[: 2 * SETTINGS.refined_rules]
+
+
+def _construct_within(
+    problem: Problem, pool: Pool, budget: Budget, most: int, bound: int, name: int = 0
+) -> list[Candidate]:
+    """The best candidates for this limit, which are added to the pool; most: passes that rules are tried on."""
+    kept = SETTINGS.refined_rules
+    count = sum(1 for _ in rules(problem))
+    trial, stride = problem, 1
+    if problem.passes * count > most:
+        trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
+        stride = trial.passes * count // most | 1  # odd, so that both of every choice are among them
+    found: list[Candidate] = []
+    for index, rule in enumerate(islice(rules(trial), 0, None, stride)):
+        if found and not budget.left:
+            break
+        cutoff = found[-1].cost - 1 if len(found) == kept else None
+        orders = list_schedule(trial, rule, cutoff)
+        if orders is None or any(orders.cost == each.cost for each in found):
+            continue
+        found = sorted([*found, Candidate(orders.cost, name * count + index, rule, trial, bound)], key=_cost)[:kept]
+    for each in found[:1]:
+        pool.add(each.schedule(problem.microbatches))
+    return found
 
 
 def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
@@ -299,14 +310,14 @@ class PatternSearch:
 
     def _begin(self, budget: Budget) -> None:
         """Tries ZB-V's pattern for this memory limit and for smaller ones, so that more memory never hurts."""
-        problem, levels = self.problem, _memory_levels(self.problem)
+        problem, levels = self.problem, [self.problem.limit, *_levels_within(self.problem)]
         patterns = list(zb_v_patterns(problem))
         trial = problem
         if problem.passes * len(patterns) > SETTINGS.pattern_start_passes:
             trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
         levels = levels[: max(1, SETTINGS.pattern_start_passes // (trial.passes * len(patterns)))]
         stride = trial.passes * len(patterns) // SETTINGS.pattern_start_passes | 1
-        for _, limit in levels:
+        for limit in levels:
             tried = takewhile(lambda pattern: budget.left > 0, patterns[::stride])
             found = [(each, search_patterns(trial.with_limit(limit), each)) for each in tried]
             costs = [(result[0].cost, index) for index, (_, result) in enumerate(found) if result is not None]
@@ -323,7 +334,7 @@ class PatternSearch:
     def _add(self, found: tuple[Ordering, Pattern] | None, own: bool = True) -> None:
         if found is None:
             return
-        self.pool.add(with_cost(self.problem, found[0]) if self.problem.saves else found[0])
+        self.pool.add(found[0])
         if own and (self.best is None or found[0].cost < self.best[0].cost):
             self.best = found
 
@@ -364,20 +375,40 @@ def _temperatures(problem: Problem, hot: float, cold: float) -> list[int]:
     return [int(mean * hot * ratio ** (step / (SETTINGS.temperatures - 1))) for step in range(SETTINGS.temperatures)]
 
 
-def _memory_levels(problem: Problem) -> list[tuple[int, tuple[int, ...]]]:
-    """The memory limit itself, then smaller ones in eighths of what 1F1B holds, the same for any limit; numbered."""
+def _ladder(problem: Problem, most: int = 0) -> list[tuple[int, ...]]:
+    """Levels of memory that depend on the model alone, the largest first: room beside what ranks hold all the time.
+
+    A rank with more of that has so much less room, as within one limit for all. The least level is what one microbatch
+    needs; then they are eighths of what 1F1B holds, up to three times that, or quarters or halves where `most` passes
+    are not enough for all rules, or a few, on so many; the largest is all that there is to hold.
+    """
     needs = _memory_of_a_microbatch(problem)
-    unit = _held_by_1f1b(problem)
-    levels = [(0, problem.limit)]
-    eighths = 8 * min(problem.limit) // unit if unit else 0
-    for eighth in range(min(eighths, 24), 0, -1):
-        slack = unit >> 30  # activations are rounded; see Problem
-        level = tuple(min(limit, unit * eighth // 8 + slack) for limit in problem.limit)
-        if level == problem.limit:
-            levels = [(eighth, level)]
-        elif all(need <= limit for need, limit in zip(needs, level, strict=True)):
-            levels.append((eighth, level))
+    unit, always = _held_by_1f1b(problem), max(problem.static)
+    unlimited = problem.microbatches * sum(map(max, problem.activation, problem.held))
+    parts = next((parts for parts, passes in SETTINGS.levels if problem.passes * passes <= most), 2)
+    rooms = {unit * part // parts for part in range(1, 3 * parts + 1)}
+    least = max(map(add, needs, problem.static)) - always
+    levels = []
+    for room in sorted({room for room in rooms if least < room < unlimited} | {least, unlimited}, reverse=True):
+        level = (min(room + always - static, unlimited) for static in problem.static)
+        levels.append(tuple(each + (each >> 31) for each in level))  # activations are rounded; see Problem
     return levels
+
+
+def _levels_within(problem: Problem, ladder: Sequence[tuple[int, ...]] | None = None) -> list[tuple[int, ...]]:
+    """The levels of the ladder within the limit, largest first; before them the limit where ranks have several."""
+    levels = [
+        level
+        for level in (_ladder(problem) if ladder is None else ladder)
+        if all(each <= limit for each, limit in zip(level, problem.limit, strict=True))
+    ]
+    unlimited = problem.microbatches * sum(map(max, problem.activation, problem.held))
+    given = max(map(add, problem.limit, problem.static))
+    one = all(
+        abs(min(given - static, unlimited) - limit) <= unlimited >> 28
+        for static, limit in zip(problem.static, problem.limit, strict=True)
+    )
+    return levels if one and levels else [problem.limit, *levels]
 
 
 def _memory_of_a_microbatch(problem: Problem) -> list[int]:

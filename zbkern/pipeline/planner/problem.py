@@ -19,7 +19,7 @@ FORWARD, BACKWARD, WEIGHT = range(3)
 Rows = list[list[int]]
 
 _TIME_SCALE = 2.0**46  # of all work done one pass after the other
-_MEMORY_SCALE = 2.0**40  # of the largest limit
+_MEMORY_SCALE = 2.0**56  # of all microbatches at once, so that numbers do not depend on the limit
 _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
 
 
@@ -27,7 +27,8 @@ _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in
 class Problem:
     """A planning problem: one entry per chunk, per edge (`communication`, 0 within a rank) or per rank (`limit`).
 
-    One unit of time here is 1 / time_scale of the costs', and one of memory 1 / memory_scale.
+    One unit of time here is 1 / time_scale of the costs', and one of memory 1 / memory_scale. limit: beside `static`,
+    what each rank holds all the time.
     """
 
     ranks: int
@@ -43,21 +44,28 @@ class Problem:
     held: tuple[int, ...]
     merge_saving: tuple[int, ...]
     limit: tuple[int, ...]
+    static: tuple[int, ...]
     makespan: bool
     time_scale: float
     memory_scale: float
 
     @classmethod
     def build(
-        cls, costs: ChunkCosts, placement: Sequence[int], microbatches: int, limit: Sequence[float], makespan: bool
+        cls,
+        costs: ChunkCosts,
+        placement: Sequence[int],
+        microbatches: int,
+        limit: Sequence[float],
+        makespan: bool,
+        static: Sequence[float] | None = None,
     ) -> Problem:
-        """limit: one number per rank, in the unit of `costs.activation`."""
+        """limit: one number per rank, in the unit of `costs.activation`. static: one per rank, too; 0 by default."""
         serial = microbatches * (
             sum(costs.forward) + sum(costs.backward) + sum(costs.weight) + 2 * sum(costs.communication)
         )
         time_scale = _TIME_SCALE / serial if serial > 1e-200 else 1.0
-        largest = max(*limit, *costs.activation)
-        memory_scale = _MEMORY_SCALE / largest if largest > 1e-200 else 1.0
+        unlimited = microbatches * sum(map(max, costs.activation, costs.held))
+        memory_scale = _MEMORY_SCALE / unlimited if unlimited > 1e-200 else 1.0
 
         def times(values: Sequence[float]) -> tuple[int, ...]:
             return tuple(round(value * time_scale) for value in values)
@@ -83,7 +91,8 @@ class Problem:
             activation=memory(costs.activation),
             held=memory(costs.held),
             merge_saving=times(costs.merge_saving),
-            limit=memory([value * (1 + _SLACK) for value in limit]),
+            limit=memory([min(value, unlimited) * (1 + _SLACK) for value in limit]),
+            static=memory([0.0] * len(limit) if static is None else static),
             makespan=makespan,
             time_scale=time_scale,
             memory_scale=memory_scale,
@@ -195,26 +204,41 @@ def ordering_of(schedule: Schedule) -> Ordering:
     return Ordering(0, rows, fused)
 
 
-def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
-    """Orders as a schedule, validated. W that follow each other are grouped by chunk, which is free."""
-    chunks, microbatches = problem.chunks, problem.microbatches
-    rows = []
+def grouped(orders: Ordering, problem: Problem) -> Ordering:
+    """The orders with W that follow each other grouped by chunk, which is free. The cost is the old one."""
+    half = problem.chunks * problem.microbatches
+    rows: Rows = []
     for row in orders.rows:
-        actions: list[Action] = []
-        weights: list[Action] = []
+        found: list[int] = []
+        weights: list[int] = []
         for number in row:
-            kind, chunk, microbatch = (
-                number // (chunks * microbatches),
-                number // microbatches % chunks,
-                number % microbatches,
-            )
-            fused = orders.fused[chunk * microbatches + microbatch]
+            kind, rest = divmod(number, half)
             if kind == WEIGHT:
-                if not fused:
-                    weights.append(Action("W", chunk, microbatch))
+                if not orders.fused[rest]:
+                    weights.append(number)
                 continue
-            actions += sorted(weights, key=lambda action: action.chunk)
+            found += sorted(weights)
             weights.clear()
-            actions.append(Action("F" if kind == FORWARD else "BW" if fused else "B", chunk, microbatch))
-        rows.append(actions + sorted(weights, key=lambda action: action.chunk))
-    return Schedule.build(rows, problem.placement, microbatches, name)
+            found.append(number)
+            if kind == BACKWARD and orders.fused[rest]:
+                found.append(number + half)
+        rows.append(found + sorted(weights))
+    return replace(orders, rows=rows)
+
+
+def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
+    """Orders as a schedule, validated and with W grouped."""
+    half, rows = problem.chunks * problem.microbatches, []
+    for row in grouped(orders, problem).rows:
+        actions: list[Action] = []
+        for number in row:
+            kind, rest = divmod(number, half)
+            chunk, microbatch = divmod(rest, problem.microbatches)
+            if kind != WEIGHT:
+                actions.append(
+                    Action("F" if kind == FORWARD else "BW" if orders.fused[rest] else "B", chunk, microbatch)
+                )
+            elif not orders.fused[rest]:
+                actions.append(Action("W", chunk, microbatch))
+        rows.append(actions)
+    return Schedule.build(rows, problem.placement, problem.microbatches, name)

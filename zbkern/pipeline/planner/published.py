@@ -22,9 +22,19 @@ class Published:
         for make in _generators(tuple(placement), ranks):
             key = (make.__name__, ranks, microbatches, chunks)
             if key not in self._made:
-                more = (chunks,) if make in _INTERLEAVED else ()
-                self._made[key] = ordering_of(make(ranks, microbatches, *more))
+                self._made[key] = ordering_of(_made(make, ranks, microbatches, chunks))
             yield self._made[key]
+
+
+def published(placement: Sequence[int], microbatches: int) -> Iterator[Schedule]:
+    """Every published schedule with this placement, the rank of every chunk."""
+    ranks = max(placement) + 1
+    for make in _generators(tuple(placement), ranks):
+        yield _made(make, ranks, microbatches, len(placement) // ranks)
+
+
+def _made(make: Callable[..., Schedule], ranks: int, microbatches: int, chunks: int) -> Schedule:
+    return make(ranks, microbatches, *([chunks] if make in _INTERLEAVED else []))
 
 
 _ONE_CHUNK = (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2)

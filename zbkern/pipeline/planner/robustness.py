@@ -28,7 +28,7 @@ def with_slack(problem: Problem, jitter: float, seconds: float, effort: int, see
         added = int(slack * jitter * mean)
         hops = zip(problem.communication, problem.placement, problem.placement[1:], strict=False)
         slower = replace(problem, communication=tuple(lag + added * (here != there) for lag, here, there in hops))
-        pool = Pool(2, bounds.cost_bound(slower))
+        pool = Pool(slower, 2, bounds.cost_bound(slower))
         portfolio.search(slower, pool, Budget(effort, seconds), seed)
         yield from pool.orders
 

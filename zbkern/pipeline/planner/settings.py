@@ -44,10 +44,14 @@ class SearchSettings:
     """For each memory limit, the number of rules near which better ones are searched."""
     rule_tries: int = 1500
     """Changed rules in one attempt; after that a new attempt finds more than going on."""
-    trial_passes: int = 4_000_000
-    """All rules together are tried on at most this many passes: about a second of the compiled core."""
+    trial_passes: int = 8_000_000
+    """All rules together are tried on at most this many passes, in all levels of memory: a second or two of the
+    compiled core, and mostly half of that, as levels are left out whose lower bound has been reached."""
     trial_passes_in_python: int = 100_000
     """The same without the compiled core."""
+
+    levels: tuple[tuple[int, int], ...] = ((8, 4000), (4, 100))
+    """Levels of memory for what 1F1B holds, and how many runs of all passes the rules must be allowed for so many."""
 
     # patterns
     pattern_start_temperatures: tuple[float, ...] = (0.15, 0.25, 0.1, 0.5)
@@ -64,8 +68,9 @@ class SearchSettings:
     # layers
     chunks_per_rank: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     """Where it is not given: as many of these as there are layers."""
-    first_passes: int = 1_500_000
-    """Rules are tried on at most this many passes for the first answers of all candidates together."""
+    first_passes: int = 200_000
+    """Rules are tried on at most this many passes for the first answer of one placement, as many for each: then the
+    answer for all of them is the best of the answers for each."""
     searched: tuple[int, ...] = (6, 4, 2, 2)
     """The candidates that are searched in the first, second, ... round; as many as in the last one after it."""
     margins: tuple[float, ...] = (0.1, 0.05, 0.03, 0.02)
