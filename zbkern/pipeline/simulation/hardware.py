@@ -36,7 +36,6 @@ class Hardware:
     network_bandwidth: float
     host_bandwidth: float | None = None
     source: str = ""
-    host_bandwidth: float | None = None
     matmul_share: float = 0.7
     attention_forward_share: float = 0.6
     attention_backward_share: float = 0.5
@@ -48,8 +47,6 @@ class Hardware:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "host_bandwidth" and value is None:
-                continue
             if field.name in ("title", "source"):
                 if not isinstance(value, str):
                     raise TypeError(f"Hardware: {field.name} must be text; got {value!r}")
