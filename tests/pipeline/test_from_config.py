@@ -104,4 +104,4 @@ def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(capsys: pyte
         __main__.main([*LLAMA, "--tensor-parallel", "2", "--memory", "26e9", "--recompute", "--offload", *QUICK]) == 0
     )
     assert re.search("^[a-z_-]+-saving: 4 ranks", capsys.readouterr().out, re.MULTILINE)
-    assert all("to the host PCIe" in entry["source"] for entry in json.loads(TABLE.read_text()).values())
+    assert all(entry["host_bandwidth"] > 0 for entry in json.loads(TABLE.read_text()).values())

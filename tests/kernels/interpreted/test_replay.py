@@ -22,7 +22,7 @@ from zbkern.kernels.triton.replay import Replay, replay
 
 Random = every_launch.Random
 REPLAYED = ("linear_fwd", "linear_dgrad", "linear_dgrad_sum", "linear_wgrad", "linear_wgrads", "gated_linear_fwd",
-            "gated_linear_dgrad", "grouped_linear_wgrad")  # fmt: skip
+            "gated_linear_dgrad")  # fmt: skip
 
 
 @pytest.fixture

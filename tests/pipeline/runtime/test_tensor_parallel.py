@@ -131,12 +131,12 @@ def test_the_model_is_the_same_whatever_its_chunks() -> None:
         assert torch.equal(y, expected)
 
 
-def gradients_with(w_per_collective: int, gather_again: bool) -> tuple[dict[str, Any], int, int]:
+def gradients_with(wgrads_per_collective: int, regather_inputs: bool) -> tuple[dict[str, Any], int, int]:
     """A planned step's gradients, how many W ran while a collective was in flight, and the most bytes W held."""
     ours = Stages(2, 2, "zb_h1", tied=False, sequence=True, fill="planned")
     queue = ours.pipe.queue
-    queue.merge = False  # one W at a time, as with w_per_collective: sums in the same order
-    queue.w_per_collective, queue.gather_again = w_per_collective, gather_again
+    queue.merge = False  # one W at a time, as with wgrads_per_collective: sums in the same order
+    queue.wgrads_per_collective, queue.regather_inputs = wgrads_per_collective, regather_inputs
     covered: list[int] = []
     run = queue.run_during_collective
     with ours.pipe, pytest.MonkeyPatch.context() as patch:
