@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from itertools import product
+from functools import cache
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from zbkern.pipeline.planner import native
@@ -54,19 +55,29 @@ class Rule(NamedTuple):
 _CHOICES = {"priority": 3, "patience": 5, "late_forward": 2, "late_backward": 2}  # of a rank, and how many each has
 
 
-def rules(problem: Problem, caps: Sequence[Each] | None = None) -> Iterator[Rule]:
-    """All rules that are tried, the same for all ranks, with any of these caps."""
+def rules(problem: Problem, caps: Sequence[Each] | None = None, stride: int = 1) -> Iterator[Rule]:
+    """Every `stride`-th of the rules that are tried, the same for all ranks, with any of these caps."""
 
     def same(choice: int) -> Each:
         return (choice,) * problem.ranks
 
+    @cache
+    def cap(index: int) -> Each:
+        return forward_caps(problem, _SLOPES[index]) if caps is None else caps[index]
+
+    choices = product(*_choices(problem, len(_SLOPES if caps is None else caps)))
+    for priority, (patience, foresight), index, forward, backward, fused in islice(choices, 0, None, stride):
+        yield Rule(same(priority), same(patience), same(forward), same(backward), cap(index), foresight, fused)
+
+
+def count_rules(problem: Problem) -> int:
+    """How many `rules` there are."""
+    return math.prod(map(len, _choices(problem, len(_SLOPES))))
+
+
+def _choices(problem: Problem, caps: int) -> tuple[Sequence[Any], ...]:
     late = (1, 0) if problem.chunks > problem.ranks else (1,)
-    fuse = (False, True) if problem.may_fuse else (False,)
-    caps = [forward_caps(problem, slope) for slope in _SLOPES] if caps is None else caps
-    for priority, (patience, foresight), cap, forward, backward, fused in product(
-        range(3), _WAITS, caps, late, late, fuse
-    ):
-        yield Rule(same(priority), same(patience), same(forward), same(backward), cap, foresight, fused)
+    return range(3), _WAITS, range(caps), late, late, (False, True) if problem.may_fuse else (False,)
 
 
 def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Ordering | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice, takewhile
+from itertools import takewhile
 from operator import add
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from zbkern.pipeline.planner.annealing import anneal, extended, with_cost
 from zbkern.pipeline.planner.block_search import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up_forwards
 from zbkern.pipeline.planner.incumbents import Budget, Pool
-from zbkern.pipeline.planner.list_scheduler import Rule, list_schedule, refine, rules
+from zbkern.pipeline.planner.list_scheduler import Rule, count_rules, list_schedule, refine, rules
 from zbkern.pipeline.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
 from zbkern.pipeline.planner.problem import Ordering, Problem, fits, serial_ordering
 from zbkern.pipeline.planner.published import Published
@@ -170,13 +170,13 @@ def _construct_within(
 ) -> list[Candidate]:
     """The best candidates for this limit, which are added to the pool; most: passes that rules are tried on."""
     kept = SETTINGS.refined_rules
-    count = sum(1 for _ in rules(problem))
+    count = count_rules(problem)
     trial, stride = problem, 1
     if problem.passes * count > most:
         trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
         stride = trial.passes * count // most | 1  # odd, so that both of every choice are among them
     found: list[Candidate] = []
-    for index, rule in enumerate(islice(rules(trial), 0, None, stride)):
+    for index, rule in enumerate(rules(trial, stride=stride)):
         if found and not budget.left:
             break
         cutoff = found[-1].cost - 1 if len(found) == kept else None
