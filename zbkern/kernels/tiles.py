@@ -168,6 +168,7 @@ _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
     ("wgmma", "dkdv", 128): (32, 128, 8, 3),
     ("wgmma", "dkdv", 256): (16, 64, 8, 2, True),
     ("tcgen05", "fwd", 64): (128, 64, 4, 3),
+    ("tcgen05", "dkdv", 256): (32, 64, 8, 2, True),
     ("tf32x3", "dq", 64): (32, 16, 8, 2, False, 32),
     ("tf32x3", "dkdv", 64): (32, 32, 8, 2, True, 32),
     ("tf32x3", "dkdv", 128): (16, 32, 8, 2, True, 32),
