@@ -56,8 +56,8 @@ def test_every_rank_gets_the_times_of_every_chunk() -> None:
     costs = measure([SlowBlock(0.02, 0.01), SlowBlock(0.01, 0.03)])
     assert costs[0] == costs[1]
     flat = costs[0].per_chunk(2)
-    assert flat.forward == pytest.approx((20, 10), abs=6)  # milliseconds, on a machine that may be busy
-    assert flat.backward == pytest.approx((10, 30), abs=6)
+    for found, slept in zip((*flat.forward, *flat.backward), (20, 10, 10, 30), strict=True):
+        assert slept <= found < 1.9 * slept  # milliseconds; nobody sleeps less, and on a busy machine more
     assert all(0 < w < 8 for w in flat.weight)
     assert all(0 <= c < 8 for c in flat.communication)
 
