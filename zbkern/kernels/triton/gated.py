@@ -17,6 +17,7 @@ from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
+    block_type,
     capability_of,
     has_bulk_copies,
     load,
@@ -263,9 +264,6 @@ def variants(capability: int) -> list[Variant]:
     bulk = capability >= 90
     sms = {80: 108, 90: 132, 100: 148}[capability]
 
-    def operand(dtype: str, *block: int) -> str:
-        return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else f"*{dtype}"
-
     forward = tiles.choose("fwd", 4096, 22016, 4096, "bfloat16", capability, sms)
     m, n, k = forward.m, forward.n // 2, forward.k
     stride, sizes = 1 if bulk else "i32:16", ("i32", "i32:16", "i32:16")
@@ -274,9 +272,9 @@ def variants(capability: int) -> list[Variant]:
         long, half = {"bf16": ("bfloat16", True), "fp32": ("float32", False)}[dtype]
         tile = tiles.choose("dgrad", 4096, 11008, 4096, long, capability, sms)
         parts, down = _parts(tile), (tile.n, tile.k) if transposed else (tile.k, tile.n)
-        outputs = (operand(dtype, tile.m, tile.n // parts),) * 3
+        outputs = (block_type(dtype, bulk, tile.m, tile.n // parts),) * 3
         flags = (False, transposed, bulk, bulk, activation, "ieee" if half else "tf32x3")
-        inputs = (operand(dtype, tile.m, tile.k), operand(dtype, *down), f"*{dtype}", f"*{dtype}")
+        inputs = (block_type(dtype, bulk, tile.m, tile.k), block_type(dtype, bulk, *down), f"*{dtype}", f"*{dtype}")
         return Variant(
             f"gated_linear_dgrad {dtype} {activation}" + " transposed" * transposed,
             _gated_dgrad,
@@ -288,12 +286,12 @@ def variants(capability: int) -> list[Variant]:
             bulk=bulk,
         )
 
-    factors = (operand("bf16", m, k), *(operand("bf16", n, k),) * 2)
+    factors = (block_type("bf16", bulk, m, k), *(block_type("bf16", bulk, n, k),) * 2)
     return [
         Variant(
             "gated_linear_fwd bf16 silu",
             _gated_fwd,
-            (*factors, *(operand("bf16", m, n),) * 3, None, None, *sizes, *(stride,) * 3),
+            (*factors, *(block_type("bf16", bulk, m, n),) * 3, None, None, *sizes, *(stride,) * 3),
             (False, True, bulk, bulk, "silu", "ieee", m, n, k, forward.group, _flatten(capability)),
             forward.warps,
             forward.stages,

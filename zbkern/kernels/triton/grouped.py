@@ -13,7 +13,6 @@ from zbkern.kernels.triton.common import Kernel, Variant, dot, offset, rows_dens
 from zbkern.kernels.triton.grouped_tile import (
     as_rows,
     as_stack,
-    block_type,
     find_rows,
     group_end,
     load_rows,
@@ -25,7 +24,7 @@ from zbkern.kernels.triton.grouped_tile import (
     store_rows,
     tile_of,
 )
-from zbkern.kernels.triton.matmul_tile import Matrix, has_bulk_copies, pieces, precision, tile_index
+from zbkern.kernels.triton.matmul_tile import Matrix, block_type, has_bulk_copies, pieces, precision, tile_index
 
 
 @Kernel

@@ -15,7 +15,6 @@ from zbkern.kernels.triton.grouped import grouped_linear_dgrad, grouped_linear_f
 from zbkern.kernels.triton.grouped_tile import (
     as_rows,
     as_stack,
-    block_type,
     find_rows,
     group_end,
     load_rows,
@@ -26,7 +25,7 @@ from zbkern.kernels.triton.grouped_tile import (
     row_tiles,
     tile_of,
 )
-from zbkern.kernels.triton.matmul_tile import has_bulk_copies, load, pieces, precision, store, tile_index
+from zbkern.kernels.triton.matmul_tile import block_type, has_bulk_copies, load, pieces, precision, store, tile_index
 
 
 @triton.jit

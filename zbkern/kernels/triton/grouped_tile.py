@@ -163,11 +163,6 @@ def padded(groups: int) -> int:
     return 1 << (groups - 1).bit_length()
 
 
-def block_type(dtype: str, bulk: bool, *shape: int) -> str:
-    """The type of an operand in a `Variant`."""
-    return f"tensordesc<{dtype}[{', '.join(map(str, shape))}]>" if bulk else f"*{dtype}"
-
-
 def tile_of(op: str, dtype: str, capability: int, bulk: bool) -> tiles.Tile:
     """The tile of eight experts of a large layer, for a `Variant`."""
     sms, long = {80: 108, 90: 132, 100: 148}[capability], {"bf16": "bfloat16", "fp32": "float32"}[dtype]

@@ -11,7 +11,6 @@ from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, dot, offs
 from zbkern.kernels.triton.grouped_tile import (
     Stack,
     as_rows,
-    block_type,
     group_end,
     load_rows,
     padded,
@@ -20,7 +19,16 @@ from zbkern.kernels.triton.grouped_tile import (
     row_counts,
     tile_of,
 )
-from zbkern.kernels.triton.matmul_tile import Matrix, has_bulk_copies, load, pieces, precision, store, tile_index
+from zbkern.kernels.triton.matmul_tile import (
+    Matrix,
+    block_type,
+    has_bulk_copies,
+    load,
+    pieces,
+    precision,
+    store,
+    tile_index,
+)
 
 SLOTS = 8
 """Microbatches whose W is one launch; more run as further launches."""

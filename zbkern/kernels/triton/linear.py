@@ -11,6 +11,7 @@ from zbkern.kernels.triton.common import Kernel, Variant, activate, activation_g
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
+    block_type,
     has_bulk_copies,
     load,
     multiply,
@@ -176,13 +177,10 @@ def variants(capability: int) -> list[Variant]:
         b_t = op == "fwd"
         pointer, parts = f"*{dtype}", tile.parts(writes)
 
-        def operand(*block: int) -> str:
-            return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else pointer
-
-        target = operand(tile.m, tile.n // parts) if writes else f"{pointer}:1" if bulk else pointer
+        target = block_type(dtype, bulk, tile.m, tile.n // parts) if writes else f"{pointer}:1" if bulk else pointer
         types = (
-            operand(tile.m, tile.k),
-            operand(tile.n, tile.k) if b_t else operand(tile.k, tile.n),
+            block_type(dtype, bulk, tile.m, tile.k),
+            block_type(dtype, bulk, tile.n, tile.k) if b_t else block_type(dtype, bulk, tile.k, tile.n),
             target,
             target if z else None,
             pointer if bias else None,

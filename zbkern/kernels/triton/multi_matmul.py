@@ -16,6 +16,7 @@ from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, rows_dens
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
+    block_type,
     has_bulk_copies,
     load,
     multiply,
@@ -326,9 +327,6 @@ def variants(capability: int) -> list[Variant]:
         tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
         a_t = op == "wgrad"
 
-        def operand(*block: int) -> str:
-            return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if bulk else f"*{dtype}"
-
         def slots(kind: str | None, count: int) -> tuple[str | None, ...]:
             return (kind,) * count + (None,) * (SLOTS - count)
 
@@ -337,8 +335,8 @@ def variants(capability: int) -> list[Variant]:
         if writes:
             target = f"tensordesc<{out}[{tile.m}, {tile.n // parts}]>"
         types = (
-            *slots(operand(tile.k, tile.m) if a_t else operand(tile.m, tile.k), used),
-            *slots(operand(tile.k, tile.n), used),
+            *slots(block_type(dtype, bulk, tile.k, tile.m) if a_t else block_type(dtype, bulk, tile.m, tile.k), used),
+            *slots(block_type(dtype, bulk, tile.k, tile.n), used),
             *slots("i32" if op == "wgrad" else "i32:16", used),
             *slots(target, products),
             *slots(f"*{out}" if vector else None, products),

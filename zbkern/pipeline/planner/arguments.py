@@ -92,22 +92,27 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
 
 def rank_limits(given: Limit, stages: int) -> list[float] | None:
     """The memory limit of every rank; None for none."""
-    if given is None:
-        return None
+    return None if given is None else limits_of("plan", given, stages)
+
+
+def limits_of(function: str, given: float | Sequence[float], stages: int) -> list[float]:
+    """The memory limit of every rank. Raises TypeError or ValueError in the name of `function`."""
     each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
     for limit in each:
         if not isinstance(limit, Real) or isinstance(limit, bool):
             raise TypeError(
-                f"plan: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
+                f"{function}: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
             )
     try:
         limits = [float(limit) for limit in each]
     except OverflowError:
-        raise ValueError("plan: memory_limit must be below 1e308, or None for no limit; got a larger int") from None
+        raise ValueError(
+            f"{function}: memory_limit must be below 1e308, or None for no limit; got a larger int"
+        ) from None
     if len(limits) != stages:
-        raise ValueError(f"plan: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
+        raise ValueError(f"{function}: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
     if any(not limit >= 0 for limit in limits):
-        raise ValueError(f"plan: memory_limit must be at least 0; got {given}")
+        raise ValueError(f"{function}: memory_limit must be at least 0; got {given}")
     return limits
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from zbkern.pipeline.planner.arguments import limits_of
 from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.published import published
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
@@ -50,7 +51,7 @@ def fit(
     objective: "cost" or "makespan". A schedule that fits as it is comes back as it is. Raises ScheduleError where
     nothing makes it fit, ValueError where the costs lack what is to be added.
     """
-    limits = _limits(memory_limit, schedule.stages)
+    limits = limits_of("fit", memory_limit, schedule.stages)
     plain = simulate(schedule, costs)
     if _fits(plain, limits):
         return plain
@@ -122,7 +123,7 @@ def search(
     unlimited = plans[-1]
     bound = min(reached, sum(unlimited.timeline.busy) / (ranks * (1.0 - unlimited.lower_bound)))
     lower = max(0.0, 1.0 - sum(best.timeline.busy) / (ranks * bound)) if bound > 0 else 0.0
-    idle = idle_time(best.timeline, best.costs, objective, _limits(memory_limit, ranks))
+    idle = idle_time(best.timeline, best.costs, objective, limits_of("plan", memory_limit, ranks))
     optimal = reached <= bound * (1 + _ROUNDING)
     return replace(best, lower_bound=lower, optimal=optimal, mean_cost=reached, idle=idle)
 
@@ -344,13 +345,6 @@ def _spans(actions: Sequence[Action], flat: ChunkCosts) -> tuple[dict[int, _Held
 
 def _fits(timeline: Timeline, limits: Sequence[float]) -> bool:
     return all(peak <= limit * (1 + 2 * _ROUNDING) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
-
-
-def _limits(given: float | Sequence[float], stages: int) -> list[float]:
-    limits = list(given) if isinstance(given, Sequence) else [given] * stages
-    if len(limits) != stages:
-        raise ValueError(f"fit: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
-    return limits
 
 
 def _scaled(limit: float | Sequence[float], factor: float | None) -> Any:
