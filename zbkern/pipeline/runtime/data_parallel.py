@@ -295,7 +295,7 @@ def _reducer_of(chunk: int, module: nn.Module) -> Reducer | None:
         raise ValueError(
             f"Pipeline: the module of chunk {chunk} has DistributedDataParallel inside; wrap the whole module in it"
         )
-    roots = list(_outermost(module))
+    roots = list(sharded_roots(module))
     return FSDPReducer(module, roots) if roots else None
 
 
@@ -304,10 +304,10 @@ def _is_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+def sharded_roots(module: nn.Module) -> Iterator[nn.Module]:
     """The roots of FSDP2 in a module: those that no other holds."""
     if _is_sharded(module):
         yield module
         return
     for child in module.children():
-        yield from _outermost(child)
+        yield from sharded_roots(child)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.links import slowest_link
 from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.storages import Resident, key, keys, parts
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -311,13 +311,13 @@ class _Counted(torch.nn.Module):
         self._calls = 0
         self._storages: dict[int, int] = {}
         given = [leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, Tensor)]  # microbatches are views of it
-        known = (*module.parameters(), *module.buffers(), *given)
-        self._kept = {storage.data_ptr() for tensor in known for storage in _storages(tensor)}
+        self._resident = Resident(module, given)
+        self._kept: set[int] = set()
 
     @property
     def saved_bytes(self) -> int:
         """What one microbatch holds from F to B."""
-        return sum(size for address, size in self._storages.items() if address not in self._kept)
+        return sum(size for storage, size in self._storages.items() if storage not in self._kept)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         self._calls += 1
@@ -343,18 +343,10 @@ class _Counted(torch.nn.Module):
 
     def _save(self, tensor: Tensor) -> Tensor:
         if self._calls == 1:
-            self._storages.update({storage.data_ptr(): storage.nbytes() for storage in _storages(tensor)})
+            for part in parts(tensor):
+                if key(part) not in self._resident:
+                    self._storages[key(part)] = part.untyped_storage().nbytes()
         return tensor
 
     def _keep(self, tensor: Tensor) -> None:
-        self._kept.update(storage.data_ptr() for storage in _storages(tensor))
-
-
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor on this rank; of one that wraps others, as a DTensor does, theirs."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor.untyped_storage()
-        return
-    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-        if isinstance(part, Tensor):  # a DTensor also names its mesh
-            yield from _storages(part)
+        self._kept |= keys([tensor])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
-from zbkern.pipeline.runtime.storages import Place, Storages
+from zbkern.pipeline.runtime.storages import Place, Storages, Travel
 
 
 class _Saved:
@@ -35,58 +33,67 @@ class _Saved:
 
 
 class SavedTensors:
-    """Inside `saving`, whatever autograd saves; excluded: storages that stay (parameters, buffers, the batch).
+    """Inside `saving`, whatever autograd saves, and in `storages` its memory, with what else a microbatch keeps."""
 
-    nbytes: of what is saved on the device now.
-    """
+    travel: Travel | None = None  # of those that are offloaded
 
-    def __init__(self, device: torch.device, excluded: Collection[int]) -> None:
-        self.storages = Storages(device, excluded)
-        self._saved: list[_Saved] = []
-        self._away = False
+    def __init__(self, storages: Storages) -> None:
+        self.storages = storages
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._away else self.storages.nbytes
+        """Of what is saved on the device now."""
+        return self.storages.nbytes
 
     def saving(self) -> AbstractContextManager[None]:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
-    def begin_offload(self, lanes: CopyLanes) -> Copy:
-        return self.storages.begin_offload(lanes)
+    def _pack(self, tensor: Tensor) -> _Saved:
+        return _Saved(tensor, self.storages.place(tensor))
 
-    def offloaded(self) -> None:
-        """The copy to the host has ended: the tensors on the device are given up."""
-        for saved in self._saved:
-            saved.check()
-            if saved.place is not None:
+
+class OffloadedTensors(SavedTensors):
+    """The same of a forward whose tensors go to the host, as soon as enough have been saved for a transfer.
+
+    streams: the forward itself waits for transfers, so that it holds no more than two at once: the one that it fills
+    and the one that is copied.
+    """
+
+    def __init__(self, travel: Travel, streams: bool) -> None:
+        super().__init__(travel.storages)
+        self.travel: Travel = travel
+        self._streams = streams
+        self._saved: list[_Saved] = []  # those on the device
+
+    def end_offload(self, but: int = 0) -> None:
+        """Waits for all transfers to the host but so many, and gives up the tensors on the device."""
+        self.travel.end(but)
+        here, self._saved = self._saved, []
+        for saved in here:
+            if saved.place is None or not saved.place.away:
+                self._saved.append(saved)
+            else:
+                saved.check()
                 saved.tensor = None
-        self.storages.move()
-        self._away = True
-
-    def begin_load(self, lanes: CopyLanes) -> Copy:
-        self._away = False
-        return self.storages.begin_load(lanes)
-
-    def loaded(self) -> None:
-        """The copy to the device has ended."""
-        self.storages.move()
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor, self.storages.place(tensor))
-        self._saved.append(saved)
-        return saved
+        if self.travel.begin_if_full() and self._streams:  # before this one, when whatever wrote the others has ended
+            self.end_offload(but=1)
+        self._saved.append(super()._pack(tensor))
+        return self._saved[-1]
 
 
 class RecomputedTensors:
     """The same for a forward that saves nothing: inside `saving` only places are kept, which `filling` fills in order.
 
-    inputs: what the chunk was given, and what is kept meanwhile.
+    kept: what the chunk was given, meanwhile; storages: for what is computed again.
     """
 
-    def __init__(self, device: torch.device, excluded: Collection[int]) -> None:
-        self.kept = Storages(device, excluded)
-        self._storages = Storages(device, excluded)
+    travel = None
+
+    def __init__(self, kept: Storages, storages: Storages) -> None:
+        self.kept = kept
+        self._storages = storages
         self._saved: list[_Saved] = []
         self._filled = 0
 
