@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.runtime.forward_state import ForwardState, RandomState
 from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
 from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.recomputed_parts import RecomputedParts, parts_of
 from zbkern.pipeline.runtime.recorder import Recorder
 from zbkern.pipeline.runtime.saved_tensors import OffloadedTensors, RecomputedTensors, SavedTensors
 from zbkern.pipeline.runtime.stage import Stage
@@ -55,8 +57,10 @@ def make_stages(
     if not offloads_or_recomputes(row):
         return {each[1]: Stage(*each) for each in arguments}
     lanes = CopyLanes(recorder.device, recorder.now)
-    stages = {each[1]: MemorySavingStage(*each, row=row, lanes=lanes, recorder=recorder, options=options)
-              for each in arguments}
+    stages = {
+        each[1]: MemorySavingStage(*each, row=row, lanes=lanes, recorder=recorder, options=options)
+        for each in arguments
+    }
     recorder.watch([*stages.values()])
     return {**stages}
 
@@ -78,6 +82,8 @@ class MemorySavingStage(Stage):
         self._recorder = recorder
         self._copy_size = options.copy_size
         self._recomputed = {microbatch for chunk, microbatch in recomputed(row) if chunk == self.chunk}
+        named = options.recompute if self._recomputed else ()
+        self._parts = parts_of(self.module, self.chunk, named) if named else {}
         self._streamed = {microbatch for chunk, microbatch in streamed(row) if chunk == self.chunk}
         self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == self.chunk}  # pass, microbatch
         self._activations: dict[int, SavedTensors | RecomputedTensors] = {}
@@ -158,12 +164,15 @@ class MemorySavingStage(Stage):
         storages = Storages(self._lanes.device, resident)
         if ("F", microbatch) in self._offloaded:
             return OffloadedTensors(self._travel(microbatch, storages), microbatch in self._streamed)
-        kept = Storages(self._lanes.device, resident) if microbatch in self._recomputed else storages
+        whole = microbatch in self._recomputed and not self._parts
+        kept = Storages(self._lanes.device, resident) if whole else storages
         for leaf in pytree.tree_leaves(inputs):
             if isinstance(leaf, Tensor):
                 kept.place(leaf.detach())
         if microbatch not in self._recomputed:
             return SavedTensors(storages)
+        if not whole:
+            return RecomputedParts(storages, self._parts, self._lanes.device)
         self._again[microbatch] = _Again(inputs, target, side or {}, RandomState(self._lanes.device))
         return RecomputedTensors(kept, storages)
 
@@ -172,17 +181,21 @@ class MemorySavingStage(Stage):
         return Resident(self.module, [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)])
 
     def _recompute(self, microbatch: int) -> None:
-        again, tensors = self._again.pop(microbatch), self._activations[microbatch]
-        assert isinstance(tensors, RecomputedTensors)
+        tensors = self._activations[microbatch]
         state = ForwardState([self.module], self._lanes.device)
-        again.random.restore()
-        with self.queue.defer((self.chunk, microbatch)), tensors.filling():
-            outputs = self._call(again.inputs, again.side)
-            if self.loss_fn is not None:
-                self._loss(outputs, again.target) / self.microbatches
-        del outputs
+        if isinstance(tensors, RecomputedParts):
+            tensors.recompute(partial(self.queue.defer, (self.chunk, microbatch)))
+        else:
+            assert isinstance(tensors, RecomputedTensors)
+            again = self._again.pop(microbatch)
+            again.random.restore()
+            with self.queue.defer((self.chunk, microbatch)), tensors.filling():
+                outputs = self._call(again.inputs, again.side)
+                if self.loss_fn is not None:
+                    self._loss(outputs, again.target) / self.microbatches
+            del outputs
+            tensors.check()
         state.restore_after_recompute()
-        tensors.check()
 
     def _held(self, microbatch: int) -> _HeldTensors:
         """What the W of a microbatch that has had its B need; it goes to the host where an O follows."""
@@ -289,4 +302,3 @@ def _stand_in(leaf: Any) -> Any:
 
 def _enter(stand_in: Any, leaf: Any) -> Any:
     return leaf if stand_in is leaf else _Enter.apply(stand_in, [leaf.detach()])
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from zbkern.pipeline.runtime.storages import Place, Storages, Travel
 
 
-class _Saved:
+class Saved:
     """One saved tensor: itself, or where it is once its storage has moved; neither while it waits to be recomputed."""
 
     __slots__ = ("place", "tensor", "version")
@@ -46,10 +47,10 @@ class SavedTensors:
         return self.storages.nbytes
 
     def saving(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        return _Saved(tensor, self.storages.place(tensor))
+    def _pack(self, tensor: Tensor) -> Saved:
+        return Saved(tensor, self.storages.place(tensor))
 
 
 class OffloadedTensors(SavedTensors):
@@ -63,7 +64,7 @@ class OffloadedTensors(SavedTensors):
         super().__init__(travel.storages)
         self.travel: Travel = travel
         self._streams = streams
-        self._saved: list[_Saved] = []  # those on the device
+        self._saved: list[Saved] = []  # those on the device
 
     def end_offload(self, but: int = 0) -> None:
         """Waits for all transfers to the host but so many, and gives up the tensors on the device."""
@@ -76,15 +77,44 @@ class OffloadedTensors(SavedTensors):
                 saved.check()
                 saved.tensor = None
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> Saved:
         if self.travel.begin_if_full() and self._streams:  # before this one, when whatever wrote the others has ended
             self.end_offload(but=1)
         self._saved.append(super()._pack(tensor))
         return self._saved[-1]
 
 
+class Filling:
+    """Inside `filling`, what autograd saves fills the places that were left for it, in their order."""
+
+    def __init__(self, places: Sequence[Saved], storages: Storages) -> None:
+        self._places, self._storages = places, storages
+        self._filled = 0
+
+    def filling(self) -> AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(self._fill, unpack)
+
+    def check(self, forward: str) -> None:
+        """Raises RuntimeError where the second forward has saved other tensors than the first."""
+        if self._filled != len(self._places):
+            raise RuntimeError(
+                f"{forward} saved {len(self._places)} tensors for backward, and {self._filled} when it ran again: "
+                "a module whose forward depends on anything but its inputs, parameters and torch's random numbers "
+                "cannot be recomputed"
+            )
+
+    def _fill(self, tensor: Tensor) -> Saved:
+        self._storages.place(tensor)
+        self._filled += 1
+        if self._filled > len(self._places):
+            return Saved(tensor, None)
+        saved = self._places[self._filled - 1]
+        saved.fill(tensor, None)
+        return saved
+
+
 class RecomputedTensors:
-    """The same for a forward that saves nothing: inside `saving` only places are kept, which `filling` fills in order.
+    """The same for a forward that saves nothing: inside `saving` only places are kept, which `filling` fills.
 
     kept: what the chunk was given, meanwhile; storages: for what is computed again.
     """
@@ -92,45 +122,32 @@ class RecomputedTensors:
     travel = None
 
     def __init__(self, kept: Storages, storages: Storages) -> None:
-        self.kept = kept
-        self._storages = storages
-        self._saved: list[_Saved] = []
-        self._filled = 0
+        self._kept, self._storages = kept, storages
+        self._saved: list[Saved] = []
+        self._filling: Filling | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._storages.nbytes if self._filled else self.kept.nbytes
+        return (self._kept if self._filling is None else self._storages).nbytes
 
     def saving(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._leave, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._leave, unpack)
 
     def filling(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._fill, _unpack)
+        self._filling = Filling(self._saved, self._storages)
+        return self._filling.filling()
 
     def check(self) -> None:
         """Raises RuntimeError where the second forward has saved other tensors than the first."""
-        if self._filled != len(self._saved):
-            raise RuntimeError(
-                f"the forward saved {len(self._saved)} tensors for backward, and {self._filled} when it ran again: "
-                "a module whose forward depends on anything but its inputs, parameters and torch's random numbers "
-                "cannot be recomputed"
-            )
+        assert self._filling is not None
+        self._filling.check("the forward")
 
-    def _leave(self, tensor: Tensor) -> _Saved:
-        self._saved.append(_Saved(None, None))
+    def _leave(self, tensor: Tensor) -> Saved:
+        self._saved.append(Saved(None, None))
         return self._saved[-1]
 
-    def _fill(self, tensor: Tensor) -> _Saved:
-        self._storages.place(tensor)
-        self._filled += 1
-        if self._filled > len(self._saved):
-            return _Saved(tensor, None)
-        saved = self._saved[self._filled - 1]
-        saved.fill(tensor, None)
-        return saved
 
-
-def _unpack(saved: _Saved) -> Tensor:
+def unpack(saved: Saved) -> Tensor:
     saved.check()
     if saved.tensor is not None:
         return saved.tensor

@@ -2,8 +2,8 @@
 
 There is one lane per direction, which copies one thing after the other. Activations go in transfers of `copy_size`: out
 as soon as an F has left so much, and back in the order in which a B or BW needs them, which waits for a transfer where
-it comes to it; F and B leave and need them evenly over their time. What W needs is one transfer, which begins when its B
-has ended. A copy back begins where its L stands, and the rank waits at O for the end of the copy out.
+it comes to it; F and B leave and need them evenly over their time. What W needs is one transfer, which begins when its
+B has ended. A copy back begins where its L stands, and the rank waits at O for the end of the copy out.
 
 Where an O directly follows its F, the F itself waits for transfers: it holds no more than the one that it fills and the
 one that is copied.

@@ -48,9 +48,9 @@ class Costs:
     recompute: time of R, by default that of F. checkpoint: memory that a microbatch holds between an F and its R, what
     the chunk was given; needed for schedules that recompute. offload_bandwidth, reload_bandwidth: memory per time of
     copies from a rank's device to its host and back; needed for schedules that offload. copy_slowdown: how much longer
-    a pass takes, as a share of its time, while one copy runs beside it. copy_size: memory of one transfer of activations
-    to the host or back, which go in the order in which F leaves and B needs them; None where all of a microbatch's
-    activations are one.
+    a pass takes, as a share of its time, while one copy runs beside it. copy_size: memory of one transfer of
+    activations to the host or back, which go in the order in which F leaves and B needs them; None where those of a
+    microbatch are one transfer.
 
     time_unit: "s", "ms", "us", or None where times have no unit. memory_unit: "bytes", or None where memory has no
     unit; `memory_limit` and `peak_memory` are in the same one. Tables, pictures and errors print the units that are

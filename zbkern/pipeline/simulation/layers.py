@@ -56,8 +56,8 @@ class LayerCosts:
 class ModelCosts:
     """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
 
-    latency is in the unit of the layers' times, bandwidth in their memory per their time. The units, and the bandwidths,
-    copy_slowdown and copy_size that schedules with offloading need, are as in `Costs`.
+    latency is in the unit of the layers' times, bandwidth in their memory per their time. The units, and the
+    bandwidths, copy_slowdown and copy_size that schedules with offloading need, are as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
