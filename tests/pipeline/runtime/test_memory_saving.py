@@ -175,8 +175,11 @@ def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alon
         if name in events:
             events[name].set()
 
+    on_host: list[torch.Tensor] = []
+
     def watched(pairs: host_copies.Pairs) -> None:
-        out = not order or order[-1][0] == "F"
+        out = not any(source is host for _, source in pairs for host in on_host)
+        on_host.extend(destination for destination, _ in pairs if out)
         loads = sum(name == "copied back" for name in order)
         if not out and loads == 2:
             assert events["B4"].wait(10)
@@ -191,24 +194,21 @@ def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alon
         assert order.index("B4") < len(order) - 1 - order[::-1].index("copied back")
 
 
-@pytest.mark.parametrize(("row", "most"), [("0F0 0O0 0L0 0BW0", 2), ("0F0 0F1 0O0 0L0 0BW0 0BW1", 6)])
+@pytest.mark.parametrize(("row", "most"), [("0F0 0O0 0L0 0BW0", 2), ("0F0 0F1 0O0 0L0 0BW0 0BW1", 5)])
 def test_a_forward_whose_offload_follows_holds_two_transfers(row: str, most: int) -> None:
+    """Of the outputs of six layers, each a transfer of its own, those that are in memory as a layer begins."""
     alive: list[int] = []
     saved: list[Callable[[], torch.UntypedStorage | None]] = []
 
     class Layer(Deep):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.index < 6:
-                saved.append(weakref.ref(x.untyped_storage()))
+            saved.append(weakref.ref(x.untyped_storage()))
             alive.append(sum(storage() is not None for storage in saved[1:]))
             return super().forward(x)
 
     module = nn.Sequential(*(Layer(index, lambda name: None) for index in range(6)))
-    with step([module], row, microbatches=1 + ("F1" in row), options=StepOptions(copy_size=1)) as pipe:
-        assert max(alive[:6]) <= most + 1  # and what the layer itself was given
-        assert alive[5] == (5 if most == 6 else 3)
-        peak = pipe.gather_timeline().peak_memory[0]
-    assert peak <= (2 * 2 * 8 * 4 if most == 2 else 1 << 20) * 4
+    with step([module], row, microbatches=1 + ("F1" in row), options=StepOptions(copy_size=1)):
+        assert max(alive[:6]) == alive[5] == most
 
 
 @pytest.mark.parametrize("seconds", [(0.02, 0.0), (0.0, 0.02), (0.02, 0.02)])
