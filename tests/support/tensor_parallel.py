@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbkern
-from zbkern.pipeline import Optimizer, Pipeline, schedules
+from zbkern.pipeline import Optimizer, Pipeline, Schedule, schedules
 
 WIDTH, HEADS, TOKENS, VOCABULARY, BLOCKS = 16, 4, 4, 12, 4
 MICROBATCHES, MAX_NORM = 4, 4.0
@@ -113,9 +114,19 @@ def make_optimizer(modules: list[nn.Module]) -> torch.optim.Optimizer:
 class Stages:
     """This rank's chunks under a Pipeline and its Optimizer: `stages` x `tensor` ranks."""
 
-    def __init__(self, stages: int, tensor: int, schedule: str, tied: bool, sequence: bool, fill: str) -> None:
+    def __init__(
+        self,
+        stages: int,
+        tensor: int,
+        schedule: str,
+        tied: bool,
+        sequence: bool,
+        fill: str,
+        saving: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+        **more: Any,
+    ) -> None:
         mesh = init_device_mesh("cpu", (stages, tensor), mesh_dim_names=("stage", "tensor"))
-        self.schedule = getattr(schedules, schedule)(stages, MICROBATCHES)
+        self.schedule = saving(getattr(schedules, schedule)(stages, MICROBATCHES))
         count = len(self.schedule.placement)
         self.mine = {index: chunk(index, count) for index in self.schedule.chunks_of(mesh["stage"].get_local_rank())}
         if tied and count - 1 in self.mine:
@@ -125,9 +136,10 @@ class Stages:
             if tensor > 1:
                 parallelize(module, mesh["tensor"], sequence)
         self.tied = tie(self.mine, count) if tied else {}
-        group = mesh.get_group("stage")
+        self.group = mesh.get_group("stage")
         self.modules = list(self.mine.values())
-        self.pipe = Pipeline(self.modules, self.schedule, loss_fn, group, fill=fill, tied=self.tied, timeout=60)
+        more = {"fill": fill, "tied": self.tied, "timeout": 60, **more}
+        self.pipe = Pipeline(self.modules, self.schedule, loss_fn, self.group, **more)
         self.optimizer = Optimizer(make_optimizer(self.modules), self.pipe, max_norm=MAX_NORM)
         self.first, self.last = 0 in self.mine, count - 1 in self.mine
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -30,6 +32,7 @@ def test_what_comes_back_fits_and_has_the_same_passes(data: st.DataObject) -> No
         offload_bandwidth=data.draw(st.sampled_from([0.3, 2.0])),
         reload_bandwidth=data.draw(st.sampled_from([0.5, 1.0])),
         merge_saving=0.1,
+        copy_size=data.draw(st.sampled_from([None, 0.1, 0.4])),
     )
     plain = simulate(schedule, costs)
     limit = data.draw(st.floats(0.3, 1.1)) * max(plain.peak_memory)
@@ -63,6 +66,17 @@ def test_a_quick_copy_costs_next_to_nothing_and_is_chosen_before_recomputation()
     assert any(
         action.kind == "R" for row in fit(schedule, slow, 4.0, recompute=True).schedule.actions for action in row
     )
+
+
+def test_forwards_that_are_offloaded_while_they_run_fit_in_less_memory() -> None:
+    """With one microbatch's activations to load beside them; a chunk at a time, a forward needs room for all of its."""
+    schedule = schedules.one_f_one_b(8, 24)
+    whole = Costs(held=1.1, **{**COPIES, "offload_bandwidth": 2.0, "reload_bandwidth": 2.0})
+    parts = replace(whole, copy_size=0.1)
+    before = simulate(schedule, whole).cost
+    assert fit(schedule, whole, 1.5).cost > 1.3 * before
+    assert fit(schedule, parts, 1.5).cost < 1.03 * before
+    assert fit(schedule, parts, 3.0).cost < fit(schedule, whole, 3.0).cost
 
 
 def test_what_cannot_be_made_to_fit_is_told() -> None:

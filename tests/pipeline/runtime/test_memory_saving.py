@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, results_on_threads
+from tests.support.saving import saved_in_turn, with_actions
 from zbkern.pipeline import (
     Action,
     Costs,
@@ -24,6 +26,7 @@ from zbkern.pipeline import (
     PipelineError,
     Replanner,
     Schedule,
+    StepOptions,
     Timeline,
     profile,
     schedules,
@@ -31,29 +34,8 @@ from zbkern.pipeline import (
 )
 from zbkern.pipeline.planner.offload import fit
 from zbkern.pipeline.runtime import host_copies
+from zbkern.pipeline.simulation.costs import COPY_SIZE
 from zbkern.pipeline.transport.local import LocalTransport
-
-
-def with_actions(schedule: Schedule, choose: Callable[[Action], str | None]) -> Schedule:
-    """The schedule with what `choose` says of an F or B saved: "copied" right after it until right before the next
-    pass of its microbatch, or (of an F) "recomputed" right before it."""
-    rows = []
-    for row in schedule.actions:
-        found: list[Action] = []
-        saved: dict[tuple[int, int], str] = {}
-        for action in row:
-            key = action.chunk, action.microbatch
-            how = saved.pop(key, None)
-            if how is not None:
-                found.append(Action("L" if how == "copied" else "R", *key))
-            found.append(action)
-            how = choose(action) if action.kind in ("F", "B") else None
-            if how is not None:
-                saved[key] = how
-                if how == "copied":
-                    found.append(Action("O", *key))
-        rows.append(found)
-    return Schedule.build(rows, schedule.placement, schedule.microbatches)
 
 
 def run(
@@ -62,14 +44,16 @@ def run(
     data: tuple[torch.Tensor, torch.Tensor],
     steps: int = 2,
     loss_fn: Any = nn.functional.mse_loss,
+    copy_size: int = COPY_SIZE,
 ) -> tuple[list[torch.Tensor], Timeline]:
     """Losses and gradients of the last step of a copy of the model, on threads, and its timeline."""
+    options = StepOptions(copy_size=copy_size)
     model = [zbkern.convert(module) for module in copy.deepcopy(list(model))]
     inputs, targets = data
 
     def rank_steps(transport: LocalTransport) -> Any:
         chunks = schedule.chunks_of(transport.rank)
-        with Pipeline([model[c] for c in chunks], schedule, loss_fn, transport) as pipe:
+        with Pipeline([model[c] for c in chunks], schedule, loss_fn, transport, options=options) as pipe:
             pipe.queue.merge = "exact"  # however copies part neighbouring W
             for _ in range(steps):
                 for module in pipe.modules.values():
@@ -94,16 +78,17 @@ def check_equal(schedule: Schedule, saving: Schedule, **more: Any) -> Timeline:
     return timeline
 
 
+@pytest.mark.parametrize("copy_size", [COPY_SIZE, 1, 600])  # of one transfer, one per storage, and a few of them
 @pytest.mark.parametrize(
     ("name", "stages", "kinds"),
     [("one_f_one_b", 2, "F"), ("zb_h1", 1, "FB"), ("zb_h1", 2, "B"), ("zb_v", 2, "F"), ("zb_v", 4, "FB")],
 )
-def test_offloaded_tensors_give_the_same_gradients(name: str, stages: int, kinds: str) -> None:
+def test_offloaded_tensors_give_the_same_gradients(name: str, stages: int, kinds: str, copy_size: int) -> None:
     schedule = getattr(schedules, name)(stages, 5)
     saving = with_actions(
         schedule, lambda action: "copied" if action.kind in kinds and action.microbatch != 3 else None
     )
-    timeline = check_equal(schedule, saving)
+    timeline = check_equal(schedule, saving, copy_size=copy_size)
     assert [event.action for event in timeline.events[0]] == [
         action for action in saving.actions[0] if action.kind not in ("O", "L")
     ]
@@ -119,20 +104,119 @@ def test_recomputed_activations_give_the_same_gradients(name: str, stages: int) 
 
 
 @pytest.mark.parametrize("seconds", [(0.02, 0.0), (0.0, 0.02), (0.02, 0.02)])
-def test_a_late_copy_delays_and_changes_nothing(seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that take long, or begin late: what has not come is garbage, and what has not gone must not be lost."""
+@pytest.mark.parametrize("how", ["after", "streamed", "late"])
+def test_late_transfers_delay_and_change_nothing(
+    seconds: tuple[float, float], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several transfers of an O and L: where F waits for them, and where other passes run meanwhile."""
+    rows = {
+        "after": "0F0 0F1 0O0 0F2 0O2 0L0 0BW0 0BW1 0L2 0BW2",
+        "streamed": "0F0 0O0 0F1 0O1 0L0 0BW0 0F2 0O2 0L1 0BW1 0L2 0BW2",
+        "late": "0F0 0F1 0O0 0O1 0F2 0L1 0L0 0B1 0B0 0O1 0O0 0B2 0L0 0L1 0W0 0W1 0W2",
+    }
+    delay(monkeypatch, *(each / 4 for each in seconds))
+    found = []
+    for row in ("0F0 0F1 0F2 0BW0 0BW1 0BW2" if how != "late" else "0F0 0F1 0F2 0B1 0B0 0B2 0W0 0W1 0W2", rows[how]):
+        module = deep(5)
+        with step([module], row, microbatches=3, options=StepOptions(copy_size=1)) as pipe:
+            found.append([p.grad for p in module.parameters()])
+            copies = pipe.last_timeline.copies
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert all(event.end - event.start > 5 * sum(seconds) / 4 for event in copies[0])
+
+
+def delay(monkeypatch: pytest.MonkeyPatch, before: float, after: float) -> None:
+    """Copies that take so many seconds longer; meanwhile their destinations hold garbage."""
     copy_now = host_copies.copy
 
     def copy_late(pairs: host_copies.Pairs) -> None:
         for destination, _ in pairs:
             destination.fill_(0xAB)
-        time.sleep(seconds[0])
+        time.sleep(before)
         copy_now(pairs)
-        time.sleep(seconds[1])
+        time.sleep(after)
 
+    monkeypatch.setattr(host_copies, "copy", copy_late)
+
+
+class Deep(nn.Module):
+    """A layer whose forward and backward tell that they begin."""
+
+    def __init__(self, index: int, told: Callable[[str], object]) -> None:
+        super().__init__()
+        self.linear = zbkern.convert(nn.Linear(8, 8))
+        self.index, self.told = index, told
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.told(f"F{self.index}")
+        y = self.linear(x).sigmoid()
+        y.register_hook(lambda gradient: self.told(f"B{self.index}") and None)
+        return y
+
+
+def deep(layers: int, told: Callable[[str], object] = lambda name: None) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(Deep(index, told) for index in range(layers)))
+
+
+def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last forward waits for the first copy out; the last copy back waits for the first backward."""
+    events = {name: threading.Event() for name in ("out", "B4")}
+    order: list[str] = []
+    copy_now = host_copies.copy
+
+    def told(name: str) -> None:
+        order.append(name)
+        if name == "F4":
+            assert events["out"].wait(10)
+        if name in events:
+            events[name].set()
+
+    on_host: list[torch.Tensor] = []
+
+    def watched(pairs: host_copies.Pairs) -> None:
+        out = not any(source is host for _, source in pairs for host in on_host)
+        on_host.extend(destination for destination, _ in pairs if out)
+        loads = sum(name == "copied back" for name in order)
+        if not out and loads == 2:
+            assert events["B4"].wait(10)
+        copy_now(pairs)
+        if out:
+            events["out"].set()
+        else:
+            order.append("copied back")
+
+    monkeypatch.setattr(host_copies, "copy", watched)
+    with step([deep(5, told)], "0F0 0O0 0L0 0BW0", microbatches=1, options=StepOptions(copy_size=1)):
+        assert order.index("B4") < len(order) - 1 - order[::-1].index("copied back")
+
+
+@pytest.mark.parametrize(("row", "most"), [("0F0 0O0 0L0 0BW0", 2), ("0F0 0F1 0O0 0L0 0BW0 0BW1", 5)])
+def test_a_forward_whose_offload_follows_holds_two_transfers(row: str, most: int) -> None:
+    """Of the outputs of six layers, each a transfer of its own, those that are in memory as a layer begins."""
+    alive: list[int] = []
+    saved: list[Callable[[], torch.UntypedStorage | None]] = []
+
+    class Layer(Deep):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            saved.append(weakref.ref(x.untyped_storage()))
+            alive.append(sum(storage() is not None for storage in saved[1:]))
+            return super().forward(x)
+
+    module = nn.Sequential(*(Layer(index, lambda name: None) for index in range(6)))
+    with step([module], row, microbatches=1 + ("F1" in row), options=StepOptions(copy_size=1)):
+        assert max(alive[:6]) == alive[5] == most
+
+
+@pytest.mark.parametrize("seconds", [(0.02, 0.0), (0.0, 0.02), (0.02, 0.02)])
+def test_a_late_copy_delays_and_changes_nothing(seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that take long, or begin late: what has not come is garbage, and what has not gone must not be lost."""
     schedule = schedules.zb_h1(2, 4)
     saving = with_actions(schedule, lambda action: "copied" if action.microbatch % 2 == 0 else None)
-    monkeypatch.setattr(host_copies, "copy", copy_late)
+    delay(monkeypatch, *seconds)
     timeline = check_equal(schedule, saving, steps=1)
     for rank, row in enumerate(timeline.copies):
         ends: dict[tuple[int, int], list[float]] = {}  # of an activation's load, and of its W's
@@ -171,10 +255,6 @@ def planned_and_measured(csv: str) -> tuple[tuple[float, ...], tuple[float, ...]
         timeline = pipe.gather_timeline()
     assert timeline.memory_unit == "bytes"
     return planned, timeline.peak_memory
-
-
-def saved_in_turn(*how: str | None) -> Callable[[Action], str | None]:
-    return lambda action: how[action.microbatch % len(how)] if action.kind == "F" else None
 
 
 def check_peaks(ranks: Any, schedule: Schedule) -> None:

@@ -61,6 +61,48 @@ def test_one_direction_copies_one_thing_after_the_other_and_both_run_beside_each
     assert copies(timeline) == found
 
 
+IN_TRANSFERS = {"forward": 4, "backward": 2, "weight": 2, "activation": 4, "copy_size": 1}
+
+
+def test_activations_leave_in_transfers_while_their_forward_runs() -> None:
+    row = build("0F0 0F1 0O0 0F2 0L0 0BW1 0BW0 0BW2", microbatches=3)
+    even = simulate(row, Costs(offload_bandwidth=1, reload_bandwidth=1, **IN_TRANSFERS))
+    assert copies(even)["0O0"] == (1, 5)
+    quick = simulate(row, Costs(offload_bandwidth=4, reload_bandwidth=1, **IN_TRANSFERS))
+    assert copies(quick)["0O0"] == (3.25, 4.25)  # as long as it copies, up to the end of the last transfer
+    slow = simulate(row, Costs(offload_bandwidth=0.5, reload_bandwidth=1, **IN_TRANSFERS))
+    assert copies(slow)["0O0"] == (1, 9)
+    assert passes(slow)["0F1"] == (4, 8)
+    assert passes(slow)["0F2"] == (9, 13)
+    assert even.peak_memory == quick.peak_memory == slow.peak_memory == (12,)  # with the load
+    beside = simulate(row, Costs(offload_bandwidth=1, reload_bandwidth=1, copy_slowdown=0.5, **IN_TRANSFERS))
+    assert passes(beside)["0F0"] == (0, 5)  # two thirds of its speed for three transfers
+
+
+def test_a_forward_whose_offload_follows_holds_two_transfers_and_waits_for_the_others() -> None:
+    row = build("0F0 0O0 0F1 0O1 0L1 0BW1 0L0 0BW0", microbatches=2)
+    quick = simulate(row, Costs(offload_bandwidth=1, reload_bandwidth=1, **IN_TRANSFERS))
+    assert passes(quick)["0F0"] == (0, 4)
+    assert passes(quick)["0F1"] == (5, 9)
+    slow = simulate(row, Costs(offload_bandwidth=0.5, reload_bandwidth=1, **IN_TRANSFERS))
+    assert passes(slow)["0F0"] == (0, 6)  # its last transfer is filled once the second has been copied
+    assert copies(slow)["0O0"] == (1, 9)
+    assert passes(slow)["0F1"] == (9, 15)
+    assert quick.peak_memory == slow.peak_memory == (4,)  # of the load
+    held = [level for _, level in slow.memory_held(Costs(**IN_TRANSFERS))[0]]
+    assert held[:4] == [2, 0, 2, 0]
+
+
+def test_a_backward_waits_for_the_transfers_as_it_needs_them() -> None:
+    row = build("0F0 0F1 0O0 0BW1 0L0 0BW0", microbatches=2)
+    even = simulate(row, Costs(offload_bandwidth=1, reload_bandwidth=1, **IN_TRANSFERS))
+    assert copies(even)["0L0"] == (12, 16)
+    assert passes(even)["0BW0"] == (13, 17)
+    slow = simulate(row, Costs(offload_bandwidth=1, reload_bandwidth=0.5, **IN_TRANSFERS))
+    assert copies(slow)["0L0"] == (12, 20)
+    assert passes(slow)["0BW0"] == (14, 21)
+
+
 def test_what_w_needs_is_offloaded_after_its_backward() -> None:
     costs = Costs(activation=2, held=1, offload_bandwidth=0.5, reload_bandwidth=1)
     timeline = simulate(build("0F0 0B0 0O0 0F1 0B1 0W1 0L0 0W0", microbatches=2), costs)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbkern.pipeline.schedules.dependencies import Result, producer, result
-from zbkern.pipeline.schedules.program import recomputed
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
 from zbkern.pipeline.simulation.timeline import Event, Timeline
@@ -70,7 +69,7 @@ class _Gaps:
         self._row = timeline.events[rank]
         self._actions = iter(self._schedule.actions[rank])  # with O and L, which are no events of the row
         always = static_of_ranks(costs, timeline.schedule.placement)[rank]
-        self._memory = Memory(costs, always, recomputed(self._schedule.actions[rank]))
+        self._memory = Memory(costs, always, self._schedule.actions[rank])
         self._copies = bool(timeline.copies and timeline.copies[rank])
         self._limit = float("inf") if limits is None else limits[rank] * (1 + _ROUNDING)
         self._ends: dict[Result | None, tuple[float, int]] = {

@@ -56,7 +56,8 @@ def fit(
     if _fits(plain, limits):
         return plain
     best: Timeline | None = None
-    for way in _ways(offload, recompute):
+    flat = costs.per_chunk(len(schedule.placement))
+    for way in _ways(offload, recompute, streams=flat.streamed != flat.activation):
         timeline = plain
         for _ in range(_ROUNDS):
             found = _place(schedule, costs, limits, timeline, way)
@@ -142,19 +143,22 @@ def _with_fused(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
 @dataclass(frozen=True)
 class _Way:
     """How a row is gone through. lead: how many copies ahead something is loaded; oldest: of equals, what has been held
-    for the longest time is given up, and not what is needed latest."""
+    for the longest time is given up, and not what is needed latest; streams: an F that does not fit is offloaded while
+    it runs, and not only where nothing else makes room for it."""
 
     offload: bool
     recompute: bool
     lead: float
     oldest: bool
+    streams: bool
 
 
-def _ways(offload: bool, recompute: bool) -> Iterator[_Way]:
+def _ways(offload: bool, recompute: bool, streams: bool) -> Iterator[_Way]:
     kinds = [(offload, False), (False, recompute), (offload, recompute)]
     for kind in dict.fromkeys(kind for kind in kinds if any(kind)):
-        for lead, oldest in product(_LEADS if kind[0] else _LEADS[:1], (False, True)):
-            yield _Way(*kind, lead, oldest)
+        leads, streaming = (_LEADS, (False, True)[: 1 + streams]) if kind[0] else (_LEADS[:1], (False,))
+        for lead, oldest, stream in product(leads, (False, True), streaming):
+            yield _Way(*kind, lead, oldest, stream)
 
 
 @dataclass(eq=False)
@@ -212,11 +216,33 @@ class _Row:
         """The row with what makes it fit; None where nothing does."""
         for index, action in enumerate(self._actions):
             ending = self._ended.get(index)
-            if not self._bring_back(index, ending) or not self._make_room(index, self._needs(index), ending):
+            if not self._bring_back(index, ending):
+                return None
+            streams = self._streams(index, ending)
+            if not streams and not self._make_room(index, self._needs(index), ending):
                 return None
             self._found.append(action)
             self._run(index, ending)
+            if streams:
+                self._give_up(self._begun[index], copied=True)
         return self._found
+
+    def _streams(self, index: int, ending: _Held | None) -> bool:
+        """Whether the action is an F that is offloaded while it runs, for which there is room then."""
+        kind, chunk, _, _ = self._actions[index]
+        if kind != "F" or not self._way.offload or self._flat.streamed[chunk] == self._flat.activation[chunk]:
+            return False
+        if self._flat.activation[chunk] <= self._limit - self._now:
+            return False
+        if not self._way.streams and self._make_room(index, self._flat.activation[chunk], ending):
+            return False
+        if not self._make_room(index, self._flat.streamed[chunk], ending):
+            return False
+        start, end = self._times[index]
+        begin = start + (end - start) * self._flat.streamed[chunk] / self._flat.activation[chunk] / 2
+        copied = self._flat.activation[chunk] / self._out
+        self._lane_out = max(max(begin, self._lane_out) + copied, end)
+        return True
 
     def _needs(self, index: int) -> float:
         """The memory that the action adds to what is held, while it runs."""

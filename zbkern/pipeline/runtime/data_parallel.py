@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -275,7 +276,7 @@ class FSDPReducer:
             end_backward(root)
 
     def discard(self) -> None:
-        sharded: list[Any] = [part for part in self.module.modules() if _is_sharded(part)]
+        sharded: list[Any] = [part for part in self.module.modules() if is_sharded(part)]
         for part in sharded:
             part.reshard()
 
@@ -295,19 +296,31 @@ def _reducer_of(chunk: int, module: nn.Module) -> Reducer | None:
         raise ValueError(
             f"Pipeline: the module of chunk {chunk} has DistributedDataParallel inside; wrap the whole module in it"
         )
-    roots = list(_outermost(module))
+    roots = list(sharded_roots(module))
     return FSDPReducer(module, roots) if roots else None
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the module itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has such a module has imported it
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+def sharded_roots(module: nn.Module) -> Iterator[nn.Module]:
     """The roots of FSDP2 in a module: those that no other holds."""
-    if _is_sharded(module):
+    if is_sharded(module):
         yield module
         return
     for child in module.children():
-        yield from _outermost(child)
+        yield from sharded_roots(child)
+
+
+@contextmanager
+def gathered(module: Any) -> Iterator[None]:
+    """Inside, a module of FSDP2 has its weights, for a part of it that runs alone; None for no such module."""
+    if module is None:
+        yield
+        return
+    module.unshard()
+    yield
+    module.reshard()

@@ -98,9 +98,9 @@ class Pipeline:
                 f"times would take other schedules, and communicate in another order; got {replanner!r}"
             )
         self._last = len(schedule.placement) - 1
-        check_memory_saving(schedule, fill, max_wgrad_bytes, replanner, self._replicas.gathers)
+        check_memory_saving(schedule, fill, max_wgrad_bytes, replanner)
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
-        self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder)
+        self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder, options)
         self.rank = rank
         self.tied = {**declared_ties(modules), **(tied or {})}
         self._transport = connect(group, schedule, self.device, self.tied)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,20 +12,20 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.forward_state import ForwardState, RandomState
 from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
+from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.recomputed_parts import RecomputedParts, parts_of
 from zbkern.pipeline.runtime.recorder import Recorder
-from zbkern.pipeline.runtime.saved_tensors import RecomputedTensors, SavedTensors
+from zbkern.pipeline.runtime.saved_tensors import OffloadedTensors, RecomputedTensors, SavedTensors
 from zbkern.pipeline.runtime.stage import Stage
-from zbkern.pipeline.runtime.storages import Place, Storages, keys
+from zbkern.pipeline.runtime.storages import Place, Resident, Storages, Transfer, Travel
 from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.program import offloads_or_recomputes
+from zbkern.pipeline.schedules.program import offloaded_after, offloads_or_recomputes, recomputed, streamed
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.wgrad import WGradQueue
+from zbkern.wgrad import WGradQueue, WGradTask
 
 
-def check_memory_saving(
-    schedule: Schedule, fill: str, max_wgrad_bytes: int | None, replanner: object | None, gathers: bool
-) -> None:
-    """Raises ValueError where a schedule with R, O or L meets what would change its order, or does not move."""
+def check_memory_saving(schedule: Schedule, fill: str, max_wgrad_bytes: int | None, replanner: object | None) -> None:
+    """Raises ValueError where a schedule with R, O or L meets what would change its order."""
     if not any(offloads_or_recomputes(row) for row in schedule.actions):
         return
     wrong = [
@@ -38,12 +39,6 @@ def check_memory_saving(
                 f"Pipeline: {wanted} with a schedule that offloads or recomputes (R, O, L), whose memory is counted in "
                 f"its own order; got {got!r}"
             )
-    if gathers:
-        raise ValueError(
-            "Pipeline: modules must not be sharded by FSDP2 or tensor parallelism with a schedule that offloads or "
-            "recomputes (R, O, L): a recomputation would communicate, and DTensors are not copied; use "
-            "DistributedDataParallel, or a schedule without them"
-        )
 
 
 def make_stages(
@@ -53,16 +48,18 @@ def make_stages(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     queue: WGradQueue,
     recorder: Recorder,
+    options: StepOptions,
 ) -> dict[int, Stage]:
     """The stage of every chunk of this rank: one that saves memory where the rank's row has R, O or L."""
     row, count, last = schedule.actions[rank], schedule.microbatches, len(schedule.placement) - 1
     losses = {chunk: loss_fn if chunk == last else None for chunk in modules}
+    arguments = [(module, chunk, queue, losses[chunk], count) for chunk, module in modules.items()]
     if not offloads_or_recomputes(row):
-        return {chunk: Stage(module, chunk, queue, losses[chunk], count) for chunk, module in modules.items()}
+        return {each[1]: Stage(*each) for each in arguments}
     lanes = CopyLanes(recorder.device, recorder.now)
     stages = {
-        chunk: MemorySavingStage(module, chunk, queue, losses[chunk], count, row, lanes, recorder.copied)
-        for chunk, module in modules.items()
+        each[1]: MemorySavingStage(*each, row=row, lanes=lanes, recorder=recorder, options=options)
+        for each in arguments
     }
     recorder.watch([*stages.values()])
     return {**stages}
@@ -71,84 +68,54 @@ def make_stages(
 class MemorySavingStage(Stage):
     """A Stage that also runs R, O and L of its chunk.
 
-    row: this rank's actions, which tell a forward what will become of its activations. lanes: the copies of the rank.
-    copied: called with every O and L and its copy, as it begins. The tensors that autograd saves in a forward, those of
-    the loss among them, are kept in `SavedTensors`; what W needs stays in the queue, whose tasks get other tensors.
-    Parameters, buffers and the batch stay on the device, and are neither moved nor counted.
+    stage: the arguments of `Stage`. row: this rank's actions, which tell a forward what will become of its activations.
+    lanes: the copies of the rank; recorder: of when they run, and of what is held meanwhile. The tensors that autograd
+    saves in a forward, those of the loss among them, are kept in `SavedTensors`; what W needs stays in the queue, whose
+    tasks get other tensors. Parameters, buffers and the batch stay on the device, and are neither moved nor counted.
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        chunk: int,
-        queue: WGradQueue,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        microbatches: int,
-        row: Sequence[Action],
-        lanes: CopyLanes,
-        copied: Callable[[Action, Copy], None],
+        self, *stage: Any, row: Sequence[Action], lanes: CopyLanes, recorder: Recorder, options: StepOptions
     ) -> None:
-        super().__init__(module, chunk, queue, loss_fn, microbatches)
+        super().__init__(*stage)
         self._lanes = lanes
-        self._copied = copied
-        self._recomputed: set[int] = set()
-        self._offloaded: dict[str, set[int]] = {"F": set(), "B": set()}  # after which pass, and which microbatches
-        self._read(row)
+        self._recorder = recorder
+        self._copy_size = options.copy_size
+        self._recomputed = {microbatch for chunk, microbatch in recomputed(row) if chunk == self.chunk}
+        named = options.recompute if self._recomputed else ()
+        self._parts = parts_of(self.module, self.chunk, named) if named else {}
+        self._streamed = {microbatch for chunk, microbatch in streamed(row) if chunk == self.chunk}
+        self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == self.chunk}  # pass, microbatch
         self._activations: dict[int, SavedTensors | RecomputedTensors] = {}
         self._again: dict[int, _Again] = {}
         self._waiting: dict[int, _HeldTensors] = {}
-        self._out: dict[int, Copy] = {}  # copies under way
-        self._back: dict[int, Copy] = {}
+        self._loads: dict[int, list[Transfer]] = {}  # under way
         self._given: Any = None  # in the place of the inputs that the forward is called with
-
-    def _read(self, row: Sequence[Action]) -> None:
-        begun = set()
-        for kind, chunk, microbatch, _ in row:
-            if chunk != self.chunk:
-                continue
-            if kind == "R":
-                self._recomputed.add(microbatch)
-            elif kind == "B":
-                begun.add(microbatch)
-            elif kind == "O":
-                self._offloaded["B" if microbatch in begun else "F"].add(microbatch)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device of what microbatches hold here: activations from F to B, and what W needs, every storage
         of a microbatch once."""
-        kept: Iterable[Any] = (*self._activations.values(), *self._waiting.values())
-        return sum(each.nbytes for each in kept)
+        return sum(each.nbytes for each in (*self._activations.values(), *self._waiting.values()))
 
     def forward(self, microbatch: int, inputs: Any, target: Any = None, side: Mapping[str, Any] | None = None) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(microbatch, inputs, target, side)
-        excluded = self._excluded(inputs, target, side)
-        if microbatch in self._recomputed:
-            tensors: SavedTensors | RecomputedTensors
-            tensors = recomputed = RecomputedTensors(self._lanes.device, excluded)
-            self._keep_inputs(inputs, recomputed.kept)
-            self._again[microbatch] = _Again(inputs, target, side or {}, RandomState(self._lanes.device))
-        else:
-            tensors = SavedTensors(self._lanes.device, excluded)
-            if microbatch in self._offloaded["F"]:
-                self._given, inputs = inputs, pytree.tree_map(_stand_in, inputs)
-            else:
-                self._keep_inputs(inputs, tensors.storages)
-        self._activations[microbatch] = tensors
+        tensors = self._activations[microbatch] = self._saver(microbatch, inputs, target, side)
+        if tensors.travel is not None:
+            self._given, inputs = inputs, pytree.tree_map(_stand_in, inputs)
         with tensors.saving():
             outputs = super().forward(microbatch, inputs, target, side)
         self._given = None
-        if isinstance(tensors, SavedTensors) and microbatch in self._offloaded["F"]:
-            self._begin_offload(microbatch, tensors)
+        if tensors.travel is not None:
+            tensors.travel.begin()
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
         self._activations.pop(microbatch)  # only the graph keeps them now, and frees each once it has been used
         found = super().backward_input(microbatch, gradients, fused=fused)
-        self._waiting[microbatch] = held = self._held(microbatch)
-        if microbatch in self._offloaded["B"]:
-            self._begin_offload(microbatch, held)
+        self._end_loads(microbatch)  # of what no backward has asked for
+        self._waiting[microbatch] = self._held(microbatch)
         return found
 
     def weight(self, *microbatches: int) -> None:
@@ -160,16 +127,27 @@ class MemorySavingStage(Stage):
         super().weight_part(microbatch, index, count)
         self._waiting[microbatch] = self._held(microbatch)
 
+    def prepare(self, microbatch: int) -> None:
+        held = self._waiting.get(microbatch)
+        if held is None:  # a B or BW, which waits for the others as it asks for their tensors
+            for transfer in self._loads.get(microbatch, [])[:1]:
+                transfer.end()
+        elif self._end_loads(microbatch):
+            held.exchange()
+
     def save_memory(self, action: Action) -> None:
         """Runs an R, O or L."""
         {"R": self._recompute, "O": self._offload, "L": self._load}[action.kind](action.microbatch)
 
     def reset(self) -> None:
         super().reset()
-        for copy in (*self._out.values(), *self._back.values()):
-            copy.wait()  # its memory may be given to others then
-        for each in (self._out, self._back, self._activations, self._again, self._waiting):
-            each.clear()
+        for each in (*self._activations.values(), *self._waiting.values()):
+            if each.travel is not None:
+                each.travel.abandon()
+        for microbatch in [*self._loads]:
+            self._end_loads(microbatch)
+        for kept in (self._activations, self._again, self._waiting):
+            kept.clear()
         self._given = None
 
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
@@ -178,54 +156,82 @@ class MemorySavingStage(Stage):
             inputs = pytree.tree_map(lambda stand_in: _enter(stand_in, next(given)), inputs)
         return super()._call(inputs, side)
 
-    def _excluded(self, inputs: Any = None, target: Any = None, side: Any = None) -> set[int]:
-        batch = (target, side, inputs if self.chunk == 0 else None)
-        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        return keys([*self.module.parameters(), *self.module.buffers(), *tensors])
-
-    def _keep_inputs(self, inputs: Any, storages: Storages) -> None:
+    def _saver(
+        self, microbatch: int, inputs: Any, target: Any, side: Mapping[str, Any] | None
+    ) -> SavedTensors | RecomputedTensors:
+        """What a forward saves its tensors in."""
+        resident = self._resident(inputs, target, side)
+        storages = Storages(self._lanes.device, resident)
+        if ("F", microbatch) in self._offloaded:
+            return OffloadedTensors(self._travel(microbatch, storages), microbatch in self._streamed)
+        whole = microbatch in self._recomputed and not self._parts
+        kept = Storages(self._lanes.device, resident) if whole else storages
         for leaf in pytree.tree_leaves(inputs):
             if isinstance(leaf, Tensor):
-                storages.place(leaf.detach())
+                kept.place(leaf.detach())
+        if microbatch not in self._recomputed:
+            return SavedTensors(storages)
+        if not whole:
+            return RecomputedParts(storages, self._parts, self._lanes.device)
+        self._again[microbatch] = _Again(inputs, target, side or {}, RandomState(self._lanes.device))
+        return RecomputedTensors(kept, storages)
+
+    def _resident(self, inputs: Any = None, target: Any = None, side: Any = None) -> Resident:
+        batch = (target, side, inputs if self.chunk == 0 else None)
+        return Resident(self.module, [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)])
 
     def _recompute(self, microbatch: int) -> None:
-        again, tensors = self._again.pop(microbatch), self._activations[microbatch]
-        assert isinstance(tensors, RecomputedTensors)
+        tensors = self._activations[microbatch]
         state = ForwardState([self.module], self._lanes.device)
-        again.random.restore()
-        with self.queue.defer((self.chunk, microbatch)), tensors.filling():
-            outputs = self._call(again.inputs, again.side)
-            if self.loss_fn is not None:
-                self._loss(outputs, again.target) / self.microbatches
-        del outputs
+        if isinstance(tensors, RecomputedParts):
+            tensors.recompute(partial(self.queue.defer, (self.chunk, microbatch)))
+        else:
+            assert isinstance(tensors, RecomputedTensors)
+            again = self._again.pop(microbatch)
+            again.random.restore()
+            with self.queue.defer((self.chunk, microbatch)), tensors.filling():
+                outputs = self._call(again.inputs, again.side)
+                if self.loss_fn is not None:
+                    self._loss(outputs, again.target) / self.microbatches
+            del outputs
+            tensors.check()
         state.restore_after_recompute()
-        tensors.check()
 
     def _held(self, microbatch: int) -> _HeldTensors:
-        key, moves = (self.chunk, microbatch), microbatch in self._offloaded["B"]
-        return _HeldTensors(self.queue, key, Storages(self._lanes.device, self._excluded()), moves)
+        """What the W of a microbatch that has had its B need; it goes to the host where an O follows."""
+        storages, key = Storages(self._lanes.device, self._resident()), (self.chunk, microbatch)
+        travel = self._travel(microbatch, storages) if ("B", microbatch) in self._offloaded else None
+        return _HeldTensors(self.queue, key, storages, travel)
 
-    def _begin_offload(self, microbatch: int, tensors: SavedTensors | _HeldTensors) -> None:
-        self._out[microbatch] = copy = tensors.begin_offload(self._lanes)
-        self._copied(Action("O", self.chunk, microbatch), copy)
+    def _travel(self, microbatch: int, storages: Storages) -> Travel:
+        transfers = self._recorder.transfers(Action("O", self.chunk, microbatch))
+
+        def began(copy: Copy) -> None:
+            transfers.append(copy)
+            self._recorder.held()  # what a forward holds before it waits for a copy
+
+        return Travel(storages, self._lanes, self._copy_size, began)
 
     def _offload(self, microbatch: int) -> None:
-        self._out.pop(microbatch).wait()
-        self._movable(microbatch).offloaded()
+        self._movable(microbatch).end_offload()
 
     def _load(self, microbatch: int) -> None:
-        self._back[microbatch] = copy = self._movable(microbatch).begin_load(self._lanes)
-        self._copied(Action("L", self.chunk, microbatch), copy)
+        travel = self._movable(microbatch).travel
+        assert travel is not None
+        self._loads[microbatch] = travel.begin_load()
+        transfers = self._recorder.transfers(Action("L", self.chunk, microbatch))
+        transfers += [transfer.copy for transfer in self._loads[microbatch]]
 
-    def prepare(self, microbatch: int) -> None:
-        copy = self._back.pop(microbatch, None)
-        if copy is not None:
-            copy.wait()
-            self._movable(microbatch).loaded()
+    def _end_loads(self, microbatch: int) -> bool:
+        """Waits for the loads of a microbatch; whether there were any."""
+        loads = self._loads.pop(microbatch, [])
+        for transfer in loads:
+            transfer.end()
+        return bool(loads)
 
-    def _movable(self, microbatch: int) -> SavedTensors | _HeldTensors:
+    def _movable(self, microbatch: int) -> OffloadedTensors | _HeldTensors:
         found = self._waiting.get(microbatch) or self._activations[microbatch]
-        assert not isinstance(found, RecomputedTensors)
+        assert isinstance(found, (OffloadedTensors, _HeldTensors))
         return found
 
 
@@ -239,40 +245,40 @@ class _Again(NamedTuple):
 
 
 class _HeldTensors:
-    """What the W of one microbatch need, in the tasks that wait under `key`; nbytes: on the device now.
+    """What the W of one microbatch need, in the tasks that wait under `key`.
 
-    moves: they will be offloaded; otherwise they are counted only, and nothing here keeps them alive.
+    travel: they are offloaded from here on; without it they are counted only, and nothing here keeps them alive.
     """
 
-    def __init__(self, queue: WGradQueue, key: tuple[int, int], storages: Storages, moves: bool) -> None:
+    def __init__(self, queue: WGradQueue, key: tuple[int, int], storages: Storages, travel: Travel | None) -> None:
         self._queue = queue
-        tasks = [task for task in queue.tasks() if task.key == key]
-        places = [[storages.place(tensor) or tensor for tensor in task.tensors] for task in tasks]
-        self._size = self.nbytes = storages.nbytes
-        self._moving = (storages, [*zip(tasks, places, strict=True)]) if moves else None
+        self.travel = travel
+        self._moving: list[tuple[WGradTask, list[Place | Tensor]]] = []
+        for task in queue.tasks():
+            if task.key == key:
+                places = [storages.place(tensor) or tensor for tensor in task.tensors]
+                if travel is not None:
+                    self._moving.append((task, places))
+                    travel.begin_if_full()
+        if travel is not None:
+            travel.begin()
+        self._counted = storages.nbytes
 
-    def begin_offload(self, lanes: CopyLanes) -> Copy:
-        assert self._moving is not None
-        return self._moving[0].begin_offload(lanes)
+    @property
+    def nbytes(self) -> int:
+        """On the device now."""
+        return self._counted if self.travel is None else self.travel.storages.nbytes
 
-    def offloaded(self) -> None:
-        """The copy to the host has ended: the tasks keep the tensors there."""
-        self.loaded()
-        self.nbytes = 0
+    def end_offload(self) -> None:
+        """Waits for the copies to the host: the tasks keep the tensors there."""
+        assert self.travel is not None
+        self.travel.end()
+        self.exchange()
 
-    def begin_load(self, lanes: CopyLanes) -> Copy:
-        assert self._moving is not None
-        self.nbytes = self._size
-        return self._moving[0].begin_load(lanes)
-
-    def loaded(self) -> None:
-        """The copy has ended: the tasks have the tensors where it went."""
-        assert self._moving is not None
-        storages, moving = self._moving
-        storages.move()
-        for task, places in moving:
-            tensors = [place.tensor if isinstance(place, Place) else place for place in places]
-            self._queue.exchange(task, tensors)
+    def exchange(self) -> None:
+        """Gives the tasks the tensors where they are now."""
+        for task, places in self._moving:
+            self._queue.exchange(task, [place.tensor if isinstance(place, Place) else place for place in places])
 
 
 class _Enter(torch.autograd.Function):

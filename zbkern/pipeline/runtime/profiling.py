@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.links import slowest_link
 from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.storages import Resident, key, keys, parts
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation import drift
-from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.costs import COPY_SIZE, Costs
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.base import Transport
@@ -42,6 +43,7 @@ def profile(
     repeats: int = 3,
     side: Any = None,
     bytes_per_parameter: float | None = None,
+    copy_size: int = COPY_SIZE,
 ) -> Costs:
     """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
 
@@ -51,14 +53,16 @@ def profile(
     fused BW (`split_overhead`), and of W that are merged (`merge_saving`). communication is one number, or one per
     edge where one takes more than twice as long as another. bytes_per_parameter: of a weight, its gradient
     and optimizer states together (`static`), which a rank's memory includes; None for AdamW's two moments, all in the
-    weight's dtype. Gradients and the random state are left as they were; buffers that a forward updates
-    (running statistics) are not. Under tensor parallelism, memory is that of this rank's part, and every pipeline
-    measures times of its own: give all of them the schedule planned for one. Raises TypeError or ValueError as a
-    `Pipeline` does.
+    weight's dtype. copy_size: that of the `StepOptions` to come; in the costs it is what transfers of these activations
+    have, which end with whole tensors. Gradients and the random state are left as they were; buffers that a forward
+    updates (running statistics) are not. Under tensor parallelism, memory is that of this rank's part, and every
+    pipeline measures times of its own: give all of them the schedule planned for one. Raises TypeError or ValueError as
+    a `Pipeline` does.
     """
     _check("profile", placement, microbatches, repeats, bytes_per_parameter)
+    StepOptions(copy_size=copy_size)  # checks it
     arguments = loss_fn, inputs, targets, side, microbatches, group, device, repeats, bytes_per_parameter
-    return _measured("profile", modules, tuple(placement), *arguments)[0]
+    return _measured("profile", modules, tuple(placement), *arguments, copy_size=copy_size)[0]
 
 
 def profile_layers(
@@ -116,7 +120,7 @@ def profile_layers(
         )
         for chunk in range(len(placement))
     )
-    return ModelCosts(found, *link, time_unit="ms", memory_unit="bytes")
+    return ModelCosts(found, *link, time_unit="ms", memory_unit="bytes", copy_size=costs.copy_size)
 
 
 class _Chunk(NamedTuple):
@@ -126,6 +130,7 @@ class _Chunk(NamedTuple):
     held: float
     static: float
     output: int
+    transfer: float
     name: str
     tied: str | None
 
@@ -144,6 +149,7 @@ def _measured(
     repeats: int,
     bytes_per_parameter: float | None,
     names: Sequence[str] = (),
+    copy_size: int = COPY_SIZE,
 ) -> tuple[Costs, list[_Chunk], tuple[float, float]]:
     """Costs of the chunks, what their ranks know of them, and latency and bandwidth in ms and bytes per ms."""
     counted = [_Counted(module, side) for module in module_list(function, modules)]
@@ -180,7 +186,10 @@ def _measured(
         static = _static_bytes(counted, bytes_per_parameter)
         tied = _tied_names(counted, pipe.rank)
         known = {
-            chunk: _Chunk(module.saved_bytes, held[chunk], static[at], module.output_bytes, name, tied[at])
+            chunk: _Chunk(
+                *(module.saved_bytes, held[chunk], static[at], module.output_bytes, module.transfer(copy_size)),
+                *(name, tied[at]),
+            )
             for at, (chunk, module, name) in enumerate(zip(mine, counted, names or [""] * len(mine), strict=True))
         }
         details = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
@@ -204,6 +213,7 @@ def _measured(
         checkpoint=[0, *(chunk.output for chunk in chunks[:-1])],
         split_overhead=overhead,
         merge_saving=saving,
+        copy_size=max(chunk.transfer for chunk in chunks),
         memory_unit="bytes",
     )
     return costs, chunks, link
@@ -311,13 +321,27 @@ class _Counted(torch.nn.Module):
         self._calls = 0
         self._storages: dict[int, int] = {}
         given = [leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, Tensor)]  # microbatches are views of it
-        known = (*module.parameters(), *module.buffers(), *given)
-        self._kept = {storage.data_ptr() for tensor in known for storage in _storages(tensor)}
+        self._resident = Resident(module, given)
+        self._kept: set[int] = set()
 
     @property
     def saved_bytes(self) -> int:
         """What one microbatch holds from F to B."""
-        return sum(size for address, size in self._storages.items() if address not in self._kept)
+        return sum(self._saved())
+
+    def transfer(self, copy_size: int) -> float:
+        """Bytes of a transfer to the host that begins once copy_size have been saved: the mean of two neighbours, those
+        that are largest."""
+        transfers = [0]
+        for size in self._saved():
+            if transfers[-1] >= copy_size:
+                transfers.append(0)
+            transfers[-1] += size
+        return max([copy_size, *(sum(pair) / 2 for pair in pairwise(transfers))])
+
+    def _saved(self) -> list[int]:
+        """Bytes of every storage, in the order in which they were saved."""
+        return [size for storage, size in self._storages.items() if storage not in self._kept]
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         self._calls += 1
@@ -343,18 +367,10 @@ class _Counted(torch.nn.Module):
 
     def _save(self, tensor: Tensor) -> Tensor:
         if self._calls == 1:
-            self._storages.update({storage.data_ptr(): storage.nbytes() for storage in _storages(tensor)})
+            for part in parts(tensor):
+                if key(part) not in self._resident:
+                    self._storages[key(part)] = part.untyped_storage().nbytes()
         return tensor
 
     def _keep(self, tensor: Tensor) -> None:
-        self._kept.update(storage.data_ptr() for storage in _storages(tensor))
-
-
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor on this rank; of one that wraps others, as a DTensor does, theirs."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor.untyped_storage()
-        return
-    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-        if isinstance(part, Tensor):  # a DTensor also names its mesh
-            yield from _storages(part)
+        self._kept |= keys([tensor])

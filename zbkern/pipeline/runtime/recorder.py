@@ -38,7 +38,7 @@ class Recorder:
     def clear(self) -> None:
         """Forgets the last step."""
         self.peak_bytes = 0  # that what `watch` was given held at once
-        self._copies: list[tuple[Action, Copy]] = []
+        self._copies: list[tuple[Action, list[Copy]]] = []
         self._marks: list[tuple[tuple[Action, ...], Any, Any]] = []
         self._samples: list[tuple[Any, int, int, int]] = []
         self._clock.renew()
@@ -61,16 +61,20 @@ class Recorder:
         if self._holders:
             self.peak_bytes = max(self.peak_bytes, sum(holder.nbytes for holder in self._holders))
 
-    def copied(self, action: Action, copy: Copy) -> None:
-        """The copy of an O or L begins."""
-        self._copies.append((action, copy))
+    def transfers(self, action: Action) -> list[Copy]:
+        """A list to add the copies to that an O or L consists of, as they begin."""
+        self._copies.append((action, []))
+        return self._copies[-1][1]
 
     def copies(self) -> list[Event]:
-        """The copies as events; waits for the last."""
+        """An event for every O and L, which ends when its last transfer ends and is as long as all of them took
+        together; waits for the last."""
         found = []
-        for action, copy in self._copies:
-            begun, ended = copy.marks()
-            found.append(Event(self._rank, action, self._clock.seconds(begun), self._clock.seconds(ended)))
+        for action, transfers in self._copies:
+            marks = [copy.marks() for copy in transfers]
+            times = [(self._clock.seconds(begun), self._clock.seconds(ended)) for begun, ended in marks]
+            end = max(ended for _, ended in times)
+            found.append(Event(self._rank, action, end - sum(ended - begun for begun, ended in times), end))
         return found
 
     def catch_up(self) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
-from zbkern.pipeline.runtime.storages import Place, Storages
+from zbkern.pipeline.runtime.storages import Place, Storages, Travel
 
 
-class _Saved:
+class Saved:
     """One saved tensor: itself, or where it is once its storage has moved; neither while it waits to be recomputed."""
 
     __slots__ = ("place", "tensor", "version")
@@ -35,95 +34,120 @@ class _Saved:
 
 
 class SavedTensors:
-    """Inside `saving`, whatever autograd saves; excluded: storages that stay (parameters, buffers, the batch).
+    """Inside `saving`, whatever autograd saves, and in `storages` its memory, with what else a microbatch keeps."""
 
-    nbytes: of what is saved on the device now.
-    """
+    travel: Travel | None = None  # of those that are offloaded
 
-    def __init__(self, device: torch.device, excluded: Collection[int]) -> None:
-        self.storages = Storages(device, excluded)
-        self._saved: list[_Saved] = []
-        self._away = False
+    def __init__(self, storages: Storages) -> None:
+        self.storages = storages
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._away else self.storages.nbytes
+        """Of what is saved on the device now."""
+        return self.storages.nbytes
 
     def saving(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
-    def begin_offload(self, lanes: CopyLanes) -> Copy:
-        return self.storages.begin_offload(lanes)
-
-    def offloaded(self) -> None:
-        """The copy to the host has ended: the tensors on the device are given up."""
-        for saved in self._saved:
-            saved.check()
-            if saved.place is not None:
-                saved.tensor = None
-        self.storages.move()
-        self._away = True
-
-    def begin_load(self, lanes: CopyLanes) -> Copy:
-        self._away = False
-        return self.storages.begin_load(lanes)
-
-    def loaded(self) -> None:
-        """The copy to the device has ended."""
-        self.storages.move()
-
-    def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor, self.storages.place(tensor))
-        self._saved.append(saved)
-        return saved
+    def _pack(self, tensor: Tensor) -> Saved:
+        return Saved(tensor, self.storages.place(tensor))
 
 
-class RecomputedTensors:
-    """The same for a forward that saves nothing: inside `saving` only places are kept, which `filling` fills in order.
+class OffloadedTensors(SavedTensors):
+    """The same of a forward whose tensors go to the host, as soon as enough have been saved for a transfer.
 
-    inputs: what the chunk was given, and what is kept meanwhile.
+    streams: the forward itself waits for transfers, so that it holds no more than two at once: the one that it fills
+    and the one that is copied.
     """
 
-    def __init__(self, device: torch.device, excluded: Collection[int]) -> None:
-        self.kept = Storages(device, excluded)
-        self._storages = Storages(device, excluded)
-        self._saved: list[_Saved] = []
+    def __init__(self, travel: Travel, streams: bool) -> None:
+        super().__init__(travel.storages)
+        self.travel: Travel = travel
+        self._streams = streams
+        self._saved: list[Saved] = []  # those on the device
+
+    def end_offload(self, but: int = 0) -> None:
+        """Waits for all transfers to the host but so many, and gives up the tensors on the device."""
+        self.travel.end(but)
+        here, self._saved = self._saved, []
+        for saved in here:
+            if saved.place is None or not saved.place.away:
+                self._saved.append(saved)
+            else:
+                saved.check()
+                saved.tensor = None
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        if self.travel.begin_if_full() and self._streams:  # before this one, when whatever wrote the others has ended
+            self.end_offload(but=1)
+        self._saved.append(super()._pack(tensor))
+        return self._saved[-1]
+
+
+class Filling:
+    """Inside `filling`, what autograd saves fills the places that were left for it, in their order."""
+
+    def __init__(self, places: Sequence[Saved], storages: Storages) -> None:
+        self._places, self._storages = places, storages
         self._filled = 0
 
-    @property
-    def nbytes(self) -> int:
-        return self._storages.nbytes if self._filled else self.kept.nbytes
-
-    def saving(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._leave, _unpack)
-
     def filling(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._fill, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._fill, unpack)
 
-    def check(self) -> None:
+    def check(self, forward: str) -> None:
         """Raises RuntimeError where the second forward has saved other tensors than the first."""
-        if self._filled != len(self._saved):
+        if self._filled != len(self._places):
             raise RuntimeError(
-                f"the forward saved {len(self._saved)} tensors for backward, and {self._filled} when it ran again: "
+                f"{forward} saved {len(self._places)} tensors for backward, and {self._filled} when it ran again: "
                 "a module whose forward depends on anything but its inputs, parameters and torch's random numbers "
                 "cannot be recomputed"
             )
 
-    def _leave(self, tensor: Tensor) -> _Saved:
-        self._saved.append(_Saved(None, None))
-        return self._saved[-1]
-
-    def _fill(self, tensor: Tensor) -> _Saved:
+    def _fill(self, tensor: Tensor) -> Saved:
         self._storages.place(tensor)
         self._filled += 1
-        if self._filled > len(self._saved):
-            return _Saved(tensor, None)
-        saved = self._saved[self._filled - 1]
+        if self._filled > len(self._places):
+            return Saved(tensor, None)
+        saved = self._places[self._filled - 1]
         saved.fill(tensor, None)
         return saved
 
 
-def _unpack(saved: _Saved) -> Tensor:
+class RecomputedTensors:
+    """The same for a forward that saves nothing: inside `saving` only places are kept, which `filling` fills.
+
+    kept: what the chunk was given, meanwhile; storages: for what is computed again.
+    """
+
+    travel = None
+
+    def __init__(self, kept: Storages, storages: Storages) -> None:
+        self._kept, self._storages = kept, storages
+        self._saved: list[Saved] = []
+        self._filling: Filling | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return (self._kept if self._filling is None else self._storages).nbytes
+
+    def saving(self) -> AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(self._leave, unpack)
+
+    def filling(self) -> AbstractContextManager[None]:
+        self._filling = Filling(self._saved, self._storages)
+        return self._filling.filling()
+
+    def check(self) -> None:
+        """Raises RuntimeError where the second forward has saved other tensors than the first."""
+        assert self._filling is not None
+        self._filling.check("the forward")
+
+    def _leave(self, tensor: Tensor) -> Saved:
+        self._saved.append(Saved(None, None))
+        return self._saved[-1]
+
+
+def unpack(saved: Saved) -> Tensor:
     saved.check()
     if saved.tensor is not None:
         return saved.tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from zbkern.pipeline.schedules.actions import COPIES, Action
 
@@ -27,6 +28,24 @@ def merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:
 def recomputed(actions: Iterable[Action]) -> set[tuple[int, int]]:
     """(chunk, microbatch) of every R: what F keeps no activations of."""
     return {(action.chunk, action.microbatch) for action in actions if action.kind == "R"}
+
+
+def offloaded_after(actions: Iterable[Action]) -> set[tuple[str, int, int]]:
+    """(kind, chunk, microbatch) of the passes that leave what an O moves: F, or B where the O stands after it."""
+    begun: set[tuple[int, int]] = set()
+    found: set[tuple[str, int, int]] = set()
+    for kind, chunk, microbatch, _ in actions:
+        if kind == "B":
+            begun.add((chunk, microbatch))
+        elif kind == "O":
+            found.add(("B" if (chunk, microbatch) in begun else "F", chunk, microbatch))
+    return found
+
+
+def streamed(actions: Sequence[Action]) -> set[tuple[int, int]]:
+    """(chunk, microbatch) of every F whose O follows it directly: its activations leave while it runs."""
+    pairs = pairwise(actions)
+    return {before[1:3] for before, after in pairs if (before.kind, *after[:3]) == ("F", "O", *before[1:3])}
 
 
 def offloads_or_recomputes(actions: Iterable[Action]) -> bool:

@@ -12,6 +12,7 @@ from zbkern.pipeline.schedules.units import MEMORY_UNITS, TIME_UNITS
 from zbkern.pipeline.simulation.json_file import JsonFile, parse_object
 
 PerChunk = float | Sequence[float]
+COPY_SIZE = 64 * 2**20  # bytes: a millisecond or two of a link to the host, and a small part of a chunk's activations
 LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the ends of floating point
 
 
@@ -29,6 +30,7 @@ class ChunkCosts(NamedTuple):
     static: tuple[float, ...]
     recompute: tuple[float, ...]
     checkpoint: tuple[float, ...] | None  # None where the costs do not say
+    streamed: tuple[float, ...]  # of the activation, what is on the device while it is offloaded during F
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Costs(JsonFile):
     recompute: time of R, by default that of F. checkpoint: memory that a microbatch holds between an F and its R, what
     the chunk was given; needed for schedules that recompute. offload_bandwidth, reload_bandwidth: memory per time of
     copies from a rank's device to its host and back; needed for schedules that offload. copy_slowdown: how much longer
-    a pass takes, as a share of its time, while one copy runs beside it.
+    a pass takes, as a share of its time, while one copy runs beside it. copy_size: memory of one transfer of
+    activations to the host or back, which go in the order in which F leaves and B needs them; None where those of a
+    microbatch are one transfer.
 
     time_unit: "s", "ms", "us", or None where times have no unit. memory_unit: "bytes", or None where memory has no
     unit; `memory_limit` and `peak_memory` are in the same one. Tables, pictures and errors print the units that are
@@ -69,6 +73,7 @@ class Costs(JsonFile):
     offload_bandwidth: float | None = None
     reload_bandwidth: float | None = None
     copy_slowdown: float = 0.0
+    copy_size: float | None = None
     time_unit: str | None = None
     memory_unit: str | None = None
 
@@ -81,8 +86,8 @@ class Costs(JsonFile):
         for name in COPY_FIELDS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
-        if 0.0 in (self.offload_bandwidth, self.reload_bandwidth):
-            raise ValueError("Costs: offload_bandwidth and reload_bandwidth must be above 0, or None; got 0")
+        if 0.0 in (self.offload_bandwidth, self.reload_bandwidth, self.copy_size):
+            raise ValueError("Costs: offload_bandwidth, reload_bandwidth and copy_size must be above 0, or None; got 0")
         _check_unit("time_unit", self.time_unit, tuple(TIME_UNITS))
         _check_unit("memory_unit", self.memory_unit, MEMORY_UNITS)
 
@@ -117,7 +122,9 @@ class Costs(JsonFile):
                     f"Costs: merge_saving of chunk {chunk} must be at most its weight, {flat['weight'][chunk]:g}; "
                     f"got {flat['merge_saving'][chunk]:g}"
                 )
-        return ChunkCosts(fused=fused, **flat)
+        # one transfer fills while another is copied
+        streamed = tuple(a if self.copy_size is None else min(a, 2 * self.copy_size) for a in flat["activation"])
+        return ChunkCosts(fused=fused, streamed=streamed, **flat)
 
     def to_json(self) -> str:
         """The costs as a JSON object with the fields' names."""
@@ -138,7 +145,7 @@ class Costs(JsonFile):
 
 
 _OPTIONAL = ("recompute", "checkpoint")  # of the fields with a number per chunk: they may be None
-COPY_FIELDS = ("offload_bandwidth", "reload_bandwidth", "copy_slowdown")  # the same for all chunks
+COPY_FIELDS = ("offload_bandwidth", "reload_bandwidth", "copy_slowdown", "copy_size")  # the same for all chunks
 
 
 def number_fields() -> tuple[str, ...]:

@@ -56,8 +56,8 @@ class LayerCosts:
 class ModelCosts(JsonFile):
     """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
 
-    latency is in the unit of the layers' times, bandwidth in their memory per their time. The units, and the bandwidths
-    and copy_slowdown that schedules with offloading need, are as in `Costs`.
+    latency is in the unit of the layers' times, bandwidth in their memory per their time. The units, and the
+    bandwidths, copy_slowdown and copy_size that schedules with offloading need, are as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -70,6 +70,7 @@ class ModelCosts(JsonFile):
     offload_bandwidth: float | None = None
     reload_bandwidth: float | None = None
     copy_slowdown: float = 0.0
+    copy_size: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))

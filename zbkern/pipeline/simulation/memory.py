@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.program import recomputed, streamed
 from zbkern.pipeline.simulation.costs import ChunkCosts
 
 
@@ -12,19 +13,17 @@ class Memory:
     """What one rank holds, now and at most so far, in the unit of `Costs.activation`.
 
     It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
-    adds the rest; B leaves `held`, and BW nothing; W releases `held`, a slice of n its n-th part. O releases what the
-    microbatch holds, L takes it again. Actions are accounted in the order of the rank's row. recomputed: (chunk,
-    microbatch) of every R.
+    adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`, a
+    slice of n its n-th part. O releases what the microbatch holds, L takes it again. row: the rank's actions; they are
+    accounted in its order, or in another one that keeps that of every microbatch.
     """
 
-    def __init__(
-        self, costs: ChunkCosts, static: float = 0.0, recomputed: Collection[tuple[int, int]] = frozenset()
-    ) -> None:
+    def __init__(self, costs: ChunkCosts, static: float = 0.0, row: Sequence[Action] = ()) -> None:
         self._costs = costs
-        self._recomputed = recomputed
+        self._recomputed, self._streamed = recomputed(row), streamed(row)
         self._waiting: set[tuple[int, int]] = set()  # those whose B has run
         self.now = self.peak = static
-        if recomputed and costs.checkpoint is None:
+        if self._recomputed and costs.checkpoint is None:
             raise ValueError(
                 "Costs: checkpoint must be given for a schedule that recomputes: the memory that a microbatch holds "
                 "between an F and its R, which is what the chunk was given"
@@ -36,7 +35,8 @@ class Memory:
         if kind in ("F", "R"):
             self.now += self._taken(kind, chunk, microbatch)
         elif kind == "O":
-            self.now -= self.copied(chunk, microbatch)
+            leaves = (chunk, microbatch) in self._streamed and (chunk, microbatch) not in self._waiting
+            self.now -= self._costs.streamed[chunk] if leaves else self.copied(chunk, microbatch)
         elif kind == "L":
             self.now += self.copied(chunk, microbatch)
         elif kind == "B":
@@ -54,6 +54,8 @@ class Memory:
 
     def _taken(self, kind: str, chunk: int, microbatch: int) -> float:
         activation = self._costs.activation[chunk]
+        if (chunk, microbatch) in self._streamed:
+            return self._costs.streamed[chunk]
         if (chunk, microbatch) not in self._recomputed or self._costs.checkpoint is None:
             return activation
         kept = min(activation, self._costs.checkpoint[chunk])

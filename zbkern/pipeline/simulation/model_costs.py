@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zbkern.pipeline.simulation.architecture import Architecture, Attention, Block, Experts, LatentAttention
+from zbkern.pipeline.simulation.costs import COPY_SIZE
 from zbkern.pipeline.simulation.hardware import Hardware
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 
@@ -81,7 +82,9 @@ def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> Mod
         layers.append(_head(f"predictor {number}'s head", architecture, hardware, job, head))
     bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
     copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
-    return ModelCosts(tuple(layers), hardware.latency * _MS, bandwidth, "ms", "bytes", copies, copies)
+    return ModelCosts(
+        tuple(layers), hardware.latency * _MS, bandwidth, "ms", "bytes", copies, copies, copy_size=COPY_SIZE
+    )
 
 
 def parameters(architecture: Architecture) -> tuple[int, int]:

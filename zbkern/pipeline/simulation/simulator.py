@@ -46,8 +46,9 @@ def simulate(
     when it ends, and BW nothing; W releases `held` when it ends, a slice of n its n-th part. A W that directly follows
     a W of its chunk gains `merge_saving` (whole W only; never with fill="eager", which runs them one by one).
 
-    O and L take memory per bandwidth, one after the other in each direction, and are in `Timeline.copies`; passes
-    beside them take longer by `copy_slowdown`. fill="eager" is for schedules without R, O and L.
+    O and L take memory per bandwidth, one after the other in each direction, and are in `Timeline.copies`, each as long
+    as its transfers together, up to the end of the last; passes beside them take longer by `copy_slowdown`. Activations
+    go in transfers of `copy_size` (`copies.py`). fill="eager" is for schedules without R, O and L.
 
     Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
@@ -94,11 +95,11 @@ class _Run:
         self._events: list[list[Event]] = [[] for _ in self._rows]
         self._ends: dict[Result | None, float] = {}
         self._memory = [
-            Memory(costs, static, recomputed(row))
+            Memory(costs, static, row)
             for row, static in zip(schedule.actions, static_of_ranks(costs, schedule.placement), strict=True)
         ]
         self._copies = {
-            rank: Copies(rank, row, given)
+            rank: Copies(rank, row, given, costs)
             for rank, row in enumerate(schedule.actions)
             if any(action.kind in COPIES for action in row)
         }
@@ -136,12 +137,10 @@ class _Run:
             return
         else:
             start = copies.start(action, start)
-            end = copies.end(start, self._length(rank, action))
+            end = copies.run(action, start, self._length(rank, action))
         events.append(Event(rank, action, start, end))
         memory.account(action)
         self._previous[rank] = action
-        if copies is not None:
-            copies.ended(action, end, memory.copied(action.chunk, action.microbatch))
         self._ends[result(action)] = end
         if self._eager is not None and action.kind == "B":
             self._eager[rank].add(action)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from zbkern.pipeline import draw
 from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.program import recomputed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import duration
 from zbkern.pipeline.simulation.costs import Costs
@@ -94,7 +93,7 @@ class Timeline:
             changes = [(e.start if e.action.kind in _TAKING else e.end, e.action) for e in (*row, *copies)]
             if copies:
                 changes.sort(key=lambda change: (change[0], change[1].kind in _TAKING))
-            memory, curve = Memory(flat, recomputed=recomputed(action for _, action in changes)), []
+            memory, curve = Memory(flat, row=self.schedule.actions[rank]), []
             for time, action in changes:
                 memory.account(action)
                 curve.append((time, memory.now))

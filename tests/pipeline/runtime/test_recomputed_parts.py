@@ -1,0 +1,122 @@
+"""Recomputation of named parts of a chunk, as an action of its own: norms, activation functions, whole layers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from zbkern.pipeline import Action, Pipeline, PipelineError, Schedule, StepOptions
+from zbkern.pipeline.transport.local import LocalTransport
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    """A norm whose output two linears save, and an activation whose output one saves; 4 * WIDTH is its inner width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.left, self.right = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.activation, self.dropout = nn.GELU(), nn.Dropout(0.25)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        inner = self.activation(self.left(normed)) + self.right(normed).sin()
+        return x + self.down(self.activation(self.dropout(inner).view(-1, 4 * WIDTH)))
+
+
+class Chunk(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train(row: str, recompute: Any = (), module: nn.Module | None = None, autocast: bool = False) -> tuple[Any, ...]:
+    """Gradients and the random number that comes next, and the peak of what was held."""
+    torch.manual_seed(3)
+    random.seed(3)
+    module = module or zbkern.convert(Chunk())
+    schedule = Schedule.build([[Action.parse(text) for text in row.split()]], [0], 3)
+    data = torch.randn(6, WIDTH)
+    options = StepOptions(recompute=recompute)
+    with (
+        Pipeline([module], schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0], options=options) as pipe,
+        torch.autocast("cpu", torch.bfloat16, autocast),
+    ):
+        for _ in range(2):
+            module.zero_grad()
+            pipe.step(data, data)
+        peak = pipe.gather_timeline().peak_memory
+    return [*(p.grad for p in module.parameters()), torch.rand(3)], peak
+
+
+PLAIN = "0F0 0F1 0F2 0B0 0B1 0B2 0W0 0W1 0W2"
+SAVING = "0F0 0F1 0F2 0R0 0B0 0R1 0B1 0R2 0B2 0W0 0W1 0W2"
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [["*norm"], [nn.GELU], ["*activation", "*norm", nn.Dropout], ["layers.1"], ["layers.*"], ["layers.0", "*.down"]],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_and_random_numbers_are_the_same(recompute: list[Any], autocast: bool) -> None:
+    expected, _ = train(PLAIN, autocast=autocast)
+    found, _ = train(SAVING, recompute, autocast=autocast)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_less_is_held_until_the_recomputation() -> None:
+    """Outputs of parts that later layers save are given up, too, which is most of what norms are good for."""
+    everything = train("0F0 0F1 0F2 0O0 0L0 0B0 0B1 0B2 0W0 0W1 0W2")[1][0]
+    norms = train(SAVING, ["*norm"])[1][0]
+    both = train(SAVING, ["*norm", nn.GELU])[1][0]
+    layers = train(SAVING, ["layers.*"])[1][0]
+    one = 2 * WIDTH * 4  # bytes of x of a microbatch of two rows
+    # two microbatches have three norms less each: their output and a number per row
+    assert everything - norms >= 2 * 3 * one
+    assert norms - both >= 2 * 3 * 4 * one  # and the output of the second activation, four times as wide
+    assert layers < both < norms < everything
+
+
+def test_one_microbatch_may_be_recomputed_and_another_offloaded() -> None:
+    expected, _ = train(PLAIN)
+    found, _ = train("0F0 0F1 0O1 0F2 0R0 0B0 0L1 0B1 0B2 0W0 0W1 0W2", ["*norm", nn.GELU])
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_part_whose_input_or_output_changes_later() -> None:
+    class Changing(nn.Module):
+        def __init__(self, inplace: bool) -> None:
+            super().__init__()
+            self.linear, self.activation = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=inplace)
+            self.second = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.activation(self.linear(x) * 1.0)
+            return self.second(y.mul_(2.0)) if not self.activation.inplace else self.second(y)
+
+    with pytest.raises(PipelineError, match="ReLU modifies what it is given in place"):
+        train(SAVING, [nn.ReLU], Changing(inplace=True))
+
+
+def test_what_is_not_there_is_told() -> None:
+    with pytest.raises(
+        ValueError, match=r"recompute must name a part of every chunk .* chunk 0 has none for \('none',"
+    ):
+        train(SAVING, ["none"])
+    with pytest.raises(TypeError, match="recompute must be a list of names of parts"):
+        StepOptions(recompute="*norm*")

@@ -1,0 +1,33 @@
+"""Schedules with offload and recomputation, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zbkern.pipeline import Action, Schedule
+
+
+def with_actions(schedule: Schedule, choose: Callable[[Action], str | None]) -> Schedule:
+    """The schedule with what `choose` says of an F or B saved: "copied" right after it until right before the next
+    pass of its microbatch, or (of an F) "recomputed" right before it."""
+    rows = []
+    for row in schedule.actions:
+        found: list[Action] = []
+        saved: dict[tuple[int, int], str] = {}
+        for action in row:
+            key = action.chunk, action.microbatch
+            how = saved.pop(key, None)
+            if how is not None:
+                found.append(Action("L" if how == "copied" else "R", *key))
+            found.append(action)
+            how = choose(action) if action.kind in ("F", "B") else None
+            if how is not None:
+                saved[key] = how
+                if how == "copied":
+                    found.append(Action("O", *key))
+        rows.append(found)
+    return Schedule.build(rows, schedule.placement, schedule.microbatches)
+
+
+def saved_in_turn(*how: str | None) -> Callable[[Action], str | None]:
+    return lambda action: how[action.microbatch % len(how)] if action.kind == "F" else None
