@@ -1,24 +1,34 @@
 """Lower bounds on the cost of any schedule of a problem.
 
-Per rank, cost = work + idle time. Some idle time cannot be avoided: in the warm-up, before the gradient of the first
-microbatch is back, a rank can only run what its memory has room for, and in the cool-down, after its last forward, only
-what its memory held then. This is the first-stage bound of one chunk per rank, for every rank and for any number of
-chunks. It holds with fused backwards and merged W, too: what could run in those times is counted without their savings,
-and all that must run with them. Beside it: the longest chain of passes that must follow each other. Integers as in
-`Problem`; microbatches cost the same, so that their order is free.
+Four arguments, of which the largest number counts. Each is proven where it is written.
+
+- `_chain`: the longest chain of passes that must follow each other.
+- `_work_in_between`: what a rank can do before the first pass of a chunk, and leave for after the last, is little, as
+  its memory is. The rest it does in between, and another rank, or the same one, waits: it began before, and the last
+  microbatch has yet to come back to it. With one rank in both parts this is idle time in warm-up and cool-down; with
+  two it is the time for which the first rank of a V waits for the last.
+- `_memory_over_time`: every microbatch stays in memory for a round trip at least, and memory times time is limited.
+- `_joint_warm_up_bound`: with one chunk per rank, the ranks' warm-ups are whole numbers of forwards.
+
+All hold with fused backwards and merged W, too: what could run elsewhere is counted without their savings, and all that
+must run with them. Integers as in `Problem`; microbatches cost the same, so that those of a chunk pass in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from zbkern.pipeline.planner.problem import Problem
+from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, Problem
+
+_INFINITE = 2**62
 
 
 def cost_bound(problem: Problem) -> int:
     """No schedule of `problem` costs less (its makespan, when that is minimised)."""
     ranks = range(problem.ranks)
-    bound = max([_chain(problem), *(_rank_bound(problem, rank) for rank in ranks)])
+    bound = max(_chain(problem), _work_in_between(problem), *(_memory_over_time(problem, rank) for rank in ranks))
     if problem.placement == tuple(ranks) and not problem.makespan:
         bound = _joint_warm_up_bound(problem, bound)
     return bound
@@ -68,33 +78,149 @@ def _chain(problem: Problem) -> int:
     return longest + weight
 
 
-def _rank_bound(problem: Problem, rank: int) -> int:
-    own_chunks, arrivals, returns = problem.chunks_of(rank), _arrivals(problem), _returns(problem)
-    first, limit, microbatches = own_chunks[0], problem.limit[rank], problem.microbatches
-    warm_up = 0
+class _Event(NamedTuple):
+    """The first F or B of a chunk, or the last one. work: the most that its rank can do before the first, or after."""
+
+    kind: int
+    chunk: int
+    work: int
+
+
+def _work_in_between(problem: Problem) -> int:
+    """The largest over all pairs of ranks, of which one waits while the other works.
+
+    The time from the start of rank `waiting` to its end is at least the sum of: the chain of passes from its start to
+    an opening, the first F or B of a chunk on rank `working`; what `working` can do neither before the opening nor
+    after the closing, the last F or B of a chunk there; and the chain from the closing to the end of `waiting`. With
+    the makespan, the time begins with chunk 0, and every rank ends within it.
+    """
+    ways = _Ways(problem)
+    rows = [(problem.work(rank), _openings(problem, rank), _closings(problem, rank)) for rank in range(problem.ranks)]
+    most = 0
+    for waiting in range(problem.ranks):
+        home = problem.chunks_of(waiting)[0]
+        begin = 0 if problem.makespan else home
+        for working, (work, openings, closings) in enumerate(rows):
+            heads = sorted(((ways.to_first(begin, each) - each.work, each) for each in openings), reverse=True)
+            tails = sorted(((ways.from_last(each, home) - each.work, each) for each in closings), reverse=True)
+            if waiting == working or problem.makespan:  # the time ends no sooner than `working` does
+                most = max(most, work + heads[0][0])
+            for head, first in heads:
+                for tail, last in tails:
+                    if head + work + tail <= most:
+                        break
+                    if _in_order(problem, working, first, last):
+                        most = head + work + tail
+    return most
+
+
+class _Ways:
+    """The least times between passes of one microbatch, by the chain of chunks."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._arrivals, self._returns = _arrivals(problem), _returns(problem)
+        self._down = [0]  # from the start of the chunk's B to the start of chunk 0's
+        for chunk in range(1, problem.chunks):
+            self._down.append(self._down[-1] + _backward(problem, chunk) + problem.communication[chunk - 1])
+
+    def to_first(self, begin: int, event: _Event) -> int:
+        """From the start of the first F of chunk `begin` to the start of `event`; -inf if it need not come after."""
+        chunk = event.chunk
+        if event.kind == FORWARD:
+            return self._arrivals[chunk] - self._arrivals[begin] if chunk >= begin else -_INFINITE
+        turn = max(chunk, begin)  # forward to there, through the last chunk, and back
+        there_and_back = self._problem.forward[turn] + self._returns[turn]
+        return self._arrivals[turn] - self._arrivals[begin] + there_and_back + self._down[turn] - self._down[chunk]
+
+    def from_last(self, event: _Event, end: int) -> int:
+        """From the end of the last F, or the start of the last B, to the end of chunk `end`'s W; -inf as above."""
+        chunk = event.chunk
+        weight = _backward_and_weight(self._problem, end)
+        if event.kind == FORWARD:
+            turn = max(chunk, end)
+            there = self._arrivals[turn] + self._problem.forward[turn]
+            there -= self._arrivals[chunk] + self._problem.forward[chunk]
+            return there + self._returns[turn] + self._down[turn] - self._down[end] + weight
+        return self._down[chunk] - self._down[end] + weight if chunk >= end else -_INFINITE
+
+
+def _openings(problem: Problem, rank: int) -> list[_Event]:
+    """The first F and the first B of every chunk, with the most work before their start.
+
+    Before a chunk's first B nothing of it, or of the rank's chunks before it, leaves memory. So a microbatch has been
+    forwarded through some of those, or through all and has everything done in those after; the first microbatch is
+    where it must be.
+    """
+    own_chunks, limit, others = problem.chunks_of(rank), problem.limit[rank], problem.microbatches - 1
+    later = sum(problem.forward[c] + problem.backward[c] + problem.weight[c] for c in own_chunks)
+    memory = forward = 0
+    forwarded: list[tuple[int, int]] = []
+    events = []
+    for chunk in own_chunks:
+        memory += problem.activation[chunk]
+        room = limit - memory
+        events.append(_Event(FORWARD, chunk, forward + _most_work(tuple(forwarded), room, others)))
+        forward += problem.forward[chunk]
+        later -= problem.forward[chunk] + problem.backward[chunk] + problem.weight[chunk]
+        forwarded.append((memory, forward))
+        all_later = (memory, forward + later)
+        work = forward + later + _most_work((*forwarded, all_later), room, others)
+        events.append(_Event(BACKWARD, chunk, work))
+    return events
+
+
+def _closings(problem: Problem, rank: int) -> list[_Event]:
+    """The last F of every chunk, with the most work after its end, and the last B, with the most from its start on."""
+    own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
+    events = []
     for position, chunk in enumerate(own_chunks):
-        # From this rank's first F on until B of `chunk` can start, chunks up to it run F only, which stay in memory;
-        # the later ones can run everything, for microbatches that this chunk has forwarded.
-        latest = arrivals[chunk] - arrivals[first] + problem.forward[chunk] + returns[chunk]
-        kinds = []
-        memory = work = 0
-        for index, other in enumerate(own_chunks):
-            work += problem.forward[other]
-            if index <= position:
-                memory += problem.activation[other]
-            else:
-                work += problem.backward[other] + problem.weight[other]
-            if index <= position or index == len(own_chunks) - 1:
-                kinds.append((memory, work))
-        warm_up = max(warm_up, latest - _most_work(kinds, limit, microbatches))
-    cool_down = max(
-        0,
-        returns[first] + _backward_and_weight(problem, first) - _cool_down_work(problem, own_chunks, limit),
-    )
-    # The warm-up ends before the cool-down begins, unless all forwards of the first chunk fit the memory at once.
-    apart = microbatches * problem.activation[first] > limit
-    late = arrivals[first] if problem.makespan else 0
-    return problem.work(rank) + (warm_up + cool_down if apart else max(warm_up, cool_down)) + late
+        events.append(_Event(FORWARD, chunk, _work_left(problem, own_chunks, limit, position, False)))
+        events.append(_Event(BACKWARD, chunk, _work_left(problem, own_chunks, limit, position, True)))
+    return events
+
+
+def _in_order(problem: Problem, rank: int, first: _Event, last: _Event) -> bool:
+    """Whether an opening surely comes before a closing, so that there is a time between them.
+
+    Either the chain of chunks says so; or with the closing first all microbatches would be in the memory of one chunk
+    at once, and there is no room: they must have been forwarded through it by then, and cannot have come back to it.
+    """
+    if first.kind == FORWARD and (last.kind == BACKWARD or first.chunk <= last.chunk):
+        return True
+    if first.kind == BACKWARD and last.kind == BACKWARD and last.chunk <= first.chunk:
+        return True
+    kept = problem.chunks_of(rank)[0] if last.kind == FORWARD else first.chunk
+    return problem.microbatches * problem.activation[kept] > problem.limit[rank]
+
+
+def _memory_over_time(problem: Problem, rank: int) -> int:
+    """Memory times time: what all microbatches need at least, by what the rank has.
+
+    A chunk's activation is there from the start of F to the end of B, and then what W needs, or for a fused backward
+    the activation, to the end of W. The memory is not full at once, nor to the end: after a time t there is at most
+    what the passes of t fill (F, or F and B where that leaves more) and `largest`, for a pass that is running; and
+    before the end likewise, what the passes yet to come free.
+    """
+    returns, limit, microbatches = _returns(problem), problem.limit[rank], problem.microbatches
+    needed = largest = 0
+    fills, frees = [], []  # (memory, time)
+    for chunk in problem.chunks_of(rank):
+        activation, held = problem.activation[chunk], problem.held[chunk]
+        backward, weight = problem.backward[chunk], max(0, problem.weight[chunk] - problem.merge_saving[chunk])
+        apart = activation * backward + held * weight
+        stay = problem.forward[chunk] + returns[chunk]
+        needed += microbatches * (activation * stay + min(apart, activation * problem.fused[chunk]))
+        largest = max(largest, activation, held)
+        fills += [(activation, problem.forward[chunk]), (held, problem.forward[chunk] + _backward(problem, chunk))]
+        frees += [(activation, _backward_and_weight(problem, chunk)), (held, weight)]
+    if limit <= 0:
+        return 0
+    spare = max(0, limit - largest)
+    ramps = [min((time * spare // memory for memory, time in some if memory), default=0) for some in (fills, frees)]
+    if sum(ramps) > problem.work(rank):  # they may overlap
+        ramps = []
+    return (needed + spare * sum(ramps) // 2) // limit
 
 
 def _joint_warm_up_bound(problem: Problem, bound: int) -> int:
@@ -122,7 +248,7 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
     delay, forwards = 0, []
     for rank in reversed(range(problem.ranks)):
         cool_down = returns[rank] + _backward_and_weight(problem, rank)
-        cool_down = max(0, cool_down - _cool_down_work(problem, [rank], limit[rank]))
+        cool_down = max(0, cool_down - _work_left(problem, [rank], limit[rank]))
         room = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
         idle = cost - problem.work(rank) - (cool_down if room < microbatches else 0)
         until = problem.forward[rank] + returns[rank] + delay
@@ -137,64 +263,80 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
     return forwards[::-1]
 
 
-def _cool_down_work(problem: Problem, own_chunks: Sequence[int], limit: int) -> int:
-    """The most work that can be left for the time from the end of the first chunk's last F to the end of all.
+def _work_left(
+    problem: Problem, own_chunks: Sequence[int], limit: int, position: int = 0, backward: bool = False
+) -> int:
+    """The most work that can be left after the last F of a rank's chunk, or, `backward`, from the start of its last B.
 
-    A microbatch is somewhere between its F in the first chunk and its last W, holds memory, and has work left. Only the
-    most work per memory matters; the last microbatch itself holds the first chunk's activation and has all left.
+    A microbatch is somewhere between that F, or B, and its last W, holds memory, and has work left. Only the most work
+    per memory matters; the last microbatch itself holds what it held in the chunks up to this, and has all left.
     """
-    first = own_chunks[0]
-    whole = (
-        sum(problem.forward[c] + problem.backward[c] + problem.weight[c] for c in own_chunks) - problem.forward[first]
-    )
-    states = [(problem.activation[first], whole)]
-    memory, left = problem.activation[first], whole
-    for chunk in own_chunks[1:]:  # forwarded so far
+    states = []  # (memory, work left): forwarded so far, not yet back
+    memory, left = 0, sum(problem.forward[c] + problem.backward[c] + problem.weight[c] for c in own_chunks)
+    for chunk in own_chunks:
         memory, left = memory + problem.activation[chunk], left - problem.forward[chunk]
         states.append((memory, left))
     # Backward down to some chunk, each W of what is behind done or not: the W by themselves are states of their own.
-    for index in range(len(own_chunks)):
-        ahead = own_chunks[: len(own_chunks) - 1 - index]
-        states.append(
-            (sum(problem.activation[c] for c in ahead), sum(problem.backward[c] + problem.weight[c] for c in ahead))
-        )
-    states += [(problem.held[chunk], problem.weight[chunk]) for chunk in own_chunks]
-    states = [(memory, left) for memory, left in states if left > 0]
-    return whole + _most_work(states, limit - problem.activation[first], problem.microbatches - 1)
+    behind = []
+    memory = left = 0
+    for chunk in own_chunks:
+        memory, left = memory + problem.activation[chunk], left + problem.backward[chunk] + problem.weight[chunk]
+        behind.append((memory, left))
+    others = problem.microbatches - 1
+    weights = [(problem.held[chunk], problem.weight[chunk], others) for chunk in own_chunks]
+    if not backward:
+        memory, left = states[position]
+        return left + _most_work((*states[position:], *behind), limit - memory, others, tuple(weights))
+    memory, left = behind[position]
+    weights[position + 1 :] = [(held, weight, others + 1) for held, weight, _ in weights[position + 1 :]]
+    return left + _most_work(tuple(behind[: position + 1]), limit - memory, others, tuple(weights))
 
 
-def _most_work(kinds: Sequence[tuple[int, int]], limit: int, microbatches: int) -> int:
-    """The most work from any number of the kinds (memory, work), at most `microbatches` of each, in the memory."""
+_State = tuple[int, int]  # memory, work
+
+
+@lru_cache(maxsize=256)  # ranks are mostly alike
+def _most_work(
+    states: tuple[_State, ...], limit: int, microbatches: int, weights: tuple[tuple[int, int, int], ...] = ()
+) -> int:
+    """The most work of so many microbatches in any of the states, and of W by themselves, in the memory.
+
+    weights: (memory, work, how many there are). The answer is a little more than the most where there are too many
+    numbers of each kind to try.
+    """
     if limit < 0:
         return 0
-    free = sum(work * microbatches for memory, work in kinds if memory == 0)
-    kinds = [kind for kind in kinds if min(kind) > 0]
-    kinds = [
-        (memory, work)
-        for index, (memory, work) in enumerate(kinds)
-        if not any(
-            (less <= memory and more >= work and (less, more) != (memory, work))
-            or ((less, more) == (memory, work) and other < index)
-            for other, (less, more) in enumerate(kinds)
-        )
-    ]
+    each_state = [(*state, microbatches) for state in set(states)]
+    free = sum(work * most for memory, work, most in (*each_state, *weights) if memory == 0)
+    # A state is never worse than one with more memory and less work, as all states together are so many microbatches.
+    useful = [one for one in each_state if not any(o != one and o[0] <= one[0] and o[1] >= one[1] for o in each_state)]
+    kinds = [kind for kind in (*useful, *weights) if kind[0] > 0 and kind[1] > 0]
     kinds.sort(key=lambda kind: kind[0] / kind[1])
+    tries = 500
 
-    def best(index: int, room: int, steps: int) -> int:
-        if index == len(kinds):
-            return 0
-        memory, work = kinds[index]
-        most = min(room // memory, microbatches)
-        if index == len(kinds) - 1:
-            return most * work
-        if steps * (most + 1) > 20_000:  # too many to try: the room filled with the best kind, whole or not
-            return room * work // memory + 1
-        found, (next_memory, next_work) = 0, kinds[index + 1]
-        for count in range(most, -1, -1):
-            rest = room - count * memory
-            if count * work + rest * next_work // next_memory < found:
-                break  # fewer of this kind, and as much as there is room for of all others, do less work still
-            found = max(found, count * work + best(index + 1, rest, steps * (most + 1)))
+    def filled(index: int, room: int) -> int:
+        """The room filled with the most work per memory first, at last with a part of one."""
+        found = 0
+        for memory, work, most in kinds[index:]:
+            count = min(room // memory, most)
+            found, room = found + count * work, room - count * memory
+            if count < most:
+                return found + room * work // memory
         return found
 
-    return free + best(0, limit, 1)
+    def best(index: int, room: int) -> int:
+        nonlocal tries
+        if index == len(kinds):
+            return 0
+        memory, work, most = kinds[index]
+        found = 0
+        for count in range(min(room // memory, most), -1, -1):
+            rest = room - count * memory
+            possible = count * work + filled(index + 1, rest)
+            if possible <= found:
+                break  # with fewer of this kind still less
+            tries -= 1
+            found = max(found, possible if tries < 0 else count * work + best(index + 1, rest))
+        return found
+
+    return free + best(0, limit)

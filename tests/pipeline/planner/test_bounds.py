@@ -1,0 +1,111 @@
+"""No schedule is below the bound, and some reach it: random problems, and small ones whose optimum is known."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from zbkern.pipeline import Costs, plan
+from zbkern.pipeline.planner import annealing, list_scheduler, native
+from zbkern.pipeline.planner.arguments import placement_of, problem_of
+from zbkern.pipeline.planner.bounds import cost_bound
+from zbkern.pipeline.planner.problem import Ordering, Problem, fits, serial_ordering
+
+compiled = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+SHAPES = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (3, 3), (2, 4)]  # ranks, chunks
+
+
+def problem(draw: random.Random) -> Problem:
+    """Any placement, equal or other chunks, split overheads, merged W, limits of every rank, both objectives."""
+    ranks, per_rank = draw.choice(SHAPES)
+    down = list(range(ranks))
+    turns = draw.choice(("loop", "zigzag", "shuffled"))
+    owners = [rank for turn in range(per_rank) for rank in (down[::-1] if turn % 2 and turns == "zigzag" else down)]
+    if turns == "shuffled":
+        draw.shuffle(owners)
+    n, alike = len(owners), draw.random() < 0.5
+
+    def some(high: float) -> list[float]:
+        return [draw.choice([0.5, 1, 2, high])] * n if alike else [draw.uniform(0, high) for _ in range(n)]
+
+    backward, weight, activation = some(3), some(2), some(2)
+    overhead = [0.5 * min(pair) * (draw.random() < 0.3) for pair in zip(backward, weight, strict=True)]
+    saving = [0.3 * each * (draw.random() < 0.2) for each in weight]
+    held = [each * draw.choice([0, 0.5, 1.15]) for each in activation]
+    costs = Costs(some(3), backward, weight, some(1)[1:] if n > 1 else 0.0, activation, held, overhead, saving)
+    flat = costs.per_chunk(n)
+    most = map(max, flat.activation, flat.held)
+    need = [0.0] * ranks
+    for rank, memory in zip(owners, most, strict=True):
+        need[rank] += memory
+    limit = [each * draw.choice([1, draw.uniform(1, 3), draw.uniform(1, 12)]) for each in need]
+    return Problem.build(flat, owners, draw.choice([1, 2, 3, 4, 5, 7, 12]), limit, draw.random() < 0.25)
+
+
+def good_order(given: Problem, draw: random.Random) -> Ordering:
+    """What a short search finds."""
+    found = [list_scheduler.list_schedule(given, rule) for rule in draw.sample(list(list_scheduler.rules(given)), 12)]
+    serial = [each for fuse in (False, True) if fits(given, each := serial_ordering(given, fuse))]
+    starts = [annealing.with_cost(given, each) for each in [*found, *serial] if each is not None]
+    start = min(starts, key=lambda orders: orders.cost)
+    mean = (sum(given.forward) + sum(given.backward)) // (2 * given.chunks)
+    temperatures = [mean, mean // 3, mean // 10, mean // 50]
+    return annealing.anneal(given, start, temperatures=temperatures, passes=60_000, spread=0)[0]
+
+
+@compiled
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_order_is_below_the_bound(count: int) -> None:
+    reached = 0
+    for seed in range(count):
+        draw = random.Random(seed)
+        given = problem(draw)
+        bound, cost = cost_bound(given), good_order(given, draw).cost
+        assert cost >= bound, seed
+        reached += cost <= bound * (1 + 1e-9)
+    assert reached > 0.3 * count  # it says something
+
+
+LLAMA = Costs(20, 20, 10, 1, 1, 1.15)  # of a chunk
+
+
+def bound_of(costs: Costs, ranks: int, microbatches: int, chunks: int, memory: float) -> float:
+    """memory: relative to 1F1B's."""
+    limit = memory * ranks * chunks
+    given = problem_of(costs, placement_of(None, ranks, chunks)[1], microbatches, limit, "cost")
+    return cost_bound(given) / given.time_scale
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks", "memory", "least"),
+    [
+        # In a V the first rank waits for the last, which has memory for three microbatches; 600 is the work.
+        (3, 6, 2, 1.0, 638),
+        (3, 6, 2, 0.75, 742),
+        (8, 16, 2, 1.0, 1758),
+        # More chunks: what is left is little.
+        (4, 16, 4, 0.75, 3400),
+        # One chunk in half the memory: a round trip of all that fits at once, again and again; 400 is the work.
+        (4, 8, 1, 0.5, 708),
+    ],
+)
+def test_memory_makes_ranks_wait(ranks: int, microbatches: int, chunks: int, memory: float, least: float) -> None:
+    assert bound_of(LLAMA, ranks, microbatches, chunks, memory) >= least - 1e-6
+
+
+@compiled
+def test_two_chunks_with_little_memory_are_proven_optimal() -> None:
+    found = plan(LLAMA, 3, 6, 2, memory_limit=0.75 * 6, effort=1)
+    assert found.optimal
+    assert found.timeline.cost == pytest.approx(742)
+
+
+def test_large_problems_take_little_time() -> None:
+    """Also where no two chunks are alike, so that nothing is worked out once for all ranks."""
+    draw = random.Random(0)
+    some = [[draw.uniform(0.8, 1.2) for _ in range(64)] for _ in range(5)]
+    begin = time.process_time()
+    bound_of(Costs(some[0], some[1], some[2], 0.05, some[3], some[4]), 16, 128, 4, 1.5)
+    assert time.process_time() - begin < 1
