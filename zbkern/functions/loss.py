@@ -57,13 +57,21 @@ class LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return differentiable_backward(call, linear_cross_entropy_with_torch, (x, target, options), dloss)
         if dx is not None:
-            dx = dx * dloss.unsqueeze(1).to(dx.dtype)
+            dx = _scaled(dx, dloss.unsqueeze(1))
         if ctx.unscaled is not None:
-            return None, dx, None, None, *(None if g is None else g * dloss[:1].to(g.dtype) for g in ctx.unscaled)
+            return None, dx, None, None, *(None if g is None else _scaled(g, dloss[:1]) for g in ctx.unscaled)
         kernel = WGradKernel(HeadW(call, weight.detach(), None if bias is None else bias.detach(), options))
         segment = (x.detach(), target, lse, dloss.contiguous())
         flops = 4 * x.shape[0] * weight.numel()
         return None, dx, None, None, *weight_gradients(call, kernel, segment, needs, flops)
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient * factor; in place where no backward will come after this one."""
+    factor = factor.to(gradient.dtype)
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return gradient * factor
+    return gradient.mul_(factor)
 
 
 class HeadW:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zbkern.kernels.reference.matmul import addmm_into, linear
+from zbkern.kernels.reference.matmul import addmm_into, linear, linear_again
 from zbkern.kernels.spec import CrossEntropyOptions
 
 
@@ -28,25 +28,30 @@ def cross_entropy_fwd(
     sum of all losses, dz^T x and the sum of dz.
     """
     dweight, dbias = gradients or (None, None)
+    z = None
     for rows in _chunks(x.shape[0], options.chunk):
-        z = _logits(x[rows], weight, bias, loss.dtype)
-        torch.logsumexp(z, 1, out=lse[rows])
+        z = _logits(x[rows], weight, bias, loss.dtype, z)
         counts = target[rows] != options.ignore_index
         chosen = z.gather(1, _valid(target[rows], counts)).squeeze(1)
         smoothing = options.label_smoothing
+        mean = z.mean(1) if smoothing else None
+        highest = z.amax(1)
+        total = z.sub_(highest.unsqueeze(1)).exp_().sum(1)
+        torch.add(highest, total.log(), out=lse[rows])
         value = lse[rows] - (1 - smoothing) * chosen
-        if smoothing:
-            value = value - smoothing * z.mean(1)
+        if mean is not None:
+            value = value - smoothing * mean
         if options.z_loss:
             value = value + options.z_loss * lse[rows].square()
         loss[rows] = torch.where(counts, value, 0)
         if dx is None and gradients is None:
             continue
-        dz = _logit_gradient(z, target[rows], lse[rows], counts.to(z.dtype), options)
+        dz = _logit_gradient(z, total, target[rows], lse[rows], counts.to(z.dtype), options)
+        narrow = dz.to(x.dtype)
         if dx is not None:
-            addmm_into(dx[rows], dz.to(x.dtype), weight, False)
+            addmm_into(dx[rows], narrow, weight, False)
         if dweight is not None:
-            addmm_into(dweight, dz.to(x.dtype).t(), x[rows], rows.start > 0)
+            addmm_into(dweight, narrow.t(), x[rows], rows.start > 0)
         if dbias is not None:
             dbias.add_(dz.sum(0)) if rows.start else dbias.copy_(dz.sum(0))
 
@@ -65,32 +70,47 @@ def cross_entropy_wgrad(
         for output in outputs:
             if output is not None:
                 output.zero_()
+    z = None
     for x, target, lse, dloss in segments:
         for rows in _chunks(x.shape[0], options.chunk):
-            z = _logits(x[rows], weight, bias, lse.dtype)
+            z = _logits(x[rows], weight, bias, lse.dtype, z)
             factor = torch.where(target[rows] != options.ignore_index, dloss[rows], 0)
-            dz = _logit_gradient(z, target[rows], lse[rows], factor, options)
+            z.sub_(lse[rows].unsqueeze(1)).exp_()
+            dz = _logit_gradient(z, None, target[rows], lse[rows], factor, options)
             if dweight is not None:
                 addmm_into(dweight, dz.to(x.dtype).t(), x[rows], True)
             if dbias is not None:
                 dbias.add_(dz.sum(0))
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return linear(x, weight, bias).to(dtype)
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, previous: Tensor | None) -> Tensor:
+    """x weight^T + bias; in the memory of the previous chunk's where that is possible: new pages cost more than exp."""
+    if previous is None or x.dtype != dtype or previous.shape[0] < x.shape[0]:
+        return linear(x, weight, bias).to(dtype)
+    return linear_again(previous[: x.shape[0]], x, weight, bias)
 
 
-def _logit_gradient(z: Tensor, target: Tensor, lse: Tensor, factor: Tensor, options: CrossEntropyOptions) -> Tensor:
-    """dz = factor (softmax(z) (1 + 2 z_loss lse) - (1 - s) onehot(target) - s / V); destroys z."""
+def _logit_gradient(
+    exponentials: Tensor,
+    total: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    factor: Tensor,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """dz = factor (softmax(z) (1 + 2 z_loss lse) - (1 - s) onehot(target) - s / V), in place of the exponentials.
+
+    softmax(z) = exponentials / total; a total of None is 1. Each row is scaled once.
+    """
     smoothing = options.label_smoothing
-    dz = z.sub_(lse.unsqueeze(1)).exp_()
+    scale = factor if total is None else factor / total
     if options.z_loss:
-        dz.mul_((1 + 2 * options.z_loss * lse).unsqueeze(1))
+        scale = scale * (1 + 2 * options.z_loss * lse)
+    dz = exponentials.mul_(scale.unsqueeze(1))
     if smoothing:
-        dz.sub_(smoothing / dz.shape[1])
+        dz.sub_((factor * (smoothing / dz.shape[1])).unsqueeze(1))
     places = _valid(target, target != options.ignore_index)
-    dz.scatter_add_(1, places, torch.full_like(places, -1, dtype=dz.dtype).mul_(1 - smoothing))
-    return dz.mul_(factor.unsqueeze(1))
+    return dz.scatter_add_(1, places, (factor * (smoothing - 1)).unsqueeze(1))
 
 
 def _valid(target: Tensor, counts: Tensor) -> Tensor:

@@ -36,6 +36,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _onednn(x, weight, None if bias is None else bias.contiguous(), "none", [], "")
 
 
+def linear_again(memory: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """linear of x [M, K], in the given memory where the library writes where it is told: MKL does, oneDNN does not."""
+    if _faster(x, weight, weight.size(0)):
+        return linear(x, weight, bias)
+    write_linear(memory, x, weight, bias)
+    return memory
+
+
 def write_linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """y = x weight^T + bias, x [M, K]."""
     if _faster(x, weight, weight.size(0)):
