@@ -34,9 +34,11 @@ def library_folder() -> Path:
         raise RuntimeError("a driver to rehearse with is compiled from C, and there is no compiler: install gcc")
     import triton
 
+    from zbkern.kernels.triton import aot
+
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zbkern" / f"fake-driver-{digest}"
+    folder = aot.kept_in() / f"fake-driver-{digest}"
     library = folder / "libcuda.so.1"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
