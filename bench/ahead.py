@@ -36,8 +36,10 @@ class Compilers:
         self._pool: ProcessPoolExecutor | None = None
         self._jobs: dict[str, Future] = {}
 
-    def compile(self, runs: Iterable[Callable[[], object]]) -> int:
+    def compile(self, runs: Iterable[Callable[[], object]], work: Callable[[Job], object] | None = None) -> int:
         """Compiles the kernels that the runs would launch, and waits; returns how many variants are new.
+
+        work: what a process does with each, `compile_job` when not given.
 
         Our kernels do not run meanwhile, but everything else that the runs do happens. What goes wrong is left for the
         run itself to say.
@@ -48,7 +50,7 @@ class Compilers:
                 if self._pool is None:
                     context = multiprocessing.get_context("spawn")
                     self._pool = ProcessPoolExecutor(self.processes, mp_context=context)
-                future = self._jobs[repr(job)] = self._pool.submit(compile_job, job)
+                future = self._jobs[repr(job)] = self._pool.submit(work or compile_job, job)
                 fresh.append(future)
         for future in fresh:
             future.exception()
@@ -111,12 +113,12 @@ def _job(kernel: Any, arguments: Any, constants: Any, options: dict[str, Any]) -
     return Job((function.module, name), signature, fixed, attributes, target, dict(parsed.__dict__))
 
 
-def compile_job(job: Job) -> None:
-    """Compiles one, into Triton's cache."""
+def compile_job(job: Job) -> Any:
+    """Compiles one, into Triton's cache; returns Triton's CompiledKernel."""
     from triton.compiler import ASTSource
     from triton.compiler import compile as triton_compile
 
     module, name = job.kernel
     function = getattr(importlib.import_module(module), name).function
     source = ASTSource(function, job.signature, job.constants, job.attributes)
-    triton_compile(source, target=job.target, options=job.options)
+    return triton_compile(source, target=job.target, options=job.options)

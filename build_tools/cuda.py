@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,35 +45,79 @@ class Toolkit:
     cutlass_version: str
 
 
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that an extension module is for. include: where Python.h is. suffix: of the module's file."""
+
+    include: str
+    suffix: str
+
+    @property
+    def tag(self) -> str:
+        """Such as "cp312"."""
+        found = re.search(r"cpython-(\w+)-", self.suffix)
+        return "this Python" if found is None else f"cp{found[1]}"
+
+
+def this_interpreter() -> Interpreter:
+    return Interpreter(sysconfig.get_paths()["include"], sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+def interpreter_at(python: str) -> Interpreter:
+    """That of an executable. Raises RuntimeError where it does not run, or where Python's headers are missing."""
+    ask = "import sysconfig as s; print(s.get_paths()['include'], s.get_config_var('EXT_SUFFIX'), sep='\\n')"
+    try:
+        answer = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60, check=True).stdout
+        found = Interpreter(*answer.splitlines())
+    except (OSError, subprocess.SubprocessError, TypeError) as error:
+        raise RuntimeError(f"{python} does not run: {error}") from error
+    if not Path(found.include, "Python.h").exists():
+        raise RuntimeError(f"{python} has no Python.h in {found.include}; install Python's development headers")
+    return found
+
+
 def build(target: Path, machine: Machine) -> None:
     """Makes the extension module `target`. Raises RuntimeError with the failing command and the compiler's words."""
-    assert machine.nvcc is not None
-    toolkit = find_toolkit(machine.nvcc, machine.cuda)
-    objects = compile_objects(toolkit, decide(machine), cache_folder(machine))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _run([toolkit.nvcc, "-shared", "-cudart", "static", "-o", str(target), *map(str, objects)], "linking")
+    (objects,) = build_for({this_interpreter(): target}, machine)
     reports = [path.with_suffix(".txt").read_text() for path in objects]
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text("\n".join([sources_hash(), *reports]))
+
+
+def build_for(targets: Mapping[Interpreter, Path], machine: Machine) -> list[list[Path]]:
+    """Makes an extension module for each interpreter; only bindings are compiled for each. Returns their objects."""
+    assert machine.nvcc is not None
+    toolkit = find_toolkit(machine.nvcc, machine.cuda)
+    objects = compile_objects(toolkit, decide(machine), cache_folder(machine), list(targets))
+    for target, mine in zip(targets.values(), objects, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _run([toolkit.nvcc, "-shared", "-cudart", "static", "-o", str(target), *map(str, mine)], "linking")
+    return objects
 
 
 def cache_folder(machine: Machine) -> Path:
     return Path(machine.environment.get("ZBKERN_BUILD_CACHE") or CACHE)
 
 
-def compile_objects(toolkit: Toolkit, decision: Decision, cache: Path) -> list[Path]:
-    """The objects of every source, compiled where the cache lacks them."""
+def compile_objects(
+    toolkit: Toolkit, decision: Decision, cache: Path, interpreters: Sequence[Interpreter]
+) -> list[list[Path]]:
+    """For each interpreter the objects of every source, compiled where the cache lacks them."""
     cache.mkdir(parents=True, exist_ok=True)
-    commands = {}
-    for source in sources():
-        command = [toolkit.nvcc, *flags(source, toolkit, decision.architectures), "-c", str(source)]
-        commands[cache / f"{source.stem}-{content_hash(source, command, toolkit)}.o"] = command
+    commands, objects = {}, []
+    for interpreter in interpreters:
+        mine = {}
+        for source in sources():
+            command = [toolkit.nvcc, *flags(source, toolkit, decision.architectures, interpreter), "-c", str(source)]
+            mine[cache / f"{source.stem}-{content_hash(source, command, toolkit, interpreter)}.o"] = command
+        objects.append(list(mine))
+        commands |= mine
     missing = {path: command for path, command in commands.items() if not path.exists()}
     if missing:
         names = ", ".join(decision.architectures)
         tell(f"zbkern: compiling {len(missing)} CUDA sources for {names}, which takes minutes; {HOW_TO_SKIP}")
         _compile(missing, decision.jobs, cache)
-    return list(commands)
+    return objects
 
 
 def tell(line: str, terminal: str = "/dev/tty") -> None:
@@ -105,17 +150,17 @@ def sources_hash() -> str:
     return hash_of(*(path.read_bytes() for path in files))
 
 
-def content_hash(source: Path, command: list[str], toolkit: Toolkit) -> str:
+def content_hash(source: Path, command: list[str], toolkit: Toolkit, interpreter: Interpreter) -> str:
     """Of everything that an object depends on; paths of this machine are left out."""
     words = [word for word in command if not word.startswith(("-I", "/"))]
     texts = [path.read_bytes() for path in with_headers(source)]
     versions = [toolkit.version, toolkit.cutlass_version]
     if source.suffix == ".cpp":  # kernels are the same for every Python
-        versions.append(sysconfig.get_config_var("EXT_SUFFIX"))
+        versions.append(interpreter.suffix)
     return hash_of(*texts, " ".join(words).encode(), " ".join(map(str, versions)).encode())
 
 
-def flags(source: Path, toolkit: Toolkit, architectures: tuple[str, ...]) -> list[str]:
+def flags(source: Path, toolkit: Toolkit, architectures: tuple[str, ...], interpreter: Interpreter) -> list[str]:
     """Of the compiler for one source. Only bindings see Python; only kernels see CUTLASS."""
     if source.suffix == ".cpp":
         import pybind11
@@ -129,7 +174,7 @@ def flags(source: Path, toolkit: Toolkit, architectures: tuple[str, ...]) -> lis
             *HOST_FLAGS.split(),
             *LIBRARY_FLAGS,
             *(f"-D{name}={_quoted(value)}" for name, value in built.items()),
-            *(f"-I{path}" for path in (SOURCES, pybind11.get_include(), sysconfig.get_paths()["include"])),
+            *(f"-I{path}" for path in (SOURCES, pybind11.get_include(), interpreter.include)),
         ]
     return [*FLAGS.split(), *LIBRARY_FLAGS, *code_flags(source, architectures), f"-I{SOURCES}", f"-I{toolkit.cutlass}"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -178,7 +179,7 @@ def test_objects_are_named_by_what_they_are_made_of(tmp_path: Path, monkeypatch:
     toolkit = cuda.Toolkit("/x/nvcc", "13.0", Path("/x/cutlass"), "4.2.0")
 
     def name(toolkit: cuda.Toolkit = toolkit, flags: tuple[str, ...] = ("-O3", "-I/x")) -> str:
-        return cuda.content_hash(source, [toolkit.nvcc, *flags, str(source)], toolkit)
+        return cuda.content_hash(source, [toolkit.nvcc, *flags, str(source)], toolkit, cuda.this_interpreter())
 
     first = name()
     assert name(dataclasses.replace(toolkit, nvcc="/y/nvcc"), ("-O3", "-I/y")) == first  # where things lie is no matter
@@ -187,12 +188,11 @@ def test_objects_are_named_by_what_they_are_made_of(tmp_path: Path, monkeypatch:
     assert name(dataclasses.replace(toolkit, cutlass_version="4.3.0")) != first
     other.write_text("int c;\n")  # included by what it includes
     assert name() != first
-    second, bindings = name(), source.with_suffix(".cpp")
+    bindings, others = source.with_suffix(".cpp"), [cuda.Interpreter("/x", f".cpython-{n}-x.so") for n in (311, 312)]
     bindings.write_text(source.read_text())
-    before = cuda.content_hash(bindings, ["c++"], toolkit)
-    monkeypatch.setattr(cuda.sysconfig, "get_config_var", lambda name: ".another.so")
-    assert name() == second  # the same kernels for every Python
-    assert cuda.content_hash(bindings, ["c++"], toolkit) != before
+    kernels = {cuda.content_hash(source, ["c++"], toolkit, other) for other in others}
+    assert len(kernels) == 1  # the same kernels for every Python
+    assert len({cuda.content_hash(bindings, ["c++"], toolkit, other) for other in others}) == 2
 
 
 FAKE_NVCC = """#!/bin/sh
@@ -225,7 +225,7 @@ def toolkit_of_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleN
         cuda.build(tmp_path / "lib" / "_cuda.so", machine)
         return [next((word for word in ("one", "two") if f"{word}.cu" in line), "link") for line in log.open()]
 
-    return SimpleNamespace(build=build, sources=sources, cache=tmp_path / "cache", told=told)
+    return SimpleNamespace(build=build, sources=sources, cache=tmp_path / "cache", told=told, machine=machine, log=log)
 
 
 def test_compiles_only_what_the_cache_lacks(toolkit_of_shell: SimpleNamespace) -> None:
@@ -237,6 +237,32 @@ def test_compiles_only_what_the_cache_lacks(toolkit_of_shell: SimpleNamespace) -
     assert sorted(build()) == ["link", "one"]
     source.write_text(before)
     assert build() == ["link"]
+
+
+def test_kernels_are_compiled_once_for_all_interpreters(toolkit_of_shell: SimpleNamespace, tmp_path: Path) -> None:
+    pytest.importorskip("pybind11")
+    (toolkit_of_shell.sources / "cuda_bindings.cpp").write_text("int bindings;\n")
+    targets = {
+        cuda.Interpreter(f"/include/{tag}", f".cpython-{tag}-linux.so"): tmp_path / f"{tag}.so" for tag in (312, 313)
+    }
+    one, two = cuda.build_for(targets, toolkit_of_shell.machine)
+    lines = toolkit_of_shell.log.read_text().splitlines()
+    assert sum("cuda_one.cu" in line for line in lines) == 1
+    bindings = [line for line in lines if "cuda_bindings.cpp" in line]
+    assert sorted(word for line in bindings for word in line.split() if "include/" in word) == [
+        *("-I/include/312", "-I/include/313")
+    ]
+    assert len(set(one) & set(two)) == 2
+    assert all(target.exists() for target in targets.values())
+    assert [interpreter.tag for interpreter in targets] == ["cp312", "cp313"]
+
+
+def test_an_interpreter_is_asked_where_its_headers_are(tmp_path: Path) -> None:
+    assert cuda.interpreter_at(sys.executable) == cuda.this_interpreter()
+    with pytest.raises(RuntimeError, match="absent does not run"):
+        cuda.interpreter_at(str(tmp_path / "absent"))
+    with pytest.raises(RuntimeError, match=r"has no Python.h in /nowhere; install"):
+        cuda.interpreter_at(executable(tmp_path / "python", "#!/bin/sh\nprintf '/nowhere\n.cpython-312-x.so\n'\n"))
 
 
 def test_says_what_takes_minutes_and_how_to_skip_it(toolkit_of_shell: SimpleNamespace) -> None:

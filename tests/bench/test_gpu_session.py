@@ -1,18 +1,24 @@
-"""The whole session on a CPU, with jobs that hang, die and are wrong, and with the session killed in the middle."""
+"""The whole session without a GPU, over a driver that does nothing: with launches that hang, fail, are wrong, processes
+that die, and the session itself killed in the middle."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("triton", reason="triton is not installed")
+
 from bench import gpu_rows, gpu_session
+from bench.gpu_jobs import REPLAYED, Where
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,47 +29,108 @@ def start(folder: Path, *options: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
+def result(folder: Path) -> dict:
+    return json.loads((folder / "session.json").read_text())
+
+
 def jobs(folder: Path) -> dict[str, dict]:
-    return {job["name"]: job for job in json.loads((folder / "session.json").read_text())["jobs"]}
+    return {job["name"]: job for job in result(folder)["jobs"]}
 
 
-@pytest.mark.slow
+def faults(*options: str) -> list[str]:
+    return [word for option in options for word in ("--fault", option)]
+
+
 def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
-    faults = ("hang=rms_norm_fwd", "wrong=rms_norm_dgrad", "kill=RMSNorm backward")
-    options = ["--only", "norm_|RMSNorm", "--dtype", "float32", "--kernel-limit", "7", "--seconds", "60"]
-    assert start(tmp_path, *options, *(option for fault in faults for option in ("--fault", fault))).wait(90) == 1
+    options = faults("hang=rotary_fwd", "sticky=rotary_dgrad", "wrong=activation_fwd", "kill=activation_bwd")
+    options += faults(f"wrong={REPLAYED}")
+    more = ["--only", "^(rotary|activation)_", "--dtype", "float32", "--kernel-limit", "20", "--workers", "5"]
+    assert start(tmp_path, *options, *more).wait(150) == 1
     found = jobs(tmp_path)
-    statuses = {name: job["status"] for name, job in found.items()}
-    assert statuses == {
-        **dict.fromkeys(("layer_norm_fwd", "layer_norm_dgrad", "norm_wgrad", "RMSNorm forward"), "ok"),
-        **dict.fromkeys(("compile RMSNorm forward", "compile RMSNorm backward"), "ok"),
-        "rms_norm_fwd": "timed out",
-        "rms_norm_dgrad": "wrong",
-        "RMSNorm backward": "died",
+    assert {name: job["status"] for name, job in found.items()} == {
+        "versions": "ok",
+        REPLAYED: "wrong",
+        "rotary_fwd": "timed out",
+        "rotary_dgrad": "wrong",
+        "activation_fwd": "wrong",
+        "activation_bwd": "died",
     }
-    assert "output 0: differs by" in found["rms_norm_dgrad"]["detail"]
-    assert found["RMSNorm backward"]["detail"] == "exit code -9"
-    assert found["RMSNorm forward"]["figures"][0]["rate"] > 0
+    assert "an illegal memory access" in found["rotary_dgrad"]["detail"]
+    assert "output 0: differs by" in found["activation_fwd"]["detail"]
+    assert found["activation_bwd"]["detail"] == "exit code -9"
+    assert found["activation_fwd"]["compiled"]
+    assert result(tmp_path)["environment"][REPLAYED].startswith("off from here on: wrong turn 0: other bits")
     assert "timed out" in (tmp_path / "session.md").read_text()
+    assert "an illegal memory access" in (tmp_path / "log.txt").read_text()
+    assert not list((tmp_path / "logs").iterdir())
 
 
 @pytest.mark.slow
-def test_what_was_found_before_it_is_killed_stays(tmp_path: Path) -> None:
-    options = ["--only", "activation_", "--dtype", "float32", "--workers", "1", "--fault", "hang=activation_bwd"]
-    session = start(tmp_path, *options)
+def test_every_job_is_rehearsed(tmp_path: Path) -> None:
+    """All kernels, rows and programs: with nothing prepared this compiles some 250 kernels."""
+    limits = ["--kernel-limit", "200", "--row-limit", "900", "--seconds", "3000"]
+    assert start(tmp_path, *limits).wait(3100) == 0, (tmp_path / "session.md").read_text()
+    found = result(tmp_path)["jobs"]
+    others = {(job["name"], job["status"]) for job in found if job["status"] != "ok"}
+    assert others <= {(name, "cannot run") for name in ("virtual stages", "tiles of W")}
+    figures = [figure for job in found for figure in job["figures"]]
+    assert {figure["row"] for figure in figures} == set(gpu_session.ROWS)
+    assert {figure["row"] for figure in figures if "rate" not in figure} <= {"AdamW, fp32", "AdamW, bf16 + masters"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_found_before_it_is_killed_stays(tmp_path: Path, seed: int) -> None:
+    session = start(tmp_path, "--only", "^(rotary|activation)_", "--dtype", "float32", "--workers", "1")
     try:
         end = time.monotonic() + 60
-        while time.monotonic() < end:
-            if (tmp_path / "session.json").exists() and jobs(tmp_path)["activation_fwd"]["status"] == "ok":
-                break
-            time.sleep(0.1)
+        while time.monotonic() < end and not (tmp_path / "session.md").exists():
+            time.sleep(0.02)
+        time.sleep(random.Random(seed).uniform(0, 15))
     finally:
         os.killpg(session.pid, signal.SIGKILL)
         session.wait()
     found = jobs(tmp_path)
-    assert found["activation_fwd"]["status"] == "ok"
-    assert found["activation_bwd"]["status"] in ("not reached", "running")
-    assert "activation_fwd" in (tmp_path / "session.md").read_text()
+    assert len(found) == 6
+    assert {job["status"] for job in found.values()} <= {"ok", "running", "not reached"}
+    text = (tmp_path / "session.md").read_text()
+    assert "activation_fwd" in text
+    assert text.endswith("\n")
+
+
+def test_without_an_answer_from_the_gpu_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = SimpleNamespace(only="rotary", dtype=None, kernel_limit=1.0, row_limit=1.0)
+    planned = gpu_session.plan(arguments)
+    began = []
+
+    def run(some: list, workers: int, end: float, where: Where, record: gpu_session.Record) -> None:
+        began.extend(some)
+        for job in some:
+            job.status = "timed out"
+
+    monkeypatch.setattr(gpu_session, "run", run)
+    gpu_session.session(planned, 1, 0.0, Where(tmp_path, None, {}), gpu_session.Record(tmp_path, {}, planned))
+    assert [job.name for job in began] == ["versions"]
+
+
+@pytest.mark.parametrize("fate", ["ok", "died"])
+def test_launches_are_replayed_only_where_that_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: str
+) -> None:
+    arguments = SimpleNamespace(only="^rotary_fwd", dtype=["float32"], kernel_limit=1.0, row_limit=1.0)
+    planned = gpu_session.plan(arguments)
+    replayed = {}
+
+    def run(some: list, workers: int, end: float, where: Where, record: gpu_session.Record) -> None:
+        for job in some:
+            job.status = fate if job.kind == "probe" else "ok"
+            replayed[job.name] = where.replay
+
+    monkeypatch.setattr(gpu_session, "run", run)
+    record = gpu_session.Record(tmp_path, {}, planned)
+    gpu_session.session(planned, 1, 0.0, Where(tmp_path, None, {}), record)
+    assert replayed == {"versions": True, REPLAYED: True, "rotary_fwd": fate == "ok"}
+    assert (REPLAYED in record.environment) == (fate != "ok")
 
 
 def test_rows_are_those_of_the_benchmark() -> None:
@@ -73,34 +140,4 @@ def test_rows_are_those_of_the_benchmark() -> None:
 def test_a_fault_that_does_not_exist(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         gpu_session.main(["--out", "nowhere", "--rehearse", "--fault", "sleep=rms_norm_fwd"])
-    assert "hang, wrong, kill" in capsys.readouterr().err
-
-
-def test_the_kernels_compiled_last_are_left_out(tmp_path: Path) -> None:
-    for age, name in enumerate(("first", "second", "third")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "kernel.cubin").write_bytes(bytes(1000))
-        os.utime(folder, (age, age))
-    wheel = tmp_path / "wheels" / "zbkern.whl"
-    wheel.parent.mkdir()
-    wheel.write_bytes(bytes(500))
-    assert gpu_session.drop_youngest(tmp_path, 3500) == 0
-    assert gpu_session.drop_youngest(tmp_path, 1500) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "wheels"]
-    assert gpu_session.drop_youngest(tmp_path, 100) == 1
-    assert wheel.exists()
-
-
-def test_an_interpreter_that_does_not_exist(tmp_path: Path) -> None:
-    assert not gpu_session.build_wheel(tmp_path, str(tmp_path / "python"))
-
-
-@pytest.mark.slow
-def test_what_a_gpu_elsewhere_needs_is_compiled(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "bench.gpu_session", "--prepare", "--only", "^activation_fwd float32"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.stdout.startswith("1 kernels"), done.stderr
-    assert [path.name for path in tmp_path.glob("*/*.cubin")] == ["_activation_fwd.cubin"]
-    assert not list(tmp_path.glob("*/*.ptx"))  # only what is loaded
+    assert "hang, sticky, wrong, kill" in capsys.readouterr().err

@@ -22,7 +22,7 @@ pytestmark = [
 
 SMALL_RUN = """
 import torch
-from zbkern.kernels import cuda, cuda_optimizer
+from zbkern.kernels.cuda import adamw, wgrad
 from zbkern.kernels.spec import AdamWOptions
 
 def random(*shape, dtype=torch.bfloat16):
@@ -35,11 +35,11 @@ for dtype in (torch.bfloat16, torch.float16):
             dweight, dbias = random(n, k, dtype=out), random(n, dtype=out)
             for options in ({}, {"num_sms": 2}, {"max_tiles": 1}):
                 for outputs in ((dweight, dbias), (dweight, None)):
-                    cuda.linear_wgrad(segments, outputs, True, **options)
-                    cuda.linear_wgrad(segments, outputs, False, **options)
+                    wgrad.linear_wgrad(segments, outputs, True, **options)
+                    wgrad.linear_wgrad(segments, outputs, False, **options)
 products = [([(random(m, k), random(m, n))], (random(n, k, dtype=torch.float32), random(n, dtype=torch.float32)))
             for m, n, k in ((64, 136, 264), (100, 512, 256), (1, 8, 8), (70, 256, 128), (64, 128, 128))]
-cuda.linear_wgrads(products, True)
+wgrad.linear_wgrads(products, True)
 for dtype in (torch.float32, torch.bfloat16):
     params, grads = ([random(size, dtype=dtype) for size in (1, 16385, 40000)] for _ in range(2))
     moments = [[torch.zeros(p.shape, device="cuda") for p in params] for _ in range(3)]
@@ -49,11 +49,11 @@ for dtype in (torch.float32, torch.bfloat16):
     for masters in (None, moments[2]):
         for undo in (False, True):
             lists = [params, grads, *moments[:2], steps, masters]
-            cuda_optimizer.adamw(*lists, options, control, undo)
+            adamw.adamw(*lists, options, control, undo)
             lists[:4] = [[tensor[1:] for tensor in tensors] for tensors in lists[:4]]  # not aligned
             lists[5] = masters and [tensor[1:] for tensor in masters]
-            cuda_optimizer.adamw(*lists, options, None, undo)
-    cuda_optimizer.squared_norm(grads, control)
+            adamw.adamw(*lists, options, None, undo)
+    adamw.squared_norm(grads, control)
 torch.cuda.synchronize()
 """
 

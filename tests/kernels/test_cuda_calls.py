@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.test_cuda_sanitizer import SMALL_RUN
 from tests.support.host_extension import AdamTensors, HostExtension
 from zbkern import testing
 from zbkern.functions import linear as linear_functions
@@ -341,3 +342,11 @@ def test_the_reference_goes_by_elements_whatever_the_strides(moved: int) -> None
         reference.adamw(*tensors, spec.AdamWOptions(0.01))
     for ours, theirs in zip(lists, twins, strict=True):
         assert all(map(torch.equal, ours or (), theirs or ()))
+
+
+def test_what_the_sanitizer_runs(extension: HostExtension, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU nobody else would see that its names are out of date."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    exec(SMALL_RUN.replace('"cuda"', '"cpu"'), {})
+    assert len(extension.launches) > 100
+    assert len(extension.adams) == 16

@@ -53,6 +53,9 @@ def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert reason("cuda") is None or "lacks" in reason("cuda")
     assert "not float64" in reason("cuda", torch.float64)
     assert dispatch.resolve("linear", "auto", "cuda", torch.float64) is reference
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    assert "need Triton 3.6 or later, which comes with torch 2.10; this is 3.5.1" in reason("cuda")
+    assert dispatch.resolve("attention", "auto", "cuda", torch.float16) is reference
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
     assert "not installed" in reason("cuda")
     assert dispatch.resolve("linear", "auto", "cuda", torch.float16) is reference

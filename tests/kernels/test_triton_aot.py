@@ -45,6 +45,25 @@ def test_no_kernel_has_a_fault(reports: list[dict], capability: int) -> None:
 
 
 @pytest.mark.slow
+def test_what_was_found_is_not_compiled_again(tmp_path: Path) -> None:
+    """Not even where Triton's own cache is empty; a change of the scan makes it anew."""
+    found, compiled = [], []
+    for turn in ("first", "second"):
+        folder = tmp_path / turn
+        folder.mkdir()
+        paths = {"XDG_CACHE_HOME": str(tmp_path / "kept"), "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
+        command = [sys.executable, "-m", "bench.kernels_report", "--json", "--only", "attention tiles"]
+        command += ["--capability", "90"]
+        found.append(subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True).stdout)
+        compiled.append(len(list(folder.glob("*/*.cubin"))))
+    assert found[0].count('"faults": []') == compiled[0] == 2
+    assert found[1] == found[0]
+    assert compiled[1] == 0
+    kept = list((tmp_path / "kept" / "zbkern" / "reports").iterdir())
+    assert len(kept) == 2
+
+
+@pytest.mark.slow
 def test_every_module_lists_variants(reports: list[dict]) -> None:
     """A kernel that nobody compiles here is a kernel that nobody checks."""
     kernels = Path(triton_aot.__file__).parent.glob("*.py")

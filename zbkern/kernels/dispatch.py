@@ -31,6 +31,9 @@ _STANDALONE_OPS = {("adamw", "cuda"): "zbkern.kernels.cuda.adamw"}  # all kernel
 
 _CAPABILITIES = {"fp8_linear": (9, 0)}  # what Triton's kernels of an op need, where that is more than 8.0
 
+_OLDEST_TRITON = (3, 6)
+"""Earlier compilers are correct, but spill registers in one kernel of ten (Triton 3.4: 47 of 435 variants)."""
+
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -153,6 +156,11 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype | None, needed: tup
         return "its kernels need a CUDA device (TRITON_INTERPRET=1 runs them on a CPU, slowly, for tests)"
     if torch.version.hip is not None:
         return "its kernels are written for NVIDIA GPUs"
+    version = importlib.import_module("triton").__version__
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST_TRITON:
+        return "its kernels need Triton {}.{} or later, which comes with torch 2.10; this is {}".format(
+            *_OLDEST_TRITON, version
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < needed:
         versions = "{}.{} or later; this GPU has {}.{}".format(*needed, *capability)

@@ -8,11 +8,12 @@ import importlib
 import inspect
 import json
 import multiprocessing
+import os
 import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,9 +113,10 @@ def reports(
     processes: int | None = None,
     listed: Sequence[str] = (),
 ) -> Iterator[Report]:
-    """Compiles every variant whose name contains `only`, several at a time; Triton's cache makes a second run quick.
+    """Compiles every variant whose name contains `only`, several at a time.
 
-    processes: None for one per core. listed: names of the modules that list variants, when not all of ours.
+    processes: None for one per core. listed: names of the modules that list variants, when not all of ours. What was
+    found of a variant is kept in `kept_in()`, by all that it depends on: a second run compiles what has changed.
     """
     jobs = [
         (module, index, capability)
@@ -123,8 +125,54 @@ def reports(
         for index, variant in enumerate(importlib.import_module(module).variants(capability))
         if only in variant.name
     ]
+    files = [kept_in() / "reports" / f"{_key(*job)}.json" for job in jobs]
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_compile, *zip(*jobs, strict=True)) if jobs else ()
+        begun = {job: pool.submit(_compile, *job) for job, file in zip(jobs, files, strict=True) if not file.exists()}
+        for job, file in zip(jobs, files, strict=True):
+            if job in begun:
+                _keep(file, json.dumps(asdict(begun[job].result())))
+            yield _report_of(json.loads(file.read_text()))
+
+
+def kept_in() -> Path:
+    """Where what takes minutes to find out is kept between runs, by its content."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zbkern"
+
+
+def _keep(file: Path, text: str) -> None:
+    """All of it or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(f".{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(file)
+
+
+def _report_of(found: dict[str, Any]) -> Report:
+    code = found.pop("code")
+    return Report(**found, code=None if code is None else triton_sass.Findings(**code))
+
+
+def _key(module: str, index: int, capability: int) -> str:
+    """Of everything that a report depends on: the kernel's source, Triton, what is compiled in, and these files."""
+    from triton.compiler import make_backend
+
+    variant = importlib.import_module(module).variants(capability)[index]
+    target, options = _target_and_options(variant, capability)
+    backend = make_backend(target)
+    words = (
+        *(_triton_key(), _source(variant).hash(), backend.hash(), backend.parse_options(options).hash()),
+        *(module, variant.name, variant.wgmma, variant.bulk, variant.aligned),
+        *(_digest_of_scan(), triton_sass.disassembler() is None),
+    )
+    return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+def _triton_key() -> str:
+    for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # where 3.6 has it, and 3.4
+        found = getattr(importlib.import_module(module), "triton_key", None)
+        if found is not None:
+            return found()
+    raise RuntimeError("aot: this Triton has no triton_key, by which its cache is keyed")
 
 
 _INSTRUCTIONS = {
@@ -138,11 +186,16 @@ _INSTRUCTIONS = {
 
 def compiled(variant: Any, capability: int) -> Any:
     """A variant as Triton compiles it for a capability: a CompiledKernel, with the code of every stage in `asm`."""
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as triton_compile
 
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    return triton_compile(_source(variant), target=GPUTarget("cuda", capability, 32), options=options)
+    target, options = _target_and_options(variant, capability)
+    return triton_compile(_source(variant), target=target, options=options)
+
+
+def _target_and_options(variant: Any, capability: int) -> tuple[Any, dict[str, int]]:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", capability, 32), {"num_warps": variant.warps, "num_stages": variant.stages}
 
 
 def _compile(module: str, index: int, capability: int) -> Report:
@@ -152,11 +205,9 @@ def _compile(module: str, index: int, capability: int) -> Report:
     registers, stack = _resources(cubin)
     log, code = "", None
     if variant.wgmma and _PRODUCTS[capability] == "wgmma":
-        log = _kept(kernel.hash, "ptxas.log", lambda: _ptxas_log(ptx, capability))
+        log = _ptxas_log(ptx, capability)
     if capability == SCANNED and triton_sass.disassembler() is not None:
-        name = f"sass-{_digest_of_scan()}.json"
-        text = _kept(kernel.hash, name, lambda: json.dumps(asdict(triton_sass.scan(triton_sass.disassemble(cubin)))))
-        code = triton_sass.Findings(**json.loads(text))
+        code = triton_sass.scan(triton_sass.disassemble(cubin))
     return Report(
         module=module.rpartition(".")[2],
         name=variant.name,
@@ -177,22 +228,9 @@ def _compile(module: str, index: int, capability: int) -> Report:
     )
 
 
-def _kept(key: str, name: str, make: Callable[[], str]) -> str:
-    """A text about a compiled kernel, kept beside it in Triton's cache: made once per kernel, not once per report."""
-    from triton.runtime.cache import get_cache_manager
-
-    cache = get_cache_manager(key)
-    path = cache.get_file(name)
-    if path is not None:
-        return Path(path).read_text()
-    text = make()
-    cache.put(text, name, binary=False)
-    return text
-
-
 @functools.cache
 def _digest_of_scan() -> str:
-    return hashlib.sha256(Path(triton_sass.__file__).read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in (triton_sass.__file__, __file__))).hexdigest()
 
 
 def _ptxas_log(ptx: str, capability: int) -> str:

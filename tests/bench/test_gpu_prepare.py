@@ -1,0 +1,103 @@
+"""What a GPU elsewhere needs, made without one: within a size, for several Pythons, and taken where it fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from bench import gpu_prepare
+from build_tools import cuda
+
+ROOT = Path(__file__).parents[2]
+
+
+def session(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "bench.gpu_session", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+def test_a_session_takes_what_was_prepared_and_moved_since(tmp_path: Path) -> None:
+    made, moved, out = tmp_path / "made", tmp_path / "moved", tmp_path / "out"
+    done = session("--prepare", "--out", str(made), "--python", sys.executable, "--only", "^activation_")
+    assert done.stdout.splitlines()[-1].startswith("6 kernels, 0."), done.stdout + done.stderr
+    assert not list(made.glob("triton/*/*.ptx"))  # only what is loaded
+    assert len(list(made.glob(f"triton/*/*{sysconfig.get_config_var('EXT_SUFFIX')}"))) >= 2
+    made.rename(moved)
+    done = session(
+        "--rehearse", "--out", str(out), "--prepared", str(moved), "--only", "^activation_", "--workers", "2"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "session.json").read_text())
+    assert found["environment"]["prepared kernels"] == "for 90, compiled by this Triton"
+    assert found["environment"]["prepared extension"].startswith("there is no _cuda")
+    compiled = [job["compiled"] for job in found["jobs"] if job["kind"] == "kernel"]
+    assert compiled == [{"from the cache": 1}] * 6  # nor was a launcher built
+
+
+def identity(**changes: str) -> dict:
+    return {"capability": 90, **gpu_prepare.triton_identity(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "for 90, compiled by this Triton"),
+        ({"key": "of another build"}, "for 90, compiled by this Triton for another Python"),
+        ({"key": "x", "but": "y", "version": "3.5.0"}, "for 90, not used: by Triton 3.5.0, and this is"),
+    ],
+)
+def test_kernels_of_the_same_triton_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, said: str
+) -> None:
+    from triton.runtime import cache
+
+    before = cache.triton_key
+    monkeypatch.setattr(cache, "triton_key", before)
+    (tmp_path / "prepared.json").write_text(json.dumps(identity(**changes)))
+    assert gpu_prepare.use_kernels(tmp_path).startswith(said)
+    assert cache.triton_key() == ("of another build" if "another Python" in said else before())
+
+
+def test_nothing_was_prepared(tmp_path: Path) -> None:
+    assert "there is no" in gpu_prepare.use_kernels(tmp_path)
+
+
+def test_the_extension_goes_where_a_build_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before")
+    package, folder = tmp_path / "zbkern", tmp_path / "prepared" / "extension"
+    name = f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+    package.mkdir()
+    folder.mkdir(parents=True)
+    assert gpu_prepare.adopt(folder.parent, package) == f"there is no {name}"
+    (folder / name).write_text("built elsewhere")
+    assert gpu_prepare.adopt(folder.parent, package) == f"taken: {name}"
+    assert (package / name).read_text() == "built elsewhere"
+    assert gpu_prepare.adopt(folder.parent, package) == "not taken: one is built here"
+
+
+def test_interpreters_that_are_not_there_are_named(tmp_path: Path) -> None:
+    found, problems = gpu_prepare._interpreters([sys.executable, str(tmp_path / "python3.99"), sys.executable])
+    assert found == [cuda.this_interpreter()]
+    assert len(problems) == 1
+    assert problems[0].startswith(f"no extension for {tmp_path / 'python3.99'}: ")
+
+
+def test_the_kernels_compiled_last_are_left_out(tmp_path: Path) -> None:
+    for age, name in enumerate(("first", "second", "third")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "kernel.cubin").write_bytes(bytes(1000))
+        os.utime(folder, (age, age))
+    assert gpu_prepare.drop_youngest(tmp_path, 3000) == 0
+    assert gpu_prepare.drop_youngest(tmp_path, 1500) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    assert gpu_prepare.drop_youngest(tmp_path, 100) == 1
