@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from zbkern import __main__
-from zbkern.pipeline import Costs, Schedule, schedules, simulate
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts, Schedule, schedules, simulate
 
 SIZES = ["--stages", "3", "--microbatches", "5"]
 SECOND = ["--time-limit", "0"]  # the constructive answer
@@ -49,6 +49,24 @@ def figures(text: str) -> dict[str, str]:
     """The lines below the grid, by their names."""
     lines = [line.split(maxsplit=1) for line in text.split("\n") if line]
     return {words[0]: words[1] for words in lines if words[0] in ("bubble", "cost", "makespan", "memory")}
+
+
+def test_costs_of_layers_are_cut(run, fails, tmp_path: Path) -> None:
+    blocks = [LayerCosts(f"block {n}", 1, 1, 1, 1, held=1.15, output=0.1) for n in range(9)]
+    costs = ModelCosts([*blocks, LayerCosts("head", 3, 3, 3, 1)])
+    path = costs.save(tmp_path / "layers.json")
+    text = run("--costs", path, "--memory", "1.5x", "--compare", "--out", tmp_path / "plan.svg", *SECOND)
+    (sizes,) = re.findall(r"^cut +([\d ]+) layers by chunk$", text, re.MULTILINE)
+    assert sum(map(int, sizes.split())) == 10
+    assert {"zb_v", "one_f_one_b", "interleaved"} <= set(
+        re.findall(r"^([a-z_0-9-]+) +\d+ +[\d.]+%", text, re.MULTILINE)
+    )
+    assert (tmp_path / "plan.svg").exists()
+    assert "3 ranks, 1 chunk each" in run("--costs", path, "--chunks", 1, *SECOND)
+    assert "--recompute: without a limit" in fails("--costs", path, "--recompute")
+    assert "BW" in run("--costs", path, "--recompute", "--memory", "0.5x", *SECOND)
+    assert "--costs has layers, which are cut differently" in fails("--costs", path, "--schedule", "zb_v")
+    assert "argument --stages: plan: 11 stages with 1 chunks" in fails("--costs", path, "--stages", 11)
 
 
 def test_a_named_schedule_is_printed_with_its_figures(run) -> None:

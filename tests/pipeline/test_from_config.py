@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 
 from zbkern import __main__
 from zbkern.pipeline import LayerCosts, ModelCosts
-from zbkern.pipeline.from_config import USABLE, published_timelines
-from zbkern.pipeline.simulation.hardware import TABLE
+from zbkern.pipeline.from_config import USABLE, Setting, assumptions, published_timelines
+from zbkern.pipeline.simulation.architecture import load_architecture
+from zbkern.pipeline.simulation.hardware import TABLE, load_hardware
+from zbkern.pipeline.simulation.model_costs import Job
 
 CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
 LLAMA = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), "--stages", "4", "--microbatches", "8"]
@@ -35,6 +38,7 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     assert each == pytest.approx(tokens / 8, abs=1)
     # 6 flops per parameter but those of the embedding, and some of attention
     assert share == pytest.approx(100 * each * 6 * 7.5e9 / 989.4e12, rel=0.1)
+    assert re.search(r"layer +block 16: F [\d.]+, B [\d.]+, W [\d.]+ ms; .* from F to B, 1.15 times that from B", text)
     (cut,) = re.findall(r"^cut +([\d ]+) layers", text, re.MULTILINE)
     assert sum(numbers(cut)) == 34
     rows = re.findall(r"^([a-z_0-9-]+) +\d+ +([\d.]+) s +[\d,]+ +[\d.]+%", text, re.MULTILINE)
@@ -69,7 +73,11 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
         (["--schedule", "zb_v"], "argument --schedule: --config has the costs"),
         (["--sequence", "0"], "argument --sequence: expected a whole number"),
         (["--stages", "40"], "argument --stages: .*40 stages"),
-        (["--sequence", "65536"], "argument --memory: .*more --stages, --tensor-parallel"),
+        (
+            ["--sequence", "65536"],
+            "--memory: nothing fits in 72 GB: .* it fits with --stages 6 or --tensor-parallel 2 or",
+        ),
+        (["--memory", "30e9"], "in the best cut into 4 stages the fullest GPU holds [0-9.]+ GB of weights"),
         (["--hardware", "nothing.json"], "argument --hardware: cannot read nothing.json"),
     ],
 )
@@ -77,6 +85,29 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     with contextlib.suppress(SystemExit):  # of argparse, for what is no number
         assert __main__.main([*LLAMA, *arguments, *QUICK]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("job", "offload", "recompute", "said", "not_said"),
+    [
+        ({}, False, False, "nothing is offloaded", "experts|tensor|pipeline holds its"),
+        ({"tensor_parallel": 2}, False, False, "100% of the time of messages .* split by sequence", "of which every"),
+        ({}, False, True, "recomputed costs its chunk's forward once more; nothing is offloaded", "no activation"),
+        ({}, True, False, "copies run at 40 GB/s .* no activation is recomputed", "is offloaded"),
+        ({}, True, True, "recomputed costs .* copies run at 40 GB/s", "no activation|is offloaded"),
+        ({"data_parallel": 4}, False, False, "of which every pipeline holds its part", "experts"),
+        ({"expert_parallel": 8}, False, False, "every expert gets as many tokens", "tensor parallelism does"),
+    ],
+    ids=str,
+)
+def test_it_says_what_it_assumes(job: dict[str, int], offload: bool, recompute: bool, said: str, not_said: str) -> None:
+    model = load_architecture(CONFIGURATIONS / f"{'gpt-oss-120b' if 'expert_parallel' in job else 'llama-3-8b'}.json")
+    setting = Setting(model, load_hardware("h100"), Job(4096, **job))
+    costs = dataclasses.replace(setting.costs, offload_bandwidth=40e6)
+    text = " ".join(assumptions(setting, costs, offload, recompute).split())
+    assert "products are in bf16, none in FP8" in text
+    assert re.search(said, text)
+    assert not re.search(not_said, text)
 
 
 def test_what_describes_a_model_needs_one(capsys: pytest.CaptureFixture) -> None:

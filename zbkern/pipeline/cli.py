@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from zbkern.pipeline import draw, from_config, report, schedules
 from zbkern.pipeline.planner import Plan, plan
@@ -25,18 +25,22 @@ from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import TIME_UNITS, amount
 from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
 SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt")
+_Given = TypeVar("_Given", Costs, ModelCosts)
 _PLACEMENTS = ("linear", "loop", "v", "zigzag")
 _HELP = {
     "--stages": "pipeline ranks, p",
     "--microbatches": "microbatches per step, m",
-    "--costs": "JSON file that Costs.save wrote, of one chunk or of every chunk; without it every pass takes 1",
+    "--costs": "JSON file that Costs.save wrote, of one chunk or of every chunk, or ModelCosts.save, of every layer, "
+    "for a plan that cuts them into chunks; without it every pass takes 1",
     "--memory": "the most a rank may hold: 1.5x is 1.5 times what one microbatch holds in the whole model (1F1B needs "
-    "1x), a plain number is in the unit of the costs' activation; without it there is no limit",
-    "--chunks": "chunks per rank (default 1, or those of --schedule)",
+    "1x), a plain number is in the unit of the costs' activation, bytes with --config; without it there is no "
+    "limit, with --config 0.9 of the GPU's memory",
+    "--chunks": "chunks per rank (default 1, or those of --schedule; what is best for costs of layers)",
     "--placement": f"where the chunks are: {', '.join(_PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
     "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
     "--effort": f"rounds of search, each twice as long as the one before (default {EFFORT}, about ten seconds in all; "
@@ -44,7 +48,7 @@ _HELP = {
     "--time-limit": "ends the search after this many seconds, if that is sooner; the plan then depends on the machine",
     "--offload": "activations may go to the host and come back, at so many GB/s in each direction (memory per time for "
     "costs without units); with --config the number can be left out, and is that of the table of hardware",
-    "--recompute": "activations may be recomputed; --costs must have the checkpoint, what an F keeps then",
+    "--recompute": "activations may be recomputed; --costs of chunks must have the checkpoint, what an F keeps then",
     "--schedule": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
     "--compare": "also a table of all published schedules and the plan",
     "--out": "files to write, by suffix: .svg .html .png (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
@@ -84,31 +88,66 @@ def run(arguments: argparse.Namespace) -> int:
         _check_sizes(arguments)
         if arguments.config is not None:
             progress = show_progress if sys.stderr.isatty() else _silent
-            found = from_config.run(arguments, shutil.get_terminal_size((120, 24)).columns, progress)
+            found = from_config.run(arguments, _width(), progress)
             for path in arguments.out:
                 print(f"wrote {_write(found.timeline, found.costs, path)}")
             return 0
         from_config.check_absent(arguments)
-        chunks = _chunks(arguments)
-        costs = _with_copies(arguments, _costs(arguments.costs, arguments.stages * chunks), chunks)
-        whole = sum(costs.per_chunk(arguments.stages * chunks).activation)
-        limit = None if arguments.memory is None else arguments.memory.limit(whole)
-        found = (_named if arguments.schedule else _searched)(arguments, chunks, costs, limit)
-        print(report.describe(found, arguments.objective, limit, whole, shutil.get_terminal_size((120, 24)).columns))
-        if arguments.compare:
-            published, unknown = comparison.timelines(costs, arguments.stages, arguments.microbatches, chunks)
-            if not arguments.schedule:
-                published.append(found.timeline)
-            print("\n" + report.table(published, arguments.objective, limit, whole))
-            print("\n" + comparison.how_rechunked(costs, arguments.stages * chunks))
-            if unknown:
-                print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
+        costs = _costs(arguments.costs)
+        found = _of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)
         for path in arguments.out:
-            print(f"wrote {_write(found.timeline, costs, path)}")
+            print(f"wrote {_write(found.timeline, found.costs, path)}")
     except (_WrongArgument, from_config.WrongArgument) as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
+    """Plans, prints and compares, for costs of chunks."""
+    stages, objective = arguments.stages, arguments.objective
+    chunks = _chunks(arguments)
+    try:
+        flat = given.per_chunk(stages * chunks)
+    except ValueError as error:
+        raise _WrongArgument("--costs", f"{arguments.costs}: {error}; --stages and --chunks say how many") from error
+    costs = _with_copies(arguments, given, flat.checkpoint is not None)
+    whole = sum(flat.activation)
+    limit = None if arguments.memory is None else arguments.memory.limit(whole)
+    found = (_named if arguments.schedule else _searched)(arguments, chunks, costs, limit)
+    print(report.describe(found, objective, limit, whole, _width()))
+    if arguments.compare:
+        published, unknown = comparison.timelines(costs, stages, arguments.microbatches, chunks)
+        if not arguments.schedule:
+            published.append(found.timeline)
+        print("\n" + report.table(published, objective, limit, whole))
+        print("\n" + comparison.how_rechunked(costs, stages * chunks))
+        if unknown:
+            print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
+    return found
+
+
+def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
+    """Plans, prints and compares, for costs of layers: the model is cut, too."""
+    if arguments.schedule is not None:
+        raise _WrongArgument(
+            "--schedule",
+            "--costs has layers, which are cut differently for every schedule; --compare shows them all",
+        )
+    costs = _with_copies(arguments, given, True)
+    whole = sum(layer.activation for layer in costs.layers)
+    limit = None if arguments.memory is None else arguments.memory.limit(whole)
+    found = _searched(arguments, arguments.chunks, costs, limit)
+    print(report.describe(found, arguments.objective, limit, whole, _width()))
+    print(report.cut(found, len(costs.layers)))
+    if arguments.compare:
+        published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
+        print("\n" + report.table([*published, found.timeline], arguments.objective, limit, whole))
+    return found
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 class _WrongArgument(Exception):
@@ -147,21 +186,20 @@ def _chunks(arguments: argparse.Namespace) -> int:
     return chunks
 
 
-def _costs(path: str | None, chunks: int) -> Costs:
+def _costs(path: str | None) -> Costs | ModelCosts:
     if path is None:
         return Costs()
     try:
-        costs = Costs.load(path)
-        costs.per_chunk(chunks)
+        text = Path(path).read_text(encoding="utf-8")
+        return (ModelCosts if '"layers"' in text else Costs).from_json(text)
     except OSError as error:
         raise _WrongArgument("--costs", f"cannot read {path}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
         example = '{"forward": 1.0, "backward": 1.0, "weight": 1.0}'
         raise _WrongArgument("--costs", f"{path}: {error}; a whole file could be {example}") from error
-    return costs
 
 
-def _with_copies(arguments: argparse.Namespace, costs: Costs, chunks: int) -> Costs:
+def _with_copies(arguments: argparse.Namespace, costs: _Given, has_checkpoint: bool) -> _Given:
     """The costs with the bandwidth of --offload, in their own units."""
     saving = "--offload" if arguments.offload is not None else "--recompute"
     if arguments.offload is None and not arguments.recompute:
@@ -170,7 +208,7 @@ def _with_copies(arguments: argparse.Namespace, costs: Costs, chunks: int) -> Co
         raise _WrongArgument(saving, f"{arguments.schedule} is as published; leave --schedule or {saving} out")
     if arguments.memory is None:
         raise _WrongArgument(saving, "without a limit nothing needs less memory; give one with --memory")
-    if arguments.recompute and costs.per_chunk(arguments.stages * chunks).checkpoint is None:
+    if arguments.recompute and not has_checkpoint:
         raise _WrongArgument(
             "--recompute", "--costs must have checkpoint, what an F keeps; zbkern's profile measures it"
         )
@@ -184,7 +222,9 @@ def _with_copies(arguments: argparse.Namespace, costs: Costs, chunks: int) -> Co
     return dataclasses.replace(costs, offload_bandwidth=rate, reload_bandwidth=rate)
 
 
-def _searched(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
+def _searched(
+    arguments: argparse.Namespace, chunks: int | None, costs: Costs | ModelCosts, limit: float | None
+) -> Plan:
     stages, microbatches, placement = arguments.stages, arguments.microbatches, arguments.placement
     try:
         return plan(
@@ -204,7 +244,8 @@ def _searched(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: f
     except ScheduleError as error:
         raise _WrongArgument("--memory", str(error)) from error
     except ValueError as error:  # everything else has been checked
-        raise _WrongArgument("--placement", f"{error}; --chunks is {chunks}") from error
+        given = "" if chunks is None else f"; --chunks is {chunks}"
+        raise _WrongArgument("--placement" if arguments.placement else "--stages", f"{error}{given}") from error
 
 
 def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:

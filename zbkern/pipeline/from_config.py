@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from zbkern.pipeline import report, schedules
 from zbkern.pipeline.planner import Plan, plan
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
+from zbkern.pipeline.remedies import Training, least_need, may_fit_with_saving, remedies
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation import comparison
-from zbkern.pipeline.simulation.architecture import Architecture, load_architecture
+from zbkern.pipeline.simulation.architecture import Architecture, Experts, load_architecture
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import static_of_ranks
@@ -27,7 +28,8 @@ USABLE = 0.9
 """Of a GPU's memory: the rest is for what the model of costs leaves out, and for fragmentation."""
 
 _HELP = {
-    "--config": "plan for a model that was never run: its config.json, as the transformers library writes it",
+    "--config": "plan for a model that was never run: its config.json, as the transformers library writes it; --costs "
+    "and --schedule do not go with it, and the table of published schedules is always printed",
     "--gpu": "with --config: a GPU in the table of hardware (default h100)",
     "--hardware": "with --config: a table of your own, in the form of zbkern/pipeline/simulation/hardware.json",
     "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",
@@ -103,9 +105,7 @@ def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], Non
             recompute=arguments.recompute,
         )
     except ScheduleError as error:
-        raise WrongArgument(
-            f"--memory: {error}; more --stages, --tensor-parallel or --data-parallel, or a shorter --sequence need less"
-        ) from error
+        raise WrongArgument(f"--memory: {_why_not(arguments, setting, limit) or error}") from error
     except ValueError as error:
         raise WrongArgument(f"--stages: {error}") from error
     print(_title(arguments, setting))
@@ -113,22 +113,62 @@ def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], Non
     print(_step(found, setting, arguments.objective))
     published = published_timelines(costs, arguments.stages, arguments.microbatches, limit)
     print("\n" + _table([*published, found.timeline], setting, arguments.objective, limit))
-    print("\n" + assumptions(setting.hardware))
+    print("\n" + assumptions(setting, costs, arguments.offload is not None, arguments.recompute))
     return found
 
 
-def assumptions(hardware: Hardware) -> str:
+def _why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> str | None:
+    """What does not fit, and what would; None where it does fit, but for a placement or chunks that were given."""
+    costs, stages = setting.costs, arguments.stages
+    need = least_need(costs, stages)
+    saving = arguments.recompute or arguments.offload is not None
+    if need.total <= limit or (saving and may_fit_with_saving(costs, stages, limit)):
+        return None
+    job = setting.job
+    training = Training(
+        stages, job.sequence, job.microbatch, job.tensor_parallel, job.expert_parallel, arguments.data_parallel
+    )
+    ways = remedies(setting.architecture, setting.hardware, training, limit)
+    what = f"it fits with {' or '.join(ways)}" if ways else "no number of GPUs that is usual makes it fit"
+    if not saving and may_fit_with_saving(costs, stages, limit):
+        what += "; --recompute or --offload may do, too"
+    return (
+        f"nothing fits in {amount(limit, 'bytes')}: in the best cut into {stages} stages the fullest GPU holds "
+        f"{amount(need.static, 'bytes')} of weights, gradients and optimizer states and "
+        f"{amount(need.activation, 'bytes')} for one microbatch, {amount(need.total, 'bytes')} in all; {what}"
+    )
+
+
+def assumptions(setting: Setting, costs: ModelCosts, offload: bool = False, recompute: bool = False) -> str:
     """What no datasheet says, with its figures, and what is left out; then where the peaks are from."""
-    gpu = hardware
+    gpu, job = setting.hardware, setting.job
+    experts = any(isinstance(block.mlp, Experts) for block in setting.architecture.blocks)
+    rate = f"{number((costs.offload_bandwidth or 0.0) / 1e6)} GB/s"
+    facts = [
+        f"programs get {gpu.matmul_share:.0%} of the GPU's peak in matrix products, {gpu.attention_forward_share:.0%} "
+        f"of it in attention forward and {gpu.attention_backward_share:.0%} backward, {gpu.memory_share:.0%} of the "
+        f"memory's bandwidth and {gpu.network_share:.0%} of the links'",
+        f"a message between stages takes {gpu.latency * 1e6:g} us besides its bytes",
+        f"{gpu.exposed_share:.0%} of the time of messages of tensor and expert parallelism is not hidden"
+        if max(job.tensor_parallel, job.expert_parallel) > 1
+        else "",
+        "what tensor parallelism does not split is split by sequence, and sizes that it does not divide are padded"
+        if job.tensor_parallel > 1
+        else "",
+        "every expert gets as many tokens as the others" if experts else "",
+        "products are in bf16, none in FP8; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
+        + (", of which every pipeline holds its part" if job.replicas > 1 else ""),
+        "layers are zbkern's own, for which the split into B and W costs nothing",
+        "an activation that is recomputed costs its chunk's forward once more" if recompute else "",
+        f"copies run at {rate} in each direction and slow down no pass" if offload else "",
+        "" if recompute else "no activation is recomputed that zbkern's layers keep",
+        "" if offload else "nothing is offloaded",
+    ]
     text = (
-        f"A model of flops and bytes, and no measurement. It assumes that programs get {gpu.matmul_share:.0%} of the "
-        f"GPU's peak in matrix products, {gpu.attention_forward_share:.0%} of it in attention forward and "
-        f"{gpu.attention_backward_share:.0%} backward, {gpu.memory_share:.0%} of the memory's bandwidth and "
-        f"{gpu.network_share:.0%} of the links'; that {gpu.exposed_share:.0%} of the time of messages of tensor and "
-        f"expert parallelism is not hidden; {gpu.latency * 1e6:g} us for a message besides its bytes; bf16 with fp32 "
-        "gradients, zbkern's own layers without recomputation, equally loaded experts, and that the split into B and "
-        "W costs nothing. The optimizer's step, reductions between pipelines and reading data are not in it. Measure "
-        "with zbkern.pipeline.profile_layers when there is a machine."
+        f"A model of flops and bytes, and no measurement. It assumes that {'; '.join(filter(None, facts))}. The "
+        "optimizer's step, reductions between pipelines, reading data, padding, and memory besides weights, gradients, "
+        "optimizer states and activations are not in it. Measure with zbkern.pipeline.profile_layers when there is a "
+        "machine."
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."
     return "\n".join(textwrap.fill(each, 118) for each in (text, source))
@@ -222,9 +262,7 @@ def _title(arguments: argparse.Namespace, setting: Setting) -> str:
 
 
 def _step(found: Plan, setting: Setting, objective: str) -> str:
-    starts, layers = found.partition or (), len(setting.costs.layers)
-    sizes = [end - start for start, end in zip(starts, [*starts[1:], layers], strict=True)]
-    chunks = f"{'cut':<9} {' '.join(map(str, sizes))} layers by chunk, with embedding, head and predictors"
+    chunks = f"{report.cut(found, len(setting.costs.layers))}, with embedding, head and predictors"
     seconds, rate = _speed(found.timeline, setting, objective)
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops
@@ -232,10 +270,21 @@ def _step(found: Plan, setting: Setting, objective: str) -> str:
     placement = found.schedule.placement
     static = static_of_ranks(found.costs.per_chunk(len(placement)), placement)
     return (
-        f"{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most by rank: weights, gradients, "
-        f"optimizer states\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, "
-        f"{used:.1%} of the peak flops"
+        f"{_block_costs(setting)}\n{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most by rank: weights, "
+        f"gradients, optimizer states\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, "
+        f"{rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops"
     )
+
+
+def _block_costs(setting: Setting) -> str:
+    """The costs of one block, by which the ratios can be judged."""
+    blocks = setting.costs.layers[1 : 1 + len(setting.architecture.blocks)]
+    block = blocks[len(blocks) // 2]
+    times = ", ".join(
+        f"{name} {number(each)}" for name, each in (("F", block.forward), ("B", block.backward), ("W", block.weight))
+    )
+    held = f", {block.held / block.activation:.2f} times that from B to W" if block.activation else ""
+    return f"{'layer':<9} {block.name}: {times} ms; {amount(block.activation, 'bytes')} from F to B{held}"
 
 
 def _table(timelines: Sequence[Timeline], setting: Setting, objective: str, limit: float) -> str:

@@ -38,6 +38,13 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
+def cut(plan: Plan, layers: int) -> str:
+    """How many layers every chunk has."""
+    starts = plan.partition or ()
+    sizes = [end - start for start, end in zip(starts, [*starts[1:], layers], strict=True)]
+    return f"{'cut':<9} {' '.join(map(str, sizes))} layers by chunk"
+
+
 def idle_lines(idle: IdleTime) -> list[str]:
     """What the idle time comes from and what would remove it, the largest share first."""
     causes = {

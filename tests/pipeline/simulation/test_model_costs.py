@@ -58,6 +58,16 @@ def test_memory_is_what_the_layers_keep() -> None:
     assert costs.layers[1].activation / 2 / tokens == pytest.approx(saved, rel=0.01)
 
 
+def test_every_gpu_has_a_head_of_keys() -> None:
+    model = {**SMALL, "num_attention_heads": 16, "num_key_value_heads": 2}
+    each = [model_costs(architecture(model), H100, Job(64, tensor_parallel=ranks)).layers[1] for ranks in (2, 16)]
+    head = 2 * SMALL["hidden_size"] * SMALL["hidden_size"] // 16  # weights of a head's keys and values
+    rest = each[0].static / 18 - head
+    assert each[1].static / 18 == pytest.approx(rest / 8 + head)
+    with pytest.raises(ValueError, match="must divide the 6 heads of keys, or be a multiple; got 4"):
+        model_costs(architecture({**model, "num_key_value_heads": 6}), H100, Job(64, tensor_parallel=4))
+
+
 def test_layers_in_model_order_and_what_is_always_there() -> None:
     model = load_architecture(CONFIGURATIONS / "deepseek-v3.json")
     costs = model_costs(model, H100, Job(4096, tensor_parallel=4, expert_parallel=64, data_parallel=64))

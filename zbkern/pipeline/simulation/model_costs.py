@@ -12,7 +12,7 @@ A model, and no measurement. It assumes:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbkern.pipeline.simulation.architecture import Architecture, Attention, Block, Experts, LatentAttention
 from zbkern.pipeline.simulation.costs import COPY_SIZE
@@ -247,6 +247,8 @@ def _block(
 
 def _add_attention(layer: _Layer, attention: Attention | LatentAttention, features: int) -> None:
     job, ranks = layer.job, layer.job.tensor_parallel
+    if isinstance(attention, Attention):  # every GPU needs one head of keys at least
+        attention = replace(attention, key_heads=max(attention.key_heads, ranks))
     rows = job.tokens / ranks
     layer.gather_and_scatter(features)
     layer.attention(job.tokens * _core_flops(attention, job.sequence) / ranks)
@@ -358,6 +360,11 @@ def _check(architecture: Architecture, job: Job) -> None:
     for block in architecture.blocks:
         if block.attention.heads % ranks:
             raise ValueError(f"model_costs: tensor_parallel must divide the {block.attention.heads} heads; got {ranks}")
+        keys = block.attention.key_heads if isinstance(block.attention, Attention) else ranks
+        if keys % ranks and ranks % keys:
+            raise ValueError(
+                f"model_costs: tensor_parallel must divide the {keys} heads of keys, or be a multiple; got {ranks}"
+            )
         if isinstance(block.mlp, Experts) and block.mlp.count % job.expert_parallel:
             raise ValueError(
                 f"model_costs: expert_parallel must divide the {block.mlp.count} experts; got {job.expert_parallel}"

@@ -1,0 +1,78 @@
+"""What `zbkern plan --config` says would make a model fit does, and less does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan
+from zbkern.pipeline.remedies import Training, least_need, remedies
+from zbkern.pipeline.simulation.architecture import load_architecture
+from zbkern.pipeline.simulation.hardware import load_hardware
+from zbkern.pipeline.simulation.model_costs import model_costs
+
+CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
+LIMIT = 72e9
+H100 = load_hardware("h100")
+
+
+def costs_of(name: str, training: Training) -> ModelCosts:
+    return model_costs(load_architecture(CONFIGURATIONS / f"{name}.json"), H100, training.job)
+
+
+def fits(name: str, training: Training) -> bool:
+    try:
+        found = plan(costs_of(name, training), training.stages, 2, memory_limit=LIMIT, effort=0)
+    except ScheduleError:
+        return False
+    return max(found.timeline.peak_memory) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        ("llama-3-8b", Training(2, 4096)),
+        pytest.param("llama-3-70b", Training(8, 8192, 64, tensor_parallel=8), marks=pytest.mark.slow),
+        pytest.param("gpt-oss-120b", Training(8, 4096), marks=pytest.mark.slow),
+        pytest.param("qwen3-235b", Training(4, 4096, 1, 4, 8), marks=pytest.mark.slow),
+    ],
+)
+def test_each_option_makes_it_fit(name: str, training: Training) -> None:
+    assert not fits(name, training)
+    found = remedies(load_architecture(CONFIGURATIONS / f"{name}.json"), H100, training, LIMIT)
+    assert found
+    for option in found:
+        words = option.split()
+        changes: dict[str, Any] = {
+            key.removeprefix("--").replace("-", "_"): int(value)
+            for key, value in zip(words[::2], words[1::2], strict=True)
+        }
+        assert fits(name, training._replace(**changes)), option
+        if "stages" in changes:
+            assert not fits(name, training._replace(stages=changes["stages"] - 1))
+
+
+def test_where_no_option_is_enough_several_together_are() -> None:
+    found = remedies(load_architecture(CONFIGURATIONS / "deepseek-v3.json"), H100, Training(2, 1 << 16), LIMIT)
+    assert len(found) == 1
+    words = found[0].split()
+    assert len(words) > 2
+    assert {"--stages", "--tensor-parallel", "--expert-parallel"} >= set(words[::2])
+
+
+def test_the_least_need_is_that_of_the_best_cut() -> None:
+    layers = [
+        LayerCosts("e", 1, 1, 1, static=5, tied="e"),
+        *[LayerCosts(f"{n}", 1, 1, 1, 1, static=2) for n in range(6)],
+    ]
+    costs = ModelCosts([*layers, LayerCosts("h", 1, 1, 1, 2, static=5, tied="e")])
+    assert least_need(costs, 1) == (5 + 12, 8)
+    assert least_need(costs, 2) == (5 + 6, 5)  # the last three blocks and the head
+    assert least_need(costs, 3).total == 11
+    for stages in (1, 2, 3, 8):
+        need = least_need(costs, stages).total
+        assert plan(costs, stages, 2, placement="linear", memory_limit=need, effort=0)
+        with pytest.raises(ScheduleError):
+            plan(costs, stages, 2, placement="linear", memory_limit=need * 0.99, effort=0)

@@ -1,0 +1,145 @@
+"""What a model needs at least on every GPU, and what would make it fit: for the errors of `zbkern plan --config`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from zbkern.pipeline.simulation.architecture import Architecture, Experts
+from zbkern.pipeline.simulation.hardware import Hardware
+from zbkern.pipeline.simulation.layers import ModelCosts
+from zbkern.pipeline.simulation.model_costs import Job, model_costs
+
+_ROUNDS = 50  # of bisection: the least need is found to rounding
+_MOST = {"tensor_parallel": 64, "data_parallel": 512}  # that are worth naming
+_SHORTEST = 256  # tokens
+_CHUNKS = 8  # per rank, at most, in a search
+
+
+class Training(NamedTuple):
+    """The options of `zbkern plan --config` that decide what a GPU holds; data_parallel None for its default."""
+
+    stages: int
+    sequence: int
+    microbatch_size: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    data_parallel: int | None = None
+
+    @property
+    def job(self) -> Job:
+        return Job(self.sequence, self.microbatch_size, self.tensor_parallel, self.expert_parallel, self.data_parallel)
+
+    @property
+    def gpus(self) -> int:
+        return self.stages * self.job.tensor_parallel * self.job.replicas
+
+
+class Need(NamedTuple):
+    """What the fullest rank holds: all the time, and of one microbatch."""
+
+    static: float
+    activation: float
+
+    @property
+    def total(self) -> float:
+        return self.static + self.activation
+
+
+def least_need(costs: ModelCosts, stages: int) -> Need:
+    """Of the cut into one chunk per rank whose fullest rank holds least, with one microbatch at a time.
+
+    More chunks per rank need as much, except for tied weights, and where activations are offloaded or recomputed.
+    """
+    low, high = _largest(costs), sum(layer.static + layer.activation for layer in costs.layers)
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_packed(costs, middle)) <= stages else (middle, high)
+    return max(_packed(costs, high), key=lambda need: need.total)
+
+
+def _largest(costs: ModelCosts) -> float:
+    return max(layer.static + layer.activation for layer in costs.layers)
+
+
+def _packed(costs: ModelCosts, most: float) -> list[Need]:
+    """Needs of chunks that are filled up to `most`, at least the need of the largest layer, one after another."""
+    found = [Need(0.0, 0.0)]
+    tied: set[str | None] = set()
+    for layer in costs.layers:
+        static = 0.0 if layer.tied in tied else layer.static
+        grown = Need(found[-1].static + static, found[-1].activation + layer.activation)
+        if grown.total > most and found[-1].total:
+            grown, tied = Need(layer.static, layer.activation), set()
+            found.append(grown)
+        found[-1] = grown
+        tied |= {layer.tied} - {None}
+    return found
+
+
+def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
+    """Whether offloading or recomputing could make it fit: a rank then holds a microbatch in one of its chunks only."""
+    chunks = max(1, min(_CHUNKS, len(costs.layers) // stages))
+    thinner = [replace(layer, activation=layer.activation / chunks) for layer in costs.layers]
+    return least_need(replace(costs, layers=tuple(thinner)), stages).total <= limit
+
+
+def remedies(architecture: Architecture, hardware: Hardware, training: Training, limit: float) -> list[str]:
+    """Options, each of which makes the model fit; where none does, those that do together on the fewest GPUs."""
+    found = []
+    for name in ("stages", "tensor_parallel", "expert_parallel", "data_parallel", "microbatch_size", "sequence"):
+        others = (training._replace(**{name: value}) for value in _values(name, training, architecture))
+        best = next((other for other in others if _fits(architecture, hardware, other, limit)), None)
+        if best is not None:
+            found.append(_options(best, (name,)))
+    if found:
+        return found
+    names = ("stages", "tensor_parallel", "expert_parallel")
+    values = [[getattr(training, name), *_values(name, training, architecture)] for name in names]
+    values[0] = [training.stages * factor for factor in (1, 2, 4, 8)]
+    combined = [training._replace(**dict(zip(names, each, strict=True))) for each in product(*values)]
+    fitting = (each for each in sorted(combined, key=_gpus) if _fits(architecture, hardware, each, limit))
+    best = next(fitting, None)
+    return [] if best is None else [_options(best, [n for n in names if getattr(best, n) != getattr(training, n)])]
+
+
+def _values(name: str, training: Training, architecture: Architecture) -> Iterator[int]:
+    """Of this option, in the order in which they are tried."""
+    value = training.job.replicas if name == "data_parallel" else getattr(training, name)
+    if name == "stages":
+        yield from range(value + 1, _layers(architecture) + 1)
+    elif name in ("microbatch_size", "sequence"):
+        least = _SHORTEST if name == "sequence" else 1
+        while (value := value // 2) >= least:
+            yield value
+    else:
+        experts = max((block.mlp.count for block in architecture.blocks if isinstance(block.mlp, Experts)), default=0)
+        while (value := 2 * value) <= _MOST.get(name, experts):
+            yield value
+
+
+def _fits(architecture: Architecture, hardware: Hardware, training: Training, limit: float) -> bool:
+    if training.stages > _layers(architecture):
+        return False
+    try:
+        costs = model_costs(architecture, hardware, training.job)
+    except ValueError:  # heads or experts that cannot be divided so
+        return False
+    return _largest(costs) <= limit and len(_packed(costs, limit)) <= training.stages
+
+
+def _gpus(training: Training) -> float:
+    try:
+        return training.gpus
+    except ValueError:  # expert parallelism that data_parallel has no room for
+        return float("inf")
+
+
+def _layers(architecture: Architecture) -> int:
+    return len(architecture.blocks) + 2 * (1 + architecture.predictors)
+
+
+def _options(training: Training, names: Sequence[str]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {getattr(training, name)}" for name in names)
