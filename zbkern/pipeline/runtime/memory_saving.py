@@ -81,6 +81,7 @@ class MemorySavingStage(Stage):
         self._lanes = lanes
         self._recorder = recorder
         self._copy_size = options.copy_size
+        self.kept_bytes = 0  # by the last F with an R
         self._recomputed = {microbatch for chunk, microbatch in recomputed(row) if chunk == self.chunk}
         named = options.recompute if self._recomputed else ()
         self._parts = parts_of(self.module, self.chunk, named) if named else {}
@@ -109,6 +110,8 @@ class MemorySavingStage(Stage):
         self._given = None
         if tensors.travel is not None:
             tensors.travel.begin()
+        if microbatch in self._recomputed:
+            self.kept_bytes = tensors.nbytes
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any) -> Any:
