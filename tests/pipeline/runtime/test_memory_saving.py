@@ -441,6 +441,17 @@ class Random(nn.Module):
         return y
 
 
+def test_what_slices_of_w_leave_is_not_copied_again() -> None:
+    found = []
+    for row in ("0F0 0F1 0B0 0B1 0W0:0/2 0W0:1/2 0W1", "0F0 0F1 0B0 0O0 0B1 0L0 0W0:0/2 0W0:1/2 0W1"):
+        module = deep(3)
+        with step([module], row) as pipe:
+            found.append([p.grad for p in module.parameters()])
+            copies = pipe.last_timeline.copies
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert [str(event.action) for event in copies[0]] == ["0O0", "0L0"]
+
+
 @pytest.mark.parametrize("saving", ["0F0 0F1 0R0 0BW0 0R1 0BW1", "0F0 0O0 0F1 0O1 0L0 0BW0 0L1 0BW1"])
 def test_random_numbers_and_buffers_are_as_without(saving: str) -> None:
     found = []
