@@ -114,9 +114,9 @@ class MemorySavingStage(Stage):
             self.kept_bytes = tensors.nbytes
         return outputs
 
-    def backward_input(self, microbatch: int, gradients: Any) -> Any:
+    def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
         self._activations.pop(microbatch)  # only the graph keeps them now, and frees each once it has been used
-        found = super().backward_input(microbatch, gradients)
+        found = super().backward_input(microbatch, gradients, fused=fused)
         self._end_loads(microbatch)  # of what no backward has asked for
         self._waiting[microbatch] = self._held(microbatch, ("B", microbatch) in self._offloaded)
         return found
