@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import zbkern
-from zbkern.pipeline import Action, Pipeline, PipelineError, Schedule, StepOptions
+from zbkern.pipeline import Action, Pipeline, PipelineError, Schedule, StepOptions, profile, schedules
+from zbkern.pipeline.planner.offload import fit
 from zbkern.pipeline.transport.local import LocalTransport
 
 WIDTH = 8
@@ -98,17 +99,52 @@ def test_one_microbatch_may_be_recomputed_and_another_offloaded() -> None:
         assert torch.equal(a, b)
 
 
-def test_a_part_whose_input_or_output_changes_later() -> None:
-    class Changing(nn.Module):
-        def __init__(self, inplace: bool) -> None:
-            super().__init__()
-            self.linear, self.activation = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=inplace)
-            self.second = nn.Linear(WIDTH, WIDTH)
+def test_from_measured_costs_to_a_step_that_fits() -> None:
+    torch.manual_seed(3)
+    schedule, data = schedules.gpipe(1, 4), torch.randn(128, WIDTH)
+    module, parts = zbkern.convert(Chunk()), ["*norm", nn.GELU]
+    arguments = (nn.functional.mse_loss, data, data, 4, LocalTransport.ring(1)[0])
+    costs = profile([module], [0], *arguments, bytes_per_parameter=0, recompute=parts)
+    flat = costs.per_chunk(1)
+    assert flat.checkpoint is not None
+    assert 0.3 < flat.checkpoint[0] / flat.activation[0] < 0.9
+    limit = 4 * flat.activation[0] - 2.5 * (flat.activation[0] - flat.checkpoint[0])
+    planned = fit(schedule, costs, limit, offload=False, recompute=True)
+    options = StepOptions(recompute=parts)
+    local = LocalTransport.ring(1)[0]
+    with Pipeline([module], planned.schedule, nn.functional.mse_loss, local, options=options) as pipe:
+        pipe.step(data, data)
+        measured = pipe.gather_timeline().peak_memory
+    assert measured == pytest.approx(planned.peak_memory, rel=0.1)
+    assert measured[0] <= limit
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.activation(self.linear(x) * 1.0)
-            return self.second(y.mul_(2.0)) if not self.activation.inplace else self.second(y)
 
+class Changing(nn.Module):
+    """What its activation is given, or returns, is modified in place."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.linear, self.activation = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=inplace)
+        self.norm, self.second = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.activation(self.linear(x) * 1.0))
+        return self.second(y.mul_(2.0))
+
+
+def test_an_output_that_is_modified_is_kept() -> None:
+    torch.manual_seed(3)
+    state = Changing(inplace=False).state_dict()
+    found = []
+    for row in (PLAIN, SAVING):
+        module = Changing(inplace=False)
+        module.load_state_dict(state)
+        found.append(train(row, ["norm"], zbkern.convert(module))[0])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_part_that_modifies_its_input_is_refused() -> None:
     with pytest.raises(PipelineError, match="ReLU modifies what it is given in place"):
         train(SAVING, [nn.ReLU], Changing(inplace=True))
 

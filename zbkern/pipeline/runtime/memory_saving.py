@@ -81,6 +81,7 @@ class MemorySavingStage(Stage):
         self._lanes = lanes
         self._recorder = recorder
         self._copy_size = options.copy_size
+        self.kept_bytes = 0  # by the last F with an R
         self._recomputed = {microbatch for chunk, microbatch in recomputed(row) if chunk == self.chunk}
         named = options.recompute if self._recomputed else ()
         self._parts = parts_of(self.module, self.chunk, named) if named else {}
@@ -109,13 +110,15 @@ class MemorySavingStage(Stage):
         self._given = None
         if tensors.travel is not None:
             tensors.travel.begin()
+        if microbatch in self._recomputed:
+            self.kept_bytes = tensors.nbytes
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
         self._activations.pop(microbatch)  # only the graph keeps them now, and frees each once it has been used
         found = super().backward_input(microbatch, gradients, fused=fused)
         self._end_loads(microbatch)  # of what no backward has asked for
-        self._waiting[microbatch] = self._held(microbatch)
+        self._waiting[microbatch] = self._held(microbatch, ("B", microbatch) in self._offloaded)
         return found
 
     def weight(self, *microbatches: int) -> None:
@@ -125,7 +128,7 @@ class MemorySavingStage(Stage):
 
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
         super().weight_part(microbatch, index, count)
-        self._waiting[microbatch] = self._held(microbatch)
+        self._waiting[microbatch] = self._held(microbatch, offload=False)
 
     def prepare(self, microbatch: int) -> None:
         held = self._waiting.get(microbatch)
@@ -197,10 +200,10 @@ class MemorySavingStage(Stage):
             tensors.check()
         state.restore_after_recompute()
 
-    def _held(self, microbatch: int) -> _HeldTensors:
-        """What the W of a microbatch that has had its B need; it goes to the host where an O follows."""
+    def _held(self, microbatch: int, offload: bool) -> _HeldTensors:
+        """What the W of a microbatch that has had its B need; offload: it goes to the host."""
         storages, key = Storages(self._lanes.device, self._resident()), (self.chunk, microbatch)
-        travel = self._travel(microbatch, storages) if ("B", microbatch) in self._offloaded else None
+        travel = self._travel(microbatch, storages) if offload else None
         return _HeldTensors(self.queue, key, storages, travel)
 
     def _travel(self, microbatch: int, storages: Storages) -> Travel:

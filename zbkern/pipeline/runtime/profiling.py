@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.links import slowest_link
+from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.storages import Resident, key, keys, parts
 from zbkern.pipeline.schedules.actions import Action
@@ -29,6 +30,8 @@ from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.connect import is_transport
 from zbkern.pipeline.transport.local import LocalTransport
+
+_RECORD = StepOptions(record=True)
 
 
 def profile(
@@ -44,6 +47,7 @@ def profile(
     side: Any = None,
     bytes_per_parameter: float | None = None,
     copy_size: int = COPY_SIZE,
+    recompute: Sequence[str | type] = (),
 ) -> Costs:
     """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
 
@@ -54,15 +58,16 @@ def profile(
     edge where one takes more than twice as long as another. bytes_per_parameter: of a weight, its gradient
     and optimizer states together (`static`), which a rank's memory includes; None for AdamW's two moments, all in the
     weight's dtype. copy_size: that of the `StepOptions` to come; in the costs it is what transfers of these activations
-    have, which end with whole tensors. Gradients and the random state are left as they were; buffers that a forward
-    updates (running statistics) are not. Under tensor parallelism, memory is that of this rank's part, and every
-    pipeline measures times of its own: give all of them the schedule planned for one. Raises TypeError or ValueError as
-    a `Pipeline` does.
+    have, which end with whole tensors. recompute: likewise, the parts of chunks that an R runs again, for the time of
+    R and what an F keeps; else an R is a whole F, which keeps what it is given. Gradients and the random state are left
+    as they were; buffers that a forward updates (running statistics) are not. Under tensor parallelism, memory is that
+    of this rank's part, and every pipeline measures times of its own: give all of them the schedule planned for one.
+    Raises TypeError or ValueError as a `Pipeline` does.
     """
     _check("profile", placement, microbatches, repeats, bytes_per_parameter)
-    StepOptions(copy_size=copy_size)  # checks it
+    options = StepOptions(record=True, copy_size=copy_size, recompute=recompute)
     arguments = loss_fn, inputs, targets, side, microbatches, group, device, repeats, bytes_per_parameter
-    return _measured("profile", modules, tuple(placement), *arguments, copy_size=copy_size)[0]
+    return _measured("profile", modules, tuple(placement), *arguments, options=options)[0]
 
 
 def profile_layers(
@@ -131,6 +136,7 @@ class _Chunk(NamedTuple):
     static: float
     output: int
     transfer: float
+    kept: int | None  # by an F with an R, where that was measured
     name: str
     tied: str | None
 
@@ -149,7 +155,7 @@ def _measured(
     repeats: int,
     bytes_per_parameter: float | None,
     names: Sequence[str] = (),
-    copy_size: int = COPY_SIZE,
+    options: StepOptions = _RECORD,
 ) -> tuple[Costs, list[_Chunk], tuple[float, float]]:
     """Costs of the chunks, what their ranks know of them, and latency and bandwidth in ms and bytes per ms."""
     counted = [_Counted(module, side) for module in module_list(function, modules)]
@@ -163,8 +169,7 @@ def _measured(
     target = device_of(device, counted)
     here = [target] if target.type == "cuda" else []  # by default of all GPUs, with a warning
     criterion = None if loss_fn is None else loss
-    record = StepOptions(record=True)
-    with torch.random.fork_rng(here), Pipeline(counted, apart, criterion, group, target, options=record) as pipe:
+    with torch.random.fork_rng(here), Pipeline(counted, apart, criterion, group, target, options=options) as pipe:
         if 0 in pipe.modules:
             counted[0].keeps_inputs = True
 
@@ -183,12 +188,20 @@ def _measured(
         mine = apart.chunks_of(pipe.rank)
         held = _held_bytes(pipe, microbatches)
         merged, fused = steps(apart, True), steps(_fused(apart), False)
+        kept, again = {}, separate
+        if options.recompute:
+            recomputing = _recomputing(apart)
+            inner = {chunk: module.module for chunk, module in zip(mine, counted, strict=True)}  # by their own names
+            stages = make_stages(inner, recomputing, pipe.rank, loss_fn, pipe.queue, pipe._recorder, options)
+            pipe._stages = stages
+            again = steps(recomputing, False)
+            kept = {chunk: stage.kept_bytes for chunk, stage in stages.items() if isinstance(stage, MemorySavingStage)}
         static = _static_bytes(counted, bytes_per_parameter)
         tied = _tied_names(counted, pipe.rank)
         known = {
             chunk: _Chunk(
-                *(module.saved_bytes, held[chunk], static[at], module.output_bytes, module.transfer(copy_size)),
-                *(name, tied[at]),
+                *(module.saved_bytes, held[chunk], static[at], module.output_bytes, module.transfer(options.copy_size)),
+                *(kept.get(chunk), name, tied[at]),
             )
             for at, (chunk, module, name) in enumerate(zip(mine, counted, names or [""] * len(mine), strict=True))
         }
@@ -216,6 +229,9 @@ def _measured(
         copy_size=max(chunk.transfer for chunk in chunks),
         memory_unit="bytes",
     )
+    if options.recompute:
+        checkpoint = [chunk.kept or 0 for chunk in chunks]
+        costs = replace(costs, recompute=drift.costs(again).recompute, checkpoint=checkpoint)
     return costs, chunks, link
 
 
@@ -295,6 +311,15 @@ def _fused(schedule: Schedule) -> Schedule:
     """The same with BW in the place of every B, and no W."""
     actions = [
         [action._replace(kind="BW") if action.kind == "B" else action for action in row if action.kind != "W"]
+        for row in schedule.actions
+    ]
+    return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")
+
+
+def _recomputing(schedule: Schedule) -> Schedule:
+    """The same with an R before every B."""
+    actions = [
+        [each for action in row for each in ((action._replace(kind="R"), action) if action.kind == "B" else (action,))]
         for row in schedule.actions
     ]
     return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")

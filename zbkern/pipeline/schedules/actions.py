@@ -22,22 +22,23 @@ W   The gradients of a chunk's parameters (the weight gradient, or wgrad).
 BW  A fused backward: B and W in one pass.
     Needs, gives and frees what B and W together do. A microbatch has either BW, or B and W.
 
-R   Recompute: the forward again, for its activations alone. A microbatch that has an R keeps from its F only what the
-    chunk was given, so F looks ahead for it.
+R   Recompute: the forward again, for its activations alone, or that of named parts of the chunk. A microbatch that has
+    an R keeps from its F only what the chunk (or each of the parts) was given, so F looks ahead for it.
     Needs:   its own F, and runs before its B or BW; nothing of any other rank.
     Gives:   nothing to any other rank.
     Memory:  takes the activations that F did not keep.
 
 O   Offload: from here on a microbatch's tensors are in the host's memory: its activations, where O stands before its B,
-    and what its W needs, where O stands after its B. The copy begins as soon as the F or B that leaves the tensors has
-    ended, after earlier copies of the rank; O is where the rank waits for its end, so that it belongs where the memory
-    is needed.
+    and what its W needs, where O stands after its B. The copies begin while the F runs that leaves the tensors, or as
+    soon as the B has ended, after earlier copies of the rank; O is where the rank waits for their end, so that it
+    belongs where the memory is needed. Where it directly follows its F, the F itself waits for copies and gives memory
+    back as it goes.
     Needs:   its own F, or its own B.
     Gives:   nothing to any other rank.
     Memory:  frees the tensors.
 
-L   Load: the copy of offloaded tensors back to the device begins here, after earlier loads of the rank. The B, BW or W
-    that needs them waits for its end.
+L   Load: the copy of offloaded tensors back to the device begins here, after earlier loads of the rank. The B or BW
+    that needs them waits for each where it comes to it, a W for all.
     Needs:   its own O.
     Gives:   nothing to any other rank.
     Memory:  takes the tensors again, as soon as the copy begins.
