@@ -68,6 +68,48 @@ def test_no_order_is_below_the_bound(count: int) -> None:
     assert reached > 0.3 * count  # it says something
 
 
+# Costs that an exact solver proved to be the least (`python -m bench.planner_exact small`), fused backwards among them:
+# ranks, microbatches, chunks of 10 for F and B and a message of 1, memory relative to 1F1B's, cost.
+SHORT_W = [
+    (2, 2, 4, 0.75, 250), (2, 2, 4, 1, 214), (2, 2, 4, 1.5, 214), (2, 3, 4, 1.5, 302), (2, 4, 2, 0.75, 270),
+    (2, 4, 2, 1, 214), (2, 4, 2, 1.5, 202), (3, 2, 4, 0.75, 281), (3, 2, 4, 1, 281), (3, 2, 4, 1.5, 281),
+    (3, 4, 2, 0.75, 277), (3, 4, 2, 1, 230), (3, 4, 2, 1.5, 214), (3, 4, 4, 1.5, 416), (3, 6, 2, 0.75, 377),
+    (4, 4, 2, 0.75, 296), (4, 4, 2, 1, 247), (4, 4, 2, 1.5, 241), (4, 6, 2, 1.5, 321),
+]  # fmt: skip
+LONGER_W = [
+    (2, 2, 4, 0.75, 248), (2, 2, 4, 1, 222), (2, 2, 4, 1.5, 222), (2, 3, 4, 1, 316), (2, 3, 4, 1.5, 314),
+    (2, 4, 2, 0.75, 254), (2, 4, 2, 1.5, 208), (3, 2, 4, 0.75, 282), (3, 2, 4, 1, 282), (3, 2, 4, 1.5, 282),
+    (3, 4, 2, 1, 230), (3, 4, 2, 1.5, 222), (3, 4, 4, 1, 434), (3, 6, 2, 0.75, 380), (3, 6, 2, 1.5, 314),
+    (4, 4, 2, 0.75, 296), (4, 4, 2, 1, 244), (4, 4, 2, 1.5, 244), (4, 6, 2, 1.5, 328),
+]  # fmt: skip
+OPTIMA = [
+    (costs, *case)
+    for costs, cases in ((Costs(10, 10, 5, 1, 1, 1.15), SHORT_W), (Costs(10, 10, 6, 1, 1, 0.5), LONGER_W))
+    for case in cases
+]
+
+
+def test_the_bound_is_at_most_the_optimum_and_often_the_optimum() -> None:
+    reached = 0
+    for costs, ranks, microbatches, chunks, memory, optimum in OPTIMA:
+        bound = bound_of(costs, ranks, microbatches, chunks, memory)
+        assert bound <= optimum + 1e-6, (costs, ranks, microbatches, chunks, memory)
+        assert bound >= 0.85 * optimum, (costs, ranks, microbatches, chunks, memory)
+        reached += bound >= optimum - 1e-6
+    assert reached >= len(OPTIMA) // 3
+
+
+@compiled
+@pytest.mark.slow
+def test_plans_are_at_least_the_optimum_and_mostly_the_optimum() -> None:
+    reached = 0
+    for costs, ranks, microbatches, chunks, memory, optimum in OPTIMA:
+        found = plan(costs, ranks, microbatches, chunks, memory_limit=memory * ranks * chunks, effort=3)
+        assert found.timeline.cost >= optimum - 1e-6
+        reached += found.timeline.cost <= optimum + 1e-6
+    assert reached >= 0.9 * len(OPTIMA)
+
+
 LLAMA = Costs(20, 20, 10, 1, 1, 1.15)  # of a chunk
 
 
