@@ -19,6 +19,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("python3.11", "python3.12", "python3.13")
@@ -47,16 +48,20 @@ def prepare(
     cache.mkdir(parents=True, exist_ok=True)
     settings = {"TRITON_CACHE_DIR": str(cache.resolve()), "TRITON_STORE_BINARY_ONLY": "1", "TRITON_INTERPRET": "0"}
     os.environ |= settings
+    from triton import knobs
+
     from bench import ahead, descriptors, fake_driver
 
     interpreters, problems = _interpreters(pythons)
     if only == "":
         problems += _build_extension(folder / "extension", interpreters, capability)
     os.environ["ZBKERN_LAUNCHERS"] = json.dumps([[each.include, each.suffix] for each in interpreters])
-    with fake_driver.gpu(capability, answers=False), ahead.Compilers() as compilers:
+    machine = fake_driver.gpu(capability, answers=False)
+    with mock.patch.object(knobs.build, "impl", _build_for_all), machine, ahead.Compilers() as compilers:
         runs = [(name, run) for name, run in to_prepare(rows) if re.search(only, name)]
         problems += [f"refused: {fault}" for fault in descriptors.faults_of_runs(runs)]
         count = compilers.compile((run for _, run in runs), work=compile_with_launcher)
+        problems += compilers.problems
     identity = {"capability": capability, **triton_identity()}
     (folder / "prepared.json").write_text(json.dumps(identity, indent=1) + "\n")
     dropped = drop_youngest(cache, limit - (_size(folder) - _size(cache)))
@@ -136,7 +141,7 @@ def _build_for_all(
     ours = (sysconfig.get_paths()["include"], sysconfig.get_config_var("EXT_SUFFIX"))
     others = [tuple(each) for each in json.loads(os.environ.get("ZBKERN_LAUNCHERS", "[]"))]
     cache = get_cache_manager(hashlib.sha256((Path(source).read_text() + platform_key()).encode()).hexdigest())
-    for include, suffix in dict.fromkeys((ours, *others)):
+    for include, suffix in dict.fromkeys((*others, ours)):  # with ours there, no other process begins
         target = Path(folder, name + suffix)
         paths = [*(f"-L{each}" for each in library_folders), *(f"-I{each}" for each in (*includes, folder, include))]
         needed = [f"-l:{each}" for each in libraries]

@@ -76,7 +76,8 @@ def tile_of(launch: str, q: Tensor, v: Tensor, options: AttentionOptions) -> til
     """The tile of "fwd", "dq" or "dkdv"."""
     packed = one_length(options) is None
     dtype = str(q.dtype).removeprefix("torch.")
-    return tiles.attention(launch, max(q.shape[2], v.shape[2]), dtype, capability_of(q.device), packed)
+    size, capped = max(q.shape[2], v.shape[2]), options.softcap is not None
+    return tiles.attention(launch, size, dtype, capability_of(q.device), packed, capped)
 
 
 def check_head_sizes(q: Tensor, v: Tensor) -> None:
@@ -375,7 +376,7 @@ class Shape:
         flags = " causal" * causal + " window" * window + " packed" * packed + " softcap" * capped + " sinks" * sinks
         self.name = f"{dtype} {sizes}{flags}"
         self._causal = causal
-        self._choice = max(self._sizes), {"bf16": "bfloat16", "fp32": "float32"}[dtype], capability, packed
+        self._choice = max(self._sizes), {"bf16": "bfloat16", "fp32": "float32"}[dtype], capability, packed, capped
 
     def tile(self, launch: str) -> tiles.AttentionTile:
         return tiles.attention(launch, *self._choice)
