@@ -6,6 +6,7 @@ CUDA extension for each Python. FOLDER/prepared.json says what they are of.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -215,6 +216,7 @@ def _size(folder: Path) -> int:
 # ---- on the machine with one ----
 
 
+@functools.cache
 def triton_identity() -> dict[str, str]:
     """version; key: what Triton's cache is keyed by; but: the same without its library's hash, which differs between
     builds of one version for several Pythons."""
@@ -246,23 +248,26 @@ def adopt(folder: Path, package: Path = ROOT / "zbkern") -> str:
     return f"taken: {carried.name}"
 
 
-def use_kernels(folder: Path) -> str:
-    """Takes the kernels in this process; says whether they fit.
+def key_of(folder: Path | None) -> tuple[str, str]:
+    """(what kernels are named by in Triton's cache, whether those that were prepared fit).
 
     Kernels that the same Triton compiled for another Python are the same kernels: only the hash of its library, which
     is in the name of each, is another.
     """
-    file = folder / "prepared.json"
-    if not file.exists():
-        return f"none: there is no {file}"
+    ours = triton_identity()
+    file = None if folder is None else folder / "prepared.json"
+    if file is None or not file.exists():
+        return ours["key"], f"none: there is no {file}" if file is not None else "none"
+    theirs = json.loads(file.read_text())
+    if theirs["key"] == ours["key"]:
+        return ours["key"], f"for {theirs['capability']}, compiled by this Triton"
+    if theirs["but"] == ours["but"]:
+        return theirs["key"], f"for {theirs['capability']}, compiled by this Triton for another Python"
+    return ours["key"], f"not used: by Triton {theirs['version']}, and this is {ours['version']}, or built differently"
+
+
+def use_key(key: str) -> None:
+    """In this process Triton need not read all of its files, hundreds of megabytes, to find it out."""
     from triton.runtime import cache
 
-    theirs, ours = json.loads(file.read_text()), triton_identity()
-    if theirs["key"] == ours["key"]:
-        fit = "compiled by this Triton"
-    elif theirs["but"] == ours["but"]:
-        cache.triton_key = lambda: theirs["key"]
-        fit = "compiled by this Triton for another Python"
-    else:
-        fit = f"not used: by Triton {theirs['version']}, and this is {ours['version']}, or built from other files"
-    return f"for {theirs['capability']}, {fit}"
+    cache.triton_key = lambda: key
