@@ -27,6 +27,7 @@ FAULTS = ("hang", "sticky", "wrong", "kill")
 
 PROGRAMS = {
     "tests of the extension": "-m pytest -q -x tests/gpu/test_cuda_wgrad.py tests/gpu/test_cuda_optimizer.py",
+    "W of the extension": "-m bench.cuda_wgrad --out {out}",
     "virtual stages": "-m bench.virtual_stages --rounds 5 --out {out}",
     "tiles of W": "-m bench.tune --op wgrad --seconds {seconds:.0f} --table {out}/tiles.json",
     "sanitizer": "-m pytest -q --slow tests/gpu/test_cuda_sanitizer.py",

@@ -40,8 +40,8 @@ from zbkern import reporting
 
 ROWS = (
     *("W, fp32 added", "W of 4, merged", "all W of a layer", "dgrad with SwiGLU", "W of 8 experts"),
-    *("RMSNorm forward", "RMSNorm backward", "attention forward", "attention backward", "linear + cross entropy"),
-    *("AdamW, fp32", "AdamW, bf16 + masters", "host time of a W"),
+    *("8 experts, forward", "RMSNorm forward", "RMSNorm backward", "attention forward", "attention backward"),
+    *("linear + cross entropy", "AdamW, fp32", "AdamW, bf16 + masters", "host time of a W"),
 )
 """Of `bench.gpu`, in this order."""
 
