@@ -7,9 +7,9 @@ RANKS ?= 2
 # Where benchmarks keep their figures, and test-gpu its logs; OUT=bench/results replaces the repository's figures.
 OUT   ?= .cache/bench
 # The tests on a GPU compile about 2000 variants of kernels, each in half a second to ten seconds of one core.
-# What has not run after TEST_SECONDS is named at the end.
+# What has not run after TEST_SECONDS is named at the end; machines are often lent for ten minutes.
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
-TEST_SECONDS ?= 600
+TEST_SECONDS ?= 540
 # Of tests that need no GPU: as many processes as there are cores, eight at most; 0 runs them in one, for a debugger.
 WORKERS ?= auto
 PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --hypothesis-profile ci

@@ -35,6 +35,7 @@ class Compilers:
         self.processes = processes or len(os.sched_getaffinity(0))
         self._pool: ProcessPoolExecutor | None = None
         self._jobs: dict[str, Future] = {}
+        self.problems: list[str] = []
 
     def compile(self, runs: Iterable[Callable[[], object]], work: Callable[[Job], object] | None = None) -> int:
         """Compiles the kernels that the runs would launch, and waits; returns how many variants are new.
@@ -42,7 +43,7 @@ class Compilers:
         work: what a process does with each, `compile_job` when not given.
 
         Our kernels do not run meanwhile, but everything else that the runs do happens. What goes wrong is left for the
-        run itself to say.
+        run itself to say; it is in `problems`, too.
         """
         fresh = []
         for job in jobs(runs):
@@ -52,8 +53,8 @@ class Compilers:
                     self._pool = ProcessPoolExecutor(self.processes, mp_context=context)
                 future = self._jobs[repr(job)] = self._pool.submit(work or compile_job, job)
                 fresh.append(future)
-        for future in fresh:
-            future.exception()
+        errors = [future.exception() for future in fresh]
+        self.problems += [f"{type(error).__name__}: {error}" for error in errors if error is not None]
         return len(fresh)
 
     def close(self) -> None:

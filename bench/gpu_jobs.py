@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import importlib.util
 import os
 import signal
@@ -18,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench import gpu_prepare
 from zbkern import reporting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +27,7 @@ FAULTS = ("hang", "sticky", "wrong", "kill")
 
 PROGRAMS = {
     "tests of the extension": "-m pytest -q -x tests/gpu/test_cuda_wgrad.py tests/gpu/test_cuda_optimizer.py",
+    "W of the extension": "-m bench.cuda_wgrad --out {out}",
     "virtual stages": "-m bench.virtual_stages --rounds 5 --out {out}",
     "tiles of W": "-m bench.tune --op wgrad --seconds {seconds:.0f} --table {out}/tiles.json",
     "sanitizer": "-m pytest -q --slow tests/gpu/test_cuda_sanitizer.py",
@@ -60,13 +61,13 @@ class Job:
 @dataclass(frozen=True)
 class Where:
     """What jobs are told. rehearsed: on which capability that is not here, None on a GPU. faults: of named jobs.
-    replay: launches are repeated without Triton's Python. prepared: the folder, where there is one."""
+    replay: launches are repeated without Triton's Python. key: names kernels in Triton's cache (gpu_prepare.key_of)."""
 
     out: Path
     rehearsed: int | None
     faults: dict[str, str]
     replay: bool = True
-    prepared: Path | None = None
+    key: str = ""
 
     @property
     def device(self) -> str:
@@ -88,7 +89,9 @@ def child(connection: Connection, job: Job, seconds: float, where: Where, log: P
 
     compiled: dict[str, int] = {}
     try:
-        with _prepared(where), _counted(compiled), _rehearsed(where, job), _replayed(where):
+        if where.key:
+            gpu_prepare.use_key(where.key)
+        with _counted(compiled), _rehearsed(where, job), _replayed(where):
             status, detail = work(job, seconds, where, connection.send)
     except dispatch.UnavailableError as error:
         status, detail = "cannot run", str(error)
@@ -98,15 +101,6 @@ def child(connection: Connection, job: Job, seconds: float, where: Where, log: P
         traceback.print_exc()
         status, detail = "wrong", f"{type(error).__name__}: {str(error).strip()[:500]}"
     connection.send({"status": status, "detail": detail, "compiled": compiled})
-
-
-@contextlib.contextmanager
-def _prepared(where: Where) -> Iterator[None]:
-    if where.prepared is not None:
-        from bench import gpu_prepare
-
-        gpu_prepare.use_kernels(where.prepared)
-    yield
 
 
 @contextlib.contextmanager
@@ -169,14 +163,6 @@ def versions(job: Job, seconds: float, where: Where, send: Send) -> tuple[str, s
     from zbkern.kernels.cuda import wgrad as cuda_wgrad
 
     found = gpu_peers.versions()
-    triton = importlib.util.find_spec("triton")
-    if triton is not None and triton.origin is not None:
-        for library in Path(triton.origin).parent.glob("_C/libtriton*.so"):
-            found["sha256 of libtriton"] = hashlib.sha256(library.read_bytes()).hexdigest()
-    if where.prepared is not None:
-        from bench import gpu_prepare
-
-        found["prepared kernels"] = gpu_prepare.use_kernels(where.prepared)
     send({"environment": found})
     query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
     try:
@@ -224,7 +210,6 @@ def check_kernel(job: Job, seconds: float, where: Where, send: Send) -> tuple[st
     """One kernel against the reference in float64, from the same inputs; the second run must give the same bits."""
     import torch
 
-    from bench.gpu_prepare import SHAPE
     from tests.support import every_launch
     from zbkern import testing
     from zbkern.kernels import dispatch, reference, spec
@@ -241,7 +226,7 @@ def check_kernel(job: Job, seconds: float, where: Where, send: Send) -> tuple[st
     results = []
     for module, kind in ((backend, every_launch.Random), (reference, Exact)):
         torch.manual_seed(0)
-        case = every_launch.cases(module, kind(dtype, where.device, scale=0.3), *SHAPE)[job.name]
+        case = every_launch.cases(module, kind(dtype, where.device, scale=0.3), *gpu_prepare.SHAPE)[job.name]
         results.append(case.results())
         if module is backend:
             again = case.results()
@@ -255,14 +240,16 @@ def check_kernel(job: Job, seconds: float, where: Where, send: Send) -> tuple[st
             mine = mine.bfloat16()
         if job.name.endswith("norm_dgrad") and mine.shape != exact.shape:  # each backend sums in parts of its own
             mine, exact = mine.sum(-2), exact.sum(-2)
-        tolerance = max(testing.tolerance_of(dtype if rounds else mine.dtype, SHAPE[0]), testing.TOLERANCE[mine.dtype])
+        tolerance = max(
+            testing.tolerance_of(dtype if rounds else mine.dtype, gpu_prepare.SHAPE[0]), testing.TOLERANCE[mine.dtype]
+        )
         testing.assert_close(mine, exact, f"output {index}", tolerance)
     return "ok", ""
 
 
 def compile_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str, str]:
     """Fills Triton's cache with the kernels of a row, beside other jobs, while nothing is timed."""
-    from bench import ahead, gpu, gpu_prepare
+    from bench import ahead, gpu
 
     row = gpu_prepare.row_and_bench(job.name.removeprefix("compile "), where.device, "triton")
     for variant in (found := ahead.jobs(gpu.ours(*row))):
@@ -274,7 +261,7 @@ def measure_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str
     """One row of `bench.gpu`, each shape sent as soon as it is measured."""
     import torch
 
-    from bench import gpu, gpu_prepare
+    from bench import gpu
 
     tiny = where.rehearsed is not None
     rows, bench = gpu_prepare.row_and_bench(job.name, where.device, "triton", tiny, written=True)

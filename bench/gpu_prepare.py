@@ -6,6 +6,7 @@ CUDA extension for each Python. FOLDER/prepared.json says what they are of.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -19,6 +20,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("python3.11", "python3.12", "python3.13")
@@ -47,16 +49,20 @@ def prepare(
     cache.mkdir(parents=True, exist_ok=True)
     settings = {"TRITON_CACHE_DIR": str(cache.resolve()), "TRITON_STORE_BINARY_ONLY": "1", "TRITON_INTERPRET": "0"}
     os.environ |= settings
+    from triton import knobs
+
     from bench import ahead, descriptors, fake_driver
 
     interpreters, problems = _interpreters(pythons)
     if only == "":
         problems += _build_extension(folder / "extension", interpreters, capability)
     os.environ["ZBKERN_LAUNCHERS"] = json.dumps([[each.include, each.suffix] for each in interpreters])
-    with fake_driver.gpu(capability, answers=False), ahead.Compilers() as compilers:
+    machine = fake_driver.gpu(capability, answers=False)
+    with mock.patch.object(knobs.build, "impl", _build_for_all), machine, ahead.Compilers() as compilers:
         runs = [(name, run) for name, run in to_prepare(rows) if re.search(only, name)]
         problems += [f"refused: {fault}" for fault in descriptors.faults_of_runs(runs)]
         count = compilers.compile((run for _, run in runs), work=compile_with_launcher)
+        problems += compilers.problems
     identity = {"capability": capability, **triton_identity()}
     (folder / "prepared.json").write_text(json.dumps(identity, indent=1) + "\n")
     dropped = drop_youngest(cache, limit - (_size(folder) - _size(cache)))
@@ -136,7 +142,7 @@ def _build_for_all(
     ours = (sysconfig.get_paths()["include"], sysconfig.get_config_var("EXT_SUFFIX"))
     others = [tuple(each) for each in json.loads(os.environ.get("ZBKERN_LAUNCHERS", "[]"))]
     cache = get_cache_manager(hashlib.sha256((Path(source).read_text() + platform_key()).encode()).hexdigest())
-    for include, suffix in dict.fromkeys((ours, *others)):
+    for include, suffix in dict.fromkeys((*others, ours)):  # with ours there, no other process begins
         target = Path(folder, name + suffix)
         paths = [*(f"-L{each}" for each in library_folders), *(f"-I{each}" for each in (*includes, folder, include))]
         needed = [f"-l:{each}" for each in libraries]
@@ -210,6 +216,7 @@ def _size(folder: Path) -> int:
 # ---- on the machine with one ----
 
 
+@functools.cache
 def triton_identity() -> dict[str, str]:
     """version; key: what Triton's cache is keyed by; but: the same without its library's hash, which differs between
     builds of one version for several Pythons."""
@@ -241,23 +248,26 @@ def adopt(folder: Path, package: Path = ROOT / "zbkern") -> str:
     return f"taken: {carried.name}"
 
 
-def use_kernels(folder: Path) -> str:
-    """Takes the kernels in this process; says whether they fit.
+def key_of(folder: Path | None) -> tuple[str, str]:
+    """(what kernels are named by in Triton's cache, whether those that were prepared fit).
 
     Kernels that the same Triton compiled for another Python are the same kernels: only the hash of its library, which
     is in the name of each, is another.
     """
-    file = folder / "prepared.json"
-    if not file.exists():
-        return f"none: there is no {file}"
+    ours = triton_identity()
+    file = None if folder is None else folder / "prepared.json"
+    if file is None or not file.exists():
+        return ours["key"], f"none: there is no {file}" if file is not None else "none"
+    theirs = json.loads(file.read_text())
+    if theirs["key"] == ours["key"]:
+        return ours["key"], f"for {theirs['capability']}, compiled by this Triton"
+    if theirs["but"] == ours["but"]:
+        return theirs["key"], f"for {theirs['capability']}, compiled by this Triton for another Python"
+    return ours["key"], f"not used: by Triton {theirs['version']}, and this is {ours['version']}, or built differently"
+
+
+def use_key(key: str) -> None:
+    """In this process Triton need not read all of its files, hundreds of megabytes, to find it out."""
     from triton.runtime import cache
 
-    theirs, ours = json.loads(file.read_text()), triton_identity()
-    if theirs["key"] == ours["key"]:
-        fit = "compiled by this Triton"
-    elif theirs["but"] == ours["but"]:
-        cache.triton_key = lambda: theirs["key"]
-        fit = "compiled by this Triton for another Python"
-    else:
-        fit = f"not used: by Triton {theirs['version']}, and this is {ours['version']}, or built from other files"
-    return f"for {theirs['capability']}, {fit}"
+    cache.triton_key = lambda: key

@@ -40,10 +40,13 @@ from zbkern import reporting
 
 ROWS = (
     *("W, fp32 added", "W of 4, merged", "all W of a layer", "dgrad with SwiGLU", "W of 8 experts"),
-    *("RMSNorm forward", "RMSNorm backward", "attention forward", "attention backward", "linear + cross entropy"),
-    *("AdamW, fp32", "AdamW, bf16 + masters", "host time of a W"),
+    *("8 experts, forward", "RMSNorm forward", "RMSNorm backward", "attention forward", "attention backward"),
+    *("linear + cross entropy", "AdamW, fp32", "AdamW, bf16 + masters", "host time of a W"),
 )
 """Of `bench.gpu`, in this order."""
+
+PRELOADED = ("torch", "bench.gpu", "bench.gpu_jobs", "zbkern.testing", "zbkern.kernels.reference")
+"""What jobs begin with."""
 
 Active = dict[Connection, tuple[Job, Any, float, Path]]
 
@@ -140,14 +143,17 @@ def main(argv: list[str] | None = None) -> int:
         pythons, limit = arguments.python or gpu_prepare.PYTHONS, int(arguments.mebibytes * 2**20)
         return gpu_prepare.prepare(arguments.out, arguments.capability, arguments.only, limit, pythons, ROWS)
     capability = arguments.capability if arguments.rehearse else None
-    where = Where(arguments.out, capability, _faults(parser, arguments.fault), prepared=arguments.prepared)
+    faults = _faults(parser, arguments.fault)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs are ended, too
     end = time.monotonic() + arguments.seconds
     jobs = plan(arguments)
     record = Record(arguments.out, {"python": platform.python_version(), "command": " ".join(sys.argv)}, jobs)
     record.write()
-    if where.prepared is not None:
-        record.environment["prepared extension"] = gpu_prepare.adopt(where.prepared)
+    key, said = gpu_prepare.key_of(arguments.prepared)
+    record.environment |= {"sha256 of libtriton": gpu_prepare.triton_identity()["library"], "prepared kernels": said}
+    if arguments.prepared is not None:
+        record.environment["prepared extension"] = gpu_prepare.adopt(arguments.prepared)
+    where = Where(arguments.out, capability, faults, key=key)
     session(jobs, arguments.workers, end, where, record)
     print(record.text())
     return 1 if any(job.status in ("wrong", "timed out", "died") for job in jobs) else 0
@@ -199,7 +205,7 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
 def run(jobs: Sequence[Job], workers: int, end: float, where: Where, record: Record) -> None:
     """Runs jobs, so many at a time, as long as there is time; writes the record after each message of one."""
     context = multiprocessing.get_context("forkserver")  # its children have torch from the start, and no CUDA context
-    context.set_forkserver_preload(["torch", "bench.gpu", "zbkern.testing", "zbkern.kernels.reference"])
+    context.set_forkserver_preload(list(PRELOADED))
     waiting = list(jobs)
     active: Active = {}
     try:

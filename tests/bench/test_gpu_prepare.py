@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,8 +44,14 @@ def test_a_session_takes_what_was_prepared_and_moved_since(tmp_path: Path) -> No
     assert compiled == [{"from the cache": 1}] * 6  # nor was a launcher built
 
 
-def identity(**changes: str) -> dict:
-    return {"capability": 90, **gpu_prepare.triton_identity(), **changes}
+THIS = {"version": "3.6.0", "library": "b", "key": "3.6.0a-b-c", "but": "3.6.0a--c"}
+
+
+@pytest.mark.slow
+def test_what_tells_two_tritons_apart() -> None:
+    found = gpu_prepare.triton_identity()
+    assert found["key"].replace(found["library"], "") == found["but"] != found["key"]
+    assert found["key"].startswith(found["version"])
 
 
 @pytest.mark.parametrize(
@@ -52,23 +59,34 @@ def identity(**changes: str) -> dict:
     [
         ({}, "for 90, compiled by this Triton"),
         ({"key": "of another build"}, "for 90, compiled by this Triton for another Python"),
-        ({"key": "x", "but": "y", "version": "3.5.0"}, "for 90, not used: by Triton 3.5.0, and this is"),
+        ({"key": "of another build", "but": "y", "version": "3.5.0"}, "not used: by Triton 3.5.0, and this is"),
     ],
 )
 def test_kernels_of_the_same_triton_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, said: str
 ) -> None:
+    monkeypatch.setattr(gpu_prepare, "triton_identity", lambda: THIS)
+    (tmp_path / "prepared.json").write_text(json.dumps({"capability": 90, **THIS, **changes}))
+    key, answer = gpu_prepare.key_of(tmp_path)
+    assert answer.startswith(said)
+    assert (key == "of another build") == ("another Python" in said)
+    assert key in ("of another build", THIS["key"])
+
+
+def test_triton_looks_kernels_up_by_that_key(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import cache
 
-    before = cache.triton_key
-    monkeypatch.setattr(cache, "triton_key", before)
-    (tmp_path / "prepared.json").write_text(json.dumps(identity(**changes)))
-    assert gpu_prepare.use_kernels(tmp_path).startswith(said)
-    assert cache.triton_key() == ("of another build" if "another Python" in said else before())
+    monkeypatch.setattr(cache, "triton_key", lambda: "of this build")
+    parts = [SimpleNamespace(hash=lambda: "same")] * 3
+    before = cache.get_cache_key(*parts, env_vars={})
+    gpu_prepare.use_key("of another build")
+    assert cache.get_cache_key(*parts, env_vars={}) == before.replace(before.partition("-same")[0], "of another build")
 
 
-def test_nothing_was_prepared(tmp_path: Path) -> None:
-    assert "there is no" in gpu_prepare.use_kernels(tmp_path)
+def test_nothing_was_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_prepare, "triton_identity", lambda: THIS)
+    assert "there is no" in gpu_prepare.key_of(tmp_path)[1]
+    assert gpu_prepare.key_of(None)[1] == "none"
 
 
 def test_the_extension_goes_where_a_build_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

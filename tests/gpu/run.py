@@ -2,9 +2,10 @@
 
     python tests/gpu/run.py [--out FOLDER] [--shards 16] [--seconds 500]
 
-Every result is printed as it comes and kept in FOLDER at once, so whoever ends this early has what was found. First the
-tests that want the GPU to themselves, one after the other; then the rest in shards, each in a process. At the end: what
-failed, and which launches and files no test has reached.
+What fails is printed as it comes. FOLDER/log.txt has what every process printed, each line after the name of its
+process, and FOLDER/summary.txt, rewritten all the time, what failed and which launches no test has reached: whoever
+ends this early has what was found. First the tests that want the GPU to themselves, one after the other; then the rest
+in shards, each in a process.
 """
 
 from __future__ import annotations
@@ -33,23 +34,39 @@ class Results:
         self.folder = folder
         self.found: dict[str, str] = {}
         self._lock = threading.Lock()
+        (folder / "log.txt").unlink(missing_ok=True)
 
     def read(self, name: str, lines: Iterable[str]) -> None:
         """Takes in pytest's lines as they come: into the log, and tests that fail onto the screen."""
-        with (self.folder / f"{name}.log").open("w", buffering=1) as log:
+        with (self.folder / "log.txt").open("a", buffering=1) as log:
             for line in lines:
-                log.write(line)
+                log.write(f"{name}| {line}")
                 match = _RESULT.match(line)
                 if match is None:
                     continue
                 with self._lock:
                     self.found[match[1]] = match[2]
                     if match[2] in ("FAILED", "ERROR"):
-                        print(f"{match[2]} {match[1]}   ({name}.log)", flush=True)
+                        print(f"{match[2]} {match[1]}   ({name})", flush=True)
 
     def counts(self) -> str:
         with self._lock:
             return ", ".join(f"{n} {kind.lower()}" for kind, n in sorted(Counter(self.found.values()).items()))
+
+    def summary(self) -> str:
+        """Counts, what failed, and which launches no test has reached; in FOLDER/summary.txt, too."""
+        lines = [f"{self.counts() or 'no test has run'}; what was printed is in {self.folder / 'log.txt'}"]
+        lines += [f"FAILED {test}" for test in self.failed()]
+        lines.append("launches that no test has reached: " + (", ".join(unreached(self.ran())) or "none"))
+        text = "\n".join(lines) + "\n"
+        beside = self.folder / "summary.txt.new"
+        beside.write_text(text)
+        beside.replace(self.folder / "summary.txt")
+        return text
+
+    def failed(self) -> list[str]:
+        with self._lock:
+            return sorted(test for test, result in self.found.items() if result in ("FAILED", "ERROR"))
 
     def ran(self) -> set[str]:
         """Tests that did something."""
@@ -75,12 +92,8 @@ def main(argv: list[str] | None = None) -> int:
         for i in range(1, arguments.shards + 1)
     }
     codes = run(alone, arguments.tests, end, results) + run(shards, arguments.tests, end, results)
-    print(f"\n{results.counts() or 'no test has run'}; logs are in {arguments.out}")
-    failed = sorted(test for test, result in results.found.items() if result in ("FAILED", "ERROR"))
-    print("\n".join(f"FAILED {test}" for test in failed))
-    missing = unreached(results.ran())
-    print("launches that no test has reached: " + (", ".join(missing) or "none"))
-    return 1 if failed or any(code not in (0, 5) for code in codes) else 0  # 5: a shard without tests
+    print("\n" + results.summary(), end="")
+    return 1 if results.failed() or any(code not in (0, 5) for code in codes) else 0  # 5: a shard without tests
 
 
 def run(selections: dict[str, Sequence[str]], tests: str, end: float, results: Results) -> list[int]:
@@ -107,6 +120,7 @@ def run(selections: dict[str, Sequence[str]], tests: str, end: float, results: R
         if time.monotonic() > said + 10:
             said = time.monotonic()
             print(f"{end - said:.0f} s left: {results.counts()}", flush=True)
+            results.summary()
         time.sleep(0.1)
     for thread in threads:
         thread.join(timeout=5)

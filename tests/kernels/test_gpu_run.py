@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -30,11 +31,13 @@ def test_a_log_has_what_came_before_the_end(run: ModuleType, tmp_path: Path, cap
         yield f"{EVERY}[linear_wgrad-dtype0] PASSED [ 10%]\n"
         yield f"{EVERY}[rms_norm_fwd-dtype1] FAILED [ 20%]\n"
         yield f"{EVERY}[rotary_fwd-dtype1] SKIPPED (no time left: --seconds) [ 30%]\n"
-        assert "rms_norm_fwd" in (tmp_path / "shard-1.log").read_text()
+        assert "shard-1| tests/gpu/test_triton_every_launch.py" in (tmp_path / "log.txt").read_text()
         yield "E   AssertionError\n"
 
     results.read("shard-1", lines())
     assert results.counts() == "1 failed, 1 passed, 1 skipped"
+    assert results.summary() == (tmp_path / "summary.txt").read_text()
+    assert f"FAILED {EVERY}[rms_norm_fwd-dtype1]" in results.summary()
     assert "FAILED" in capsys.readouterr().out
     missing = run.unreached(results.ran())
     assert "rotary_fwd" in missing
@@ -50,4 +53,5 @@ def test_it_runs_pytest_and_names_what_was_not_reached(
     out = capsys.readouterr().out
     assert code == 0, out
     assert "launches that no test has reached: linear_fwd, " in out
-    assert "test_linear" in (tmp_path / "alone.log").read_text()
+    assert "launches that no test has reached: linear_fwd, " in (tmp_path / "summary.txt").read_text()
+    assert re.search(r"^alone\| .*test_linear", (tmp_path / "log.txt").read_text(), re.MULTILINE)

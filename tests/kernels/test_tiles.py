@@ -87,6 +87,19 @@ def test_attention_fits_the_chip(capability: int, size: int, dtype: str, packed:
     assert chosen["dq"].queries % chosen["dkdv"].queries == 0
 
 
+def test_a_later_compiler_has_tiles_of_its_own() -> None:
+    """Only where it is said so: the largest head of packed sequences."""
+    case = ("dkdv", 256, "bfloat16", 90, True)
+    assert [tiles.attention(*case, compiler=version).warps for version in ((3, 6), (3, 8), (3, 9))] == [8, 8, 4]
+    others = ("dkdv", 128, "bfloat16", 90, True), ("dkdv", 256, "bfloat16", 90), ("dkdv", 256, "bfloat16", 100, True)
+    assert all(tiles.attention(*case, compiler=(3, 9)) == tiles.attention(*case) for case in others)
+
+
+def test_a_soft_cap_leaves_fewer_registers() -> None:
+    assert tiles.attention("dq", 256, "bfloat16", 90, capped=True).keys == 32
+    assert tiles.attention("dq", 256, "bfloat16", 90).keys == 64
+
+
 def test_measured_attention_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "tiles.json"
     key = tiles.attention_key("dkdv", 96, "bfloat16", 90, packed=False)

@@ -159,7 +159,8 @@ _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
     ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (16, 16, 4, 2, True), (16, 32, 8, 2, True, 32)),
 }
 # Where descriptors read on into the next sequence (from 9.0 on), those of different lengths have code for the end of
-# each, and fewer registers left. On 9.0 a forward of 128 x 128 keeps them with Triton 3.6, and spills with 3.4 and 3.9.
+# each, and fewer registers left. With Triton 3.9 a forward of 128 x 128 spills (9.0, 10.0), as does dq of heads of 64
+# with 64 keys (10.0), where 3.6 does not.
 _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
     ("mma", "fwd", 64): (128, 64, 8, 3),
     ("mma", "dkdv", 64): (32, 64, 8, 3),
@@ -168,17 +169,32 @@ _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
     ("wgmma", "dkdv", 128): (32, 128, 8, 3),
     ("wgmma", "dkdv", 256): (16, 64, 8, 2, True),
     ("tcgen05", "fwd", 64): (128, 64, 4, 3),
+    ("tcgen05", "fwd", 128): (128, 64, 8, 3),
+    ("tcgen05", "dq", 64): (128, 32, 8, 3),
     ("tcgen05", "dkdv", 256): (32, 64, 8, 2, True),
     ("tf32x3", "dq", 64): (32, 16, 8, 2, False, 32),
     ("tf32x3", "dkdv", 64): (32, 32, 8, 2, True, 32),
     ("tf32x3", "dkdv", 128): (16, 32, 8, 2, True, 32),
 }
+# The same from Triton 3.9 on, where dk spills with 8 warps; with 3.6 it does with 4.
+_ATTENTION_PACKED_LATER: dict[tuple[str, str, int], _Row] = {("wgmma", "dkdv", 256): (16, 64, 4, 2, True)}
+# The derivative of the cap holds a second block of scores: with Triton 3.9 one of 64 keys spills.
+_ATTENTION_CAPPED: dict[tuple[str, str, int], _Row] = {("wgmma", "dq", 256): (64, 32, 8, 2)}
 
 
-def attention(launch: str, size: int, dtype: str, capability: int, packed: bool = False) -> AttentionTile:
+def attention(
+    launch: str,
+    size: int,
+    dtype: str,
+    capability: int,
+    packed: bool = False,
+    capped: bool = False,
+    compiler: tuple[int, int] = (3, 6),
+) -> AttentionTile:
     """The tile of a launch, "fwd", "dq" or "dkdv", for heads of `size` <= 256.
 
-    packed: sequences of different lengths. Other arguments as `choose`.
+    packed: sequences of different lengths. capped: with soft-capping. compiler: Triton's version. Other arguments as
+    `choose`.
     """
     measured = table().get(attention_key(launch, size, dtype, capability, packed))
     if isinstance(measured, AttentionTile):
@@ -188,6 +204,10 @@ def attention(launch: str, size: int, dtype: str, capability: int, packed: bool 
     row = _ATTENTION[how, launch][place]
     if packed and capability >= 90:
         row = _ATTENTION_PACKED.get((how, launch, _HEADS[place]), row)
+        if compiler >= (3, 9):
+            row = _ATTENTION_PACKED_LATER.get((how, launch, _HEADS[place]), row)
+    if capped:
+        row = _ATTENTION_CAPPED.get((how, launch, _HEADS[place]), row)
     tile = AttentionTile(*row)
     streamed = "queries" if launch == "dkdv" else "keys"
     limit = 1024 * SHARED_MEMORY.get(capability, 99)

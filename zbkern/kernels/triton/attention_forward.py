@@ -23,6 +23,9 @@ from zbkern.kernels.triton.matmul_tile import precision
 
 LOG2_E = math.log2(math.e)
 
+COMPILER: tuple[int, int] = tuple(map(int, triton.__version__.split(".")[:2]))  # type: ignore[assignment]
+"""Triton's version."""
+
 _LN_2 = tl.constexpr(math.log(2))
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -76,7 +79,8 @@ def tile_of(launch: str, q: Tensor, v: Tensor, options: AttentionOptions) -> til
     """The tile of "fwd", "dq" or "dkdv"."""
     packed = one_length(options) is None
     dtype = str(q.dtype).removeprefix("torch.")
-    return tiles.attention(launch, max(q.shape[2], v.shape[2]), dtype, capability_of(q.device), packed)
+    size, capped = max(q.shape[2], v.shape[2]), options.softcap is not None
+    return tiles.attention(launch, size, dtype, capability_of(q.device), packed, capped, COMPILER)
 
 
 def check_head_sizes(q: Tensor, v: Tensor) -> None:
@@ -375,10 +379,10 @@ class Shape:
         flags = " causal" * causal + " window" * window + " packed" * packed + " softcap" * capped + " sinks" * sinks
         self.name = f"{dtype} {sizes}{flags}"
         self._causal = causal
-        self._choice = max(self._sizes), {"bf16": "bfloat16", "fp32": "float32"}[dtype], capability, packed
+        self._choice = max(self._sizes), {"bf16": "bfloat16", "fp32": "float32"}[dtype], capability, packed, capped
 
     def tile(self, launch: str) -> tiles.AttentionTile:
-        return tiles.attention(launch, *self._choice)
+        return tiles.attention(launch, *self._choice, COMPILER)
 
     def streamed(self, tile: tiles.AttentionTile, rows: int) -> tuple[str, str]:
         """The types of k and v, or of q and dy, of which blocks of so many rows are read."""

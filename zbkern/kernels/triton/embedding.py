@@ -60,6 +60,13 @@ def _add_rows(
     _sum_runs(grid, arguments, (accumulate, len(parts), rows, columns), warps=4, stages=1)
 
 
+@triton.jit
+def _rows(part, place, first, mine, row, columns, inside):
+    """Rows place - first of a part, where they are mine; else 0."""
+    base = part + (place - first) * row
+    return widen(tl.load(base[:, None] + columns, mine[:, None] & inside, other=0))
+
+
 @Kernel
 @triton.jit(do_not_specialize=["end0", "end1", "end2", "padding", "count"])
 def _sum_runs(
@@ -69,8 +76,9 @@ def _sum_runs(
 ):  # fmt: skip
     """dweight[v] (+)= sum of dy[order[i]] over the run of i with tokens[i] = v; tokens, order [count], sorted by token.
 
-    dy lies in up to four parts, rows of the first before end0. One program: COLUMNS columns of the run that begins at
-    its own i, ROWS rows at a time, from the first to the last; where no run begins there is nothing to do.
+    dy lies in up to four parts, rows of the first before end0; ends of parts that are not there are count. One program:
+    COLUMNS columns of the run that begins at its own i, ROWS rows at a time, from the first to the last; where no run
+    begins there is nothing to do.
     """
     first = tl.program_id(0)
     token = tl.load(tokens + first)
@@ -84,15 +92,15 @@ def _sum_runs(
             i = first + tl.arange(0, ROWS)
             mine = (tl.load(tokens + i, i < count, other=-1) == token) & (i < count)
             place = tl.load(order + i, mine, other=0)
-            source, origin = part0, tl.zeros_like(place)
+            columns = offset(j, column)[None, :]
+            # a part at a time: of pointers that are chosen by row Triton 3.9 does not see that they are aligned
+            total += _rows(part0, place, 0, mine & (place < end0), row, columns, inside)
             if PARTS >= 2:
-                source, origin = tl.where(place >= end0, part1, source), tl.where(place >= end0, end0, origin)
+                total += _rows(part1, place, end0, mine & (place >= end0) & (place < end1), row, columns, inside)
             if PARTS >= 3:
-                source, origin = tl.where(place >= end1, part2, source), tl.where(place >= end1, end1, origin)
+                total += _rows(part2, place, end1, mine & (place >= end1) & (place < end2), row, columns, inside)
             if PARTS >= 4:
-                source, origin = tl.where(place >= end2, part3, source), tl.where(place >= end2, end2, origin)
-            base = source + (place - origin) * row
-            total += widen(tl.load(base[:, None] + offset(j, column)[None, :], mine[:, None] & inside, other=0))
+                total += _rows(part3, place, end2, mine & (place >= end2), row, columns, inside)
             first += ROWS
             going = tl.sum(mine.to(tl.int32), 0) == ROWS
         value = tl.sum(total, 0)
