@@ -28,8 +28,8 @@ USABLE = 0.9
 """Of a GPU's memory: the rest is for what the model of costs leaves out, and for fragmentation."""
 
 _HELP = {
-    "--config": "plan for a model that was never run: its config.json, as the transformers library writes it; --costs "
-    "and --schedule do not go with it, and the table of published schedules is always printed",
+    "--config": "plan for a model that was never run: its folder or config.json, as transformers writes it; "
+    "--costs and --schedule do not go with it, and the table of published schedules is always printed",
     "--gpu": "with --config: a GPU in the table of hardware (default h100)",
     "--hardware": "with --config: a table of your own, in the form of zbkern/pipeline/simulation/hardware.json",
     "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",

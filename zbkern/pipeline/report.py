@@ -34,7 +34,7 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
     peaks = [amount(peak, timeline.memory_unit) for peak in timeline.peak_memory]
     memory = f"{_joined(peaks)} by rank ({capacity})"
     figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
-    lines = [f"{name:<9} {text}" for name, text in figures.items()] + idle_lines(plan.idle)
+    lines = [f"{name:<9} {text}" for name, text in figures.items()] + fused_lines(schedule) + idle_lines(plan.idle)
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
@@ -43,6 +43,15 @@ def cut(plan: Plan, layers: int) -> str:
     starts = plan.partition or ()
     sizes = [end - start for start, end in zip(starts, [*starts[1:], layers], strict=True)]
     return f"{'cut':<9} {' '.join(map(str, sizes))} layers by chunk"
+
+
+def fused_lines(schedule: Schedule) -> list[str]:
+    """How many backwards are one pass, where some are."""
+    kinds = [action.kind for row in schedule.actions for action in row]
+    fused = kinds.count("BW")
+    if not fused:
+        return []
+    return [f"{'backward':<9} {fused} of {fused + kinds.count('B')} in one pass, BW, the others as B and W"]
 
 
 def idle_lines(idle: IdleTime) -> list[str]:

@@ -383,3 +383,51 @@ def test_models_that_are_no_chain_are_refused() -> None:
 def test_few_blocks_need_a_partition() -> None:
     with pytest.raises(ValueError, match="4 blocks and 8 chunks"):
         cut(make("llama"), schedules.zb_h1(8, 2), rank=0)
+
+
+# ---- what a batch brings
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3", "gpt_oss"))])
+def test_packed_sequences_by_their_positions(family: str) -> None:
+    """Two sequences in a row, each of which begins at position 0 and does not see the other."""
+    model = make(family)
+    tokens = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat((torch.arange(5), torch.arange(7))).expand(4, -1)
+    labels = tokens.index_fill(1, torch.tensor([5]), -100)
+    targets, schedule = token_targets(labels, 4), schedules.zb_h1(2, 4)
+
+    def of_rank(transport: LocalTransport) -> Any:
+        chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=transport.rank)]
+        with Pipeline(chunks, schedule, token_loss, transport, timeout=30) as pipe:
+            return pipe.step(tokens, targets, side={"position_ids": positions})
+
+    (found,) = (loss for loss in results_on_threads(2, of_rank) if loss is not None)
+    rows = [model(tokens[n : n + 1], position_ids=positions[n : n + 1], use_cache=False).logits for n in range(4)]
+    expected = sum(token_loss(row, target) for row, target in zip(rows, targets, strict=True)) / 4
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-6)
+    alone = model(tokens[:1, :5], use_cache=False).logits
+    torch.testing.assert_close(rows[0][:, :5], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_checkpointing_repeats_dropout_and_evaluation_has_none(dtype: torch.dtype) -> None:
+    def run(checkpointing: bool) -> tuple[Any, ...]:
+        model = make("llama").to(dtype)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.2
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        schedule = schedules.zb_v(1, 4)
+        chunks = [zbkern.convert(chunk) for chunk in cut(model, schedule, rank=0)]
+        tokens, mask, labels = batch()
+        arguments = tokens, token_targets(labels, 4), {"attention_mask": mask}
+        with Pipeline(chunks, schedule, token_loss, LocalTransport.ring(1)[0]) as pipe:
+            torch.manual_seed(5)
+            losses = [pipe.step(*arguments), pipe.evaluate(*arguments), pipe.evaluate(*arguments)]
+        return losses, [parameter.grad for chunk in chunks for parameter in chunk.parameters()]
+
+    (kept, wanted), (again, found) = run(False), run(True)
+    assert kept == again
+    assert kept[0] != kept[1] == kept[2]
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))

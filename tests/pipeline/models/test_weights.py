@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +210,67 @@ def test_an_export_right_after_a_step_has_its_validated_weights(two_ranks: Any, 
 def test_export_refuses_other_modules(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="chunks must be those that cut has made"):
         export(tmp_path, nn.Linear(2, 2))
+
+
+def test_files_of_the_model_without_its_head(tmp_path: Path) -> None:
+    """As GPT-2 is on the hub: names begin below the base model, and a tied head is not there."""
+    for family in ("llama", "gpt2"):
+        model = make(family).float()
+        model.base_model.save_pretrained(tmp_path / family)
+        loaded = tensors(c for rank in range(2) for c in cut(model.config, TWO, weights=tmp_path / family, rank=rank))
+        assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    model = make("llama").float()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({f"module.{name}": value for name, value in stored.items()}, path)
+    with pytest.raises(
+        ValueError, match=r"'model.embed_tokens.weight' is not there; names there are such as 'module\."
+    ):
+        cut(model.config, TWO, weights=tmp_path, rank=0)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors: "):
+        cut(model.config, TWO, weights=tmp_path, rank=0)
+    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    (tmp_path / "parts" / "model-00002-of-00008.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"cannot read .*model-00002-of-00008\.safetensors: No such file"):
+        cut(model.config, TWO, weights=tmp_path / "parts", rank=0)
+    path.unlink()
+    with pytest.raises(ValueError, match="has neither: from_pretrained"):
+        cut(model.config, TWO, weights=tmp_path, rank=0)
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process in memory, now or at most since the last call without peak."""
+    if not peak:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    name = "VmHWM" if peak else "VmRSS"
+    (line,) = (line for line in Path("/proc/self/status").read_text().split("\n") if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+@pytest.mark.parametrize("shards", ["10MB", "1GB"])
+def test_no_rank_holds_the_whole_model(tmp_path: Path, shards: str) -> None:
+    """What a rank has in memory while it cuts and reads is about its chunk, with one file and with many."""
+    sizes = {"num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 32}
+    config = transformers.LlamaConfig(hidden_size=512, intermediate_size=2048, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert whole > 128e6
+    model.save_pretrained(tmp_path, max_shard_size=shards)
+    del model
+    four = schedules.one_f_one_b(4, 4)
+    cut(config, four, weights=tmp_path, rank=0)  # what is imported on the way
+    for rank, source in ((0, tmp_path), (2, tmp_path), (3, None)):
+        before = resident()
+        chunks = cut(config, four, weights=source, rank=rank)
+        grown = resident(peak=True) - before
+        mine = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+        assert mine < 0.3 * whole
+        assert grown < mine + 0.15 * whole, f"rank {rank}: {grown / 1e6:.0f} MB for {mine / 1e6:.0f} MB"
+        del chunks

@@ -130,6 +130,32 @@ def test_layers_are_measured_one_by_one_on_any_cut() -> None:
     assert plan(whole, 2, 4, memory_limit=1e6, effort=0).partition is not None
 
 
+class Part(nn.Module):
+    """As a chunk of a model: 20 ms of its own around a layer of 10 ms, which it names."""
+
+    layer_names = ("layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = SlowBlock(0.01, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.012)
+        x = self.layer(x)
+        time.sleep(0.008)
+        return x
+
+
+def test_what_a_forward_does_besides_its_layers_is_counted_once_per_chunk() -> None:
+    layers = {f"layer {n}": zbkern.convert(Part()) for n in range(2)}
+    data = torch.randn(8, 16)
+    costs = profile_layers(layers, nn.functional.mse_loss, data, data, repeats=1)
+    assert 20 <= costs.forward_overhead < 28  # nobody sleeps less, and on a busy machine more
+    assert all(8 <= layer.forward < 20 for layer in costs.layers)  # a difference of two medians
+    assert 38 <= costs.chunk_costs([0]).forward[0] < 60  # and not 60, twice all that a part does
+    assert not any(part.layer._forward_hooks or part.layer._forward_pre_hooks for part in layers.values())
+
+
 def test_layers_of_one_process_need_no_group() -> None:
     layers = {"first": zbkern.convert(nn.Linear(4, 4)), "second": zbkern.convert(nn.Linear(4, 4))}
     layers["second"].weight = layers["first"].weight

@@ -73,3 +73,12 @@ def test_wrong_numbers_name_the_layer() -> None:
         ModelCosts.from_json(3)
     with pytest.raises(ValueError, match="expected an object with some of"):
         ModelCosts.from_json('{"layers": [{"name": "a", "speed": 1}]}')
+
+
+def test_every_chunk_pays_what_forwards_do_besides_their_layers() -> None:
+    plain, costs = model(), model(forward_overhead=0.25)
+    assert costs.chunk_costs([0, 1, 4]).forward == tuple(t + 0.25 for t in plain.chunk_costs([0, 1, 4]).forward)
+    assert costs.chunk_costs([0, 1, 4]).backward == plain.chunk_costs([0, 1, 4]).backward
+    assert ModelCosts.from_json(costs.to_json()) == costs
+    with pytest.raises(ValueError, match="ModelCosts: forward_overhead must be"):
+        model(forward_overhead=-1.0)

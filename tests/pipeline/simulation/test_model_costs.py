@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.bench.test_split import LLAMA, held_and_saved
 from zbkern.pipeline import ModelCosts
-from zbkern.pipeline.simulation.architecture import Attention, Experts, architecture, load_architecture
+from zbkern.pipeline.simulation.architecture import KINDS, Attention, Experts, architecture, load_architecture
 from zbkern.pipeline.simulation.hardware import TABLE, Hardware, load_hardware
 from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters
 
@@ -189,3 +190,23 @@ def test_copies_to_the_host_take_the_hosts_link() -> None:
     assert costs.offload_bandwidth == costs.reload_bandwidth == pytest.approx(64e9 * 0.8 / 1e3)  # bytes per ms
     unknown = model_costs(model, dataclasses.replace(H100, host_bandwidth=None), job)
     assert unknown.offload_bandwidth is None
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "kimi_k2"])  # which the library has not
+def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="kinds are those of version 5")
+    sizes = {"num_hidden_layers": 4, **({"num_experts_per_tok": 6} if kind == "deepseek_v2" else {})}
+    config = transformers.CONFIG_MAPPING[kind](**sizes)
+    with torch.device("meta"):
+        model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    found = architecture(json.loads(config.to_json_string(use_diff=False)))
+    assert parameters(found)[0] == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-3)
+    names = {name.rpartition(".layers.1.")[2] for name, _ in model.named_modules() if ".layers.1." in name}
+    norms = [name for name in names if "norm" in name and "." not in name]
+    assert found.blocks[1].norms == len(norms)
+
+
+def test_a_folder_and_capitals_will_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    assert load_architecture(tmp_path) == architecture(SMALL)
+    assert load_hardware("H100") == H100

@@ -36,6 +36,9 @@ class _NotHere:
     __hash__ = object.__hash__
 
 
+_SETTING = bool | int | float | str
+
+
 class _Reached(Exception):
     """The layer after the chunk's last was called."""
 
@@ -72,20 +75,38 @@ class Flow:
 
 
 class _Absent(nn.Module):
-    """A module that another rank holds."""
+    """A module that another rank holds. It has the settings of the original, such as a block's kind of attention."""
 
     def __init__(self, original: nn.Module, name: str, flow: Flow) -> None:
         super().__init__()
-        plain = {k: v for k, v in vars(original).items() if isinstance(v, bool | int | float | str)}
-        self.__dict__.update(plain)  # such as a block's kind of attention, which the model looks up
+        self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, _SETTING)})
         self._name, self._flow = name, flow
         self._kind = type(original)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__.get("_kind"), name, None)
+        if isinstance(value, _SETTING) and not name.startswith("__"):
+            return value
+        raise AttributeError(
+            f"cut: the model's forward uses {name!r} of {self.__dict__.get('_name')!r}, which another chunk holds; if "
+            "it does so for want of token ids, give them as a side input, side={'input_ids': tokens}, on every rank"
+        )
+
+    def _like(self, inputs: Any, keywords: Any) -> Tensor:
+        """NaN in the shape of the first tensor given, or of its embeddings."""
+        given = (leaf for leaf in pytree.tree_leaves((inputs, keywords)) if isinstance(leaf, Tensor))
+        first = next(given, self._flow.no_tensor())
+        shape = (*first.shape, self.embedding_dim) if "embedding_dim" in vars(self) else first.shape
+        like = first if first.is_floating_point() else self._flow.no_tensor()
+        return torch.full((), torch.nan, dtype=like.dtype, device=first.device).expand(shape)
 
 
 class Before(_Absent):
     """A layer before the chunk's first. One of the same class gives a tuple where that one does."""
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if "embedding_dim" in vars(self):
+            return self._like(inputs, keywords)
         return self._flow.nothing if self._kind is self._flow.kind else self._flow.no_tensor()
 
 
@@ -103,6 +124,11 @@ class Entry(_Absent):
 class After(_Absent):
     """A layer after the chunk's last."""
 
+    def __getattr__(self, name: str) -> Any:
+        if "_flow" in self.__dict__ and self._flow.left:
+            raise _Reached  # such as the dtype of the head's weight, to which its input is to be cast
+        return super().__getattr__(name)
+
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         raise _Reached
 
@@ -111,10 +137,7 @@ class Outside(_Absent):
     """A module with parameters that belongs to a layer of another chunk, GPT-2's positions, say."""
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        first = next(leaf for leaf in pytree.tree_leaves((inputs, keywords)) if isinstance(leaf, Tensor))
-        shape = (*first.shape, self.embedding_dim) if "embedding_dim" in vars(self) else first.shape
-        like = first if first.is_floating_point() else self._flow.no_tensor()
-        return torch.full((), torch.nan, dtype=like.dtype, device=first.device).expand(shape)
+        return self._like(inputs, keywords)
 
 
 class Chunk(nn.Module):
@@ -159,8 +182,13 @@ class Chunk(nn.Module):
         except _Reached:
             output = None
         except Exception as error:
-            if self._first > 0 and not self._flow.entered and not str(error).startswith("cut: "):
-                raise self._unreachable(error) from error
+            if isinstance(error, AttributeError) and str(error).startswith("cut: "):
+                raise ValueError(str(error)) from error  # of a stand-in
+            if self._first > 0 and not str(error).startswith("cut: "):
+                if not self._flow.entered:
+                    raise self._unreachable(error) from error
+                if "NoneType" in str(error) and "input_ids" not in side and is_transformer(self.whole):
+                    raise self._without_tokens(error) from error
             raise
         finally:
             sent, left, entered = self._flow.sent, self._flow.left, self._flow.entered
@@ -192,16 +220,30 @@ class Chunk(nn.Module):
         if transformer and "input_ids" not in side:
             if self._first == 1:  # the embedding is all that other chunks have done
                 return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
-            return self.whole(inputs_embeds=self._flow.no_tensor(), **side)
+            return self.whole(inputs_embeds=self._no_embeddings(), **side)
         own = next(iter(inspect.signature(self.whole.forward).parameters), None)
         return self.whole(**side) if own in side else self.whole(_NotHere(own), **side)
+
+    def _no_embeddings(self) -> Tensor:
+        """NaN in the shape of embeddings, which what blocks pass on may have one dimension more than."""
+        given = self._flow.no_tensor()
+        if given.dim() <= 3:
+            return given
+        return given.flatten()[:1].expand(*given.shape[:2], self.whole.config.get_text_config().hidden_size)
 
     def _unreachable(self, error: Exception) -> ValueError:
         return ValueError(
             f"cut: the model's forward fails before {self.all_layers[self._first]!r}, the chunk's first layer: "
             f"{type(error).__name__}: {error}. What it needs there of the batch must be a side input, "
             "pipe.step(inputs, targets, side={name: tensor}), by the name that the forward has for it; what it "
-            "computes from layers of other chunks must be in a layer"
+            "computes from layers of other chunks must be in a layer, or the cut elsewhere"
+        )
+
+    def _without_tokens(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"cut: {type(error).__name__} in the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r}: {error}. "
+            "They have no token ids; if the model uses these there, give them as a side input, "
+            "side={'input_ids': tokens}, on every rank"
         )
 
     def _check(self, received: Any, output: Any) -> None:

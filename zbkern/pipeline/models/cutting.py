@@ -181,18 +181,16 @@ def _chunk(model: nn.Module, names: list[str], first: int, last: int) -> Chunk:
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     """Of modules outside of the layers with parameters or saved buffers of their own: the layer that they belong to.
 
-    It is the next one in the order of definition: what is added to embeddings is defined after them, before the blocks.
+    It is the first to run of those defined later: what is added to embeddings is defined after them, before the blocks.
     """
     numbers = {name: index for index, name in enumerate(names)}
     owners: dict[str, int] = {}
-    waiting: list[str] = []
-    for name, module in model.named_modules(remove_duplicate=False):
+    first = len(names) - 1
+    for name, module in reversed([*model.named_modules(remove_duplicate=False)]):
         if name in numbers:
-            owners.update(dict.fromkeys(waiting, numbers[name]))
-            waiting = []
+            first = min(first, numbers[name])
         elif not any(name.startswith(f"{layer}.") for layer in names) and _has_own(module):
-            waiting.append(name)
-    owners.update(dict.fromkeys(waiting, len(names) - 1))
+            owners[name] = first
     return owners
 
 

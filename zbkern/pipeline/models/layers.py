@@ -113,26 +113,31 @@ def _decoder_layers(model: nn.Module) -> dict[str, str]:
     text = config.get_text_config()
     names = {id(module): name for name, module in model.named_modules()}
     embedding = names.get(id(model.get_input_embeddings()))  # type: ignore[operator]
-    stacks = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers
-    ]
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    stacks = [name for name, module in lists.items() if len(module) == text.num_hidden_layers]
+    stacks = stacks or [name for name, module in lists.items() if len(module) > 1 and len({*map(type, module)}) == 1]
     stacks = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     if embedding is None or len(stacks) != 1:
         raise ValueError(
-            f"layers_of: {type(model).__name__} must have one embedding and one list of its {text.num_hidden_layers} "
-            f"blocks; got {embedding!r} and {stacks}; {remedy}"
+            f"layers_of: {type(model).__name__} must have one embedding and one list of its blocks, of "
+            f"{text.num_hidden_layers} or of one kind; got {embedding!r} and {stacks}; {remedy}"
         )
     head = names.get(id(model.get_output_embeddings()))  # type: ignore[operator]
     found = {embedding: "embedding"}
-    found.update({f"{stacks[0]}.{index}": "block" for index in range(text.num_hidden_layers)})
+    found.update({f"{stacks[0]}.{index}": "block" for index in range(len(lists[stacks[0]]))})
     path = stacks[0].split(".")
     for depth in range(len(path) - 1, -1, -1):  # beside the blocks, then beside what holds them
         parent = ".".join(path[:depth])
         children = [name for name, _ in model.get_submodule(parent).named_children()]
-        for child in children[children.index(path[depth]) + 1 :]:
+        place = children.index(path[depth])
+        early = [name for name in children[:place] if _runs_late(f"{parent}.{name}".lstrip("."), head)]
+        for child in [*sorted(early), *children[place + 1 :]]:
             name = f"{parent}.{child}".lstrip(".")
             if any(True for _ in model.get_submodule(name).parameters()):
                 found[name] = "head" if name == head or not parent else "norm"
     return found
+
+
+def _runs_late(name: str, head: str | None) -> bool:
+    """Whether a module that is defined before the blocks runs after them: what holds the head, and parts of OPT's."""
+    return name == head or f"{head}.".startswith(f"{name}.") or name.endswith((".final_layer_norm", ".project_out"))

@@ -50,7 +50,10 @@ def fill(
                 _set(chunk, name, made.setdefault(id(original), loaded))
         drawn = _materialise(chunk, made, device)
         if folder is not None and (unread := [name for name in drawn if name in originals]):
-            raise ValueError(f"cut: weights in {folder} must have all of the model; {unread[0]!r} is not there")
+            raise ValueError(
+                f"cut: weights in {folder} must have all of the model; {unread[0]!r} is not there; names "
+                f"there are such as {_some_name(Path(folder))!r}"
+            )
         if folder is None or is_transformer(model):  # where others draw a buffer, they draw the weights with it
             _draw(model, chunk, drawn, init, seed)
         _check_values(chunk, drawn)
@@ -175,12 +178,23 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
     elif (folder / SINGLE).is_file():
         names = [SINGLE]
     else:
-        raise ValueError(f"cut: weights must be a folder that holds {INDEX} or {SINGLE}; {folder} has neither")
+        raise ValueError(
+            f"cut: weights must be a folder that holds {INDEX} or {SINGLE}; {folder} has neither: "
+            "from_pretrained(folder).save_pretrained(other) writes them from other files"
+        )
     stored = {}
     for name in names:
-        file = files.enter_context(open_file(folder / name, framework="pt"))
+        try:
+            file = files.enter_context(open_file(folder / name, framework="pt"))
+        except (OSError, safetensors("cut").SafetensorError) as error:
+            raise ValueError(f"cut: weights: cannot read {folder / name}: {error}") from error
         stored.update({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
     return stored
+
+
+def _some_name(folder: Path) -> str:
+    with ExitStack() as files:
+        return min(_stored(folder, files), default="")
 
 
 def _load_by_the_library(chunk: Chunk, stored: dict[str, Any], folder: Path, device: torch.device) -> None:

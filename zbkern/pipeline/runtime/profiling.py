@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.arguments import device_of, module_list
+from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.links import slowest_link
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
@@ -88,8 +90,9 @@ def profile_layers(
     hold any cut of the model; with one rank, all layers. The others are as for `profile`, targets and loss_fn for the
     rank of the last layer. latency and bandwidth are those of the slowest link between ranks that follow each other,
     from messages of one number and of the size that the layers send; without a second rank there is no link to measure,
-    and messages take no time. Layers are tied (`LayerCosts.tied`) that declare a shared parameter, as those of
-    `layer_chunks` do, on whichever ranks they are, or that share one on a rank. For a model of the transformers library
+    and messages take no time. forward_overhead is what a forward of one of `layer_chunks` takes besides its layer; the
+    layers' times do not have it. Layers are tied (`LayerCosts.tied`) that declare a shared parameter, as `layer_chunks`
+    do, on whichever ranks they are, or that share one on a rank. For a model of the transformers library
     `layer_chunks` makes the layers. Raises TypeError or ValueError as `profile` does.
     """
     if not isinstance(layers, Mapping) or not layers:
@@ -112,7 +115,7 @@ def profile_layers(
     found = tuple(
         LayerCosts(
             details[chunk].name,
-            flat.forward[chunk],
+            max(0.0, flat.forward[chunk] - details[chunk].besides),
             flat.backward[chunk],
             flat.weight[chunk],
             flat.activation[chunk],
@@ -125,11 +128,13 @@ def profile_layers(
         )
         for chunk in range(len(placement))
     )
-    return ModelCosts(found, *link, time_unit="ms", memory_unit="bytes", copy_size=costs.copy_size)
+    overhead = median(chunk.besides for chunk in details)
+    measured = ModelCosts(found, *link, time_unit="ms", memory_unit="bytes", forward_overhead=overhead)
+    return replace(measured, copy_size=costs.copy_size)
 
 
 class _Chunk(NamedTuple):
-    """What a chunk's rank knows of it: bytes, the name of a layer, and of what it shares with others."""
+    """What a chunk's rank knows of it: bytes, the name of a layer, and of what it shares with others; ms besides it."""
 
     activation: int
     held: float
@@ -139,6 +144,7 @@ class _Chunk(NamedTuple):
     kept: int | None  # by an F with an R, where that was measured
     name: str
     tied: str | None
+    besides: float
 
 
 def _measured(
@@ -158,7 +164,9 @@ def _measured(
     options: StepOptions = _RECORD,
 ) -> tuple[Costs, list[_Chunk], tuple[float, float]]:
     """Costs of the chunks, what their ranks know of them, and latency and bandwidth in ms and bytes per ms."""
-    counted = [_Counted(module, side) for module in module_list(function, modules)]
+    modules = module_list(function, modules)
+    target = device_of(device, modules)
+    counted = [_Counted(module, side, EventClock(target)) for module in modules]
     apart = _all_forwards_first(placement, microbatches)
     parameters = [p for module in counted for p in module.parameters()]
     gradients = [p.grad for p in parameters]
@@ -166,10 +174,13 @@ def _measured(
     def loss(output: Any, target: Any) -> Tensor:
         return counted[-1].loss(loss_fn, output, target)  # type: ignore[arg-type]
 
-    target = device_of(device, counted)
     here = [target] if target.type == "cuda" else []  # by default of all GPUs, with a warning
     criterion = None if loss_fn is None else loss
-    with torch.random.fork_rng(here), Pipeline(counted, apart, criterion, group, target, options=options) as pipe:
+    with ExitStack() as stack:
+        for module in counted:
+            stack.enter_context(module.layers_apart())
+        stack.enter_context(torch.random.fork_rng(here))
+        pipe = stack.enter_context(Pipeline(counted, apart, criterion, group, target, options=options))
         if 0 in pipe.modules:
             counted[0].keeps_inputs = True
 
@@ -201,7 +212,7 @@ def _measured(
         known = {
             chunk: _Chunk(
                 *(module.saved_bytes, held[chunk], static[at], module.output_bytes, module.transfer(options.copy_size)),
-                *(kept.get(chunk), name, tied[at]),
+                *(kept.get(chunk), name, tied[at], module.besides()),
             )
             for at, (chunk, module, name) in enumerate(zip(mine, counted, names or [""] * len(mine), strict=True))
         }
@@ -337,8 +348,11 @@ class _Counted(torch.nn.Module):
     parameters, buffers, side inputs, and on the first and last chunk the batch.
     """
 
-    def __init__(self, module: torch.nn.Module, side: Any) -> None:
+    def __init__(self, module: torch.nn.Module, side: Any, clock: EventClock) -> None:
         super().__init__()
+        self._clock = clock
+        self._marks: list[Any] = []  # of the forward that runs: it begins, its first layer does, its last one ends
+        self._besides: list[tuple[Any, ...]] = []  # those of all forwards, and their ends
         self.module = module
         self.tied_parameters = getattr(module, "tied_parameters", {})
         self.keeps_inputs = False
@@ -373,12 +387,36 @@ class _Counted(torch.nn.Module):
         for leaf in pytree.tree_leaves((inputs, keywords)):
             if isinstance(leaf, Tensor):
                 self._keep(leaf) if self.keeps_inputs else self._save(leaf)
+        self._marks = [self._clock.now()]
         with self._counting():
             output = self.module(*inputs, **keywords)
+        self._mark()
+        self._besides.append(tuple(self._marks))
         if self._calls == 1:
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             self.output_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         return output
+
+    def _mark(self, *_: Any) -> None:
+        self._marks.append(self._clock.now())
+
+    def besides(self) -> float:
+        """Milliseconds of a forward besides its layers, the median; 0 where it has no others."""
+        four = [[self._clock.seconds(mark) for mark in marks] for marks in self._besides if len(marks) == 4]
+        return 1e3 * median(end - begin - (left - entered) for begin, entered, left, end in four) if four else 0.0
+
+    @contextmanager
+    def layers_apart(self) -> Iterator[None]:
+        """Marks where the layers of a part of a model begin and end, which computes more than these."""
+        hooks = []
+        if layers := getattr(self.module, "layer_names", None):
+            hooks.append(self.module.get_submodule(layers[0]).register_forward_pre_hook(self._mark))
+            hooks.append(self.module.get_submodule(layers[-1]).register_forward_hook(self._mark))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def loss(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Tensor:
         for leaf in pytree.tree_leaves(target):

@@ -74,9 +74,11 @@ class Architecture:
 
 
 def load_architecture(path: str | Path) -> Architecture:
-    """What a config.json describes. Raises OSError, or ValueError as `architecture` does."""
+    """What a config.json describes, or that in a folder. Raises OSError, or ValueError as `architecture` does."""
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"load_architecture: {path} must be JSON, a transformers config.json: {error}") from error
     return architecture(config)
@@ -98,7 +100,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     numbers = _Numbers(config)
     windows = _windows(numbers, kind)
     blocks = [
-        Block(_attention(numbers, kind, window), _mlp(numbers, kind, index), 4 if kind.startswith(_FOUR_NORMS) else 2)
+        Block(_attention(numbers, kind, window), _mlp(numbers, kind, index), 4 if kind in _FOUR_NORMS else 2)
         for index, window in enumerate(windows)
     ]
     predictors = numbers.get("num_nextn_predict_layers", numbers.get("num_mtp_layers", 0))
@@ -108,13 +110,21 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         numbers["vocab_size"],
         tuple(blocks),
         predictors,
-        bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
+        bool(config.get("tie_word_embeddings", kind in _TIED)),
     )
 
 
-_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-_SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
-_FOUR_NORMS = ("gemma2", "gemma3")
+_GEMMA = ("gemma", "gemma2", "gemma3_text")
+_DENSE = (
+    *("llama", "mistral", "ministral3", "qwen2", "qwen3", *_GEMMA, "phi3", "granite", "olmo", "olmo2", "olmo3"),
+    *("smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
+)
+_SPARSE = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"),
+    *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2"),
+)
+_FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
+_TIED = (*_GEMMA, "smollm3", "ernie4_5")  # where config.json does not say
 KINDS = (*_DENSE, *_SPARSE)
 """The model types whose shapes are known."""
 
@@ -159,7 +169,7 @@ def _windows(numbers: _Numbers, kind: str) -> list[int | None]:
 
 def _attention(numbers: _Numbers, kind: str, window: int | None) -> Attention | LatentAttention:
     heads = numbers["num_attention_heads"]
-    if kind.startswith("deepseek"):
+    if kind.startswith(("deepseek", "kimi")):
         sizes = (numbers[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         return LatentAttention(heads, numbers.get("q_lora_rank", 0), *sizes)
     size = numbers.get("head_dim", numbers["hidden_size"] // heads)

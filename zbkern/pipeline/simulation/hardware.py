@@ -73,6 +73,7 @@ def load_hardware(name: str, path: str | Path | None = None) -> Hardware:
         raise ValueError(f"load_hardware: {path} must be JSON: {error}") from error
     if not isinstance(table, Mapping):
         raise ValueError(f"load_hardware: {path} must be an object with a GPU's name for every entry, as {TABLE} is")
+    name = next((each for each in table if each.lower() == name.lower()), name)
     if name not in table:
         raise ValueError(f"load_hardware: {path} has no {name!r}; it has {', '.join(table)}: add an entry, or name one")
     entry = table[name]

@@ -56,7 +56,8 @@ class LayerCosts:
 class ModelCosts(JsonFile):
     """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
 
-    latency is in the unit of the layers' times, bandwidth in their memory per their time. The units, and the
+    latency is in the unit of the layers' times, bandwidth in their memory per their time. forward_overhead: what every
+    forward of a chunk takes besides its layers (masks, rotary embeddings), a time, too. The units, and the
     bandwidths, copy_slowdown and copy_size that schedules with offloading need, are as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
@@ -71,6 +72,7 @@ class ModelCosts(JsonFile):
     reload_bandwidth: float | None = None
     copy_slowdown: float = 0.0
     copy_size: float | None = None
+    forward_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -84,6 +86,11 @@ class ModelCosts(JsonFile):
             Costs(communication=self.latency, **{name: getattr(self, name) for name in _AS_IN_COSTS})
         except (TypeError, ValueError) as error:
             text = str(error).removeprefix("Costs: ").replace("communication", "latency")
+            raise type(error)(f"ModelCosts: {text}") from error
+        try:
+            Costs(forward=self.forward_overhead)
+        except (TypeError, ValueError) as error:
+            text = str(error).removeprefix("Costs: ").replace("forward", "forward_overhead")
             raise type(error)(f"ModelCosts: {text}") from error
 
     def chunk_costs(self, partition: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
@@ -106,6 +113,7 @@ class ModelCosts(JsonFile):
         summed: dict[str, Any] = {
             name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED
         }
+        summed["forward"] = [time + self.forward_overhead for time in summed["forward"]]
         sent = [self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]]
         return Costs(
             **summed,

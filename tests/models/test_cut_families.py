@@ -1,0 +1,154 @@
+"""Of every family of language models in the transformers library, chunks on up to four ranks equal the whole model.
+
+Configurations are those of test_families. A family that cannot be cut says why, and is in REFUSED.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from tests.models.test_families import ATTEMPTS, at_most, families, loss_of, small
+from zbkern.pipeline import cut, layers_of, schedules, token_loss, token_targets
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="cut is for transformers 5")
+
+SIZES = {"num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "num_key_value_heads": 4}
+QUIET = {
+    "resid_dropout": 0.0,
+    "residual_dropout": 0.0,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
+    "embedding_size": 32,
+}
+USUAL = ["mamba", "opt", "xlm-roberta"]
+TOKENS = ["deepseek_v4"]  # blocks use token ids, which are a side input then
+DECODERS = ["bart", "blenderbot-small", "mbart", "mvp", "plbart", "whisper"]
+REFUSED = {
+    **dict.fromkeys(
+        DECODERS, "must run before|cut elsewhere"
+    ),  # parts of models with an encoder, whose order of definition differs
+    **dict.fromkeys(("openai-gpt", "rembert", "rwkv", "zaya"), "cut elsewhere"),
+    # their blocks give two tensors, which a chunk that begins with the head cannot know
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), "cut elsewhere"),
+    **dict.fromkeys(("big_bird", "cpmant", "gemma4_text"), "give them as a side input, side={'input_ids'"),
+    "hrm_text": "must have one embedding and one list",
+    "inkling2_text": "give NaN only",
+    "xlm": "must have one embedding and one list",
+    "prophetnet": "too many values to unpack",
+    "ctrl": "used in an in-place operation",  # scales its embeddings in place
+    "roc_bert": "refers to a single memory location",
+    "roformer": "too many indices",
+    "xlnet": "must match the size",  # its layers take [length, rows]
+}
+
+
+def made(name: str) -> nn.Module:
+    """Four blocks, so that each of four ranks can have one."""
+    reasons = []
+    for heads in (4, 2):
+        for without, other in ATTEMPTS:
+            sizes = {**SIZES, "num_key_value_heads": heads, **QUIET}
+            torch.manual_seed(0)
+            try:
+                loss_of(small(name, without, {**other, **sizes}).float())
+            except Exception as error:  # whatever a configuration that does not fit raises
+                reasons.append(f"{type(error).__name__}: {error}")
+                continue
+            return small(name, without, {**other, **sizes}).float().train()
+    pytest.skip(f"no small configuration: {reasons[0]}")
+
+
+def batch() -> tuple[Tensor, Tensor, Any]:
+    tokens = torch.randint(3, 60, (4, 10), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(10) < torch.tensor([10, 4, 7, 2])[:, None]).long()
+    tokens = tokens.masked_fill(mask == 0, 0)
+    return tokens, mask, token_targets(tokens.masked_fill(mask == 0, -100), 1)[0]
+
+
+def tensors(passed: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(passed) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def received(passed: Any) -> Any:
+    """What the next rank gets of it: values without their history."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), passed)
+
+
+def through_ranks(
+    model: nn.Module, partition: Sequence[int], with_tokens: bool = False
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients by name of chunks that pass on tensors alone, and sum gradients of what they share."""
+    tokens, mask, targets = batch()
+    schedule = schedules.one_f_one_b(len(partition), 1)
+    chunks = [cut(copy.deepcopy(model), schedule, partition, rank=rank)[0] for rank in range(len(partition))]
+    side = {"attention_mask": mask, **({"input_ids": tokens} if with_tokens else {})}
+    given: list[Any] = [{} if with_tokens else tokens]
+    outputs: list[Any] = []
+    for chunk in chunks:
+        inputs = given[-1]
+        positional, keywords = ([], inputs) if isinstance(inputs, dict) else ([inputs], {})
+        outputs.append(chunk(*positional, **side, **keywords))
+        given.append(received(outputs[-1]))
+    loss = token_loss(outputs[-1], targets)
+    loss.backward()
+    for output, passed in reversed([*zip(outputs[:-1], given[1:-1], strict=True)]):
+        pairs = [(y, x.grad) for y, x in zip(tensors(output), tensors(passed), strict=True) if x.grad is not None]
+        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+    gradients = {name: p.grad for chunk in chunks for name, p in chunk.named_parameters(remove_duplicate=False)}
+    shared: dict[str, dict[int, Tensor]] = {}
+    for chunk in chunks:
+        for label, parameter in chunk.tied_parameters.items():
+            if parameter.grad is not None:
+                shared.setdefault(label, {})[id(parameter)] = parameter.grad
+    names = [pair for chunk in chunks for pair in chunk.shared.items()]
+    gradients.update({name: sum(shared[label].values(), torch.tensor(0.0)) for label, name in names if label in shared})
+    return loss.detach(), gradients
+
+
+def every_cut(model: nn.Module) -> None:
+    for first in range(1, len(layers_of(model))):
+        through_ranks(model, [0, first])
+
+
+def check(name: str) -> None:
+    model = made(name)
+    if name in REFUSED:
+        with pytest.raises((ValueError, RuntimeError, IndexError), match=REFUSED[name]):
+            every_cut(model)
+        return
+    count = len(layers_of(model))
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    tokens, mask, targets = batch()
+    wanted = copy.deepcopy(model)
+    expected = token_loss(wanted(input_ids=tokens, attention_mask=mask, use_cache=False).logits, targets)
+    expected.backward()
+    for partition in ([0, 1], [0, 1, count // 2, count - 1]):
+        loss, gradients = through_ranks(model, partition, name in TOKENS)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
+        parameters = dict(wanted.named_parameters(remove_duplicate=False))
+        assert gradients.keys() == parameters.keys()
+        for key, parameter in parameters.items():
+            if parameter.grad is not None:
+                found = gradients[key]
+                assert found is not None, f"{key} has no gradient"
+                torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5, msg=f"{partition}: {key}")
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in families() if name not in USUAL])
+def test_family(name: str) -> None:
+    with at_most(60):
+        check(name)
