@@ -75,6 +75,10 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
     "einsum": (SQUARE, lambda p, x: torch.einsum("tk,nk->tn", x, p["w"])),
     "einsum, weight first": (SQUARE, lambda p, x: torch.einsum("nk,tk->tn", p["w"], x)),
     "einsum with heads": ({"w": (2, 4, 3)}, lambda p, x: torch.einsum("thd,hdr->thr", x.view(-1, 2, 4), p["w"])),
+    "einsum with an ellipsis": (
+        SQUARE,
+        lambda p, x: torch.einsum("...k,kn->...n", x.view(2, 3, 8), p["w"]).flatten(0, 1),
+    ),
     "einsum with a sum": (SQUARE, lambda p, x: torch.einsum("tk,nj->tk", x, p["w"])),
     "einsum of a diagonal": (SQUARE, lambda p, x: torch.einsum("tk,kk->tk", x, p["w"])),
     "conv1d": ({"w": (8, 1, 3), "b": (8,)}, lambda p, x: F.conv1d(x.mT[None], p["w"], p["b"], 1, 1, groups=8)[0].mT),
@@ -314,3 +318,112 @@ def test_restore_copy_and_pickle() -> None:
     twin = copy.deepcopy(model)
     assert [type(module) for module in twin] == [type(module) for module in model]
     assert [type(module) for module in zbkern.restore(model)] == kinds
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints within a forward that is intercepted itself: of a module of its own, and of its own parameter."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.scale, self.w = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8, 8))
+        self.inner = Module(SQUARE, lambda p, x: (x @ p["w"]).tanh(), torch.float32)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        checkpoint = torch.utils.checkpoint.checkpoint
+        x = checkpoint(self.inner, x * self.scale, use_reentrant=self.use_reentrant)
+        return checkpoint(lambda x: (x @ self.w).tanh(), x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_inside_of_a_forward(use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    module = Checkpointed(use_reentrant).double()
+    twin = zbkern.convert(copy.deepcopy(module))
+    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
+    expected = backward(module, x)
+    with queue.defer():
+        testing.assert_close(backward(twin, x), expected, "dx", 1e-12)
+    assert twin.inner.w.grad is None
+    assert twin.scale.grad is None
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+
+
+def test_function_transforms_inside_of_a_forward() -> None:
+    module, twin = pair(SQUARE, lambda p, x: torch.vmap(lambda row: row @ p["w"])(x) + x @ p["w"], torch.float64)
+    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
+    expected = backward(module, x)
+    with queue.defer():
+        testing.assert_close(backward(twin, x), expected, "dx", 1e-12)
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+
+
+def test_a_compiled_module_inside_of_a_forward() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.inner = nn.Parameter(torch.rand(8)), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x * self.scale)
+
+    module = Outer().double()
+    twin = zbkern.convert(copy.deepcopy(module))
+    twin.inner.compile(backend="aot_eager", fullgraph=True)
+    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
+    expected = backward(module, x)
+    with queue.defer():
+        testing.assert_close(backward(twin, x), expected, "dx", 1e-12)
+    assert all(p.grad is None for p in twin.parameters())
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+
+
+def test_recurrent_layers() -> None:
+    module = nn.LSTM(8, 8, num_layers=2, dtype=torch.float64)
+    twin = zbkern.convert(copy.deepcopy(module))
+    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
+    expected = backward(lambda x: module(x)[0], x)
+    with queue.defer():
+        testing.assert_close(backward(lambda x: twin(x)[0], x), expected, "dx", 1e-12)
+    assert all(p.grad is None for p in twin.parameters())
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+
+
+def test_attention_of_torch_has_a_w() -> None:
+    """Its projections are within one function of torch: B must not compute their W."""
+    module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    twin = zbkern.convert(copy.deepcopy(module))
+    x, queue = torch.randn(2, 3, 8, dtype=torch.float64), zbkern.WGradQueue()
+
+    def attention(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: module(x, x, x, need_weights=False)[0]
+
+    expected = backward(attention(module), x)
+    with queue.defer():
+        testing.assert_close(backward(attention(twin), x), expected, "dx", 1e-12)
+    held = {id(p): task.tensors for task in queue.tasks() for p in task.parameters if p is not None}
+    for weight in (twin.in_proj_weight, twin.out_proj.weight):
+        assert [tensor.shape[-1] for tensor in held[id(weight)]] == [8, len(weight)]  # x and dy, not a gradient
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("low rank", 0), ("lstm", 0), ("attention", 1), ("einsum with an ellipsis", 1)]
+)
+def test_coverage_counts_products_that_b_computes(name: str, share: int) -> None:
+    inner = {"lstm": nn.LSTM(8, 8), "attention": nn.MultiheadAttention(8, 2)}.get(name)
+    module = zbkern.convert(Module(*CASES[name], torch.float32) if inner is None else inner)
+
+    def loss() -> Tensor:
+        x = torch.ones(6, 8)
+        y = module(x, x, x) if name == "attention" else module(x)
+        return (y if isinstance(y, Tensor) else y[0]).sum()
+
+    found = zbkern.coverage(module, loss)
+    assert found.share == share
+    assert (found.not_deferred == {}) == (share == 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zbkern import functional, nn
+from zbkern.parameter_use import uses_parameters_within
 from zbkern.recognition import is_rms_norm, looks_like_rms_norm
 from zbkern.wgrad import WGradQueue, no_defer
 
@@ -44,7 +45,8 @@ def convert(
     gradients on random tensors. (Where they round half precisions before the weight as well, that rounding is left
     out.) A subclass of these four that inherits its forward computes what they do. Any other module with parameters
     keeps its forward, in which the torch functions that take a parameter become ops whose W waits (`interception.py`):
-    experts, routers, convolutions, norms that multiply by 1 + weight, subclasses with a forward of their own.
+    experts, routers, convolutions, norms that multiply by 1 + weight, subclasses with a forward of their own. So does a
+    module whose forward names parameters of modules inside it, as in `self.queries.weight` (`parameter_use.py`).
     filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda", "triton" or
     "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as
     it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
@@ -146,8 +148,10 @@ def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
             parameter.grad = None
         with torch.random.fork_rng(list(devices)), torch.enable_grad(), queue.defer():
             loss().backward()
-        waiting = {id(parameter) for task in queue.tasks() for parameter in task.parameters}
-        not_deferred = {name: p.numel() for name, p in matrices.items() if p.grad is not None}
+        tasks = queue.tasks()
+        waiting = {id(parameter) for task in tasks for parameter in task.parameters}
+        added = {id(parameter) for task in tasks if task.kernel.adds for parameter in task.parameters}
+        not_deferred = {name: p.numel() for name, p in matrices.items() if p.grad is not None or id(p) in added}
         total = sum(p.numel() for name, p in matrices.items() if name in not_deferred or id(p) in waiting)
     finally:
         queue.discard()
@@ -188,7 +192,7 @@ def _twin(module: Module) -> type[Module] | str:
     planes = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) > 1
     if base is not None and not planes:
         return _TWINS[base] if kind is base else _subclass(_TWINS[base], kind)
-    return _subclass(nn.Intercepted, kind) if own or _uses_parameters_of_children(module) else "it has no parameters"
+    return _subclass(nn.Intercepted, kind) if own or uses_parameters_within(module) else "it has no parameters"
 
 
 def _set_defer(module: Module, defer: bool) -> None:
@@ -219,12 +223,6 @@ def _is_ours(kind: type[Module]) -> bool:
 def _inherits_forward(kind: type[Module]) -> type[Module] | None:
     """Which of the classes with a twin this one is, or adds no arithmetic to; None for none."""
     return next((base for base in _TWINS if issubclass(kind, base) and kind.forward is base.forward), None)
-
-
-def _uses_parameters_of_children(module: Module) -> bool:
-    """True where a module may take a child's parameters instead of calling it, as Mamba's do with convolutions."""
-    container = isinstance(module, torch.nn.Sequential | torch.nn.ModuleList | torch.nn.ModuleDict)
-    return not container and any(isinstance(child, torch.nn.Conv1d) for child in module.children())
 
 
 def _is_conv1d(kind: type[Module]) -> bool:

@@ -9,12 +9,15 @@ torch gives it, at once.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
@@ -41,6 +44,13 @@ QUESTIONS = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),
     *("new_ones", "new_full", "new_tensor"),
 }
+# Functions whose gradient of a matrix is a product, which B computes: they have no W here
+PRODUCTS = {
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+    *("bilinear", "tensordot", "inner", "mv", "embedding_bag", "scaled_dot_product_attention", "cdist"),
+}
+# By which functions of torch.nn.functional see whether a tensor or a mode has a version of its own
+LOOKS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 
 
 def intercepted(
@@ -51,7 +61,7 @@ def intercepted(
         wgrad.current() is None
         or not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or isinstance(_get_current_function_mode(), Interception)
+        or (isinstance(around := _get_current_function_mode(), Interception) and around.reaches())
     ):
         return forward(*args, **kwargs)
     with Interception(name, impl) as mode:
@@ -67,6 +77,7 @@ class Interception(TorchFunctionMode):
         self._name = name
         self._impl = impl
         self._sharded = "torch.distributed.tensor" in sys.modules
+        self._saving = _saved_tensors_hooks()
         self._views: dict[int, ParameterView] = {}  # by id of the tensor that stands for it
         self._kept: list[Tensor] = []  # so that no other tensor gets that id meanwhile
 
@@ -74,7 +85,9 @@ class Interception(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or not self._takes_parameter(args, kwargs):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if not self._takes_parameter(args, kwargs) or not self.reaches():
             return function(*args, **kwargs)
         name = function.__name__
         if name == "__get__":
@@ -88,7 +101,19 @@ class Interception(TorchFunctionMode):
             result = handler(self, *args, **kwargs)
             if result is not None:
                 return result
-        return function(*self._values(args), **{key: self._values(value) for key, value in kwargs.items()})
+        if isinstance(function, FunctionType) and function.__module__ == F.__name__ and function.__closure__ is None:
+            with self:
+                return _opened(function)(*args, **kwargs)
+        product = name in HANDLERS or name in PRODUCTS
+        return function(
+            *self._values(args, product), **{key: self._values(value, product) for key, value in kwargs.items()}
+        )
+
+    def reaches(self) -> bool:
+        """False within a checkpoint that this forward has begun: it is computed again outside of this forward, and must
+        save the same tensors then. False within torch.vmap and its like, too, which see through torch's functions only.
+        """
+        return _saved_tensors_hooks() == self._saving and torch._C._functorch.peek_interpreter_stack() is None
 
     def results(self, output: Any) -> Any:
         """What the module returns, with parameters and views of them as values whose gradient waits."""
@@ -101,11 +126,15 @@ class Interception(TorchFunctionMode):
     def _takes_parameter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         for argument in args:
             if isinstance(argument, Tensor):
-                if self._view(argument) is not None:
+                if self._view(argument) is not None or (self._sharded and self._is_sharded(argument)):
                     return True
             elif type(argument) in (list, tuple) and self._takes_parameter(tuple(argument), {}):
                 return True
         return bool(kwargs) and self._takes_parameter(tuple(kwargs.values()), {})
+
+    def _is_sharded(self, tensor: Tensor) -> bool:
+        """Whether this is a parameter that is a DTensor. As operands of `linear` and `embedding` these have a W."""
+        return self._sharded and tensor.requires_grad and tensor.is_leaf and sharded.is_sharded(tensor)
 
     def _view(self, tensor: Any) -> ParameterView | None:
         """The view that a tensor stands for, if it is a parameter that takes a gradient or a view of one."""
@@ -149,15 +178,14 @@ class Interception(TorchFunctionMode):
             self._remember(part, ParameterView(view.parameter, (*view.steps, step, pick), part.detach()))
         return found
 
-    def _values(self, argument: Any) -> Any:
-        """The argument with parameters and views as values whose gradient waits."""
+    def _values(self, argument: Any, product: bool = False) -> Any:
+        """The argument with parameters and views as values whose gradient waits. product: for `Source`."""
         if type(argument) in (list, tuple):
-            return type(argument)(self._values(value) for value in argument)
+            return type(argument)(self._values(value, product) for value in argument)
         view = self._view(argument) if isinstance(argument, Tensor) else None
-        return argument if view is None else self._value(view)
-
-    def _value(self, view: ParameterView) -> Tensor:
-        return autograd.apply(Source, self._call(view, view.value), view.value, view)
+        if view is None:
+            return argument
+        return autograd.apply(Source, self._call(view, view.value), view.value, view, product and view.value.dim() > 1)
 
     def _call(self, view: ParameterView, x: Tensor) -> autograd.OpCall:
         return autograd.OpCall((view.parameter,), dispatch.resolve("linear", self._impl, x.device, x.dtype), self._name)
@@ -173,6 +201,8 @@ class Interception(TorchFunctionMode):
         return autograd.apply(Product, self._call(view, x), x, kind, view, options)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        if self._is_sharded(weight):
+            return functional.linear(input, weight, bias, impl=self._impl, name=self._name)
         view = self._view(weight)
         if view is None or self._view(input) is not None or view.value.dim() != 2:
             return None
@@ -234,7 +264,8 @@ class Interception(TorchFunctionMode):
         sparse: bool = False,
     ) -> Tensor | None:
         view = self._view(weight)
-        if view is None or view.steps or max_norm is not None or scale_grad_by_freq or sparse:
+        whole = self._is_sharded(weight) if view is None else not view.steps
+        if not whole or max_norm is not None or scale_grad_by_freq or sparse:
             return None
         return functional.embedding(input, weight, padding_idx, impl=self._impl, name=self._name)
 
@@ -258,6 +289,25 @@ class Interception(TorchFunctionMode):
         kind = products.TRANSPOSED_CONVOLUTION if transposed else products.CONVOLUTION
         y = self.product(kind, input, view, *lists, groups)
         return y if bias is None else y + self._values(bias).to(y.dtype).view(-1, *[1] * dimensions)
+
+
+def _saved_tensors_hooks() -> Any:
+    """What packs and unpacks the tensors that autograd saves, such as a checkpoint's; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@functools.cache
+def _opened(function: FunctionType) -> FunctionType:
+    """A function of torch.nn.functional that is written in Python, without its first look for somebody else to call:
+    what it calls in turn is intercepted."""
+    names = {**function.__globals__, **dict.fromkeys(LOOKS, _nobody)}
+    opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+def _nobody(*_: Any) -> bool:
+    return False
 
 
 def _transposed(tensor: Tensor) -> Tensor:

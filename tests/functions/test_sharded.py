@@ -539,3 +539,40 @@ def test_a_head_with_its_loss(two_ranks: Any, bias: bool) -> None:
     for waiting, found in two_ranks.run(fused_head_rank, bias):
         assert waiting == 1
         assert max(found) < 1e-12
+
+
+class OwnLinear(nn.Linear):
+    """A subclass with a forward of its own, which is intercepted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) * 2
+
+
+def own_forward_rank() -> tuple[list[str], int, dict[str, float]]:
+    """Layers with a forward of their own under tensor parallelism: what did not wait, tasks, and the differences."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnLinear(WIDTH, 2 * WIDTH), OwnLinear(2 * WIDTH, WIDTH)).double()
+    mesh = init_device_mesh("cpu", (2,))
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    twin = parallelize_module(zbkern.convert(copy.deepcopy(model)), mesh, plan)
+    x, queue = (
+        torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
+        zbkern.WGradQueue(),
+    )
+    model(x).square().sum().backward()
+    with queue.defer():
+        twin(x).square().sum().backward()
+    at_once, waiting = [name for name, p in twin.named_parameters() if p.grad is not None], queue.pending()
+    queue.run()
+    return at_once, waiting, differences(twin, model)
+
+
+@pytest.mark.dist
+def test_a_layer_with_a_forward_of_its_own(two_ranks: Any) -> None:
+    for at_once, waiting, found in two_ranks.run(own_forward_rank):
+        assert not at_once
+        assert waiting == 2
+        assert max(found.values()) < 1e-12, found

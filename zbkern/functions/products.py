@@ -142,14 +142,15 @@ GROUPED = Kind(
 @functools.cache
 def einsum(equation: str) -> Kind | None:
     """torch.einsum of an input and a weight; None where its gradients are not two more of them."""
-    operands, arrow, y = equation.replace(" ", "").partition("->")
+    operands, arrow, y = equation.replace(" ", "").replace("...", ".").partition("->")
     x, comma, w = operands.partition(",")
-    if not arrow or not comma or "," in w or "." in equation:
+    if not arrow or not comma or "," in w or "." in w:
         return None
     if any(len(set(letters)) < len(letters) for letters in (x, w, y)):
         return None  # a diagonal
     if not (set(x) <= set(w + y) and set(w) <= set(x + y) and set(y) <= set(x + w)):
         return None  # a sum over one operand alone
+    x, y = (letters.replace(".", "...") for letters in (x, y))  # an ellipsis that the result lacks is summed over
     return Kind(
         f"einsum {equation}",
         lambda a, b: torch.einsum(f"{x},{w}->{y}", a, b),
@@ -217,20 +218,21 @@ class Source(torch.autograd.Function):
     """A view of a parameter as a value: its gradient is computed in B and waits to be added to the parameter's.
 
     For operands of elementwise operations, whose gradient is no product: computing it later would save nothing.
+    product: for a function whose gradient is one, and which has no W here.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: OpCall, value: Tensor, view: ParameterView, *edges: Any) -> Tensor:
-        ctx.call, ctx.steps, ctx.key = call, view.steps, view.key
+    def forward(ctx: Any, call: OpCall, value: Tensor, view: ParameterView, product: bool, *edges: Any) -> Tensor:
+        ctx.call, ctx.steps, ctx.key, ctx.product = call, view.steps, view.key, product
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             _, *weights = differentiable_backward(ctx.call, lambda parameter: replay(ctx.steps, parameter), (), dy)
-            return None, None, None, *weights
-        kernel = _sum_wgrad(ctx.key, ctx.steps)
-        return None, None, None, *weight_gradients(ctx.call, kernel, (dy,), ctx.needs_input_grad, dy.numel())
+            return None, None, None, None, *weights
+        kernel = _sum_wgrad(ctx.key, ctx.steps, ctx.product)
+        return None, None, None, None, *weight_gradients(ctx.call, kernel, (dy,), ctx.needs_input_grad, dy.numel())
 
 
 _KERNELS: dict[Any, WGradKernel] = {}
@@ -254,7 +256,7 @@ def _product_wgrad(
     return _kept((kind.name, key, like.shape, like.dtype, repr(options), backend), run, steps, options)
 
 
-def _sum_wgrad(key: Any, steps: Sequence[Step]) -> WGradKernel:
+def _sum_wgrad(key: Any, steps: Sequence[Step], product: bool) -> WGradKernel:
     """W of a value: its gradients, added up."""
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -262,7 +264,7 @@ def _sum_wgrad(key: Any, steps: Sequence[Step]) -> WGradKernel:
         for (dy,) in segments:
             add_to_part(gradient, steps, dy)
 
-    return _kept(("sum", key), run, steps)
+    return _kept(("sum", key, product), run, steps, adds=product)
 
 
 def _begun(outputs: Sequence[Tensor | None], accumulate: bool) -> Tensor:
@@ -273,8 +275,10 @@ def _begun(outputs: Sequence[Tensor | None], accumulate: bool) -> Tensor:
     return gradient if accumulate else gradient.zero_()
 
 
-def _kept(key: Any, run: Callable[..., None], steps: Sequence[Step], options: Sequence[Any] = ()) -> WGradKernel:
+def _kept(
+    key: Any, run: Callable[..., None], steps: Sequence[Step], options: Sequence[Any] = (), adds: bool = False
+) -> WGradKernel:
     """The kernel of an earlier call with this key; tensors among the arguments (chosen experts) are never equal."""
     if any(isinstance(argument, Tensor) for argument in (*options, *(a for _, args, _ in steps for a in args))):
-        return WGradKernel(run)
-    return _KERNELS.setdefault(key, WGradKernel(run))
+        return WGradKernel(run, adds=adds)
+    return _KERNELS.setdefault(key, WGradKernel(run, adds=adds))

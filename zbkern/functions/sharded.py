@@ -171,7 +171,7 @@ def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumula
         accumulate = True
 
 
-_ADD = WGradKernel(_add)
+_ADD = WGradKernel(_add, adds=True)
 
 
 def local_part(tensor: Any, sums: Sums = ()) -> Any:

@@ -21,12 +21,14 @@ class WGradKernel(NamedTuple):
         of the GPU ends after so many tiles, so that work on other streams gets its multiprocessor; 0 for no bound.
     allocate(segment, params): W of one segment in new memory, None where the parameter is None.
     empty(parameter): memory for a gradient that does not exist yet, where it is not laid out as its parameter is.
+    adds: True where B has computed the product that the gradient is, and this adds it; `zbkern.coverage` counts these.
     """
 
     run: WGradFunction
     run_many: Callable[..., None] | None = None
     allocate: Callable[[Segment, Gradients], Gradients] | None = None
     empty: Callable[[Tensor], Tensor] | None = None
+    adds: bool = False
 
 
 class WGradTask:
