@@ -59,6 +59,7 @@ def profile(
     `Pipeline` does.
     """
     _check("profile", placement, microbatches, repeats, bytes_per_parameter)
+    group = _group(group) if len({*placement}) == 1 else group
     arguments = loss_fn, inputs, targets, side, microbatches, group, device, repeats, bytes_per_parameter
     return _measured("profile", modules, tuple(placement), *arguments)[0]
 
@@ -91,8 +92,7 @@ def profile_layers(
             f"profile_layers: layers must be a mapping with the module of every name, such as dict(model."
             f"named_children()); got {type(layers).__name__}"
         )
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        group = LocalTransport.ring(1)[0]
+    group = _group(group)
     if is_transport(group):
         counts = group.gather(len(layers))
     else:
@@ -121,6 +121,12 @@ def profile_layers(
     )
     overhead = median(chunk.besides for chunk in details)
     return ModelCosts(found, *link, time_unit="ms", memory_unit="bytes", forward_overhead=overhead)
+
+
+def _group(group: dist.ProcessGroup | Transport | None) -> dist.ProcessGroup | Transport | None:
+    """One process alone needs no torch.distributed."""
+    alone = group is None and not (dist.is_available() and dist.is_initialized())
+    return LocalTransport.ring(1)[0] if alone else group
 
 
 class _Chunk(NamedTuple):
