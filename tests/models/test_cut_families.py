@@ -28,7 +28,6 @@ QUIET = {
     "embedding_size": 32,
 }
 USUAL = ["mamba", "opt", "xlm-roberta"]
-TOKENS = ["deepseek_v4"]  # blocks use token ids, which are a side input then
 DECODERS = ["bart", "blenderbot-small", "mbart", "mvp", "plbart", "whisper"]
 REFUSED = {
     **dict.fromkeys(
@@ -36,8 +35,10 @@ REFUSED = {
     ),  # parts of models with an encoder, whose order of definition differs
     **dict.fromkeys(("openai-gpt", "rembert", "rwkv", "zaya"), "cut elsewhere"),
     # their blocks give two tensors, which a chunk that begins with the head cannot know
-    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), "cut elsewhere"),
-    **dict.fromkeys(("big_bird", "cpmant", "gemma4_text"), "give them as a side input, side={'input_ids'"),
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), "must run before|cut elsewhere"),
+    **dict.fromkeys(
+        ("big_bird", "cpmant", "deepseek_v4", "gemma4_text"), "give them as a side input, side={'input_ids'"
+    ),
     "hrm_text": "must have one embedding and one list",
     "inkling2_text": "give NaN only",
     "xlm": "must have one embedding and one list",
@@ -81,20 +82,17 @@ def received(passed: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), passed)
 
 
-def through_ranks(
-    model: nn.Module, partition: Sequence[int], with_tokens: bool = False
-) -> tuple[Tensor, dict[str, Tensor | None]]:
+def through_ranks(model: nn.Module, partition: Sequence[int]) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Loss and gradients by name of chunks that pass on tensors alone, and sum gradients of what they share."""
     tokens, mask, targets = batch()
     schedule = schedules.one_f_one_b(len(partition), 1)
     chunks = [cut(copy.deepcopy(model), schedule, partition, rank=rank)[0] for rank in range(len(partition))]
-    side = {"attention_mask": mask, **({"input_ids": tokens} if with_tokens else {})}
-    given: list[Any] = [{} if with_tokens else tokens]
+    given: list[Any] = [tokens]
     outputs: list[Any] = []
     for chunk in chunks:
         inputs = given[-1]
         positional, keywords = ([], inputs) if isinstance(inputs, dict) else ([inputs], {})
-        outputs.append(chunk(*positional, **side, **keywords))
+        outputs.append(chunk(*positional, attention_mask=mask, **keywords))
         given.append(received(outputs[-1]))
     loss = token_loss(outputs[-1], targets)
     loss.backward()
@@ -131,7 +129,7 @@ def check(name: str) -> None:
     expected = token_loss(wanted(input_ids=tokens, attention_mask=mask, use_cache=False).logits, targets)
     expected.backward()
     for partition in ([0, 1], [0, 1, count // 2, count - 1]):
-        loss, gradients = through_ranks(model, partition, name in TOKENS)
+        loss, gradients = through_ranks(model, partition)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
         parameters = dict(wanted.named_parameters(remove_duplicate=False))
         assert gradients.keys() == parameters.keys()

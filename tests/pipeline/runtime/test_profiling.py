@@ -156,6 +156,14 @@ def test_what_a_forward_does_besides_its_layers_is_counted_once_per_chunk() -> N
     assert not any(part.layer._forward_hooks or part.layer._forward_pre_hooks for part in layers.values())
 
 
+def test_chunks_of_one_process_need_no_group() -> None:
+    chunks = [zbkern.convert(nn.Linear(4, 4)) for _ in range(2)]
+    costs = profile(chunks, [0, 0], nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4), repeats=1)
+    assert len(costs.per_chunk(2).forward) == 2
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
+        profile(chunks[:1], [0, 1], nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4))
+
+
 def test_layers_of_one_process_need_no_group() -> None:
     layers = {"first": zbkern.convert(nn.Linear(4, 4)), "second": zbkern.convert(nn.Linear(4, 4))}
     layers["second"].weight = layers["first"].weight

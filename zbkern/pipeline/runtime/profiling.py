@@ -68,6 +68,7 @@ def profile(
     """
     _check("profile", placement, microbatches, repeats, bytes_per_parameter)
     options = StepOptions(record=True, copy_size=copy_size, recompute=recompute)
+    group = _group(group) if len({*placement}) == 1 else group
     arguments = loss_fn, inputs, targets, side, microbatches, group, device, repeats, bytes_per_parameter
     return _measured("profile", modules, tuple(placement), *arguments, options=options)[0]
 
@@ -100,8 +101,7 @@ def profile_layers(
             f"profile_layers: layers must be a mapping with the module of every name, such as dict(model."
             f"named_children()); got {type(layers).__name__}"
         )
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        group = LocalTransport.ring(1)[0]
+    group = _group(group)
     if is_transport(group):
         counts = group.gather(len(layers))
     else:
@@ -131,6 +131,12 @@ def profile_layers(
     overhead = median(chunk.besides for chunk in details)
     measured = ModelCosts(found, *link, time_unit="ms", memory_unit="bytes", forward_overhead=overhead)
     return replace(measured, copy_size=costs.copy_size)
+
+
+def _group(group: dist.ProcessGroup | Transport | None) -> dist.ProcessGroup | Transport | None:
+    """One process alone needs no torch.distributed."""
+    alone = group is None and not (dist.is_available() and dist.is_initialized())
+    return LocalTransport.ring(1)[0] if alone else group
 
 
 class _Chunk(NamedTuple):
