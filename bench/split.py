@@ -37,6 +37,13 @@ class OwnLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
+class OwnNorm(nn.RMSNorm):
+    """A norm that adds to its weight before it multiplies, as Gemma's does: intercepted, not recognised."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, self.eps) * (1.0 + (self.weight - 1.0))
+
+
 class Experts(nn.Module):
     """Experts in two parameters, called in a loop, as the transformers library does."""
 
@@ -225,6 +232,38 @@ def llama_row(name: str, tokens: int, rounds: int, defer: Callable[[str, nn.Modu
     return split_row(name, model, torch.randn(1, tokens, width), floor, rounds, twin, defer)
 
 
+CALLS = 6  # layers of a call_row
+OWN = {nn.Linear: OwnLinear, nn.RMSNorm: OwnNorm}
+
+
+def call_row(kind: type[nn.Module], *sizes: int, rounds: int) -> dict:
+    """What one call of a tiny layer costs the host, F, B and W: plain, recognised by `convert`, and intercepted."""
+    plain, x = nn.Sequential(*[kind(*sizes) for _ in range(CALLS)]), torch.randn(16, sizes[0])
+    dy, queue = torch.randn(16, sizes[-1]), zbkern.WGradQueue()
+    recognised = zbkern.convert(copy.deepcopy(plain))
+    intercepted = nn.Sequential(*[OWN[kind](*sizes) for _ in range(CALLS)])
+    intercepted.load_state_dict(plain.state_dict())
+    models = {"plain": plain, "recognised": recognised, "intercepted": zbkern.convert(intercepted)}
+
+    def step(model: nn.Module) -> list[Callable]:
+        def f_and_b() -> None:
+            model(x).backward(dy)
+
+        def deferred() -> None:
+            with queue.defer():
+                model(x).backward(dy)
+
+        return [f_and_b] if model is plain else [deferred, queue.run]
+
+    for model in models.values():
+        for function in step(model):
+            function()
+    for name in ("recognised", "intercepted"):
+        testing.assert_same_gradients(models[name], plain)
+    timings = testing.measure({n: functools.partial(step, m) for n, m in models.items()}, rounds=rounds, warmup=5)
+    return {"case": kind.__name__, **{f"{name}_us": timings[name].median * 1e6 / CALLS for name in models}}
+
+
 def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> dict:
     """W of four microbatches: as one merged kernel per weight, one by one, and as four plain W (dy^T x, added)."""
     torch.manual_seed(0)
@@ -391,6 +430,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     for name, defer in (("all wait", None), ("attention's do not", not_of_attention)):
         splits.append(llama_row(f"Llama block 512, 256 tokens: {name}", 256, options.rounds, defer))
+    calls = [call_row(nn.Linear, 64, 64, rounds=many), call_row(nn.RMSNorm, 64, rounds=many)]
     merges = [
         merge_row(512, 8, options.rounds),
         merge_row(512, 32, options.rounds),
@@ -405,6 +445,10 @@ def main(arguments: list[str] | None = None) -> int:
     header.append("held / activation")
     keys = ["split", "whole", "torch_split", "held_over_floor", "held_over_activation"]
     print(markdown_table(header, [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in splits]))
+    print("\nHost time of one call, us: F, B and W of a layer with 64 features and 16 tokens\n")
+    models = ("plain", "recognised", "intercepted")
+    header = ["layer", "torch", "zbkern, recognised", "zbkern, intercepted"]
+    print(markdown_table(header, [[r["case"], *(f"{r[f'{model}_us']:.1f}" for model in models)] for r in calls]))
     print("\nW of four microbatches / four plain W (matmul and sum, then added to the gradient)\n")
     header = ["case", "four plain W, us", "merged", "one by one"]
     print(
@@ -427,7 +471,8 @@ def main(arguments: list[str] | None = None) -> int:
         for r in heads
     ]
     print(markdown_table(header, rows))
-    print("\n" + report.write_json("split", {"split": splits, "merge": merges, "heads": heads}, options.out))
+    found = {"split": splits, "calls": calls, "merge": merges, "heads": heads}
+    print("\n" + report.write_json("split", found, options.out))
     return 0
 
 

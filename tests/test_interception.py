@@ -381,6 +381,21 @@ def test_a_compiled_module_inside_of_a_forward() -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
 
+def test_casts_by_type() -> None:
+    def compute(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+        assert p["w"].type() == "torch.FloatTensor"
+        return F.linear(x.double(), p["w"].type(torch.float64)).float()
+
+    module, twin = pair(SQUARE, compute, torch.float32)
+    x, queue = torch.randn(6, 8), zbkern.WGradQueue()
+    backward(module, x)
+    with queue.defer():
+        backward(twin, x)
+    assert twin.w.grad is None
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-6)
+
+
 def test_recurrent_layers() -> None:
     module = nn.LSTM(8, 8, num_layers=2, dtype=torch.float64)
     twin = zbkern.convert(copy.deepcopy(module))

@@ -32,11 +32,11 @@ from zbkern.kernels import dispatch
 VIEWS = {
     *("__getitem__", "select", "narrow", "transpose", "swapaxes", "t", "permute", "movedim", "unsqueeze", "squeeze"),
     *("view", "reshape", "flatten", "unflatten", "chunk", "split", "tensor_split", "unbind", "view_as"),
-    *("to", "float", "double", "half", "bfloat16", "type_as", "contiguous", "index_select"),
+    *("to", "type", "float", "double", "half", "bfloat16", "type_as", "contiguous", "index_select"),
 }
 # Functions that only look at a tensor, or whose result has no gradient
 QUESTIONS = {
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "type"),
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr"),
     *("is_floating_point", "is_complex", "is_contiguous", "get_device", "is_pinned", "is_inference", "has_names"),
     *("__len__", "__repr__", "__format__", "__hash__", "__bool__", "__reduce_ex__", "item", "tolist", "numpy"),
     *("detach", "untyped_storage", "requires_grad_", "retain_grad", "register_hook", "is_tensor", "is_nonzero"),
@@ -166,8 +166,8 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         """What the function returns, remembered as views. It carries the graph, for whoever uses it unseen."""
         found = function(*args, **kwargs)
-        if isinstance(found, Tensor) and id(found) in self._views:
-            return found  # a cast to the dtype that it has
+        if isinstance(found, str) or (isinstance(found, Tensor) and id(found) in self._views):
+            return found  # the name of a type, or a cast to the dtype that it has
         method = getattr(Tensor, function.__name__, function)
         step = (method, _plain_indices(args[1:]), tuple(sorted(kwargs.items())))
         if isinstance(found, Tensor):

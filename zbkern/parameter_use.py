@@ -29,7 +29,7 @@ def uses_parameters_within(module: nn.Module) -> bool:
     """
     if not module._modules:
         return False
-    kind: type[Any] = type(module)  # mypy takes a hash of type[Module] for one of modules
+    kind: Any = type(module)  # mypy takes the hash of a class for that of its objects
     own, others = _attributes(kind)
     if any(_finds_parameter(module, names) for names in own):
         return True

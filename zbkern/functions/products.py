@@ -92,7 +92,10 @@ def _rows_chosen(steps: Sequence[Step]) -> Tensor | None:
     return index if isinstance(index, Tensor) and index.dim() == 1 and index.dtype != torch.bool else None
 
 
-CASTS = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as, Tensor.contiguous)
+CASTS = (
+    *(Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    Tensor.contiguous,
+)
 """Steps that a gradient does not take: it is added in whatever dtype it has."""
 
 

@@ -185,3 +185,21 @@ def test_shards_count_as_the_whole(two_ranks: Any) -> None:
     for expected, found, clipped in two_ranks.run(sharded_loop):
         assert found == pytest.approx(expected, rel=1e-6)
         assert clipped == pytest.approx(1.0, rel=1e-5)
+
+
+def one_sided_rank(value: float) -> float:
+    """The sum of squares where rank 1 alone has `value` in a gradient that every rank holds whole, beside a shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.tensor([value if torch.distributed.get_rank() == 1 else 1.0])
+    return float(clipping.sum_of_squares([whole, distribute_tensor(torch.ones(4), mesh, [Shard(0)])]))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
+def test_what_one_rank_of_a_mesh_cannot_add_up_stops_all(two_ranks: Any, value: float) -> None:
+    """Or one tensor-parallel rank would take a step back, and the others not."""
+    for found in two_ranks.run(one_sided_rank, value):
+        assert found == pytest.approx(5.0) if value == 1.0 else not math.isfinite(found)

@@ -103,26 +103,35 @@ def _gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """The sum of the squares of all elements, fp64 [], on the device of the gradients; not finite when one is not.
 
-    Also infinite when a single gradient's norm is beyond the range of fp32.
+    Also infinite when a single gradient's norm is beyond the range of fp32. Not finite on every rank of a mesh when one
+    of them alone has such a value in what all of them hold alike, or else they would not validate the same steps.
     """
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for gradient in gradients:
         where = None
         if isinstance(gradient, DTensor):
             if any(placement.is_partial() for placement in gradient.placements):
-                whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-                gradient = gradient.redistribute(placements=whole)
+                summed = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+                gradient = gradient.redistribute(placements=summed)
             where = gradient.device_mesh, gradient.placements
             gradient = gradient.to_local()
         kinds.setdefault((gradient.device, gradient.dtype, where), []).append(gradient)
-    sums = []
+    whole, cut = [], []
     for (_, dtype, where), alike in kinds.items():
         norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32)))
         total = norms.double().square().sum()
-        sums.append(total if where is None else _over_shards(total, *where))
-    if not sums:
+        if where is None or all(placement.is_replicate() for placement in where[1]):
+            whole.append(total)
+        else:
+            cut.append((total, where))
+    if not whole and not cut:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack([value.to(sums[0].device) for value in sums]).sum()
+    device = whole[0].device if whole else cut[0][0].device
+    result = sum((value.to(device) for value in whole), torch.zeros((), dtype=torch.float64, device=device))
+    nothing = 0 * result  # or NaN, which the sums over shards bring to the other ranks
+    for part, where in cut:
+        result = result + _over_shards(part + nothing.to(part.device), *where).to(device)
+    return result
 
 
 def _over_shards(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
