@@ -81,8 +81,8 @@ def prepare(
 
 
 def to_prepare(rows: Sequence[str] = ()) -> Iterator[Run]:
-    """(name, run), the most worth first: the session's probe, every kernel as a session checks it in bfloat16, then the rows, then the other
-    dtypes."""
+    """(name, run), the most worth first: a session's probe, every kernel as it checks it in bfloat16, then the rows,
+    then the other dtypes."""
     import torch
 
     from bench import gpu
