@@ -91,6 +91,7 @@ def child(connection: Connection, job: Job, seconds: float, where: Where, log: P
     try:
         if where.key:
             gpu_prepare.use_key(where.key)
+            gpu_prepare.name_kernels()
         with _counted(compiled), _rehearsed(where, job), _replayed(where):
             status, detail = work(job, seconds, where, connection.send)
     except dispatch.UnavailableError as error:
@@ -190,10 +191,11 @@ def probe_replay(job: Job, seconds: float, where: Where, send: Send) -> tuple[st
     from zbkern.kernels.triton.replay import replay
 
     backend = dispatch.resolve("linear", "triton", where.device, torch.bfloat16)
-    draws = [[torch.randn(512, n, device=where.device).bfloat16() for n in (256, 128)] for _ in range(2)]
+    tokens, n, k = gpu_prepare.PROBED
+    draws = [[torch.randn(tokens, m, device=where.device).bfloat16() for m in (k, n)] for _ in range(2)]
     for turn in range(3):  # recorded; made of the record, and remembered by its addresses; found by them
         for x, dy in draws:
-            wanted, got = torch.zeros(2, 128, 256, device=where.device)
+            wanted, got = torch.zeros(2, n, k, device=where.device)
             with replay.paused():
                 backend.linear_wgrad([(x, dy)], (wanted, None), True)
             for _ in range(turn + 1):

@@ -29,6 +29,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 SHAPE = (1000, 528, 784)
 """M, N and K at which a session checks every kernel."""
 
+PROBED = (512, 128, 256)
+"""Tokens, N and K of the W that tells whether launches can be replayed."""
+
 TOOLS = "build-tools"
 
 Run = tuple[str, Callable[[], object]]
@@ -53,6 +56,7 @@ def prepare(
 
     from bench import ahead, descriptors, fake_driver
 
+    name_kernels()
     interpreters, problems = _interpreters(pythons)
     if only == "":
         problems += _build_extension(folder / "extension", interpreters, capability)
@@ -77,8 +81,8 @@ def prepare(
 
 
 def to_prepare(rows: Sequence[str] = ()) -> Iterator[Run]:
-    """(name, run), the most worth first: every kernel as a session checks it in bfloat16, then the rows, then the other
-    dtypes."""
+    """(name, run), the most worth first: a session's probe, every kernel as it checks it in bfloat16, then the rows,
+    then the other dtypes."""
     import torch
 
     from bench import gpu
@@ -90,6 +94,9 @@ def to_prepare(rows: Sequence[str] = ()) -> Iterator[Run]:
         for name, case in every_launch.cases(triton_kernels, random, *SHAPE).items():
             yield f"{name} {dtype}", case.run
 
+    tokens, n, k = PROBED
+    x, dy, dweight = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((tokens, k), (tokens, n), (n, k)))
+    yield "replayed launches", lambda: triton_kernels.linear_wgrad([(x, dy)], (dweight.float(), None), True)
     first, *others = DTYPES
     yield from kernels(first)
     for row in rows:
@@ -117,6 +124,20 @@ def row_and_bench(name: str, device: str, impl: str, tiny: bool = False, written
     return [row for row in gpu_rows.ROWS if row.name == name], bench
 
 
+@functools.cache
+def name_kernels() -> None:
+    """Asks Triton for the key of every kernel's source, in one order in every process: it depends on which kernels were
+    asked for before (3.6: a function that calls one that is being asked for takes a placeholder for it), and what one
+    process has compiled another would not find."""
+    from zbkern.kernels.triton import aot
+    from zbkern.kernels.triton.common import Kernel
+
+    for module in sorted(aot.modules()):
+        for _, value in sorted(vars(importlib.import_module(module)).items()):
+            if isinstance(value, Kernel):
+                _ = value.function.cache_key
+
+
 def compile_with_launcher(job: Any) -> None:
     """A kernel, and the C part of its launch for each Python: a second of a C compiler in each process, otherwise."""
     from triton import knobs
@@ -124,6 +145,7 @@ def compile_with_launcher(job: Any) -> None:
 
     from bench import ahead, fake_driver
 
+    name_kernels()
     fake_driver.load()
     knobs.build.impl = _build_for_all
     nvidia.CudaUtils()
