@@ -22,12 +22,12 @@ WAYS = {"neither": {}, "offload": {"offload": True}, "recompute": {"recompute": 
 HEADER = ("chunks", "a copy takes", "memory", *WAYS)
 
 
-def costs(chunks: int, copy: float) -> Costs:
+def costs(chunks: int, copy: float, copy_size: float | None = None) -> Costs:
     """Of one of `chunks` chunks per rank, where a rank's F takes 1 and leaves 1; copy: of that, in one direction.
 
     Attention makes B 1.1 and W 0.93 of F. Between B and W a block holds 1.13 of what F left, a chunk's input is a
     fiftieth of it, a split costs 2% of B and W, a message 2% of F, and a copy slows the passes beside it down by 3%.
-    Copies go in transfers of a tenth of what a rank's F leaves: some 180 MB where it has four layers.
+    copy_size: of one transfer, None for all that a chunk's F leaves.
     """
     share = 1 / chunks
     return Costs(
@@ -42,20 +42,19 @@ def costs(chunks: int, copy: float) -> Costs:
         offload_bandwidth=1 / copy,
         reload_bandwidth=1 / copy,
         copy_slowdown=0.03,
-        copy_size=0.1,
+        copy_size=copy_size,
     )
 
 
-def measure(chunks: int, copy: float, limit: float, effort: int) -> dict[str, Any]:
+def measure(chunks: int, copy: float, limit: float, effort: int, copy_size: float | None) -> dict[str, Any]:
     """Steps of the plans relative to 1F1B's, which holds 1; None where no schedule fits."""
     one = costs(1, copy)
     base = simulate(schedules.one_f_one_b(STAGES, MICROBATCHES), one).cost
     row: dict[str, Any] = {"chunks": chunks, "copy": copy, "limit": limit}
+    mine = costs(chunks, copy, copy_size)
     for name, way in WAYS.items():
         try:
-            found = plan(
-                costs(chunks, copy), STAGES, MICROBATCHES, chunks, memory_limit=limit * STAGES, effort=effort, **way
-            )
+            found = plan(mine, STAGES, MICROBATCHES, chunks, memory_limit=limit * STAGES, effort=effort, **way)
         except ScheduleError:
             row[name] = None
             continue
@@ -68,12 +67,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.offload", description=__doc__.splitlines()[0])
     parser.add_argument("--effort", type=int, default=0, help="of every plan")
     parser.add_argument("--copy", type=float, default=2.0, help="how long a copy takes, in the time of F")
+    parser.add_argument("--copy-size", type=float, help="of one transfer, in what F leaves on a rank; default: all")
     add_out(parser)
     options = parser.parse_args()
     rows = []
     for chunks in (1, 2):
         for limit in LIMITS:
-            rows.append(measure(chunks, options.copy, limit, options.effort))
+            rows.append(measure(chunks, options.copy, limit, options.effort, options.copy_size))
             print(_line(rows[-1]), flush=True)
     print(markdown_table(HEADER, [_line(row) for row in rows]))
     print(write_json("offload", rows, options.out))
