@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.test_cuda_sanitizer import SMALL_RUN
 from tests.support.host_extension import AdamTensors, HostExtension
 from zbkern import testing
 from zbkern.functions import linear as linear_functions
@@ -130,6 +131,17 @@ def test_multiprocessors_that_a_launch_may_take(
     assert extension.grids == [(all_places, 0, hopper), (40, 0, hopper), (all_places, 3, hopper)]
     cuda_wgrad.linear_wgrads([(segments_of([8], 16, 24, BF16), (torch.zeros(16, 24), None)) for _ in range(2)], False)
     assert extension.launches[3:] == ([(2, 2)] if hopper else [(1, 1), (1, 1)])
+
+
+def test_stores_add_where_that_is_asked_for(extension: HostExtension) -> None:
+    for options in ({}, {"reduce": True}):
+        dweight = torch.zeros(16, 24)
+        cuda_wgrad.linear_wgrad(segments_of([8] * 17, 16, 24, BF16), (dweight, None), True, **options)
+    assert extension.reduced == [False, False, True, True]  # two launches each
+
+
+def test_what_the_sanitizer_is_given_can_be_imported() -> None:
+    exec("\n".join(line for line in SMALL_RUN.splitlines() if line.startswith(("import", "from"))), {})
 
 
 def test_a_launch_takes_neighbours_of_the_same_dtypes(extension: HostExtension) -> None:
