@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, Schedule, ScheduleError, plan, schedules, simulate
-from zbkern.pipeline.planner import native, portfolio
-from zbkern.pipeline.planner.portfolio import SETTINGS
+from zbkern.pipeline.planner import levels, native
 from zbkern.pipeline.planner.problem import Problem
 
 PROFILES = json.loads((Path(__file__).parent.parent.parent / "data" / "zb_profiles.json").read_text())
@@ -176,10 +175,10 @@ def test_a_limit_per_rank_and_a_placement_of_ones_own() -> None:
 
 def test_same_seed_same_plan() -> None:
     costs = Costs(2, 2.2, 1, communication=0.3)
-    first, second = (plan(costs, 3, 6, 2, memory_limit=4, seed=5, effort=2) for _ in range(2))
+    first, second = (plan(costs, 4, 12, 2, memory_limit=6, seed=5, effort=1) for _ in range(2))
     assert first.schedule == second.schedule
-    assert first.effort == 2
-    other = plan(costs, 3, 6, 2, memory_limit=4, seed=6, effort=2)
+    assert first.effort == 1
+    other = plan(costs, 4, 12, 2, memory_limit=6, seed=6, effort=1)
     assert other.schedule != first.schedule
 
 
@@ -335,13 +334,12 @@ def test_errors_name_what_is_wrong() -> None:
 
 
 def test_levels_of_memory_do_not_depend_on_the_limit() -> None:
-    def levels(limit: float) -> list[float]:
+    def within(limit: float) -> list[float]:
         problem = Problem.build(Costs().per_chunk(4), range(4), 8, [limit] * 4, False)
-        ladder = portfolio._ladder(problem, SETTINGS.trial_passes)
-        return [level[0] / problem.memory_scale for level in portfolio._levels_within(problem, ladder)]
+        return [limits[0] / problem.memory_scale for _, limits in levels._levels_within(problem)]
 
-    assert levels(6.2) == pytest.approx([6, 5.5, 5, 4.5, 4, 3.5, 3, 2.5, 2, 1.5, 1])
-    assert levels(6.2) == levels(8)[-11:]
+    assert within(6.2) == pytest.approx([1 + step / 4 for step in range(20, -1, -1)])
+    assert within(6.2) == within(8)[-21:]
 
 
 @needs_core

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, Ordering, Problem
+from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, Ordering, Problem, peaks_of
 from zbkern.pipeline.schedules.dependencies import advance
 
 
@@ -94,14 +94,22 @@ class Timing:
         return problem.weight[chunk] - (problem.merge_saving[chunk] if merges else 0)
 
 
-def with_cost(problem: Problem, orders: Ordering) -> Ordering | None:
-    """The orders with their cost computed; None when they cannot run, as when microbatches do not pass in order."""
+def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, list[int]] | None:
+    """The orders with their cost computed, and the most that every rank holds; None when they cannot run, as when
+    microbatches do not pass in order.
+    """
+    if native.core is not None:
+        cost, peaks = native.core.measure(problem, orders.rows, orders.fused)
+        return (replace(orders, cost=cost), peaks) if cost >= 0 else None
     try:
-        if native.core is not None:
-            return anneal(problem, orders)[0]
-        return replace(orders, cost=Timing(problem, orders).cost)
+        return replace(orders, cost=Timing(problem, orders).cost), peaks_of(problem, orders)
     except ValueError:
         return None
+
+
+def with_cost(problem: Problem, orders: Ordering) -> Ordering | None:
+    found = measured(problem, orders)
+    return found and found[0]
 
 
 def extended(problem: Problem, orders: Ordering, microbatches: int) -> list[Ordering]:

@@ -42,7 +42,10 @@ class Pool:
 
     def add(self, orders: Ordering | None) -> None:
         if orders is not None and self._problem.saves:
-            orders = with_cost(self._problem, grouped(orders, self._problem))
+            orders = with_cost(self._problem, grouped(orders, self._problem.chunks, self._problem.microbatches))
+        self.add_grouped(orders)
+
+    def add_grouped(self, orders: Ordering | None) -> None:
         if orders is not None and all(orders.cost != other.cost for other in self.orders):
             self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self.keep]
 

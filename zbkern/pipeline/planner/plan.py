@@ -19,9 +19,8 @@ from zbkern.pipeline.planner.arguments import (
 )
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
-from zbkern.pipeline.planner.incumbents import Budget, Pool
-from zbkern.pipeline.planner.model_search import Cut
-from zbkern.pipeline.planner.portfolio import search
+from zbkern.pipeline.planner.incumbents import Budget
+from zbkern.pipeline.planner.levels import search
 from zbkern.pipeline.planner.problem import schedule_of
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
@@ -143,26 +142,26 @@ def plan(
     if isinstance(costs, ModelCosts):
         question = model_search.Question(costs, stages, microbatches, memory_limit, objective)
         cut, rounds = model_search.search(question, chunks, placement, partition, kept, budget, seed, progress)
+        problem, pool, name, found_costs = cut.ladder.problem, cut.ladder.pool, cut.name, cut.costs
+        partition = cut.partition
     elif partition is not None:
         raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")
     else:
         chunks = chunks_per_rank(placement, stages) if chunks is None else chunks
         name, owners = placement_of(placement, stages, chunks)
-        problem = problem_of(costs, owners, microbatches, memory_limit, objective)
-        cut = Cut(None, name, costs, problem, Pool(problem, kept, cost_bound(problem)))
-        rounds = search(problem, cut.pool, budget, seed, progress)
-    problem, pool = cut.problem, cut.pool
+        problem, found_costs = problem_of(costs, owners, microbatches, memory_limit, objective), costs
+        pool, rounds = search(problem, kept, budget, seed, progress)
     slack = robustness.with_slack(problem, jitter, share, effort, seed) if jitter else ()
-    plans = [schedule_of(orders, problem, f"plan-{cut.name}") for orders in [*pool.orders, *slack]]
+    plans = [schedule_of(orders, problem, f"plan-{name}") for orders in [*pool.orders, *slack]]
     schedule, mean = plans[0], None
     if jitter:
-        schedule, mean = robustness.most_robust(plans, cut.costs, objective, jitter, samples, seed, whole)
-    timeline = simulate(schedule, cut.costs)
+        schedule, mean = robustness.most_robust(plans, found_costs, objective, jitter, samples, seed, whole)
+    timeline = simulate(schedule, found_costs)
     reached = timeline.cost if objective == "cost" else timeline.makespan
     least = min(cost_bound(problem) / problem.time_scale, reached)
     optimal = reached - least <= _ROUNDING * reached
     available = stages * least
     lower = max(0.0, 1.0 - sum(timeline.busy) / available) if available > 0 else 0.0
-    idle = idle_time(timeline, cut.costs, objective, rank_limits(memory_limit, stages))
+    idle = idle_time(timeline, found_costs, objective, rank_limits(memory_limit, stages))
     mean = reached if mean is None else mean
-    return Plan(schedule, timeline, lower, optimal, mean, rounds, cut.costs, idle, cut.partition)
+    return Plan(schedule, timeline, lower, optimal, mean, rounds, found_costs, idle, partition and tuple(partition))
