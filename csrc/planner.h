@@ -71,6 +71,9 @@ struct Measured {
 
 Measured measure(const Problem& problem, const Ordering& orders);
 
+// The best orders that repeat the steady state of orders for fewer microbatches; see extended in annealing.py.
+Ordering extended(const Problem& problem, const Ordering& few);
+
 // The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops after
 // `seconds`, once it has found any.
 Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves,

@@ -52,6 +52,9 @@ PYBIND11_MODULE(_planner, module) {
     const Measured found = measure(problem_from(source), {rows, std::vector<char>(fused.begin(), fused.end()), 0});
     return py::make_tuple(found.cost, found.peaks);
   });
+  module.def("extended", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
+    return tuple_from(extended(problem_from(source), {rows, std::vector<char>(fused.begin(), fused.end()), 0}));
+  });
   module.def("search_blocks", [](const py::object& source, std::uint64_t seed, const std::vector<Time>& temperatures,
                                  std::int64_t moves, Time target, bool fuse, double seconds) {
     const Problem problem = problem_from(source);

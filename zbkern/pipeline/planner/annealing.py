@@ -112,40 +112,13 @@ def with_cost(problem: Problem, orders: Ordering) -> Ordering | None:
     return found and found[0]
 
 
-def extended(problem: Problem, orders: Ordering, microbatches: int) -> list[Ordering]:
-    """Orders for more microbatches, whose steady state is repeated at one of several times. Costs are not known.
+def extended(problem: Problem, orders: Ordering) -> Ordering | None:
+    """The best orders for all microbatches that repeat the steady state of `orders`, which are for fewer.
 
-    orders are for fewer microbatches. What a rank repeats is a stretch of its row that runs every kind of pass of each
-    of its chunks once, nearest to the same time on all ranks; where all ranks are busy throughout it, repeating it adds
-    no bubble.
+    What a rank repeats is a stretch of its row that runs every kind of pass of each of its chunks once, nearest to the
+    same time on all ranks, of which several are tried; where all ranks are busy throughout it, repeating it adds no
+    bubble. Nothing is fused.
     """
-    small = len(orders.fused) // problem.chunks
-    timing = Timing(problem.with_microbatches(small), orders)
-    rows = [[number // small for number in row] for row in orders.rows]  # kind and chunk
-    found: list[Ordering] = []
-    end = max(timing.ends)
-    for eighth in range(2, 7):
-        time_ = end * eighth // 8
-        repeated = []
-        for rank, row in enumerate(rows):
-            size = 3 * len(problem.chunks_of(rank))
-            places = [k for k in range(len(row) - size + 1) if len(set(row[k : k + size])) == size]
-            if not places:
-                return found
-            starts = timing.starts[rank]
-            k = min(places, key=lambda k: abs(starts[k] - time_))
-            repeated.append(row[:k] + row[k : k + size] * (microbatches - small) + row[k:])
-        found.append(
-            Ordering(0, [_numbered(row, microbatches) for row in repeated], [0] * (problem.chunks * microbatches))
-        )
-    return found
-
-
-def _numbered(row: Sequence[int], microbatches: int) -> list[int]:
-    count: dict[int, int] = {}
-    numbered = []
-    for group in row:
-        microbatch = count.get(group, 0)
-        count[group] = microbatch + 1
-        numbered.append(group * microbatches + microbatch)
-    return numbered
+    assert native.core is not None
+    found = Ordering(*native.core.extended(problem, orders.rows, orders.fused))
+    return found if found.rows else None

@@ -37,6 +37,8 @@ class Pool:
     def __init__(self, problem: Problem, keep: int, bound: int = 0) -> None:
         self._problem = problem
         self.orders: list[Ordering] = []
+        self._refused: list[Ordering] = []
+        self._least = 0
         self.bound = bound
         self.keep = max(keep, 1)
 
@@ -45,7 +47,16 @@ class Pool:
             orders = with_cost(self._problem, grouped(orders, self._problem.chunks, self._problem.microbatches))
         self.add_grouped(orders)
 
+    def refuse_below(self, cost: int) -> None:
+        """From now on, orders that cost less than this are kept back, until they no longer do."""
+        self._least, kept_back, self._refused = cost, self._refused, []
+        for orders in kept_back:
+            self.add_grouped(orders)
+
     def add_grouped(self, orders: Ordering | None) -> None:
+        if orders is not None and orders.cost < self._least:
+            self._refused = sorted([*self._refused, orders], key=lambda each: each.cost)[: self.keep]
+            return
         if orders is not None and all(orders.cost != other.cost for other in self.orders):
             self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self.keep]
 

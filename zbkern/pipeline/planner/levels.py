@@ -15,12 +15,12 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from operator import add
 from typing import NamedTuple
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.annealing import extended, measured, with_cost
+from zbkern.pipeline.planner.annealing import extended, measured
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.incumbents import Budget, Pool
 from zbkern.pipeline.planner.portfolio import (
@@ -70,11 +70,14 @@ class Level:
         budget: Budget,
         seed: int,
         published: Published,
+        ruled: bool,
     ) -> None:
-        self.problem, self.pool = problem, Pool(problem, keep)
+        self.problem, self.pool, self.ruled = problem, Pool(problem, keep), ruled
+        self.constructed: list[Ordering] = []
+        self._rounds, self._started = 0, False
         self._known, self._work, self._budget = known, work, budget
         self._seed, self._published = seed, published
-        self._candidates: list[Candidate] | None = None
+        self._candidates: list[Candidate] = []
         self._population: Population | None = None
         self._few: tuple[Problem, Population] | None = None
 
@@ -84,7 +87,7 @@ class Level:
 
     def construct(self) -> None:
         """The constructive answer: what is known, and the best of some rules."""
-        if self._candidates is not None:
+        if self.constructed:
             return
         for orders, peaks in self._known:
             if within(peaks, self.problem.limit):
@@ -92,13 +95,38 @@ class Level:
         self._candidates = construct(self.problem, self.pool, self._budget, self._work.rules)
         if not self.pool.orders:
             add_serial(self.problem, self.pool, self._budget)
+        self.constructed = self.pool.orders[:1]
 
-    def round(self, number: int) -> None:
-        """Of the rounds, each twice as long as the one before, the one of this number; all before it have run."""
-        self.construct()
-        self.pool.bound = self.bound
-        if self.pool.optimal:
+    @property
+    def least(self) -> float:
+        """What no number of rounds will be below."""
+        return max(self.bound, self.pool.orders[0].cost * _left_to_gain(self._rounds)) if self._started else self.bound
+
+    def start(self, lower: Sequence[Level]) -> None:
+        """What the rounds begin with. lower: the levels with less memory, whose constructive answers take part."""
+        if self._started:
             return
+        self.construct()
+        for level in lower:
+            if self.pool.beats(level.bound):
+                break
+            if level.ruled:
+                level.construct()
+                self.pool.add_grouped(level.constructed[0])
+                self._candidates = self._candidates + level._candidates
+        self._candidates = sorted(self._candidates, key=lambda each: each.cost)[: 2 * SETTINGS.refined_rules]
+        self._started = True
+
+    def rounds(self, count: int) -> None:
+        """Runs what is left of so many rounds, each twice as long as the one before."""
+        for number in range(self._rounds, count):
+            self.pool.bound = self.bound
+            self.pool.refuse_below(math.ceil(self.pool.orders[0].cost * (1 - _gain(number))))
+            if not self.pool.optimal:
+                self._round(number)
+            self._rounds += self._budget.left > 0
+
+    def _round(self, number: int) -> None:
         problem, pool, budget = self.problem, self.pool, self._budget
         passes = min(self._work.first_round, SETTINGS.most_runs * problem.passes) * 2**number
         base_seed = self._seed * 64 + number
@@ -113,14 +141,12 @@ class Level:
             if population.pattern_search.best is not None:
                 self._population.pattern_search.offer(population.pattern_search.best[1])
             for orders in population.pool.orders:
-                for each in extended(problem, orders, problem.microbatches) if not any(orders.fused) else []:
-                    if budget.left > 0:
-                        pool.add(with_cost(problem, each))
+                if not any(orders.fused) and budget.left > 0:
+                    pool.add(extended(problem, orders))
         self._population.round(passes, base_seed, budget, passes if self._few is None else passes // 2)
 
     def _begin(self) -> None:
-        problem, budget, patterns = self.problem, self._budget, self._work.first_round // 4
-        assert self._candidates is not None
+        problem, budget, patterns = self.problem, self._budget, self._work.first_round // 8
         few = _fewer(problem)
         if few is not None:
             best = Pool(few, 1, cost_bound(few))
@@ -128,8 +154,8 @@ class Level:
                 found = measured(few, orders)
                 if found is not None and within(found[1], few.limit):
                     best.add_grouped(found[0])
-            candidates = construct(few, best, budget, self._work.rules)
-            self._few = few, Population(few, candidates, best, budget, patterns)
+            few_candidates = construct(few, best, budget, self._work.rules)
+            self._few = few, Population(few, few_candidates, best, budget, patterns)
         self._population = Population(problem, self._candidates, self.pool, budget, patterns)
 
 
@@ -143,6 +169,17 @@ def _fewer(problem: Problem) -> Problem | None:
     return problem.with_microbatches(small) if worth else None
 
 
+def _gain(number: int) -> float:
+    """The most that the round of this number may gain, relative: what it finds beyond that counts in the next one."""
+    return SETTINGS.gain_of_first_round * SETTINGS.gain_of_next_round**number
+
+
+@cache
+def _left_to_gain(rounds: int) -> float:
+    """What is left of a cost at least after all rounds that follow so many."""
+    return math.prod(1 - _gain(number) for number in range(rounds, 64)) * (1 - ROUNDING)
+
+
 class Ladder:
     """The levels of one problem within its limit, and what was found at all of them: `pool`.
 
@@ -154,8 +191,7 @@ class Ladder:
     ) -> None:
         self.problem, self.pool = problem, Pool(problem, keep, bound)
         self.known: list[Known] = []
-        self.levels: list[tuple[Level, bool]] = []
-        self._sums = [_sums(problem, rank) for rank in range(problem.ranks)]
+        self.levels: list[Level] = []
         self._work, self._budget, self._seed, self._published = work, budget, seed, published
         self._add_published(budget.part(0.5))
 
@@ -174,52 +210,48 @@ class Ladder:
         costs = (orders.cost for orders, peaks in self.known if within(peaks, limit))
         return min(costs, default=math.inf) / self.problem.time_scale
 
-    def add_level(self, limit: Limits, constructive: bool) -> None:
-        """The next level, with less memory than the one before; none where no rank can hold less for it.
-
-        constructive: it takes part in the constructive answer.
-        """
-        pairs = zip(self._sums, limit, strict=True)
-        limit = tuple(sums[bisect_right(sums, most) - 1] if sums else most for sums, most in pairs)
-        if self.levels and self.levels[-1][0].problem.limit == limit:
-            level, before = self.levels[-1]
-            self.levels[-1] = level, before or constructive
-            return
+    def add_level(self, limit: Limits, ruled: bool) -> None:
+        """The next level, with less memory than the one before. ruled: it takes part in the constructive answer."""
         problem = self.problem.with_limit(limit)
-        level = Level(problem, self.known, self.pool.keep, self._work, self._budget, self._seed, self._published)
-        self.levels.append((level, constructive))
+        keep, work, budget = self.pool.keep, self._work, self._budget
+        self.levels.append(Level(problem, self.known, keep, work, budget, self._seed, self._published, ruled))
 
     def construct(self, best: Callable[[], float]) -> None:
-        for level, constructive in self._worth_it(best):
+        for level in self._worth_it(best):
             if self.pool.orders and not self._budget.left:
                 break
-            if constructive:
+            if level.ruled:
                 level.construct()
                 self._take(level)
         if not self.pool.orders:
             add_serial(self.problem, self.pool, self._budget)
 
     def open(self, best: float) -> bool:
-        """Whether some level may have something better than this."""
-        return any(True for _ in self._worth_it(lambda: best))
+        """Whether some level may come to something better than this."""
+        return any(self._beats(level.least, lambda: best) for level in self._worth_it(lambda: best))
 
-    def round(self, number: int, best: Callable[[], float]) -> None:
-        for level, _ in self._worth_it(best):
+    def rounds(self, count: int, best: Callable[[], float]) -> None:
+        for index, level in enumerate(self._worth_it(best)):
             if not self._budget.left:
                 break
-            level.round(number)
+            level.start(self.levels[index + 1 :])
+            if self._beats(level.least, best):
+                level.rounds(count)
             self._take(level)
 
     def _take(self, level: Level) -> None:
         for orders in level.pool.orders:
             self.pool.add_grouped(orders)
 
-    def _worth_it(self, best: Callable[[], float]) -> Iterator[tuple[Level, bool]]:
+    def _worth_it(self, best: Callable[[], float]) -> Iterator[Level]:
         """The levels up to the first whose lower bound is no better than the best known: with less memory, none is."""
-        for level, constructive in self.levels:
-            if level.bound / self.problem.time_scale >= best() * (1 - ROUNDING):
+        for level in self.levels:
+            if not self._beats(level.bound, best):
                 return
-            yield level, constructive
+            yield level
+
+    def _beats(self, least: float, best: Callable[[], float]) -> bool:
+        return least / self.problem.time_scale < best() * (1 - ROUNDING)
 
     def _add_published(self, budget: Budget) -> None:
         """Adds every published schedule with this placement, as long as there is time for the next."""
@@ -269,7 +301,7 @@ def search_ladders(ladders: Sequence[Ladder], budget: Budget, progress: Callable
         by_answer = sorted(ladders, key=lambda ladder: ladder.reached)
         progress(rounds, by_answer[0])
         for ladder in by_answer:
-            ladder.round(rounds, best)
+            ladder.rounds(rounds + 1, best)
         rounds += budget.left > 0
     return rounds
 
@@ -279,13 +311,11 @@ def search(
 ) -> tuple[Pool, int]:
     """The best orders that are found, and how many rounds were completed. keep: of how many costs. progress: see
     `plan`."""
-    every = _constructive_every(problem)
-    limits = _levels_within(problem)
-    constructive = _MOST * _PARTS // every + 2
-    work = Work(SETTINGS.trial_passes // constructive, SETTINGS.first_round)
+    every = _ruled_every(problem)
+    work = Work(SETTINGS.trial_passes // (_MOST * _PARTS // every + 2), SETTINGS.first_round)
     ladder = Ladder(problem, keep, work, budget, seed, Published(), cost_bound(problem))
-    for part, limit in limits:
-        ladder.add_level(limit, part % every == 0)
+    for limit, ruled in _levels_within(problem, every):
+        ladder.add_level(limit, ruled)
     ladder.construct(lambda: ladder.reached)
 
     def describe(rounds: int, best: Ladder) -> None:
@@ -302,7 +332,7 @@ def search(
     return ladder.pool, rounds
 
 
-def _constructive_every(problem: Problem) -> int:
+def _ruled_every(problem: Problem) -> int:
     """Rules are tried at every so many-th level: fewer where more passes are needed for all rules."""
     if native.core is None:
         return 8
@@ -310,33 +340,37 @@ def _constructive_every(problem: Problem) -> int:
     return next(fewer, 8)
 
 
-def _ladder(problem: Problem) -> list[tuple[int, Limits]]:
-    """Levels of memory that depend on the model alone, the largest first: room beside what ranks hold all the time.
+def _ladder(problem: Problem, every: int) -> list[tuple[Limits, bool]]:
+    """Levels of memory that depend on the model alone, the largest first, and where rules are tried.
 
-    A rank with more of that has so much less room, as within one limit for all. The least level is what one microbatch
-    needs; then they are sixteenths of what 1F1B holds, up to three times that; the largest is all that there is to
-    hold. With each the number of sixteenths, 0 for the first and the last.
+    They are room beside what ranks hold all the time; a rank with more of that has so much less room, as within one
+    limit for all. The least level is what one microbatch needs; then they are sixteenths of what 1F1B holds, up to
+    three times that; the largest is all that there is to hold. Levels between which no rank can hold more are one.
     """
     needs = memory_of_a_microbatch(problem)
     unit, always = held_by_1f1b(problem), max(problem.static)
     unlimited = problem.microbatches * sum(map(max, problem.activation, problem.held))
     least = max(map(add, needs, problem.static)) - always
-    rooms = {unit * part // _PARTS: part for part in range(1, _MOST * _PARTS + 1)}
-    rooms = {room: part for room, part in rooms.items() if least < room < unlimited} | {least: 0, unlimited: 0}
-    levels = []
+    parts = range(1, _MOST * _PARTS + 1)
+    rooms = {unit * part // _PARTS: part % every == 0 for part in parts}
+    rooms = {room: ruled for room, ruled in rooms.items() if least < room < unlimited} | {least: True, unlimited: True}
+    sums = [_sums(problem, rank) for rank in range(problem.ranks)]
+    levels: dict[Limits, bool] = {}
     for room in sorted(rooms, reverse=True):
-        level = (min(room + always - static, unlimited) for static in problem.static)
-        levels.append((rooms[room], tuple(each + (each >> 31) for each in level)))  # activations are rounded
-    return levels
+        most = [min(room + always - static, unlimited) for static in problem.static]
+        most = [each + (each >> 31) for each in most]  # activations are rounded
+        level = tuple(own[bisect_right(own, each) - 1] if own else each for own, each in zip(sums, most, strict=True))
+        levels[level] = levels.get(level, False) or rooms[room]
+    return list(levels.items())
 
 
-def _levels_within(problem: Problem) -> list[tuple[int, Limits]]:
+def _levels_within(problem: Problem, every: int) -> list[tuple[Limits, bool]]:
     """The levels of the ladder within the limit, largest first; before them the limit where ranks have several."""
-    levels = [level for level in _ladder(problem) if within(level[1], problem.limit)]
+    levels = [level for level in _ladder(problem, every) if within(level[0], problem.limit)]
     unlimited = problem.microbatches * sum(map(max, problem.activation, problem.held))
     given = max(map(add, problem.limit, problem.static))
     one = all(
         abs(min(given - static, unlimited) - limit) <= unlimited >> 28
         for static, limit in zip(problem.static, problem.limit, strict=True)
     )
-    return levels if one and levels else [(0, problem.limit), *levels]
+    return levels if one and levels else [(problem.limit, True), *levels]

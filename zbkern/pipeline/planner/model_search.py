@@ -164,32 +164,27 @@ def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: i
     ruled = {lowest, *memory_steps(*given, SETTINGS.layers_rules_every)}
     steps = {step for step in (lowest, *memory_steps(*given, every)) if step <= least}
     last: dict[int, Limits] = {}
-    whole = limits is not None and min(limits) < max(limits)
-    for step in [None] * whole + sorted(steps, reverse=True):
-        found = _best_for(cuts, step)
-        if found is not None:
-            cut, limit = found
+    several = limits is not None and min(limits) < max(limits)
+    for step in [None] * several + sorted(steps, reverse=True):
+        for place, (cut, limit) in enumerate(_best_for(cuts, step)):
             if last.get(id(cut)) != limit:
-                cut.ladder.add_level(limit, step is None or step in ruled)
+                whole = limit == cut.ladder.limit_of(math.inf)
+                cut.ladder.add_level(limit, whole or (place == 0 and (step is None or step in ruled)))
             last[id(cut)] = limit
-    if not last and (found := _best_for(cuts, None)) is not None:
-        found[0].ladder.add_level(found[1], constructive=True)
+    if not last:
+        for cut, limit in _best_for(cuts, None):
+            cut.ladder.add_level(limit, ruled=True)
 
 
-def _best_for(cuts: Sequence[Cut], step: float | None) -> tuple[Cut, Limits] | None:
-    """The partition for this step of memory, and its limits there; for None those that were asked for."""
-    best: tuple[float, Cut, Limits] | None = None
-    for cut in cuts:
-        if step is None:
-            limit = cut.ladder.problem.limit
-        elif step < max(cut.step, least_limit(cut.ladder.problem)):
-            continue
-        else:
-            limit = cut.ladder.limit_of(step)
-        value = cut.ladder.known_within(limit)
-        if best is None or value < best[0]:
-            best = value, cut, limit
-    return best and best[1:]
+def _best_for(cuts: Sequence[Cut], step: float | None) -> list[tuple[Cut, Limits]]:
+    """The partitions for this step of memory, the best first, with its limits there; for None those asked for."""
+    found: list[tuple[float, int, Cut, Limits]] = []
+    for index, cut in enumerate(cuts):
+        if step is None or step >= max(cut.step, least_limit(cut.ladder.problem)):
+            limit = cut.ladder.problem.limit if step is None else cut.ladder.limit_of(step)
+            found.append((cut.ladder.known_within(limit), index, cut, limit))
+    found.sort(key=lambda each: each[:2])
+    return [each[2:] for each in found[: SETTINGS.partitions]]
 
 
 def _least(limits: Sequence[float] | None) -> float:

@@ -21,7 +21,7 @@ STEPS = 16
 
 _MOST = 3  # times what 1F1B holds: up to there the steps go
 _PARTITIONS_EVERY = 2  # so many steps of memory partitions are made that leave room
-_IN_FLIGHT = (1.0, 0.6, 0.3, 0.0)  # of what 1F1B holds: partitions that leave room for so many microbatches
+_IN_FLIGHT = (1.0, 0.75, 0.5, 0.35, 0.2, 0.0)  # of what 1F1B holds: partitions that leave room for so many microbatches
 _ROUNDING = 1e-12
 _STEP_ROUNDING = 1e-10  # relative: a limit that is a step but for rounding is no smaller than it
 
