@@ -47,6 +47,11 @@ class Pool:
             orders = with_cost(self._problem, grouped(orders, self._problem.chunks, self._problem.microbatches))
         self.add_grouped(orders)
 
+    @property
+    def reached(self) -> int:
+        """The least cost here, or that below which something was kept back."""
+        return self._least if self._refused else self.orders[0].cost
+
     def refuse_below(self, cost: int) -> None:
         """From now on, orders that cost less than this are kept back, until they no longer do."""
         self._least, kept_back, self._refused = cost, self._refused, []

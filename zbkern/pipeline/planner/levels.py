@@ -100,7 +100,7 @@ class Level:
     @property
     def least(self) -> float:
         """What no number of rounds will be below."""
-        return max(self.bound, self.pool.orders[0].cost * _left_to_gain(self._rounds)) if self._started else self.bound
+        return max(self.bound, self.pool.reached * _left_to_gain(self._rounds)) if self._started else self.bound
 
     def start(self, lower: Sequence[Level]) -> None:
         """What the rounds begin with. lower: the levels with less memory, whose constructive answers take part."""
@@ -121,7 +121,7 @@ class Level:
         """Runs what is left of so many rounds, each twice as long as the one before."""
         for number in range(self._rounds, count):
             self.pool.bound = self.bound
-            self.pool.refuse_below(math.ceil(self.pool.orders[0].cost * (1 - _gain(number))))
+            self.pool.refuse_below(math.ceil(self.pool.reached * (1 - _gain(number))))
             if not self.pool.optimal:
                 self._round(number)
             self._rounds += self._budget.left > 0
@@ -171,7 +171,8 @@ def _fewer(problem: Problem) -> Problem | None:
 
 def _gain(number: int) -> float:
     """The most that the round of this number may gain, relative: what it finds beyond that counts in the next one."""
-    return SETTINGS.gain_of_first_round * SETTINGS.gain_of_next_round**number
+    last = len(SETTINGS.gains) - 1
+    return SETTINGS.gains[min(number, last)] * 0.5 ** max(0, number - last)
 
 
 @cache

@@ -72,9 +72,9 @@ def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
     if problem.placement != down or problem.makespan or problem.fused_is_faster or problem.saves:
         return None
     caps = warm_up_forwards(problem, cost_bound(problem))
-    tried = takewhile(lambda rule: budget.left > 0, rules(problem, [tuple(caps)] if caps is not None else []))
-    found = [list_schedule(problem, rule) for rule in tried]
-    return min((orders for orders in found if orders is not None), key=lambda orders: orders.cost, default=None)
+    tried = list(rules(problem, [tuple(caps)] if caps is not None else []))
+    best = best_rules(problem, tried, 1, budget.left)
+    return list_schedule(problem, tried[best[0][1]]) if best else None
 
 
 class Population:

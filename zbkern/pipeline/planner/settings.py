@@ -27,11 +27,9 @@ class SearchSettings:
     most_runs: int = 12_000
     """The first round has no more passes than so many runs of all."""
 
-    gain_of_first_round: float = 0.15
-    """The most that the first round may gain at a level of memory, relative, so that levels without hope are left out:
-    the search gains 13% on constructive answers where memory is shortest, mostly far less."""
-    gain_of_next_round: float = 0.33
-    """Of that, the part that the next round may gain, and so on."""
+    gains: tuple[float, ...] = (0.2, 0.05, 0.03, 0.02)
+    """The most that each round may gain at a level of memory, relative, so that levels without hope are left out; each
+    round after these half as much as the one before. Where memory is shortest all rounds gain 13%, mostly far less."""
 
     # annealing
     coolings: tuple[tuple[float, int], ...] = (
@@ -82,7 +80,7 @@ class SearchSettings:
     """For each placement and level of memory."""
     layers_rules: int = 60_000
     """Rules are tried on at most this many passes for each cut and level of memory."""
-    layers_first_round: int = 2_000_000
+    layers_first_round: int = 1_500_000
     """Passes of the first round of each cut and level of memory."""
     layers_rules_every: int = 4
     """Rules are tried at every so many-th step of memory."""
