@@ -95,7 +95,10 @@ def search(
             if cuts and not budget.left:
                 break
             lowest = lowest if step else min(lowest, least_limit(problem))
-            if least_work(problem) < best():
+            same = next((cut for cut in here if cut.ladder.problem == problem), None)
+            if same is not None:  # as where equal layers are divided in another order
+                same.step = min(same.step, step)
+            elif least_work(problem) < best():
                 work = Work(SETTINGS.layers_rules, SETTINGS.layers_first_round)
                 here.append(Cut(each, name, costs, Ladder(problem, keep, work, budget, seed, published), step))
                 cuts.append(here[-1])

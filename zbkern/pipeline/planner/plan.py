@@ -99,11 +99,12 @@ def plan(
 
     The search is a sequence of `effort` rounds, each twice as long as the one before (0: the constructive answer alone,
     about a second or less), which are counted in work: for one `seed` the plan is the same on every machine, however
-    busy it is, and more effort is never worse. The constructive answer (`effort=0`) for chunks that are given (`Costs`,
-    or layers with `partition` and `placement`) is never worse with a higher limit for all ranks: it is the best for
-    fixed levels of memory within the limit. Where the partition is searched it depends on the limit, and so does what
-    the rounds find: there more memory is mostly better, and not always. For layers the constructive answer is never
-    worse than that for any number of chunks that could have been given.
+    busy it is. At every effort, for the same other arguments: more effort is never worse, and neither is a higher limit
+    for all ranks (without offload, recompute and jitter), as the search is made within levels of memory that do not
+    depend on the limit, and the plan is the best of all levels within it. For layers no number of chunks and no
+    placement that takes part (1, 2, 3, 4, 6 or 8 chunks in a line, a V, a zigzag or a loop) has a better plan when it
+    is given. Two things are not promised: what a limit gives that is below all levels, where little more than one
+    microbatch fits; and limits of several sizes, which get a search of their own.
 
     `time_limit`, in seconds, ends the search sooner; the plan then depends on the machine. Where zbkern was installed
     without a C++ compiler there is the constructive answer alone, from fewer rules, and a warning says so. Every

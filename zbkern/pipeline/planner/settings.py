@@ -80,7 +80,7 @@ class SearchSettings:
     """For each placement and level of memory."""
     layers_rules: int = 60_000
     """Rules are tried on at most this many passes for each cut and level of memory."""
-    layers_first_round: int = 1_500_000
+    layers_first_round: int = 500_000
     """Passes of the first round of each cut and level of memory."""
     layers_rules_every: int = 4
     """Rules are tried at every so many-th step of memory."""
