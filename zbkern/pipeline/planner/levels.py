@@ -313,7 +313,8 @@ def search(
     """The best orders that are found, and how many rounds were completed. keep: of how many costs. progress: see
     `plan`."""
     every = _ruled_every(problem)
-    work = Work(SETTINGS.trial_passes // (_MOST * _PARTS // every + 2), SETTINGS.first_round)
+    first_round = SETTINGS.first_round // (4 if problem.passes > SETTINGS.large else 1)
+    work = Work(SETTINGS.trial_passes // (_MOST * _PARTS // every + 2), first_round)
     ladder = Ladder(problem, keep, work, budget, seed, Published(), cost_bound(problem))
     for limit, ruled in _levels_within(problem, every):
         ladder.add_level(limit, ruled)
