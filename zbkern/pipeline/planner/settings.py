@@ -28,8 +28,8 @@ class SearchSettings:
     """The first round has no more passes than so many runs of all."""
 
     large: int = 50_000
-    """Problems of more passes than these have a first round of a quarter: with 64 stages and 512 microbatches it finds as
-    much (7.2% idle with one chunk per rank)."""
+    """Problems of more passes have a first round of a quarter: with 64 stages and 512 microbatches it finds as much
+    (7.2% idle with one chunk per rank)."""
 
     gains: tuple[float, ...] = (0.2, 0.05, 0.03, 0.02)
     """The most that each round may gain at a level of memory, relative, so that levels without hope are left out; each
