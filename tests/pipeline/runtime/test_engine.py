@@ -111,6 +111,20 @@ def test_over_gloo(two_ranks: Any, name: str, fill: str) -> None:
     two_ranks.run(distributed_step, name, 5, fill)
 
 
+def test_a_fused_backward_holds_nothing_for_w() -> None:
+    (model,), (inputs, targets), seen = make_model(1), make_data(4), []
+    expected = copy.deepcopy(model)
+    plain([expected], inputs, targets)
+    model.linear.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter))
+    schedule, loss = schedules.one_f_one_b(1, 4), nn.functional.mse_loss
+    with Pipeline(zbkern.convert(model), schedule, loss, LocalTransport.ring(1)[0]) as pipe:
+        pipe.step(inputs, targets)
+    assert pipe.queue.peak_bytes == 0
+    assert len(seen) == 4  # hooks run once per backward
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
 def test_frozen_first_stage_and_gradients_elsewhere() -> None:
     schedule, model, (inputs, targets) = schedules.zb_h1(2, 4), make_model(2), make_data(4)
     model[0].requires_grad_(False)

@@ -69,5 +69,7 @@ def test_wrong_numbers_name_the_layer() -> None:
         model(bandwidth=0)
     with pytest.raises(ValueError, match=r"\['weight'\] are missing"):
         ModelCosts.from_json('{"layers": [{"name": "a", "forward": 1, "backward": 1}]}')
+    with pytest.raises(TypeError, match="expected the text itself"):
+        ModelCosts.from_json(3)
     with pytest.raises(ValueError, match="expected an object with some of"):
         ModelCosts.from_json('{"layers": [{"name": "a", "speed": 1}]}')

@@ -412,7 +412,8 @@ class Pipeline:
         gradients = None if chunk == self._last else self._await("B", action)
         self._stages[chunk].prepare(microbatch)
         start = self._recorder.now()
-        outputs = self._stages[chunk].backward_input(microbatch, gradients)
+        fused = kind == "BW" and not self._replicas  # whose reductions begin while other W run: these come after B
+        outputs = self._stages[chunk].backward_input(microbatch, gradients, fused=fused)
         if kind == "BW":
             self._replicas.backward_done(chunk)
             self._stages[chunk].weight(microbatch)

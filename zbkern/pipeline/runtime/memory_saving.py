@@ -143,9 +143,9 @@ class MemorySavingStage(Stage):
             self._begin_offload(microbatch, tensors)
         return outputs
 
-    def backward_input(self, microbatch: int, gradients: Any) -> Any:
+    def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
         self._activations.pop(microbatch)  # only the graph keeps them now, and frees each once it has been used
-        found = super().backward_input(microbatch, gradients)
+        found = super().backward_input(microbatch, gradients, fused=fused)
         self._waiting[microbatch] = held = self._held(microbatch)
         if microbatch in self._offloaded["B"]:
             self._begin_offload(microbatch, held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,8 +66,10 @@ class Stage:
     def prepare(self, microbatch: int) -> None:
         """Waits for what a B or W of this microbatch needs and is not there yet: a load, in stages that have any."""
 
-    def backward_input(self, microbatch: int, gradients: Any) -> Any:
+    def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
         """B: runs the backward with every W deferred under (chunk, microbatch); returns the gradients of the inputs.
+
+        fused: BW, in which each layer's W runs right after its B, and nothing is held for it.
 
         The gradients come and go in the tree of the outputs and inputs, None where a tensor takes none. Those of the
         first chunk's inputs, if they ask for any, stay with the caller's tensors.
@@ -81,10 +83,10 @@ class Stage:
             if root is not None and (gradient is not None or loss)
         ]
         if pairs:
-            with self.queue.defer((self.chunk, microbatch)):
+            with nullcontext() if fused else self.queue.defer((self.chunk, microbatch)):
                 ends, arrived = zip(*pairs, strict=True)
                 torch.autograd.backward(ends, arrived)
-            if self.splits is None:
+            if self.splits is None and not fused:
                 self.splits = self._splits(microbatch)
         return pytree.tree_map(_take_gradient, inputs) if self.chunk > 0 else None
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbkern.pipeline.schedules.units import MEMORY_UNITS, TIME_UNITS
+from zbkern.pipeline.simulation.json_file import JsonFile, parse_object
 
 PerChunk = float | Sequence[float]
 LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the ends of floating point
@@ -32,7 +32,7 @@ class ChunkCosts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(JsonFile):
     """Times and memory of one microbatch in one chunk: a number, or one per chunk in model order.
 
     forward, backward, weight: time of F, B and W, all in one unit (B is the input gradient alone). communication:
@@ -129,38 +129,12 @@ class Costs:
 
         Raises TypeError for what is no text, ValueError for other text.
         """
-        if not isinstance(text, str):
-            raise TypeError(
-                f"Costs.from_json: expected the text itself, as Path(file).read_text() gives it; got "
-                f"{type(text).__name__} {text!r}"
-            )
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"Costs.from_json: expected JSON; got {text[:60]!r}: {error}") from error
-        except RecursionError as error:
-            raise ValueError(
-                f"Costs.from_json: expected JSON of at most a few levels, one object of numbers and lists; "
-                f"got {text[:60]!r}..."
-            ) from error
-        if not isinstance(data, Mapping):
-            raise ValueError(f'Costs.from_json: expected an object such as {{"forward": 1.0}}; got {text[:60]!r}')
+        data = parse_object("Costs", text, '{"forward": 1.0}')
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(data) - set(known))
         if unknown:
             raise ValueError(f"Costs.from_json: unknown fields {unknown}; expected some of {known}")
         return cls(**data)
-
-    def save(self, path: str | Path) -> Path:
-        """Writes the JSON file and returns its path."""
-        path = Path(path)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
-        return path
-
-    @classmethod
-    def load(cls, path: str | Path) -> Costs:
-        """The costs in a JSON file that `save` wrote, or that was written by hand. Raises OSError or ValueError."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
 _OPTIONAL = ("recompute", "checkpoint")  # of the fields with a number per chunk: they may be None

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from zbkern.pipeline.simulation.costs import COPY_FIELDS, Costs
+from zbkern.pipeline.simulation.json_file import JsonFile, parse_object
 
 _SUMMED = ("forward", "backward", "weight", "activation", "held", "split_overhead", "merge_saving")
 _AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit")
@@ -53,7 +53,7 @@ class LayerCosts:
 
 
 @dataclass(frozen=True)
-class ModelCosts:
+class ModelCosts(JsonFile):
     """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
 
     latency is in the unit of the layers' times, bandwidth in their memory per their time. The units, and the bandwidths
@@ -136,11 +136,8 @@ class ModelCosts:
     @classmethod
     def from_json(cls, text: str) -> ModelCosts:
         """The costs that `to_json` wrote; fields that are absent have their defaults. Raises ValueError."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"ModelCosts.from_json: expected JSON; got {text[:60]!r}: {error}") from error
-        if not isinstance(data, Mapping) or not isinstance(data.get("layers"), list):
+        data = parse_object("ModelCosts", text, '{"layers": [...]}')
+        if not isinstance(data.get("layers"), list):
             raise ValueError(f'ModelCosts.from_json: expected an object with "layers", a list; got {text[:60]!r}')
         _check_names("ModelCosts", cls, data)
         layers = []
@@ -149,17 +146,6 @@ class ModelCosts:
             layers.append(LayerCosts(**layer))
         bandwidth = data.get("bandwidth")
         return cls(**{**data, "layers": tuple(layers), "bandwidth": math.inf if bandwidth is None else bandwidth})
-
-    def save(self, path: str | Path) -> Path:
-        """Writes the JSON file and returns its path."""
-        path = Path(path)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
-        return path
-
-    @classmethod
-    def load(cls, path: str | Path) -> ModelCosts:
-        """The costs in a JSON file that `save` wrote, or that was written by hand. Raises OSError or ValueError."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
 def _check_names(what: str, kind: type, data: Any) -> None:
