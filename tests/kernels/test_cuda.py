@@ -254,13 +254,14 @@ def machine_code(extension: ModuleType, architecture: str) -> dict[str, str]:
 
 def test_hopper_code_uses_wgmma_and_tma(extension: ModuleType) -> None:
     kernels = {name: body for name, body in machine_code(extension, "9.0a").items() if "4sm90" in name}
-    assert len(kernels) == 8  # two input types, two output types, two tiles
+    assert len(kernels) == 12  # two input types, two output types (float32 also by reduction), two tiles
     for name, body in kernels.items():
+        reduces = "Lb1E" in name
         tile, kind = "256" if "Li256E" in name else "128", r"\.BF16" if "bfloat16" in name else ""
         assert re.search(rf"HGMMA\.64x{tile}x16\.F32{kind}\b", body), name
         assert re.search(rf"HGMMA\.64x8x16\.F32{kind}\b", body), name  # the bias
         assert re.search(r"UTMALDG\.\dD\.MULTICAST", body), name  # x, shared by the blocks of a cluster
-        assert re.search(r"UTMASTG", body), name
+        assert ("UTMAREDG" in body, "UTMASTG" in body) == (reduces, not reduces), name
         assert "USETMAXREG" in body, name
         assert not re.search(r"\b(STL|LDL)\b", body), name
 
