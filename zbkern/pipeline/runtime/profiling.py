@@ -115,7 +115,7 @@ def profile_layers(
     found = tuple(
         LayerCosts(
             details[chunk].name,
-            max(0.0, flat.forward[chunk] - details[chunk].besides),
+            max(details[chunk].within, flat.forward[chunk] - details[chunk].besides),
             flat.backward[chunk],
             flat.weight[chunk],
             flat.activation[chunk],
@@ -140,7 +140,7 @@ def _group(group: dist.ProcessGroup | Transport | None) -> dist.ProcessGroup | T
 
 
 class _Chunk(NamedTuple):
-    """What a chunk's rank knows of it: bytes, the name of a layer, and of what it shares with others; ms besides it."""
+    """What a chunk's rank knows of it: bytes, the name of a layer, and of what it shares with others; times."""
 
     activation: int
     held: float
@@ -150,6 +150,7 @@ class _Chunk(NamedTuple):
     kept: int | None  # by an F with an R, where that was measured
     name: str
     tied: str | None
+    within: float  # ms of a forward in its layers, and besides them
     besides: float
 
 
@@ -218,7 +219,7 @@ def _measured(
         known = {
             chunk: _Chunk(
                 *(module.saved_bytes, held[chunk], static[at], module.output_bytes, module.transfer(options.copy_size)),
-                *(kept.get(chunk), name, tied[at], module.besides()),
+                *(kept.get(chunk), name, tied[at], *module.times()),
             )
             for at, (chunk, module, name) in enumerate(zip(mine, counted, names or [""] * len(mine), strict=True))
         }
@@ -358,7 +359,7 @@ class _Counted(torch.nn.Module):
         super().__init__()
         self._clock = clock
         self._marks: list[Any] = []  # of the forward that runs: it begins, its first layer does, its last one ends
-        self._besides: list[tuple[Any, ...]] = []  # those of all forwards, and their ends
+        self._forwards: list[tuple[Any, ...]] = []  # those of all forwards, and their ends
         self.module = module
         self.tied_parameters = getattr(module, "tied_parameters", {})
         self.keeps_inputs = False
@@ -397,7 +398,7 @@ class _Counted(torch.nn.Module):
         with self._counting():
             output = self.module(*inputs, **keywords)
         self._mark()
-        self._besides.append(tuple(self._marks))
+        self._forwards.append(tuple(self._marks))
         if self._calls == 1:
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             self.output_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
@@ -406,10 +407,13 @@ class _Counted(torch.nn.Module):
     def _mark(self, *_: Any) -> None:
         self._marks.append(self._clock.now())
 
-    def besides(self) -> float:
-        """Milliseconds of a forward besides its layers, the median; 0 where it has no others."""
-        four = [[self._clock.seconds(mark) for mark in marks] for marks in self._besides if len(marks) == 4]
-        return 1e3 * median(end - begin - (left - entered) for begin, entered, left, end in four) if four else 0.0
+    def times(self) -> tuple[float, float]:
+        """Milliseconds of a forward in its layers and besides them, medians; zeros where it has nothing else."""
+        four = [[self._clock.seconds(mark) for mark in marks] for marks in self._forwards if len(marks) == 4]
+        if not four:
+            return 0.0, 0.0
+        within = median(left - entered for _, entered, left, _ in four)
+        return 1e3 * within, 1e3 * median(end - begin - (left - entered) for begin, entered, left, end in four)
 
     @contextmanager
     def layers_apart(self) -> Iterator[None]:
