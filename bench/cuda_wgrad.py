@@ -3,7 +3,8 @@
     python -m bench.cuda_wgrad
 
 The peers are `torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)` for one microbatch, and four
-of those for four; Triton's kernel is timed beside them. Every result is compared with the peer's before a time is
+of those for four; Triton's kernel is timed beside them, and the extension's with stores that add ("reduce"), for which
+arithmetic says that it gains at 2048 tokens and fewer. Every result is compared with the peer's before a time is
 printed. Random data; contestants in turn.
 """
 
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from types import ModuleType
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from zbkern.kernels.triton import kernels as triton_kernels
 from zbkern.reporting import markdown_table
 
 SHAPES = [(4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192)]  # N, K
-TOKENS = [1024, 2048, 4096, 8192]
+TOKENS = [512, 1024, 2048, 4096, 8192]
 
 
 def main() -> int:
@@ -58,23 +60,26 @@ def compare(n: int, k: int, tokens: int) -> dict[str, float | str]:
         for x, dy in segments[:count]:
             torch.addmm(theirs, dy.t(), x, out_dtype=torch.float32, out=theirs)
 
-    def run(module: ModuleType, count: int) -> None:
-        module.linear_wgrad(segments[:count], (ours, None), True)
+    kernels: dict[str, Callable[..., None]] = {
+        "cuda": cuda_wgrad.linear_wgrad,
+        "reduce": partial(cuda_wgrad.linear_wgrad, reduce=True),
+        "triton": triton_kernels.linear_wgrad,
+    }
+
+    def run(name: str, count: int) -> None:
+        kernels[name](segments[:count], (ours, None), True)
 
     addmm(4)
-    for module in (cuda_wgrad, triton_kernels):
+    for kernel in kernels:
         ours.zero_()
-        run(module, 4)
-        name = f"{module.__name__}: dweight [{n}, {k}] of 4 x {tokens} tokens"
+        run(kernel, 4)
+        name = f"{kernel}: dweight [{n}, {k}] of 4 x {tokens} tokens"
         testing.assert_close(ours, theirs, name, terms=2 * 4 * tokens)  # tensor cores cut off both
-    candidates = {
-        ("cuda", 1): lambda: [lambda: run(cuda_wgrad, 1)],
-        ("cuda", 4): lambda: [lambda: run(cuda_wgrad, 4)],
-        ("triton", 1): lambda: [lambda: run(triton_kernels, 1)],
-        ("triton", 4): lambda: [lambda: run(triton_kernels, 4)],
-        ("torch", 1): lambda: [lambda: addmm(1)],
-        ("torch", 4): lambda: [lambda: addmm(4)],
-    }
+
+    def candidate(name: str, count: int) -> Callable[[], list[Callable[[], None]]]:
+        return lambda: [lambda: addmm(count) if name == "torch" else run(name, count)]
+
+    candidates = {(name, count): candidate(name, count) for name in (*kernels, "torch") for count in (1, 4)}
     times = testing.measure(candidates, rounds=30, device="cuda")
     flops = testing.linear_flops(tokens, k, n) / 1e12
     figures: dict[str, float | str] = {"N": n, "K": k, "tokens": tokens}
@@ -82,8 +87,9 @@ def compare(n: int, k: int, tokens: int) -> dict[str, float | str]:
         ours_now = times["cuda", count]
         figures[f"TFLOP/s{of}"] = round(count * flops / ours_now.median)
         figures[f"addmm{of}"] = round(times["torch", count].ratio(ours_now), 3)
-        figures[f"triton{of}"] = round(times["triton", count].ratio(ours_now), 3)
-        figures[f"faster{of}"] = min(("cuda", "triton"), key=lambda name: times[name, count].median)
+        for other in ("triton", "reduce"):
+            figures[f"{other}{of}"] = round(times[other, count].ratio(ours_now), 3)
+        figures[f"fastest{of}"] = min(kernels, key=lambda name: times[name, count].median)
     return figures
 
 

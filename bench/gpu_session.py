@@ -138,12 +138,12 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--capability", type=int, default=90, help="of the GPU that is not here")
     arguments = parser.parse_args(argv)
-    os.environ["TRITON_INTERPRET"] = "0"
     if arguments.prepare:
         pythons, limit = arguments.python or gpu_prepare.PYTHONS, int(arguments.mebibytes * 2**20)
         return gpu_prepare.prepare(arguments.out, arguments.capability, arguments.only, limit, pythons, ROWS)
     capability = arguments.capability if arguments.rehearse else None
     faults = _faults(parser, arguments.fault)
+    os.environ["TRITON_INTERPRET"] = "0"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs are ended, too
     end = time.monotonic() + arguments.seconds
     jobs = plan(arguments)

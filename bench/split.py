@@ -318,9 +318,13 @@ def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> di
     }
 
 
+HEADS = ((1024, 256, 8192), (2048, 512, 4096), (1024, 512, 32000), (1024, 1024, 8192))
+"""Tokens, features, vocabulary."""
+
+
 def head_row(tokens: int, features: int, vocabulary: int, rounds: int) -> dict:
     """A head with its cross-entropy, forward and backward: ours with W in a queue, and at once, against torch's
-    linear_cross_entropy in chunks, and whole.
+    linear_cross_entropy in chunks, and whole. before_w: ours without its W, which is what the next stage waits for.
 
     Peak bytes are those above what exists before; a gradient of the weight is there already.
     """
@@ -334,14 +338,13 @@ def head_row(tokens: int, features: int, vocabulary: int, rounds: int) -> dict:
         loss.backward()
         x.grad = None
 
+    def f_and_b(queue: zbkern.WGradQueue) -> None:
+        with queue.defer():
+            backward(zbkern.functional.linear_cross_entropy(x, weight, target))
+
     def deferred() -> list[Callable]:
         queue = zbkern.WGradQueue()  # while one exists, W may wait: the other candidates run without
-
-        def f_and_b() -> None:
-            with queue.defer():
-                backward(zbkern.functional.linear_cross_entropy(x, weight, target))
-
-        return [f_and_b, queue.run]
+        return [lambda: f_and_b(queue), queue.run]
 
     candidates: dict[str, Callable[[], list[Callable]]] = {
         "whole": lambda: [lambda: backward(F.linear_cross_entropy(x, weight, target))],
@@ -358,11 +361,21 @@ def head_row(tokens: int, features: int, vocabulary: int, rounds: int) -> dict:
     for name, gradient in found.items():
         testing.assert_close(gradient, found["whole"], f"gradient of the head, {name}", tolerance=1e-5)
     timings = testing.measure(candidates, rounds=rounds, warmup=2)
+    peaks = {name: peak_bytes(prepare()) for name, prepare in candidates.items()}
+    waiting = zbkern.WGradQueue()
+
+    def before_w() -> list[Callable]:
+        waiting.discard()
+        return [lambda: f_and_b(waiting)]
+
+    halves = testing.measure({"torch": candidates["torch"], "before_w": before_w}, rounds=rounds, warmup=2)
+    waiting.discard()
     return {
         "case": f"{tokens} tokens, {features} x {vocabulary}",
         "torch_us": timings["torch"].median * 1e6,
         **{name: timings[name].ratio(timings["torch"]) for name in ("whole", "at_once", "deferred")},
-        "peak_bytes": {name: peak_bytes(prepare()) for name, prepare in candidates.items()},
+        "before_w": halves["before_w"].ratio(halves["torch"]),
+        "peak_bytes": peaks,
     }
 
 
@@ -439,7 +452,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     heads = []
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
-        heads = [head_row(*sizes, max(3, options.rounds // 2)) for sizes in ((1024, 256, 8192), (2048, 512, 4096))]
+        heads = [head_row(*sizes, max(3, options.rounds // 2)) for sizes in HEADS]
     print("(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds\n")
     header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
     header.append("held / activation")
@@ -463,10 +476,11 @@ def main(arguments: list[str] | None = None) -> int:
         "case",
         "torch in chunks, us",
         *names.values(),
+        "of it F + B",
         *(f"MB: {n}" for n in ("torch in chunks", *names.values())),
     ]
     rows = [
-        [r["case"], f"{r['torch_us']:.0f}", *(f"{r[name]:.3f}" for name in names)]
+        [r["case"], f"{r['torch_us']:.0f}", *(f"{r[name]:.3f}" for name in (*names, "before_w"))]
         + [f"{r['peak_bytes'][name] / 1e6:.1f}" for name in ("torch", *names)]
         for r in heads
     ]

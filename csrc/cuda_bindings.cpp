@@ -101,8 +101,9 @@ PYBIND11_MODULE(_cuda, module) {
   module.def(
       "wgrad",
       [](const py::sequence& products, int input, int dweight, int dbias, bool accumulate, int places, int max_tiles,
-         bool hopper, int device, std::uintptr_t stream) {
-        Wgrad task{{}, kind_of(input), kind_of(dweight), kind_of(dbias), accumulate, hopper, device, stream_of(stream)};
+         bool hopper, int device, std::uintptr_t stream, bool reduce) {
+        Wgrad task{{}, kind_of(input), kind_of(dweight), kind_of(dbias), accumulate, reduce,
+                   hopper, device, stream_of(stream)};
         for (const py::handle& product : products) task.products.push_back(product_from(product));
         validate(task);
         choose_grid(task, places, max_tiles);
@@ -110,7 +111,8 @@ PYBIND11_MODULE(_cuda, module) {
         wgrad(task);
       },
       py::arg("products"), py::arg("input"), py::arg("dweight"), py::arg("dbias"), py::arg("accumulate"),
-      py::arg("places"), py::arg("max_tiles"), py::arg("hopper"), py::arg("device"), py::arg("stream"));
+      py::arg("places"), py::arg("max_tiles"), py::arg("hopper"), py::arg("device"), py::arg("stream"),
+      py::arg("reduce"));
 
   // addresses of each tensor's parts, its master or 0, and how many elements it has; then set_grads
   py::class_<AdamTensors>(module, "AdamTensors")

@@ -28,6 +28,7 @@ struct Wgrad {
   Kind dweight;             // input or float32
   Kind dbias;               // input or float32
   bool accumulate;          // add to the outputs, or overwrite them
+  bool reduce;              // on 9.0, stores that add to a float32 dweight do so in L2; else without effect
   bool hopper;              // run the kernels for 9.0; else those for 8.0 and later, which take one product
   int device;
   cudaStream_t stream;

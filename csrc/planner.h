@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace zbkern {
@@ -58,6 +59,20 @@ struct Ordering {
 
 // Empty rows when the rule deadlocks, or costs more than `cutoff`.
 Ordering list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
+
+// Costs and places of the best `kept` of many rules, of equal costs the first, the best first; stops after `seconds`, once
+// it has found any.
+std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds);
+
+struct Measured {
+  Time cost = -1;           // stays so when the orders cannot run
+  std::vector<Time> peaks;  // [ranks] the most that each holds
+};
+
+Measured measure(const Problem& problem, const Ordering& orders);
+
+// The best orders that repeat the steady state of orders for fewer microbatches; see extended in annealing.py.
+Ordering extended(const Problem& problem, const Ordering& few);
 
 // The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops after
 // `seconds`, once it has found any.

@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
+
 #include "planner.h"
 
 namespace py = pybind11;
@@ -36,6 +38,22 @@ PYBIND11_MODULE(_planner, module) {
                                  Ints caps, bool foresight, bool fuse, Time cutoff) {
     const Problem problem = problem_from(source);
     return tuple_from(list_schedule(problem, {priority, patience, late_forward, late_backward, caps, foresight, fuse}, cutoff));
+  });
+  // Rules are tuples as in list_scheduler.py.
+  using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool>;
+  module.def("best_rules", [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
+    const Problem problem = problem_from(source);
+    std::vector<Rule> rules;
+    for (const auto& each : tuples) rules.push_back(std::apply([](const auto&... parts) { return Rule{parts...}; }, each));
+    py::gil_scoped_release release;
+    return best_rules(problem, rules, kept, seconds);
+  });
+  module.def("measure", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
+    const Measured found = measure(problem_from(source), {rows, std::vector<char>(fused.begin(), fused.end()), 0});
+    return py::make_tuple(found.cost, found.peaks);
+  });
+  module.def("extended", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
+    return tuple_from(extended(problem_from(source), {rows, std::vector<char>(fused.begin(), fused.end()), 0}));
   });
   module.def("search_blocks", [](const py::object& source, std::uint64_t seed, const std::vector<Time>& temperatures,
                                  std::int64_t moves, Time target, bool fuse, double seconds) {

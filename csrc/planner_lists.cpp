@@ -159,4 +159,20 @@ Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
   return result;
 }
 
+std::vector<std::pair<Time, int>> best_rules(const Problem& p, const std::vector<Rule>& rules, int kept, double seconds) {
+  const Deadline deadline(seconds);
+  std::vector<std::pair<Time, int>> found;
+  for (int index = 0; index < static_cast<int>(rules.size()); index++) {
+    if (!found.empty() && deadline.passed()) break;
+    const bool full = static_cast<int>(found.size()) == kept;
+    const Ordering orders = list_schedule(p, rules[index], full ? found.back().first - 1 : kNever);
+    const auto same = [&](const auto& each) { return each.first == orders.cost; };
+    if (orders.rows.empty() || std::any_of(found.begin(), found.end(), same)) continue;
+    found.push_back({orders.cost, index});
+    std::sort(found.begin(), found.end());
+    if (static_cast<int>(found.size()) > kept) found.pop_back();
+  }
+  return found;
+}
+
 }  // namespace zbkern

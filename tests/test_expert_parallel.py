@@ -174,6 +174,8 @@ def test_wrong_arguments() -> None:
         zbkern.nn.ExpertParallel(experts, router=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="top_k must be"):
         zbkern.nn.ExpertParallel(experts, top_k=0)
+    with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
+        zbkern.nn.ExpertParallel(experts, group=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="without a router"):
         zbkern.nn.ExpertParallel(experts)(torch.zeros(3, WIDTH))
     with pytest.raises(ValueError, match=r"both \[3, 'top_k'\]"):
@@ -246,3 +248,73 @@ def test_experts_that_are_dtensors(two_ranks: Any, way: str, parallelize_first: 
         assert waiting == 2 * 3 * (1 if way == "grouped" else EXPERTS // 2)
         assert all("Shard(dim=0)" in placement for placement in placements)
         assert max(found) < (1e-5 if way == "grouped" else 1e-10)
+
+
+def sharded_library_rank(transposed: bool, deferred: bool) -> tuple[int, list[bool], list[float], list[str]]:
+    """W that waited, whether gradients are cut by experts, their largest differences, and a message for other cuts."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh, share = init_device_mesh("cpu", (ranks,)), EXPERTS // ranks
+    torch.manual_seed(0)
+    alone = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64, transposed=transposed)
+    own = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64, transposed=transposed)
+    for name, parameter in alone.named_parameters():
+        setattr(own, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    counts = torch.tensor([3, 0, 2, 4])
+    mine = slice(rank * share, (rank + 1) * share)
+    x = torch.randn(int(counts.sum()), WIDTH, dtype=torch.float64)
+    rows = torch.cat(x.split(counts.tolist())[mine]).requires_grad_()
+    queue = zbkern.WGradQueue()
+    waiting = 0
+    for _ in range(2):
+        alone(x, counts).square().sum().backward()
+        if deferred:
+            with queue.defer():
+                own(rows, counts[mine]).square().sum().backward()
+            waiting = queue.pending()
+            queue.run()
+        else:
+            own(rows, counts[mine]).square().sum().backward()
+    (slope,) = torch.autograd.grad(own(rows, counts[mine]).square().sum(), rows, create_graph=True)
+    slope.square().sum().backward()
+    whole = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(alone(whole, counts).square().sum(), whole, create_graph=True)
+    slope.square().sum().backward()
+    pairs = list(zip(own.parameters(), alone.parameters(), strict=True))
+    far = [float((p.grad.to_local() - q.grad[mine]).abs().max() / q.grad.abs().max()) for p, q in pairs]
+    messages = []
+    own.down_proj = nn.Parameter(distribute_tensor(alone.down_proj.detach(), mesh, [Replicate()]))
+    for wrong in (own.down_proj, alone.down_proj):
+        with pytest.raises(ValueError, match="grouped_mlp: weights and biases") as caught:
+            zbkern.functional.grouped_mlp(rows, own.gate_up_proj, wrong, counts[mine])
+        messages.append(str(caught.value))
+    return waiting, [all(place.is_shard(0) for place in p.grad.placements) for p, _ in pairs], far, messages
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("transposed", "deferred"), [(False, True), (True, True), (False, False)])
+def test_library_experts_that_are_dtensors(two_ranks: Any, transposed: bool, deferred: bool) -> None:
+    for waiting, cut, found, messages in two_ranks.run(sharded_library_rank, transposed, deferred):
+        assert waiting == (2 if deferred else 0)
+        assert all(cut)
+        assert max(found) < 1e-10
+        assert all("placement Shard(0)" in message for message in messages)
+        assert "plain tensor" in messages[1]
+
+
+def collective_rank() -> tuple[bool, bool]:
+    """Whether a Pipeline takes forwards of these for collective: over all ranks, and over this one alone."""
+    from zbkern.pipeline.runtime.data_parallel import Replicas
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    blocks = nn.Sequential(block(ranks, rank)), nn.Sequential(block(1, 0, one_group()))
+    both = [Replicas({0: each}, zbkern.WGradQueue()).gathers for each in blocks]
+    return both[0], both[1]
+
+
+@pytest.mark.dist
+def test_all_ranks_of_a_group_run_the_same_forwards_ahead_of_validation(two_ranks: Any) -> None:
+    """Its experts' parameters are plain tensors: only the block itself says that its forward is collective."""
+    assert two_ranks.run(collective_rank) == [(True, False)] * 2

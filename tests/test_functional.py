@@ -384,6 +384,37 @@ def test_logits_are_computed_once_where_no_w_can_wait(
     del queue
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_head_of_extreme_logits(queued: bool) -> None:
+    """exp of any of these logits is 0 or infinite; one word of the vocabulary is masked out by its bias."""
+    weight = torch.full((9, 2), -100.0)
+    weight[3] = 100
+    weight = weight.requires_grad_()
+    bias = torch.zeros(9)
+    bias[8] = -torch.inf
+    x = torch.tensor([[1.0, 2.0], [-3.0, 1.0], [50.0, 50.0]], requires_grad=True)
+    target = torch.tensor([0, 3, 3])
+    expected = F.cross_entropy(F.linear(x, weight, bias), target, reduction="none")
+    wanted = torch.autograd.grad(expected.sum(), (x, weight))
+    queue = zbkern.WGradQueue() if queued else None
+    with contextlib.nullcontext() if queue is None else queue.defer():
+        loss = Z.linear_cross_entropy(x, weight, target, bias, reduction="sum", chunk=2)
+        loss.backward()
+    if queue is not None:
+        queue.run()
+    testing.assert_close(loss, expected.sum())
+    testing.assert_close(x.grad, wanted[0])
+    testing.assert_close(weight.grad, wanted[1])
+
+
+def test_head_of_several_output_gradients_at_once() -> None:
+    x, weight = torch.randn(7, 4, dtype=torch.double, requires_grad=True), torch.randn(9, 4, dtype=torch.double)
+    factors = torch.tensor([1.0, -2.0, 0.5], dtype=torch.double)
+    (found,) = torch.autograd.grad(Z.linear_cross_entropy(x, weight, TARGET), x, factors, is_grads_batched=True)
+    (one,) = torch.autograd.grad(F.cross_entropy(x @ weight.T, TARGET), x)
+    testing.assert_close(found, factors[:, None, None] * one)
+
+
 def test_head_says_so_when_its_weight_changed_before_w() -> None:
     weight = torch.randn(9, 5, requires_grad=True)
     queue = zbkern.WGradQueue()

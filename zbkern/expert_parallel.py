@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zbkern.functions.collectives import AllToAll
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Routing = tuple[Tensor, Tensor]
 
@@ -20,7 +23,9 @@ class ExpertParallel(torch.nn.Module):
     which are sorted, are for its expert i (zbkern.nn.Experts, say). Rank r of the group has experts r num_experts to
     (r + 1) num_experts of the model. router: a module from tokens [T, K] to one score per expert of the model, such as
     a linear; a token goes to the top_k best, with the softmax of their scores as weights. Without a router, forward
-    takes the routing: (experts, weights), each [..., top_k]; experts int64. group: a process group, None for all ranks.
+    takes the routing: (experts, weights), each [..., top_k]; experts int64. group: a process group, None for all ranks;
+    or a DeviceMesh of one dimension: the parameters of `experts` then become DTensors, Shard(0) of all the model's, as
+    norms, clipping and checkpoints need them.
 
     Ranks may have different numbers of tokens, and none. The host waits once per forward, for the numbers of tokens
     that go to each rank. In B, an all-to-all starts, `WGradQueue(wgrads_per_collective=...)` W of other layers or
@@ -33,7 +38,7 @@ class ExpertParallel(torch.nn.Module):
         experts: torch.nn.Module,
         router: torch.nn.Module | None = None,
         top_k: int = 2,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(experts, torch.nn.Module) or not isinstance(getattr(experts, "num_experts", None), int):
@@ -46,7 +51,15 @@ class ExpertParallel(torch.nn.Module):
         if not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"ExpertParallel: top_k must be a number of experts >= 1; got {top_k!r}")
         self.experts, self.router, self.top_k = experts, router, top_k
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            shard_parameters(experts, group)
+            group = group.get_group()
         self.group = group
+
+    @property
+    def collective_forward(self) -> bool:
+        """For a Pipeline: other ranks of the group must run this forward for every one that this rank runs."""
+        return self._ranks() > 1
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -54,8 +67,7 @@ class ExpertParallel(torch.nn.Module):
         to_expert = chosen.flatten()
         order = torch.argsort(to_expert, stable=True)
         position = torch.argsort(order)  # of every choice among the sorted ones
-        distributed = dist.is_available() and dist.is_initialized()
-        ranks = dist.get_world_size(self.group) if distributed else 1
+        ranks = self._ranks()
         local = self.experts.num_experts
         assert isinstance(local, int)
         sent = torch.bincount(to_expert, minlength=ranks * local)
@@ -77,6 +89,9 @@ class ExpertParallel(torch.nn.Module):
         results = _Take.apply(home, position, order, 1).view(*chosen.shape, y.shape[-1])
         return (weights.to(y.dtype).unsqueeze(-1) * results).sum(1).view(*x.shape[:-1], y.shape[-1])
 
+    def _ranks(self) -> int:
+        return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+
     def _route(self, rows: Tensor) -> Routing:
         if self.router is None:
             raise ValueError(
@@ -93,6 +108,22 @@ class ExpertParallel(torch.nn.Module):
                 f"experts of an integer dtype; got {chosen.dtype} {list(chosen.shape)} and {list(weights.shape)}"
             )
         return chosen.reshape(-1, chosen.shape[-1]), weights.reshape(-1, weights.shape[-1])
+
+
+def shard_parameters(experts: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Makes DTensors of this rank's experts' parameters, in place: Shard(0) over the ranks of the mesh."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    if getattr(mesh, "ndim", None) != 1:
+        raise ValueError(
+            "ExpertParallel: group must be a process group, a DeviceMesh of one dimension, or None for all ranks; got "
+            f"{mesh!r}"
+        )
+    for module in experts.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                whole = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
+                module.register_parameter(name, torch.nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
 class _Take(torch.autograd.Function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -147,14 +147,16 @@ def grouped_linear(
     [M, N]. counts: E numbers of rows, possibly 0, M in all. offsets: instead of counts, the row at which every group
     ends, as torch's grouped_mm takes it; rows from the last end on belong to no group: they come out as zeros and get
     no gradient. Tensors on x's device are used there: the host never waits for them, so what they hold is not checked.
-    Raises as `linear` does.
+    Weights that are DTensors are cut by groups, Shard(0); x and counts are then this rank's. Raises as `linear` does.
     """
-    functional_checks.check_grouped_linear("grouped_linear", x, weight, bias, transposed)
-    ends = functional_checks.group_ends("grouped_linear", x, weight.shape[0], counts, offsets)
-    if not _plain(x, weight):
-        return grouped_functions.grouped_linear_with_torch(weight, bias, x, ends, transposed)
-    x = _autocast("grouped_linear", x, weight, bias)
-    call = autograd.OpCall((weight, bias), dispatch.resolve("grouped_linear", impl, x.device, x.dtype), name)
+    params = weight, bias
+    own_weight, own_bias = _parts("grouped_linear", params)
+    functional_checks.check_grouped_linear("grouped_linear", x, own_weight, own_bias, transposed)
+    ends = functional_checks.group_ends("grouped_linear", x, own_weight.shape[0], counts, offsets)
+    if not _plain(x, own_weight):
+        return grouped_functions.grouped_linear_with_torch(*params, x, ends, transposed)
+    x = _autocast("grouped_linear", x, own_weight, own_bias)
+    call = autograd.OpCall(params, dispatch.resolve("grouped_linear", impl, x.device, x.dtype), name)
     return autograd.apply(grouped_functions.GroupedLinear, call, x, ends, transposed)
 
 
@@ -185,12 +187,13 @@ def grouped_mlp(
     up_offset=1 (added to up). Raises as `linear` does.
     """
     op, params = "grouped_mlp", (gate_up, down, gate_up_bias, down_bias)
-    functional_checks.check_grouped_mlp(x, *params, transposed)
+    parts = _parts(op, params)
+    functional_checks.check_grouped_mlp(x, parts[0], parts[1], parts[2], parts[3], transposed)
     options = functional_checks.gate_options(activation, interleaved, limit, alpha, up_offset)
-    ends = functional_checks.group_ends(op, x, gate_up.shape[0], counts, offsets)
-    if not _plain(x, gate_up):
+    ends = functional_checks.group_ends(op, x, parts[0].shape[0], counts, offsets)
+    if not _plain(x, parts[0]):
         return grouped_functions.grouped_mlp_with_torch(*params, x, ends, options, transposed)
-    x = _autocast(op, x, *params)
+    x = _autocast(op, x, *parts)
     call = autograd.OpCall(params, dispatch.resolve(op, impl, x.device, x.dtype), name)
     return autograd.apply(grouped_functions.GroupedMLP, call, x, ends, options, transposed)
 
@@ -418,11 +421,13 @@ def linear_cross_entropy(
     x: [..., K]; weight: [V, K]; bias: [V] or None; target: [...] integers in 0..V-1 or ignore_index. reduction: "mean"
     over the targets that count, "sum", or "none" for [...]. z_loss: factor of the squared log-sum-exp, added to every
     row's loss (PaLM, arXiv 2204.02311). chunk: rows whose logits exist at one time; None for 1024, in fp32 on a CPU
-    128, of which the caches hold more. The loss is float32 (float64 for float64 x). A deferred W computes the logits a
-    second time; while no WGradQueue exists, forward computes the gradients of a summed loss with them.
+    128, of which the caches hold more, or K / 4, which large matmuls need. The loss is float32 (float64 for float64
+    x). A deferred W computes the logits a second time; where W cannot wait (no WGradQueue exists, or inside
+    `no_defer`), forward computes the gradients of a summed loss with them: three matmuls instead of four.
     """
     if chunk is None:
-        chunk = 128 if isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype.itemsize >= 4 else 1024
+        on_cpu = isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype.itemsize >= 4
+        chunk = max(128, x.shape[-1] // 4) if on_cpu and x.dim() else 1024
     functional_checks.check_linear_cross_entropy(
         x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, chunk
     )
@@ -487,6 +492,13 @@ def _norm_of_local_rows(
     backend = dispatch.resolve(op, impl, x.device, x.dtype)
     y = sharded_norm.on_local_rows(norm, params, backend, name, summed, eps)
     return y if residual is None else (y, summed)
+
+
+def _parts(op: str, params: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What this rank has of weights per group, DTensors or not."""
+    if torch.compiler.is_compiling() or not any(sharded.is_sharded(p) for p in params if p is not None):
+        return params
+    return sharded.parts_by_group(op, params)
 
 
 def _in_flight(x: Tensor) -> bool:

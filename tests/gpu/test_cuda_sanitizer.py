@@ -33,13 +33,14 @@ for dtype in (torch.bfloat16, torch.float16):
         for n, k in ((136, 264), (264, 72), (1024, 1024)):  # ragged tiles, the narrow tile, the wide one
             segments = [(random(m, k, dtype=dtype), random(m, n, dtype=dtype)) for m in (65, 128, 1)]
             dweight, dbias = random(n, k, dtype=out), random(n, dtype=out)
-            for options in ({}, {"num_sms": 2}, {"max_tiles": 1}):
+            for options in ({}, {"num_sms": 2}, {"max_tiles": 1}, {"reduce": True}):
                 for outputs in ((dweight, dbias), (dweight, None)):
                     wgrad.linear_wgrad(segments, outputs, True, **options)
                     wgrad.linear_wgrad(segments, outputs, False, **options)
 products = [([(random(m, k), random(m, n))], (random(n, k, dtype=torch.float32), random(n, dtype=torch.float32)))
             for m, n, k in ((64, 136, 264), (100, 512, 256), (1, 8, 8), (70, 256, 128), (64, 128, 128))]
 wgrad.linear_wgrads(products, True)
+wgrad.linear_wgrads(products, True, reduce=True)
 for dtype in (torch.float32, torch.bfloat16):
     params, grads = ([random(size, dtype=dtype) for size in (1, 16385, 40000)] for _ in range(2))
     moments = [[torch.zeros(p.shape, device="cuda") for p in params] for _ in range(3)]

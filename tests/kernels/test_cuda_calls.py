@@ -133,6 +133,17 @@ def test_multiprocessors_that_a_launch_may_take(
     assert extension.launches[3:] == ([(2, 2)] if hopper else [(1, 1), (1, 1)])
 
 
+def test_stores_add_where_that_is_asked_for(extension: HostExtension) -> None:
+    for options in ({}, {"reduce": True}):
+        dweight = torch.zeros(16, 24)
+        cuda_wgrad.linear_wgrad(segments_of([8] * 17, 16, 24, BF16), (dweight, None), True, **options)
+    assert extension.reduced == [False, False, True, True]  # two launches each
+
+
+def test_what_the_sanitizer_is_given_can_be_imported() -> None:
+    exec("\n".join(line for line in SMALL_RUN.splitlines() if line.startswith(("import", "from"))), {})
+
+
 def test_a_launch_takes_neighbours_of_the_same_dtypes(extension: HostExtension) -> None:
     kinds = [(BF16, FP32), (BF16, FP32), (BF16, BF16), (FP16, FP32)]
     rows = [[8] * 9, [8] * 8, [8], [8] * 20]  # 17 segments are too many for a launch, 20 are two on their own

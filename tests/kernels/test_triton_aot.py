@@ -71,6 +71,15 @@ def test_every_module_lists_variants(reports: list[dict]) -> None:
     assert {report["module"] for report in reports} == modules
 
 
+@pytest.mark.slow
+def test_what_epilogues_read_is_called_to_l2(reports: list[dict]) -> None:
+    """Nothing uses the result of that assembly, and no result depends on it."""
+    gates, adds = r"(gated_linear|grouped_gated)_dgrad", r"linear_wgrad .* 1 x \d.* add|linear_dgrad .* add"
+    wanted = [r for r in reports if re.match(rf"{gates}|linear_dgrad .* gelu|{adds}", r["name"])]
+    assert len(wanted) > 10 * len(triton_aot.CAPABILITIES)
+    assert [(r["name"], r["capability"]) for r in wanted if not r["instructions"]["calls to L2"]] == []
+
+
 def test_faults_are_found() -> None:
     for capability, product in {80: "mma", 90: "wgmma", 100: "tcgen05"}.items():
         none, some = {product: 0, "bulk copies": 0}, {product: 1, "bulk copies": 1}

@@ -44,7 +44,8 @@ class Spans:
 
 
 class HostExtension:
-    """launches: the number of weights and of segments of each launch. grids: its places, max_tiles and hopper.
+    """launches: the number of weights and of segments of each launch. grids: its places, max_tiles and hopper. reduced:
+    whether stores may add.
 
     adams: the number of tensors of each launch of AdamW.
     """
@@ -55,6 +56,7 @@ class HostExtension:
     def __init__(self) -> None:
         self.launches: list[tuple[int, int]] = []
         self.grids: list[tuple[int, int, bool]] = []
+        self.reduced: list[bool] = []
         self.adams: list[int] = []
 
     def has_sm90(self) -> bool:
@@ -67,6 +69,7 @@ class HostExtension:
         self.launches.append((len(products), sum(len(product[-1]) for product in products)))
         assert self.launches[-1][1] <= self.MAX_SEGMENTS
         self.grids.append(rest[:3])
+        self.reduced.append(rest[5])
         for dweight_at, dbias_at, n, k, stride, segments in products:
             dweight = tensor_at(dweight_at, dweight_kind, (n, k), stride)
             self._aligned(dweight_at, stride * dweight.itemsize)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zbkern
 from zbkern import testing
+from zbkern.kernels import reference
 
 
 class Block(nn.Module):
@@ -136,6 +137,28 @@ def test_before_a_queue_exists() -> None:
         y.sum().backward()
     assert queue.pending() == 0
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_head_that_does_not_wait_computes_its_logits_once(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hook, its gradient comes by W all the same."""
+    later: list[int] = []
+    wgrad = reference.cross_entropy_wgrad
+    monkeypatch.setattr(reference, "cross_entropy_wgrad", lambda *a: (later.append(1), wgrad(*a))[1])
+    queue = zbkern.WGradQueue()
+    weight = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+    x, target = torch.randn(7, 5, dtype=torch.float64, requires_grad=True), torch.arange(7)
+    if hooked:
+        weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with queue.defer():
+        with zbkern.no_defer():
+            loss = zbkern.functional.linear_cross_entropy(x, weight, target, chunk=3)
+        loss.backward()
+    assert queue.pending() == 0
+    assert len(later) == hooked
+    expected = torch.autograd.grad(nn.functional.cross_entropy(x @ weight.T, target), (x, weight))
+    for got, wanted in zip((x.grad, weight.grad), expected, strict=True):
+        testing.assert_close(got, wanted)
 
 
 def test_create_graph_and_wrong_arguments() -> None:

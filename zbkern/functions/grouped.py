@@ -12,6 +12,7 @@ from torch import Tensor
 from zbkern import wgrad
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions.linear import linear_flops
+from zbkern.functions.sharded import is_sharded, local
 from zbkern.kernels.reference import grouped as reference_grouped
 from zbkern.kernels.spec import GateOptions
 
@@ -19,7 +20,7 @@ from zbkern.kernels.spec import GateOptions
 class GroupedLinear(torch.autograd.Function):
     """y = x weight[e]^T + bias[e] in rows of group e, x [M, K]. B: dx. W: dweight, dbias.
 
-    transposed: the weight is stored [E, K, N].
+    transposed: the weight is stored [E, K, N]. Of weights that are DTensors, x has the rows of this rank's groups.
     """
 
     @staticmethod
@@ -43,7 +44,7 @@ class GroupedLinear(torch.autograd.Function):
         if needs[1]:
             dx = torch.empty_like(x, requires_grad=False)
             call.backend.grouped_linear_dgrad(dy, weight, ends, dx)
-        kernel = grouped_wgrad(call.backend, ctx.transposed)
+        kernel = grouped_wgrad(call.backend, ctx.transposed, is_sharded(call.params[0]))
         weights = weight_gradients(call, kernel, (x.detach(), dy, ends), needs, linear_flops)
         return None, dx, None, None, *weights
 
@@ -82,7 +83,7 @@ class GroupedMLP(torch.autograd.Function):
         if needs[1]:
             dx = torch.empty_like(x, requires_grad=False)
             call.backend.grouped_linear_dgrad(dz, gate_up, ends, dx)
-        kernel = grouped_wgrad(call.backend, ctx.transposed)
+        kernel = grouped_wgrad(call.backend, ctx.transposed, is_sharded(call.params[0]))
         # params: gate_up and down, then their biases; each task takes a weight with its bias
         first, second = (x.detach(), dz, ends), (h, dy, ends)
         dgate_up, dgate_up_bias = weight_gradients(call, kernel, first, needs, linear_flops, slice(0, None, 2))
@@ -91,24 +92,23 @@ class GroupedMLP(torch.autograd.Function):
 
 
 @functools.cache
-def grouped_wgrad(backend: ModuleType, transposed: bool) -> wgrad.WGradKernel:
-    """W of a linear per group of rows; transposed: for a weight stored [E, K, N]."""
-    if not transposed:
-        return wgrad.WGradKernel(backend.grouped_linear_wgrad)
+def grouped_wgrad(backend: ModuleType, transposed: bool, sharded: bool) -> wgrad.WGradKernel:
+    """W of a linear per group of rows; transposed: for a weight stored [E, K, N]; sharded: for DTensors."""
 
-    def run(segments: Any, outputs: Any, accumulate: bool) -> None:
+    def run_transposed(segments: Any, outputs: Any, accumulate: bool) -> None:
         dweight, dbias = outputs
         backend.grouped_linear_wgrad(segments, (None if dweight is None else dweight.mT, dbias), accumulate)
 
-    return wgrad.WGradKernel(run)
+    run = run_transposed if transposed else backend.grouped_linear_wgrad
+    return local(run) if sharded else wgrad.WGradKernel(run)
 
 
 def grouped_linear_with_torch(
     weight: Tensor, bias: Tensor | None, x: Tensor, ends: Tensor, transposed: bool = False
 ) -> Tensor:
     """GroupedLinear in torch's own operations, differentiable any number of times."""
+    weight, bias = _local(weight), None if bias is None else _local(bias).to(x.dtype)
     weight = (weight.mT if transposed else weight).to(x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
     biases = [None] * weight.shape[0] if bias is None else bias.unbind()
     if reference_grouped.readable(ends):
         rows = [part for (part,) in reference_grouped.split(ends, x)]
@@ -149,5 +149,9 @@ def _library_takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def _as_input(call: OpCall, x: Tensor) -> list[Any]:
-    """The parameters in x's dtype, which under autocast is another one."""
-    return [p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params]
+    """The parameters, of DTensors this rank's part, in x's dtype, which under autocast is another one."""
+    return [p if p is None else _local(p).to(x.dtype) for p in call.params]
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter.to_local() if is_sharded(parameter) else parameter

@@ -1,7 +1,7 @@
 """The head and its cross-entropy as one function, chunk by chunk, so that the logits are never whole in memory.
 
 F computes each chunk's logits once and leaves the loss, log-sum-exp and the gradient of the input; B only scales that
-gradient; W computes the logits again: four matmuls. Where no W can wait and all rows' losses get one gradient, F leaves
+gradient; W computes the logits again: four matmuls. Where W cannot wait and all rows' losses get one gradient, F leaves
 the gradients of the weights, too, and B scales them: three matmuls.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.autograd import OpCall, Params, differentiable_backward, weight_gradients
+from zbkern.autograd import OpCall, Params, Route, differentiable_backward, weight_gradients
 from zbkern.functions.linear import linear_with_torch
 from zbkern.kernels.spec import CrossEntropyOptions
 from zbkern.wgrad import WGradKernel, accumulation, queue
@@ -42,7 +42,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs = ctx.needs_input_grad[-len(call.params) :]
         ctx.unscaled = None  # gradients of the parameters, for the sum of all losses
         # In half precision every chunk would round the sum, and in fp16, before the mean, it might leave its range
-        if call.sums and needs[0] and not queue.possible and call.params[0].dtype.itemsize >= 4:
+        if call.sums and needs[0] and not _may_wait(call) and call.params[0].dtype.itemsize >= 4:
             pairs = zip(call.params, needs, strict=True)
             ctx.unscaled = [accumulation.empty_gradient(p) if need else None for p, need in pairs]
         call.backend.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx, ctx.unscaled)
@@ -66,12 +66,21 @@ class LinearCrossEntropy(torch.autograd.Function):
         return None, dx, None, None, *weight_gradients(call, kernel, segment, needs, flops)
 
 
+def _may_wait(call: OpCall) -> bool:
+    """Whether a queue may take the W of this call, or hooks need it by itself."""
+    return queue.possible and (call.route is Route.DETACHED or (call.may_defer and call.route is Route.ATTACHED))
+
+
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor; in place where no backward will come after this one."""
+    """gradient * factor; in place where neither another backward nor another factor (is_grads_batched) needs it."""
     factor = factor.to(gradient.dtype)
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    batched = torch._C._dispatch_keys(factor).has(_BATCHED)
+    if batched or torch._C._autograd._get_current_graph_task_keep_graph():
         return gradient * factor
     return gradient.mul_(factor)
+
+
+_BATCHED = torch._C._dispatch_key_parse("Batched")
 
 
 class HeadW:

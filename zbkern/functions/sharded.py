@@ -131,6 +131,23 @@ def parameter_of(part: Tensor) -> Any:
     return getattr(node.next_functions[0][0], "variable", None)  # of an AccumulateGrad
 
 
+def parts_by_group(op: str, params: Sequence[Any]) -> tuple[Any, ...]:
+    """This rank's groups of weights [E, ...] and biases [E, ...], DTensors that are cut along E; no graph.
+
+    Raises ValueError for other placements: a rank computes with whole experts, and only with its own.
+    """
+    for parameter in params:
+        if parameter is None:
+            continue
+        placements = parameter.placements if is_sharded(parameter) else None
+        if placements is None or not all(placement.is_shard(0) for placement in placements):
+            raise ValueError(
+                f"{op}: weights and biases must be all plain tensors, or all DTensors with the placement Shard(0), of "
+                f"which each rank has its own experts; got {'a plain tensor' if placements is None else placements}"
+            )
+    return tuple([None if p is None else p.to_local().detach() for p in params])
+
+
 def may_be_terms(params: Params, sums: Sums) -> bool:
     """False where W would add a term of a sum to a gradient that is no such sum: there B has to make it whole."""
     gradients = [None if p is None else accumulation.gradient_of(p) for p in params]

@@ -188,7 +188,7 @@ def published_timelines(costs: ModelCosts, stages: int, microbatches: int, limit
             continue
         limits = None if limit is None else [limit] * stages
         partitions = [
-            *balanced_partitions(costs, schedule.placement, microbatches, None),
+            *balanced_partitions(costs, schedule.placement, microbatches, None)[:1],
             *balanced_partitions(costs, schedule.placement, microbatches, limits)[:2],
             *even_partitions(len(costs.layers), chunks)[:1],
         ]

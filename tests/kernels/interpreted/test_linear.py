@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -253,7 +253,7 @@ def test_equal_keys_are_equal_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[tuple, tuple] = {}
     count = 0
 
-    def record(free: range):  # type: ignore[no-untyped-def]
+    def record(free: Sequence[int]):  # type: ignore[no-untyped-def]
         def launch(programs, arguments, constants, warps, stages, key) -> None:  # type: ignore[no-untyped-def]
             nonlocal count
             count += 1
@@ -263,8 +263,8 @@ def test_equal_keys_are_equal_variants(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return launch
 
-    monkeypatch.setattr(triton_multi_matmul, "_over_rows", record(range(16, 24)))  # its r
-    monkeypatch.setattr(triton_multi_matmul, "_of_rows", record(range(40, 48)))  # its p
+    monkeypatch.setattr(triton_multi_matmul, "_over_rows", record([*range(16, 24), 60]))  # its r, added_stride
+    monkeypatch.setattr(triton_multi_matmul, "_of_rows", record([*range(40, 48), 60]))  # its p, added_stride
     for dtype, out, n, k, m, start in itertools.product(
         DTYPES, (torch.float32, torch.float16), (8, 16, 24), (8, 16, 32), (1, 16, 20), (0, 4)
     ):

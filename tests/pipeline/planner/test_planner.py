@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, Schedule, ScheduleError, plan, schedules, simulate
-from zbkern.pipeline.planner import native, portfolio
-from zbkern.pipeline.planner.portfolio import SETTINGS
+from zbkern.pipeline.planner import levels, native
 from zbkern.pipeline.planner.problem import Problem
 
 PROFILES = json.loads((Path(__file__).parent.parent.parent / "data" / "zb_profiles.json").read_text())
@@ -175,11 +174,11 @@ def test_a_limit_per_rank_and_a_placement_of_ones_own() -> None:
 
 
 def test_same_seed_same_plan() -> None:
-    costs = Costs(2, 2.2, 1, communication=0.3)  # no bound ends this search
-    first, second = (plan(costs, 4, 8, 2, memory_limit=4, seed=5, effort=2) for _ in range(2))
+    costs = Costs(2, 2.2, 1, communication=0.3)
+    first, second = (plan(costs, 4, 12, 2, memory_limit=6, seed=5, effort=1) for _ in range(2))
     assert first.schedule == second.schedule
-    assert first.effort == 2
-    other = plan(costs, 4, 8, 2, memory_limit=4, seed=6, effort=2)
+    assert first.effort == 1
+    other = plan(costs, 4, 12, 2, memory_limit=6, seed=6, effort=1)
     assert other.schedule != first.schedule
 
 
@@ -334,14 +333,16 @@ def test_errors_name_what_is_wrong() -> None:
         plan(Costs(), 2.0, 4)
 
 
-def test_levels_of_memory_do_not_depend_on_the_limit() -> None:
-    def levels(limit: float) -> list[float]:
-        problem = Problem.build(Costs().per_chunk(4), range(4), 8, [limit] * 4, False)
-        ladder = portfolio._ladder(problem, SETTINGS.trial_passes)
-        return [level[0] / problem.memory_scale for level in portfolio._levels_within(problem, ladder)]
+@pytest.mark.parametrize(("held", "parts"), [(1.0, 1), (0.5, 2), (0.123, 4)])
+def test_levels_of_memory_do_not_depend_on_the_limit(held: float, parts: int) -> None:
+    """They are where a rank can hold more, but no more than four for an activation at four stages."""
 
-    assert levels(6.2) == pytest.approx([6, 5.5, 5, 4.5, 4, 3.5, 3, 2.5, 2, 1.5, 1])
-    assert levels(6.2) == levels(8)[-11:]
+    def within(limit: float) -> list[float]:
+        problem = Problem.build(Costs(held=held).per_chunk(4), range(4), 8, [limit] * 4, False)
+        return [limits[0] / problem.memory_scale for limits, _ in levels._levels_within(problem, 2)]
+
+    assert within(6.2) == pytest.approx([1 + step / parts for step in range(5 * parts, -1, -1)], abs=0.13)
+    assert within(6.2) == within(8)[-len(within(6.2)) :]
 
 
 @needs_core

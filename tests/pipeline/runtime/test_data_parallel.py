@@ -190,7 +190,7 @@ def refuse() -> list[str]:
         with pytest.raises(ValueError, match="Pipeline: the module of chunk") as caught:
             Pipeline(attempt, setup.schedule, mean_square, mesh().get_group("stage"))
         messages.append(str(caught.value))
-    with pytest.raises(ValueError, match="replanner must be None with FSDP2 or tensor-parallel stages") as caught:
+    with pytest.raises(ValueError, match="replanner must be None with FSDP2, tensor- or expert-parallel") as caught:
         Setup("fsdp", "zb_h1").pipe(replanner=Replanner(every=5))
     return [*messages, str(caught.value)]
 

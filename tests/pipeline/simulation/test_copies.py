@@ -93,6 +93,17 @@ def test_a_forward_whose_offload_follows_holds_two_transfers_and_waits_for_the_o
     assert held[:4] == [2, 0, 2, 0]
 
 
+@pytest.mark.parametrize(("copy_size", "begun"), [(None, 4), (4, 4), (2, 2)])
+def test_a_forward_of_one_or_two_transfers_waits_for_none(copy_size: float | None, begun: float) -> None:
+    row = build("0F0 0O0 0F1 0O1 0L0 0BW0 0L1 0BW1", microbatches=2)
+    costs = Costs(offload_bandwidth=1, reload_bandwidth=1, **{**IN_TRANSFERS, "copy_size": copy_size})
+    begun = {None: 4, 4: 4, 2: 2}[copy_size]
+    timeline = simulate(row, costs)
+    assert passes(timeline)["0F0"] == (0, 4)
+    assert copies(timeline)["0O0"] == (begun, begun + 4)
+    assert passes(timeline)["0F1"] == (begun + 4, begun + 8)
+
+
 def test_a_backward_waits_for_the_transfers_as_it_needs_them() -> None:
     row = build("0F0 0F1 0O0 0BW1 0L0 0BW0", microbatches=2)
     even = simulate(row, Costs(offload_bandwidth=1, reload_bandwidth=1, **IN_TRANSFERS))

@@ -62,26 +62,39 @@ def unfit(torch_cuda: str | None, built_with: int, built_for: str, capability: t
 
 
 def linear_wgrad(
-    segments: Segments, outputs: Outputs, accumulate: bool, *, num_sms: int | None = None, max_tiles: int = 0
+    segments: Segments,
+    outputs: Outputs,
+    accumulate: bool,
+    *,
+    num_sms: int | None = None,
+    max_tiles: int = 0,
+    reduce: bool = False,
 ) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
     x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. num_sms: blocks run on at
     most that many multiprocessors (two at least), None for all. max_tiles: a block ends after so many tiles of dweight,
     so that others get its multiprocessor, 0 for no bound; where that takes more blocks than num_sms, num_sms gives way.
-    Raises ValueError.
+    reduce: where a launch adds to a float32 dweight on compute capability 9.0, the L2 cache adds, and no multiprocessor
+    reads dweight: for few tokens, where memory is what W waits for. As repeatable as without. Raises ValueError.
     """
-    linear_wgrads(((segments, outputs),), accumulate, num_sms=num_sms, max_tiles=max_tiles)
+    linear_wgrads(((segments, outputs),), accumulate, num_sms=num_sms, max_tiles=max_tiles, reduce=reduce)
 
 
 def linear_wgrads(
-    layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, num_sms: int | None = None, max_tiles: int = 0
+    layers: Sequence[tuple[Segments, Outputs]],
+    accumulate: bool,
+    *,
+    num_sms: int | None = None,
+    max_tiles: int = 0,
+    reduce: bool = False,
 ) -> None:
     """linear_wgrad of several weights, each dweight and dbias in memory of its own, in as few launches as possible.
 
     One launch takes neighbours of the same dtypes, on compute capability 9.0 up to MAX_PRODUCTS weights with together
     MAX_SEGMENTS segments: no multiprocessor idles between two of them. On other GPUs it takes one weight.
     """
+    limits = num_sms, max_tiles, reduce
     batch: list[tuple] = []  # of one launch, as the extension takes it
     like: tuple = ()  # what they have in common
     room = 0
@@ -110,25 +123,27 @@ def linear_wgrads(
         if len(parts) > _cuda.MAX_SEGMENTS:
             for first in range(0, len(parts), _cuda.MAX_SEGMENTS):
                 some = parts[first : first + _cuda.MAX_SEGMENTS]
-                _launch([(*target, some)], same, accumulate or first > 0, num_sms, max_tiles)
+                _launch([(*target, some)], same, accumulate or first > 0, *limits)
             continue
         if batch and (same != like or len(parts) > room or len(batch) == _max_weights(device)):
-            _launch(batch, like, accumulate, num_sms, max_tiles)
+            _launch(batch, like, accumulate, *limits)
             batch = []
         if not batch:
             like, room = same, _cuda.MAX_SEGMENTS
         batch.append((*target, parts))
         room -= len(parts)
     if batch:
-        _launch(batch, like, accumulate, num_sms, max_tiles)
+        _launch(batch, like, accumulate, *limits)
 
 
-def _launch(layers: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
+def _launch(
+    layers: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int, reduce: bool
+) -> None:
     kinds, device = like
     places, hopper = _gpu(device)
     if num_sms is not None:  # a block each: two of a launch are on one multiprocessor only where all are taken
         places = min(num_sms, places)
-    _cuda.wgrad(layers, *kinds, accumulate, places, max_tiles, hopper, device, raw_stream(device))
+    _cuda.wgrad(layers, *kinds, accumulate, places, max_tiles, hopper, device, raw_stream(device), reduce)
 
 
 def _addresses(

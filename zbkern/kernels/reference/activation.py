@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,11 +16,18 @@ _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 
-_BACKWARD: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
-    "gelu": lambda dy, z: torch.ops.aten.gelu_backward(dy, z),
-    "gelu_tanh": lambda dy, z: torch.ops.aten.gelu_backward(dy, z, approximate="tanh"),
-    "relu": lambda dy, z: torch.ops.aten.threshold_backward(dy, z, 0),
-    "silu": lambda dy, z: torch.ops.aten.silu_backward(dy, z),
+_INTO: dict[str, Callable[..., Tensor]] = {
+    "gelu": torch.ops.aten.gelu,
+    "gelu_tanh": functools.partial(torch.ops.aten.gelu, approximate="tanh"),
+    "relu": torch.ops.aten.relu,
+    "silu": torch.ops.aten.silu,
+}
+
+_BACKWARD: dict[str, Callable[..., Tensor]] = {
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "relu": lambda dy, z, **out: torch.ops.aten.threshold_backward(dy, z, 0, **out),
+    "silu": torch.ops.aten.silu_backward,
 }
 
 
@@ -35,22 +43,22 @@ def activation_gradient(activation: str, dy: Tensor, z: Tensor | None) -> Tensor
 
 def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
     """y = activation(z)."""
-    y.copy_(_FORWARD[activation](z))
+    _INTO[activation](z, out=y)
 
 
 def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor) -> None:
     """dz = dy activation'(z)."""
-    dz.copy_(_BACKWARD[activation](dy, z))
+    _BACKWARD[activation](dy, z, grad_input=dz)
 
 
 def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor) -> None:
     """h = activation(gate) * up."""
-    torch.mul(_FORWARD[activation](gate), up, out=h)
+    _INTO[activation](gate, out=h).mul_(up)
 
 
 def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor) -> None:
     """dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up once more."""
-    value = _FORWARD[activation](gate)
-    torch.mul(value, up, out=h)
-    torch.mul(dh, value, out=dup)
-    dgate.copy_(_BACKWARD[activation](dh * up, gate))
+    _INTO[activation](gate, out=h)
+    torch.mul(dh, h, out=dup)
+    h.mul_(up)
+    _BACKWARD[activation](dh * up, gate, grad_input=dgate)

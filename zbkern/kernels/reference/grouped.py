@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbkern.kernels.reference.activation import activation_function, activation_gradient
+from zbkern.kernels.reference.activation import activation_bwd, activation_function, activation_fwd
 from zbkern.kernels.reference.linear import linear_dgrad, linear_fwd, linear_wgrad
 from zbkern.kernels.spec import GateOptions
 
@@ -64,7 +64,9 @@ def grouped_gated_fwd(
 ) -> None:
     """z = x weight[e]^T + bias[e] in rows of group e, h = gate(z); 0 in rows of no group."""
     grouped_linear_fwd(x, weight, bias, ends, z)
-    h.copy_(gated(z, options))
+    gate, up = _clamped(*halves(z, options), options)
+    _activate(gate, options, h)
+    h.mul_(up)
 
 
 def grouped_gated_dgrad(
@@ -75,12 +77,12 @@ def grouped_gated_dgrad(
     grouped_linear_dgrad(dy, weight, ends, dh)
     gate, up = halves(z, options)
     low, factor = _clamped(gate, up, options)
-    value = _activated(low, options)
-    torch.mul(value, factor, out=h)
+    _activate(low, options, h)
     dgate, dup = halves(dz, options)
-    torch.mul(dh, value, out=dup)
+    torch.mul(dh, h, out=dup)
+    h.mul_(factor)
     argument = low if options.alpha == 1 else options.alpha * low
-    dgate.copy_(activation_gradient(options.activation, dh.mul_(factor), argument))
+    activation_bwd(dh.mul_(factor), argument, options.activation, dgate)
     if options.limit is not None:
         dgate.masked_fill_(gate > options.limit, 0)
         dup.masked_fill_(up.abs() > options.limit, 0)
@@ -110,6 +112,15 @@ def _clamped(gate: Tensor, up: Tensor, options: GateOptions) -> tuple[Tensor, Te
 def _activated(gate: Tensor, options: GateOptions) -> Tensor:
     activation = activation_function(options.activation)
     return activation(gate) if options.alpha == 1 else activation(options.alpha * gate) / options.alpha
+
+
+def _activate(gate: Tensor, options: GateOptions, out: Tensor) -> None:
+    """out = _activated(gate), in place."""
+    if options.alpha == 1:
+        activation_fwd(gate, options.activation, out)
+    else:
+        activation_fwd(options.alpha * gate, options.activation, out)
+        out.div_(options.alpha)
 
 
 def readable(ends: Tensor) -> bool:

@@ -181,6 +181,7 @@ _INSTRUCTIONS = {
     "tcgen05": r"tcgen05\.mma",
     "bulk copies": r"cp\.async\.bulk\.tensor",
     "copies": r"cp\.async\.c[ag]\.",
+    "calls to L2": r"prefetch\.global\.L2",
 }
 
 

@@ -18,6 +18,7 @@ from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
     block_type,
+    call_to_l2,
     capability_of,
     has_bulk_copies,
     load,
@@ -74,18 +75,18 @@ def _gated_fwd(
 
 @triton.jit
 def _gate_backward(
-    dh, p, q, gate, up, dgate, dup, h, P, Q, i_stride, o_stride,
-    ACTIVATION: tl.constexpr, O_DESCRIPTORS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    dh, before, factor, p, q, dgate, dup, h, P, Q, stride,
+    ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile of dh: both gradients, and h once more. gate and up come by plain loads: descriptors would
-    hold a third and a fourth buffer of shared memory beside the operands."""
-    before = widen(load(gate, p, q, P, Q, i_stride, M, N, False))
-    factor = widen(load(up, p, q, P, Q, i_stride, M, N, False))
+    """The epilogue of a piece of dh: both gradients, and h once more.
+
+    By plain stores: bulk copies would take turns in one buffer of shared memory, and wait for each other.
+    """
+    before, factor = widen(before), widen(factor)
     activated = activate(before, ACTIVATION)
-    store(h, activated * factor, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
-    store(dup, dh * activated, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
-    dgated = activation_gradient(dh * factor, before, ACTIVATION)
-    store(dgate, dgated, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
+    store(h, activated * factor, p, q, P, Q, stride, M, N, False)
+    store(dup, dh * activated, p, q, P, Q, stride, M, N, False)
+    store(dgate, activation_gradient(dh * factor, before, ACTIVATION), p, q, P, Q, stride, M, N, False)
 
 
 @Kernel
@@ -93,29 +94,38 @@ def _gate_backward(
 def _gated_dgrad(
     dy, down, gate, up, dgate, dup, h, P, Q, R,
     y_stride, w_stride, i_stride, o_stride,
-    Y_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTORS: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    Y_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dh = dy down, dgate = dh up activation'(gate), dup = dh activation(gate), h = activation(gate) up.
 
     dy [P, R], down [R, Q], the others [P, Q]; dh is never written. One program computes every num_programs-th tile.
+    gate and up come by plain loads, a piece ahead of its use: beside the operands, shared memory has no room for them.
     """
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
+    steps = max(tl.cdiv(R, K), 1)  # known not to be 0: the compiler then writes the epilogue once
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
         p, q = tile_index(tile, P, Q, M, N, GROUP)
         dh = tl.zeros((M, N), tl.float32)
-        for step in range(tl.cdiv(R, K)):
+        for step in range(steps):
+            call_to_l2(gate, p, q, P, Q, i_stride, step, steps, M, N)
+            call_to_l2(up, p, q, P, Q, i_stride, step, steps, M, N)
             dh, _ = multiply(
                 dh, dy, down, p, q, step * K, P, Q, R, y_stride, w_stride,
                 Y_T, W_T, DESCRIPTORS, PRECISION, M, N, K,
             )  # fmt: skip
+        WIDTH: tl.constexpr = N // PARTS
+        before = load(gate, p, q, P, Q, i_stride, M, WIDTH, False)
+        factor = load(up, p, q, P, Q, i_stride, M, WIDTH, False)
         parts = pieces(dh, M, N, PARTS)
         for i in tl.static_range(PARTS):
+            gate_now, up_now = before, factor
+            if i + 1 < PARTS:
+                before = load(gate, p, q + (i + 1) * WIDTH, P, Q, i_stride, M, WIDTH, False)
+                factor = load(up, p, q + (i + 1) * WIDTH, P, Q, i_stride, M, WIDTH, False)
             _gate_backward(
-                parts[i], p, q + i * (N // PARTS), gate, up, dgate, dup, h, P, Q, i_stride, o_stride,
-                ACTIVATION, O_DESCRIPTORS, M, N // PARTS,
-            )  # fmt: skip
+                parts[i], gate_now, up_now, p, q + i * WIDTH, dgate, dup, h, P, Q, o_stride, ACTIVATION, M, WIDTH
+            )
 
 
 def gated_linear_fwd(
@@ -220,13 +230,11 @@ def _backward(
     operands, strides = [a.tensor, b.tensor], (a.stride, b.stride)
     if reads:
         operands, strides = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)], (1, 1)
-    parts = _parts(tile)
-    results, writes, output_stride = _outputs(outputs, tile.m, tile.n // parts)
-    flags = (a.transposed, b.transposed, reads, writes, activation, precision(dy.dtype))
+    flags = (a.transposed, b.transposed, reads, activation, precision(dy.dtype))
     _gated_dgrad(
         programs,
-        (*operands, gate, up, *results, p, q, r, *strides, gate.stride(0), output_stride),
-        (*flags, tile.m, tile.n, tile.k, tile.group, parts),
+        (*operands, gate, up, *outputs, p, q, r, *strides, gate.stride(0), h.stride(0)),
+        (*flags, tile.m, tile.n, tile.k, tile.group, _parts(tile)),
         tile.warps,
         tile.stages,
     )
@@ -271,15 +279,14 @@ def variants(capability: int) -> list[Variant]:
     def dgrad(dtype: str, activation: str, transposed: bool) -> Variant:
         long, half = {"bf16": ("bfloat16", True), "fp32": ("float32", False)}[dtype]
         tile = tiles.choose("dgrad", 4096, 11008, 4096, long, capability, sms)
-        parts, down = _parts(tile), (tile.n, tile.k) if transposed else (tile.k, tile.n)
-        outputs = (block_type(dtype, bulk, tile.m, tile.n // parts),) * 3
-        flags = (False, transposed, bulk, bulk, activation, "ieee" if half else "tf32x3")
-        inputs = (block_type(dtype, bulk, tile.m, tile.k), block_type(dtype, bulk, *down), f"*{dtype}", f"*{dtype}")
+        down = (tile.n, tile.k) if transposed else (tile.k, tile.n)
+        flags = (False, transposed, bulk, activation, "ieee" if half else "tf32x3")
+        factors = (block_type(dtype, bulk, tile.m, tile.k), block_type(dtype, bulk, *down))
         return Variant(
             f"gated_linear_dgrad {dtype} {activation}" + " transposed" * transposed,
             _gated_dgrad,
-            (*inputs, *outputs, *sizes, stride, stride, "i32:16", stride),
-            (*flags, tile.m, tile.n, tile.k, tile.group, parts),
+            (*factors, *(f"*{dtype}",) * 5, *sizes, stride, stride, "i32:16", "i32:16"),
+            (*flags, tile.m, tile.n, tile.k, tile.group, _parts(tile)),
             tile.warps,
             tile.stages,
             wgmma=half,

@@ -25,19 +25,49 @@ from zbkern.kernels.triton.grouped_tile import (
     row_tiles,
     tile_of,
 )
-from zbkern.kernels.triton.matmul_tile import block_type, has_bulk_copies, load, pieces, precision, store, tile_index
+from zbkern.kernels.triton.matmul_tile import (
+    block_type,
+    call_to_l2,
+    has_bulk_copies,
+    load,
+    pieces,
+    precision,
+    store,
+    tile_index,
+)
 
 
 @triton.jit
 def load_gate(z, row, column, rows, H, stride, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(gate, up), each [ROWS, COLUMNS] from (row, column) on in float32, zeros beyond the end."""
+    """(gate, up), each [ROWS, COLUMNS] from (row, column) on, zeros beyond the end; `gate_and_up` makes them of it."""
     if INTERLEAVED:
-        both = load(z, row, 2 * column, rows, 2 * H, stride, ROWS, 2 * COLUMNS, False)
-        gate, up = tl.split(tl.reshape(both, (ROWS, COLUMNS, 2)))
-        return widen(gate), widen(up)
+        return (load(z, row, 2 * column, rows, 2 * H, stride, ROWS, 2 * COLUMNS, False),)
     else:
         gate = load(z, row, column, rows, H, stride, ROWS, COLUMNS, False)
-        return widen(gate), widen(load(z + H, row, column, rows, H, stride, ROWS, COLUMNS, False))
+        return gate, load(z + H, row, column, rows, H, stride, ROWS, COLUMNS, False)
+
+
+@triton.jit
+def gate_and_up(loaded, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What load_gate loaded, in float32."""
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(loaded[0], (ROWS, COLUMNS, 2)))
+        return widen(gate), widen(up)
+    else:
+        return widen(loaded[0]), widen(loaded[1])
+
+
+@triton.jit
+def call_gate_to_l2(
+    z, row, column, rows, H, stride, step, steps,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """At one of the steps of a main loop: what load_gate will load."""
+    if INTERLEAVED:
+        call_to_l2(z, row, 2 * column, rows, 2 * H, stride, step, steps, ROWS, 2 * COLUMNS)
+    else:
+        call_to_l2(z, row, column, rows, H, stride, step, steps, ROWS, COLUMNS)
+        call_to_l2(z + H, row, column, rows, H, stride, step, steps, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -92,7 +122,8 @@ def _gate(
     across = tl.cdiv(H, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
         row, column = tile // across * ROWS, tile % across * COLUMNS
-        gate, up = load_gate(z, row, column, rows, H, z_stride, INTERLEAVED, ROWS, COLUMNS)
+        loaded = load_gate(z, row, column, rows, H, z_stride, INTERLEAVED, ROWS, COLUMNS)
+        gate, up = gate_and_up(loaded, INTERLEAVED, ROWS, COLUMNS)
         if BACKWARD:
             upstream = widen(load(dh, row, column, rows, H, dh_stride, ROWS, COLUMNS, False))
             value, dgate, dup = gate_backward(upstream, gate, up, ACTIVATION, LIMIT, ALPHA, OFFSET)
@@ -119,18 +150,24 @@ def _grouped_gated_dgrad(
     """
     last = row_tiles(ends, groups, GROUPS, M)
     total = tl.max(last, 0)
+    steps = max(tl.cdiv(R, K), 1)  # known not to be 0: the compiler then writes the epilogue once
     for tile in tl.range(tl.program_id(0), total * tl.cdiv(H, N), tl.num_programs(0), flatten=True):
         p, q = tile_index(tile, total * M, H, M, N, GROUP)
         group, begin, end, row = find_rows(p // M, last, ends, M)
         dh = tl.zeros((M, N), tl.float32)
-        for step in range(tl.cdiv(R, K)):
+        for step in range(steps):
+            call_gate_to_l2(z, begin + row, q, end, H, z_stride, step, steps, INTERLEAVED, M, N)
             x = load_rows(dy, begin, end, row, step * K, R, y_stride, False, M, K, DESCRIPTORS)
             y = matrix_of(down, group, step * K, q, R, H, w_group, w_stride, W_T, DESCRIPTORS, K, N)
             dh = dot(x, y, dh, PRECISION)
+        loaded = load_gate(z, begin + row, q, end, H, z_stride, INTERLEAVED, M, N // PARTS)
         parts = pieces(dh, M, N, PARTS)
         for i in tl.static_range(PARTS):
             column = q + i * (N // PARTS)
-            gate, up = load_gate(z, begin + row, column, end, H, z_stride, INTERLEAVED, M, N // PARTS)
+            gate, up = gate_and_up(loaded, INTERLEAVED, M, N // PARTS)
+            if i + 1 < PARTS:
+                following = column + N // PARTS
+                loaded = load_gate(z, begin + row, following, end, H, z_stride, INTERLEAVED, M, N // PARTS)
             value, dgate, dup = gate_backward(parts[i], gate, up, ACTIVATION, LIMIT, ALPHA, OFFSET)
             store(h, value, begin + row, column, end, H, h_stride, M, N // PARTS, False)
             store_gate(dz, dgate, dup, begin + row, column, end, H, dz_stride, INTERLEAVED, M, N // PARTS)

@@ -12,6 +12,7 @@ from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
     block_type,
+    call_to_l2,
     has_bulk_copies,
     load,
     multiply,
@@ -51,8 +52,8 @@ def _finish(
 @Kernel
 @triton.jit(do_not_specialize=["P"])
 def _product(
-    a, b, out, z, bias, P, Q, R,
-    a_stride, b_stride, o_stride, z_stride,
+    a, b, out, z, bias, read, P, Q, R,
+    a_stride, b_stride, o_stride, z_stride, read_stride,
     A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
     ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -61,12 +62,16 @@ def _product(
 
     One program computes every num_programs-th tile [M, N]. The two loops are fused, so that the operands of the next
     tile arrive while this one is written; tiles go down bands of GROUP rows, whose operands then stay in L2.
+    read: a pointer to what the epilogue reads, z or out, for it to be in L2 by then.
     """
+    steps = max(tl.cdiv(R, K), 1)  # known not to be 0: the compiler then writes the epilogue once
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
         p, q = tile_index(tile, P, Q, M, N, GROUP)
         accumulator = tl.zeros((M, N), tl.float32)
-        for step in range(tl.cdiv(R, K)):
+        for step in range(steps):
+            if read is not None:
+                call_to_l2(read, p, q, P, Q, read_stride, step, steps, M, N)
             accumulator, _ = multiply(
                 accumulator, a, b, p, q, step * K, P, Q, R, a_stride, b_stride,
                 A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
@@ -147,11 +152,13 @@ def _run_product(
         results = [target and target.descriptor(tile.m, tile.n // tile.parts()) for target in targets]
         strides[2:] = 1, 1
     bias = None if bias is None else bias.contiguous()
+    read = beside if backward else rows if accumulate else None
+    read_stride = 1 if read is None else read.stride(0)
     flags = (left.transposed, right.transposed, reads, writes, accumulate, activation or "", backward)
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.parts(writes))
     _product(
         programs,
-        (*factors, *results, bias, p, q, r, *strides),
+        (*factors, *results, bias, read, p, q, r, *strides, read_stride),
         (*flags, precision(a.dtype), *sizes),
         tile.warps,
         tile.stages,
@@ -176,6 +183,7 @@ def variants(capability: int) -> list[Variant]:
         backward = op == "dgrad" and z
         b_t = op == "fwd"
         pointer, parts = f"*{dtype}", tile.parts(writes)
+        aligned, reads = writes or not bulk, backward or accumulate
 
         target = block_type(dtype, bulk, tile.m, tile.n // parts) if writes else f"{pointer}:1" if bulk else pointer
         types = (
@@ -184,9 +192,11 @@ def variants(capability: int) -> list[Variant]:
             target,
             target if z else None,
             pointer if bias else None,
+            (pointer if aligned else f"{pointer}:1") if reads else None,
             *("i32", "i32:16" if writes or not bulk else "i32", "i32:16"),
             *((1 if bulk else "i32:16",) * 2),
             *((1 if writes else "i32" if bulk else "i32:16",) * 2),
+            ("i32:16" if aligned else "i32") if reads else 1,
         )
         constants = (
             *(False, b_t, bulk, writes, accumulate, epilogue, backward),
@@ -195,7 +205,6 @@ def variants(capability: int) -> list[Variant]:
         )
         name = f"linear_{op} {dtype}" + f" {epilogue}" * bool(epilogue) + " bias" * bias + " add" * accumulate
         name += " pointers" * (not writes)
-        aligned = writes or not bulk
         return Variant(name, _product, types, constants, tile.warps, tile.stages, True, bulk, aligned)
 
     return [

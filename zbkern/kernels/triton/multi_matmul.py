@@ -17,6 +17,7 @@ from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
     block_type,
+    call_to_l2,
     has_bulk_copies,
     load,
     multiply,
@@ -50,7 +51,7 @@ def _sums(
     a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, r0, r1, r2, r3, r4, r5, r6, r7,
     o0, o1, o2, o3, o4, o5, o6, o7, v0, v1, v2, v3, v4, v5, v6, v7,
     p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7,
-    a_stride, b_stride, o_stride,
+    a_stride, b_stride, o_stride, added_to, added_stride,
     PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
     DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
@@ -58,6 +59,7 @@ def _sums(
 ):  # fmt: skip
     """out_i [P_i, Q_i] (+)= sum over the segments s of matmul i and rows r < r_s of A_s[p, r] B_s[r, q].
 
+    added_to: a pointer to the output where that is one and is added to, for a tile of it to be in L2 by then.
     COLUMNS: v_i [P_i] (+)= sum over s, r of A_s[p, r], the gradient of a bias.
     Segments SEGMENTS i to SEGMENTS (i + 1) are matmul i's. One program computes every num_programs-th tile [M, N],
     through all matmuls without a pause. Tiles, segments and steps are one loop: each step picks its operands by its
@@ -116,6 +118,8 @@ def _sums(
                     first, begin = ends[i - 1], steps[SEGMENTS * i - 1]
                     length = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
             p, q = tile_index(tile - first, P, Q, M, N, GROUP)
+        if added_to is not None:
+            call_to_l2(added_to, p, q, P, Q, added_stride, turn, length, M, N)
         offset = turn
         if SEGMENTS > 1:
             a, b, rows, before = a0, b0, r0, 0
@@ -148,8 +152,8 @@ def _sums(
 
 
 # What changes from one microbatch to the next is never compiled in: the rows that W sums over, those that dx has.
-_over_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"r{i}" for i in range(SLOTS)]))
-_of_rows = Kernel(triton.jit(_sums, do_not_specialize=[f"p{i}" for i in range(SLOTS)]))
+_over_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"r{i}" for i in range(SLOTS)), "added_stride"]))
+_of_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"p{i}" for i in range(SLOTS)), "added_stride"]))
 
 
 class Product(NamedTuple):
@@ -275,11 +279,13 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
 
     strides = (1, 1, kind.result) if reads else (left.stride, right.stride, kind.result)
     reduces = writes and add and dtypes[1] == torch.float32 and not INTERPRETED
+    whole = parts[0].result
+    added = (whole.tensor, whole.stride) if add and count == 1 else (None, 1)
     flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces, dtypes[2] is not None)
     kernel = _over_rows if op == "wgrad" else _of_rows
     kernel(
         programs,
-        (*_columns(slots), *_columns(targets), *strides),
+        (*_columns(slots), *_columns(targets), *strides, *added),
         (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.parts(writes)),
         tile.warps,
         tile.stages,
@@ -344,6 +350,8 @@ def variants(capability: int) -> list[Variant]:
             *slots("i32:16" if writes or not bulk else "i32", products),
             *((1 if bulk else "i32:16",) * 2),
             1 if writes else "i32" if bulk else "i32:16",
+            (f"*{out}" if writes or not bulk else f"*{out}:1") if accumulate and products == 1 else None,
+            "i32",
         )
         reduces = writes and accumulate and out == "fp32"
         constants = (

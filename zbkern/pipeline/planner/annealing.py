@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, Ordering, Problem
+from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, Ordering, Problem, peaks_of
 from zbkern.pipeline.schedules.dependencies import advance
 
 
@@ -94,50 +94,31 @@ class Timing:
         return problem.weight[chunk] - (problem.merge_saving[chunk] if merges else 0)
 
 
-def with_cost(problem: Problem, orders: Ordering) -> Ordering | None:
-    """The orders with their cost computed; None when they cannot run, as when microbatches do not pass in order."""
+def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, list[int]] | None:
+    """The orders with their cost computed, and the most that every rank holds; None when they cannot run, as when
+    microbatches do not pass in order.
+    """
+    if native.core is not None:
+        cost, peaks = native.core.measure(problem, orders.rows, orders.fused)
+        return (replace(orders, cost=cost), peaks) if cost >= 0 else None
     try:
-        if native.core is not None:
-            return anneal(problem, orders)[0]
-        return replace(orders, cost=Timing(problem, orders).cost)
+        return replace(orders, cost=Timing(problem, orders).cost), peaks_of(problem, orders)
     except ValueError:
         return None
 
 
-def extended(problem: Problem, orders: Ordering, microbatches: int) -> list[Ordering]:
-    """Orders for more microbatches, whose steady state is repeated at one of several times. Costs are not known.
+def with_cost(problem: Problem, orders: Ordering) -> Ordering | None:
+    found = measured(problem, orders)
+    return found and found[0]
 
-    orders are for fewer microbatches. What a rank repeats is a stretch of its row that runs every kind of pass of each
-    of its chunks once, nearest to the same time on all ranks; where all ranks are busy throughout it, repeating it adds
-    no bubble.
+
+def extended(problem: Problem, orders: Ordering) -> Ordering | None:
+    """The best orders for all microbatches that repeat the steady state of `orders`, which are for fewer.
+
+    What a rank repeats is a stretch of its row that runs every kind of pass of each of its chunks once, nearest to the
+    same time on all ranks, of which several are tried; where all ranks are busy throughout it, repeating it adds no
+    bubble. Nothing is fused.
     """
-    small = len(orders.fused) // problem.chunks
-    timing = Timing(problem.with_microbatches(small), orders)
-    rows = [[number // small for number in row] for row in orders.rows]  # kind and chunk
-    found: list[Ordering] = []
-    end = max(timing.ends)
-    for eighth in range(2, 7):
-        time_ = end * eighth // 8
-        repeated = []
-        for rank, row in enumerate(rows):
-            size = 3 * len(problem.chunks_of(rank))
-            places = [k for k in range(len(row) - size + 1) if len(set(row[k : k + size])) == size]
-            if not places:
-                return found
-            starts = timing.starts[rank]
-            k = min(places, key=lambda k: abs(starts[k] - time_))
-            repeated.append(row[:k] + row[k : k + size] * (microbatches - small) + row[k:])
-        found.append(
-            Ordering(0, [_numbered(row, microbatches) for row in repeated], [0] * (problem.chunks * microbatches))
-        )
-    return found
-
-
-def _numbered(row: Sequence[int], microbatches: int) -> list[int]:
-    count: dict[int, int] = {}
-    numbered = []
-    for group in row:
-        microbatch = count.get(group, 0)
-        count[group] = microbatch + 1
-        numbered.append(group * microbatches + microbatch)
-    return numbered
+    assert native.core is not None
+    found = Ordering(*native.core.extended(problem, orders.rows, orders.fused))
+    return found if found.rows else None

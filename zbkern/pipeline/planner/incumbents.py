@@ -37,12 +37,31 @@ class Pool:
     def __init__(self, problem: Problem, keep: int, bound: int = 0) -> None:
         self._problem = problem
         self.orders: list[Ordering] = []
+        self._refused: list[Ordering] = []
+        self._least = 0
         self.bound = bound
         self.keep = max(keep, 1)
 
     def add(self, orders: Ordering | None) -> None:
         if orders is not None and self._problem.saves:
-            orders = with_cost(self._problem, grouped(orders, self._problem))
+            orders = with_cost(self._problem, grouped(orders, self._problem.chunks, self._problem.microbatches))
+        self.add_grouped(orders)
+
+    @property
+    def reached(self) -> int:
+        """The least cost here, or that below which something was kept back."""
+        return self._least if self._refused else self.orders[0].cost
+
+    def refuse_below(self, cost: int) -> None:
+        """From now on, orders that cost less than this are kept back, until they no longer do."""
+        self._least, kept_back, self._refused = cost, self._refused, []
+        for orders in kept_back:
+            self.add_grouped(orders)
+
+    def add_grouped(self, orders: Ordering | None) -> None:
+        if orders is not None and orders.cost < self._least:
+            self._refused = sorted([*self._refused, orders], key=lambda each: each.cost)[: self.keep]
+            return
         if orders is not None and all(orders.cost != other.cost for other in self.orders):
             self.orders = sorted([*self.orders, orders], key=lambda each: each.cost)[: self.keep]
 

@@ -89,6 +89,24 @@ def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Or
     return _Lists(problem, rule).run(cutoff)
 
 
+def best_rules(problem: Problem, tried: Sequence[Rule], kept: int, seconds: float = math.inf) -> list[tuple[int, int]]:
+    """Costs and places of the best `kept` of these rules, the best first, of equal costs only the first.
+
+    seconds: stop after this long, once there is any.
+    """
+    if native.core is not None:
+        found: list[tuple[int, int]] = native.core.best_rules(problem, tried, kept, seconds)
+        return found
+    end, found = time.monotonic() + seconds, []
+    for index, rule in enumerate(tried):
+        if found and time.monotonic() > end:
+            break
+        orders = list_schedule(problem, rule, found[-1][0] - 1 if len(found) == kept else None)
+        if orders is not None and all(orders.cost != cost for cost, _ in found):
+            found = sorted([*found, (orders.cost, index)])[:kept]
+    return found
+
+
 def refine(
     problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0, seconds: float = math.inf
 ) -> tuple[Ordering, Rule] | None:

@@ -1,24 +1,29 @@
 """From layers to a plan: which partition, how many chunks per rank, where they are, and in which order they run.
 
-Every candidate is a partition of the layers on a placement. The published schedules and a few rules say quickly how
-good it can be; the best few get searches of their own, side by side, and after every round the worst of them leave.
-Then layers move between chunks under the best order found, which is timed again: it can make up for a rank that has
-more work than the others.
+Every candidate is a partition of the layers on a placement. At each level of memory (`levels.py`) every placement has
+the partition on which the published schedules that fit do best. All that may be better than the best known, by their
+lower bounds, are searched side by side, each with the same work whatever else was asked for: so the answer is never
+worse than that for one number of chunks, for one placement, or for less memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.planner.annealing import with_cost
 from zbkern.pipeline.planner.arguments import Limit, placement_of, problem_of, rank_limits
-from zbkern.pipeline.planner.bounds import cost_bound
-from zbkern.pipeline.planner.incumbents import Budget, Pool
-from zbkern.pipeline.planner.partition import Partition, balanced_partitions, even_partitions
-from zbkern.pipeline.planner.portfolio import SETTINGS, Search, add_published, add_serial, construct
-from zbkern.pipeline.planner.problem import Ordering, Problem, fits
+from zbkern.pipeline.planner.incumbents import Budget
+from zbkern.pipeline.planner.levels import ROUNDING, Ladder, Limits, Work, least_limit, least_work, search_ladders
+from zbkern.pipeline.planner.partition import (
+    Partition,
+    balanced_by_step,
+    even_partitions,
+    memory_steps,
+)
+from zbkern.pipeline.planner.portfolio import SETTINGS
+from zbkern.pipeline.planner.problem import Problem
 from zbkern.pipeline.planner.published import Published
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.simulation.costs import Costs
@@ -43,24 +48,17 @@ class Question:
 
 @dataclass(eq=False)
 class Cut:
-    """A candidate: a partition of the layers (None where only the costs of chunks are known), and its best orders."""
+    """A candidate: a partition of the layers on a placement, and what was found for it."""
 
-    partition: Partition | None
+    partition: Partition
     name: str
     costs: Costs
-    problem: Problem
-    pool: Pool
-    search: Search | None = None
+    ladder: Ladder
+    step: float  # of memory, from which on it takes part
 
     @property
     def reached(self) -> float:
-        """The objective, in the unit of the costs."""
-        orders = self.pool.orders
-        return orders[0].cost / self.problem.time_scale if orders else float("inf")
-
-    @property
-    def bound(self) -> float:
-        return self.pool.bound / self.problem.time_scale
+        return self.ladder.reached
 
 
 def search(
@@ -77,58 +75,129 @@ def search(
 
     Raises ScheduleError when no candidate fits the memory.
     """
-    published = Published()
-    shapes = list(_shapes(question, chunks, placement, partition))
-    cuts = _first_answers(question, shapes, partition, keep, budget, seed, published)
-    rounds = 0
-    while budget.allows(rounds):
-        progress(_describe(_best(cuts), rounds))
-        cuts = _kept(cuts, rounds)
-        for cut in cuts:
-            if cut.search is None:
-                cut.pool.bound = cost_bound(cut.problem)
-                most = SETTINGS.trial_passes // SETTINGS.searched[0]
-                cut.search = Search(cut.problem, cut.pool, budget, seed, published, most)
-            if cut.search.open:
-                cut.search.round()
-        if partition is None:
-            known = {(cut.problem.placement, cut.partition) for cut in cuts}
-            moved = [_recut(question, cut, budget) for cut in _best_of_every_placement(cuts)]
-            cuts += [cut for cut in moved if (cut.problem.placement, cut.partition) not in known]
-        rounds += budget.left > 0
-        if not any(cut.search is None or cut.search.open for cut in cuts):
-            break
-    progress("")
-    return _best(cuts), rounds
+    published, every = Published(), 1 if budget.allows(0) else SETTINGS.layers_rules_every
+    cuts: list[Cut] = []
+    refused: list[ScheduleError] = []
 
+    def best() -> float:
+        return min((cut.reached for cut in cuts), default=math.inf)
 
-def _best(cuts: Sequence[Cut]) -> Cut:
-    return min(cuts, key=lambda cut: cut.reached)
-
-
-def _best_of_every_placement(cuts: Sequence[Cut]) -> list[Cut]:
-    """The best first."""
-    found: dict[tuple[int, ...], Cut] = {}
+    for name, owners in _shapes(question, chunks, placement, partition):
+        here: list[Cut] = []
+        lowest = math.inf  # the least limit that an even partition fits
+        for step, each in _partitions(question, owners, partition, best):
+            costs = question.model.chunk_costs(each, owners)
+            try:
+                problem = question.problem(costs, owners)
+            except ScheduleError as error:
+                refused.append(error)
+                continue
+            if cuts and not budget.left:
+                break
+            lowest = lowest if step else min(lowest, least_limit(problem))
+            same = next((cut for cut in here if cut.ladder.problem == problem), None)
+            if same is not None:  # as where equal layers are divided in another order
+                same.step = min(same.step, step)
+            elif least_work(problem) < best():
+                work = Work(SETTINGS.layers_rules, SETTINGS.layers_first_round)
+                here.append(Cut(each, name, costs, Ladder(problem, keep, work, budget, seed, published), step))
+                cuts.append(here[-1])
+        _add_levels(question, here, lowest, every)
+    if not cuts:
+        raise refused[0]
     for cut in sorted(cuts, key=lambda cut: cut.reached):
-        found.setdefault(cut.problem.placement, cut)
-    return list(found.values())
+        cut.ladder.construct(best)
+    by_ladder = {id(cut.ladder): cut for cut in cuts}
+    rounds = search_ladders(
+        [cut.ladder for cut in cuts],
+        budget,
+        lambda rounds, ladder: progress(_describe(by_ladder[id(ladder)], rounds)),
+    )
+    progress("")
+    return min(cuts, key=lambda cut: cut.reached), rounds
 
 
-def _kept(cuts: Sequence[Cut], rounds: int) -> list[Cut]:
-    """Those that are worth another round: near the best, and as many as it has room for, of every placement first."""
-    last = len(SETTINGS.searched) - 1
-    best = _best(cuts)
-    most = best.reached * (1 + SETTINGS.margins[min(rounds, last)])
-    first = _best_of_every_placement(cuts)
-    others = sorted((cut for cut in cuts if cut not in first), key=lambda cut: cut.reached)
-    near = [cut for cut in [*first, *others] if cut.reached <= most and (cut is best or cut.bound < best.reached)]
-    return near[: SETTINGS.searched[min(rounds, last)]]
+def _partitions(
+    question: Question, owners: Sequence[int], given: Sequence[int] | None, best: Callable[[], float]
+) -> Iterator[tuple[float, Partition]]:
+    """Partitions with the step of memory from which on they take part: for even ones none.
+
+    Those for so little memory that they cannot be better than the best known are left out.
+    """
+    if given is not None:
+        yield 0.0, tuple(given)
+        return
+    model, limits = question.model, rank_limits(question.memory_limit, question.stages)
+    for partition in even_partitions(len(model.layers), len(owners)):
+        yield 0.0, partition
+    least_step = _least_step(question, best())
+    balanced = {
+        partition: step
+        for step, partition in balanced_by_step(model, owners, question.microbatches, limits, least_step)
+    }  # of several steps the last, which is the least
+    for partition, step in balanced.items():
+        yield step, partition
+
+
+def _least_step(question: Question, best: float) -> float:
+    """With less memory than this on every rank no orders are better than `best`, whatever the partition.
+
+    Every layer keeps its activation from its F to its B, which comes after those of all later layers.
+    """
+    kept = later = static = 0.0
+    tied: set[str | None] = set()
+    for layer in reversed(question.model.layers):
+        later += layer.forward + layer.backward + min(0.0, layer.weight - layer.split_overhead)
+        kept += layer.activation * later
+        static += 0.0 if layer.tied is not None and layer.tied in tied else layer.static
+        tied.add(layer.tied)
+    in_flight = question.microbatches * kept / best if best > 0 else 0.0
+    return (in_flight + static) / question.stages * (1 - ROUNDING)
+
+
+def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: int) -> None:
+    """The levels of memory of one placement: each to the ladder of the partition that is best for it.
+
+    Which that is depends on the level alone: the best published schedule that fits it decides, or else the order of the
+    partitions. With several limits, or one below all steps, there is a level for just these.
+    """
+    limits = rank_limits(question.memory_limit, question.stages)
+    least = _least(limits)
+    given = question.model, question.stages, question.microbatches, least
+    ruled = {lowest, *memory_steps(*given, SETTINGS.layers_rules_every)}
+    steps = {step for step in (lowest, *memory_steps(*given, every)) if step <= least}
+    last: dict[int, Limits] = {}
+    several = limits is not None and min(limits) < max(limits)
+    for step in [None] * several + sorted(steps, reverse=True):
+        for place, (cut, limit) in enumerate(_best_for(cuts, step)):
+            if last.get(id(cut)) != limit:
+                whole = limit == cut.ladder.limit_of(math.inf)
+                cut.ladder.add_level(limit, whole or (place == 0 and (step is None or step in ruled)))
+            last[id(cut)] = limit
+    if not last:
+        for cut, limit in _best_for(cuts, None):
+            cut.ladder.add_level(limit, ruled=True)
+
+
+def _best_for(cuts: Sequence[Cut], step: float | None) -> list[tuple[Cut, Limits]]:
+    """The partitions for this step of memory, the best first, with its limits there; for None those asked for."""
+    found: list[tuple[float, int, Cut, Limits]] = []
+    for index, cut in enumerate(cuts):
+        if step is None or step >= max(cut.step, least_limit(cut.ladder.problem)):
+            limit = cut.ladder.problem.limit if step is None else cut.ladder.limit_of(step)
+            found.append((cut.ladder.known_within(limit), index, cut, limit))
+    found.sort(key=lambda each: each[:2])
+    return [each[2:] for each in found[: SETTINGS.partitions]]
+
+
+def _least(limits: Sequence[float] | None) -> float:
+    return math.inf if limits is None else min(limits)
 
 
 def _describe(cut: Cut, rounds: int) -> str:
-    per_rank = cut.problem.chunks // cut.problem.ranks
-    work = max(map(cut.problem.work, range(cut.problem.ranks))) / cut.problem.time_scale
-    idle = 1 - work / cut.reached if cut.reached else 0.0
+    problem = cut.ladder.problem
+    per_rank = problem.chunks // problem.ranks
+    idle = 1 - least_work(problem) / cut.reached if cut.reached else 0.0
     return f"round {rounds + 1}: {per_rank} chunks per rank, {cut.name}: the busiest rank is idle for {idle:.2%}"
 
 
@@ -162,98 +231,3 @@ def _shapes(
 
 
 _PLACEMENTS: dict[int, Sequence[str | Sequence[int]]] = {1: ["linear"], 2: ["v", "loop"], 3: ["zigzag", "loop"]}
-
-
-def _first_answers(
-    question: Question,
-    shapes: Sequence[Shape],
-    partition: Sequence[int] | None,
-    keep: int,
-    budget: Budget,
-    seed: int,
-    published: Published,
-) -> list[Cut]:
-    """The best one or two partitions of every shape, with the best that is quickly found for them."""
-    found: list[Cut] = []
-    refused: ScheduleError | None = None
-    for name, owners in shapes:
-        here: list[Cut] = []
-        for each in _partitions(question, owners, partition):
-            costs = question.model.chunk_costs(each, owners)
-            try:
-                problem = question.problem(costs, owners)
-            except ScheduleError as error:
-                refused = refused or error
-                continue
-            cut = Cut(each, name, costs, problem, Pool(problem, keep))
-            most = max(map(problem.work, range(question.stages))) / problem.time_scale
-            if any(other.reached <= most for other in here):
-                continue
-            add_published(problem, cut.pool, budget, published)
-            if not here:
-                construct(problem, cut.pool, budget, SETTINGS.first_passes)
-            if not cut.pool.orders:
-                add_serial(problem, cut.pool, budget)
-            here.append(cut)
-            if not budget.left:
-                break
-        found += sorted(here, key=lambda cut: cut.reached)[:2]
-    if not found:
-        assert refused is not None
-        raise refused
-    return found
-
-
-def _partitions(question: Question, owners: Sequence[int], given: Sequence[int] | None) -> list[Partition]:
-    if given is not None:
-        return [tuple(given)]
-    model, limits = question.model, rank_limits(question.memory_limit, question.stages)
-    balanced = balanced_partitions(model, owners, question.microbatches, limits)
-    return list(dict.fromkeys([*balanced, *even_partitions(len(model.layers), len(owners))]))
-
-
-def _recut(question: Question, cut: Cut, budget: Budget) -> Cut:
-    """`cut` with layers moved between chunks, where its best order is better then; timed again, not searched."""
-    owners, layers = cut.problem.placement, len(question.model.layers)
-    best = cut
-    tries = max(1, SETTINGS.recut_passes // cut.problem.passes)
-    improved = True
-    while improved:
-        improved = False
-        for moved in _neighbours(best.partition or (), layers):
-            if tries == 0 or not budget.left:
-                break
-            trial = _retimed(question, moved, owners, best)
-            tries -= trial is not None
-            if trial is not None and trial.reached < best.reached * (1 - 1e-9):
-                best, improved = trial, True
-                break
-    return best
-
-
-def _retimed(question: Question, partition: Partition, owners: Sequence[int], cut: Cut) -> Cut | None:
-    """The best order of `cut` on another partition; None where that has a rank with too much work or memory."""
-    costs = question.model.chunk_costs(partition, owners)
-    try:
-        problem = question.problem(costs, owners)
-    except ScheduleError:
-        return None
-    orders: Ordering = cut.pool.orders[0]
-    if max(map(problem.work, range(problem.ranks))) / problem.time_scale >= cut.reached or not fits(problem, orders):
-        return None
-    found = Cut(partition, cut.name, costs, problem, Pool(problem, cut.pool.keep))
-    found.pool.add(with_cost(problem, replace(orders, cost=0)))
-    return found
-
-
-def _neighbours(partition: Partition, layers: int) -> Iterator[Partition]:
-    """One cut moved by a layer, then two next to each other, so that a chunk passes one on."""
-    ends = (*partition[1:], layers)
-    for width in (1, 2):
-        for first in range(1, len(partition) - width + 1):
-            for step in (1, -1):
-                moved = list(partition)
-                for index in range(first, first + width):
-                    moved[index] += step
-                if all(a < b for a, b in zip(moved, [*moved[1:], ends[-1]], strict=True)):
-                    yield tuple(moved)

@@ -7,6 +7,7 @@ chunk between passing one on, as long as that helps; so what counts is a rank's 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -15,8 +16,14 @@ from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 
 Partition = tuple[int, ...]  # the first layer of every chunk
 
+STEPS = 16
+"""Steps of memory in what 1F1B holds for its microbatches; see `memory_steps`."""
+
+_MOST = 3  # times what 1F1B holds: up to there the steps go
+_PARTITIONS_EVERY = 2  # so many steps of memory partitions are made that leave room
 _IN_FLIGHT = (1.0, 0.75, 0.5, 0.35, 0.2, 0.0)  # of what 1F1B holds: partitions that leave room for so many microbatches
 _ROUNDING = 1e-12
+_STEP_ROUNDING = 1e-10  # relative: a limit that is a step but for rounding is no smaller than it
 
 
 def work_of(layer: LayerCosts) -> float:
@@ -47,19 +54,76 @@ def even_partitions(layers: int, chunks: int) -> list[Partition]:
     return list(found)
 
 
+def memory_steps(
+    model: ModelCosts, stages: int, microbatches: int, limit: float = math.inf, every: int = 1
+) -> list[float]:
+    """Every so many-th of the steps of a rank's memory that do not exceed `limit`, the largest first.
+
+    They depend on the model alone: what 1F1B holds on stages of equal work, sixteenths of what it holds there for its
+    microbatches more and less, up to three times that; what everything holds that there is; and infinity.
+    """
+    ranks = _Ranks(model, range(stages), microbatches, [math.inf] * stages, 1.0)
+    ranks.fill(balanced_chunks([work_of(layer) for layer in model.layers], stages))
+    unit, peak, everything = ranks.held_by_1f1b(), ranks.peak(1), ranks.peak(microbatches)
+    steps = [math.inf, everything]
+    if unit > 0:
+        least = -math.floor(peak * STEPS / unit)
+        indices = range((_MOST - 1) * STEPS, least - 1, -1)
+        steps += [peak + unit * index / STEPS for index in indices if index % every == 0]
+    return [step for step in (step * (1 - _STEP_ROUNDING) for step in steps) if 0 < step <= limit]
+
+
 def balanced_partitions(
     model: ModelCosts, placement: Sequence[int], microbatches: int, limits: Sequence[float] | None
 ) -> list[Partition]:
     """Partitions of about equal work per rank, the most equal first, then some that hold less where work is.
 
-    placement: the rank of every chunk. limits: the memory of every rank, None for no limit.
+    placement: the rank of every chunk. limits: the memory of every rank, None for no limit. With one limit for all
+    ranks they are those of all `memory_steps` within it, so that a higher limit only adds to them.
     """
+    found = balanced_by_step(model, placement, microbatches, limits)
+    return list(dict.fromkeys(partition for _, partition in found))
+
+
+def balanced_by_step(
+    model: ModelCosts,
+    placement: Sequence[int],
+    microbatches: int,
+    limits: Sequence[float] | None,
+    least_step: float = 0.0,
+) -> Iterator[tuple[float, Partition]]:
+    """Partitions with the step of memory that each was made for, the largest first; 0 where that was no step.
+
+    least_step: partitions for less memory are left out.
+    """
+    ranks = max(placement) + 1
+    steps: list[float] = []
+    if limits is None or min(limits) == max(limits):
+        limit = math.inf if limits is None else limits[0]
+        steps = memory_steps(model, ranks, microbatches, limit, _PARTITIONS_EVERY)
+    without_limit = next(_balanced(model, placement, microbatches, None))
+    any_ = False
+    for step in steps:
+        each = [step] * ranks
+        enough = _Ranks(model, placement, microbatches, each, max(_IN_FLIGHT))
+        enough.fill(without_limit)
+        if not enough.missing():
+            yield step, without_limit
+        elif step >= least_step and enough.total_of_a_microbatch() <= step * ranks:
+            for partition in dict.fromkeys(_balanced(model, placement, microbatches, each)):
+                yield step, partition
+        any_ = any_ or enough.total_of_a_microbatch() <= step * ranks
+    if not any_:
+        for partition in dict.fromkeys(_balanced(model, placement, microbatches, limits)):
+            yield 0.0, partition
+
+
+def _balanced(
+    model: ModelCosts, placement: Sequence[int], microbatches: int, limits: Sequence[float] | None
+) -> Iterator[Partition]:
     start = balanced_chunks([work_of(layer) for layer in model.layers], len(placement))
-    found: dict[Partition, None] = {}
     for in_flight in _IN_FLIGHT if limits is not None else (0.0,):
-        ranks = _Ranks(model, placement, microbatches, limits, in_flight)
-        found[tuple(_improved(ranks, start))] = None
-    return list(found)
+        yield tuple(_improved(_Ranks(model, placement, microbatches, limits, in_flight), start))
 
 
 def balanced_chunks(work: Sequence[float], chunks: int) -> list[int]:
@@ -118,7 +182,7 @@ class _Ranks:
         self._room = [in_flight * min(microbatches, ranks * (count - chunk) / count) for chunk in range(count)]
         self._works = [work_of(layer) for layer in model.layers]
         self._held = [max(layer.activation, layer.held) for layer in model.layers]
-        self._limits = limits
+        self._limits = None if limits is None else [limit * (1 + 1e-9) for limit in limits]
         self.work = [0.0] * ranks
         self._once, self._flying, self._static = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
         self._tied: list[dict[str, int]] = [{} for _ in range(ranks)]
@@ -149,21 +213,37 @@ class _Ranks:
 
     def cost(self) -> tuple[float, float, float]:
         """The memory that is missing, the most work of a rank, and how uneven the work is; less is better."""
-        missing = 0.0
-        if self._limits is not None:
-            for once, flying, static, limit in zip(self._once, self._flying, self._static, self._limits, strict=True):
-                missing += max(0.0, static + max(once, flying) - limit * (1 + 1e-9))
-        return missing, max(self.work), sum(each * each for each in self.work)
+        return self.missing(), max(self.work), sum(each * each for each in self.work)
 
-    def worst(self) -> list[int]:
-        """The ranks that a layer should leave: with too little memory, else with the most work."""
-        if self._limits is not None:
-            each = zip(self._once, self._flying, self._static, self._limits, strict=True)
-            missing = [static + max(once, flying) - limit * (1 + 1e-9) for once, flying, static, limit in each]
-            if max(missing) > 0:
-                return [missing.index(max(missing))]
-        most = max(self.work)
-        return [self.work.index(most)]
+    def missing(self) -> float:
+        """The memory that all ranks miss together."""
+        return sum(each for each in self._missing() if each > 0)
+
+    def _missing(self) -> list[float]:
+        """By rank; negative where there is more than needed."""
+        if self._limits is None:
+            return [0.0] * len(self.work)
+        each = zip(self._once, self._flying, self._static, self._limits, strict=True)
+        return [static + (once if once > flying else flying) - limit for once, flying, static, limit in each]
+
+    def total_of_a_microbatch(self) -> float:
+        """What all ranks together hold with one microbatch."""
+        return sum(self._once) + sum(self._static)
+
+    def held_by_1f1b(self) -> float:
+        """What the rank that holds most for a microbatch holds for as many as there are ranks."""
+        return max(self._once) * len(self._once)
+
+    def peak(self, microbatches: int) -> float:
+        """The most that a rank holds with so many microbatches, or with those it has room for, if those are more."""
+        each = zip(self._once, self._flying, self._static, strict=True)
+        return max(static + max(microbatches * once, flying) for once, flying, static in each)
+
+    def worst(self) -> int:
+        """The rank that a layer should leave: with the least memory, if that is too little, else with the most work."""
+        missing = self._missing()
+        most = max(missing)
+        return missing.index(most) if most > 0 else self.work.index(max(self.work))
 
 
 def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
@@ -173,8 +253,9 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
     best = ranks.cost()
     while True:
         found: list[int] | None = None
+        worst = ranks.worst()
         for chunk, owner in enumerate(ranks.placement):
-            if owner not in ranks.worst():
+            if owner != worst:
                 continue
             for moved in _moves(ranks, starts, chunk):
                 cost = ranks.cost()

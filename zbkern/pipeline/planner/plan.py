@@ -19,9 +19,8 @@ from zbkern.pipeline.planner.arguments import (
 )
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
-from zbkern.pipeline.planner.incumbents import Budget, Pool
-from zbkern.pipeline.planner.model_search import Cut
-from zbkern.pipeline.planner.portfolio import search
+from zbkern.pipeline.planner.incumbents import Budget
+from zbkern.pipeline.planner.levels import search
 from zbkern.pipeline.planner.problem import schedule_of
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
@@ -100,11 +99,12 @@ def plan(
 
     The search is a sequence of `effort` rounds, each twice as long as the one before (0: the constructive answer alone,
     about a second or less), which are counted in work: for one `seed` the plan is the same on every machine, however
-    busy it is, and more effort is never worse. The constructive answer (`effort=0`) for chunks that are given (`Costs`,
-    or layers with `partition` and `placement`) is never worse with a higher limit for all ranks: it is the best for
-    fixed levels of memory within the limit. Where the partition is searched it depends on the limit, and so does what
-    the rounds find: there more memory is mostly better, and not always. For layers the constructive answer is never
-    worse than that for any number of chunks that could have been given.
+    busy it is. At every effort, for the same other arguments: more effort is never worse, and neither is a higher limit
+    for all ranks (without offload, recompute and jitter), as the search is made within levels of memory that do not
+    depend on the limit, and the plan is the best of all levels within it. For layers no number of chunks and no
+    placement that takes part (1, 2, 3, 4, 6 or 8 chunks in a line, a V, a zigzag or a loop) has a better plan when it
+    is given. Two things are not promised: what a limit gives that is below all levels, where little more than one
+    microbatch fits; and limits of several sizes, which get a search of their own.
 
     `time_limit`, in seconds, ends the search sooner; the plan then depends on the machine. Where zbkern was installed
     without a C++ compiler there is the constructive answer alone, from fewer rules, and a warning says so. Every
@@ -143,26 +143,26 @@ def plan(
     if isinstance(costs, ModelCosts):
         question = model_search.Question(costs, stages, microbatches, memory_limit, objective)
         cut, rounds = model_search.search(question, chunks, placement, partition, kept, budget, seed, progress)
+        problem, pool, name, found_costs = cut.ladder.problem, cut.ladder.pool, cut.name, cut.costs
+        partition = cut.partition
     elif partition is not None:
         raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")
     else:
         chunks = chunks_per_rank(placement, stages) if chunks is None else chunks
         name, owners = placement_of(placement, stages, chunks)
-        problem = problem_of(costs, owners, microbatches, memory_limit, objective)
-        cut = Cut(None, name, costs, problem, Pool(problem, kept, cost_bound(problem)))
-        rounds = search(problem, cut.pool, budget, seed, progress)
-    problem, pool = cut.problem, cut.pool
+        problem, found_costs = problem_of(costs, owners, microbatches, memory_limit, objective), costs
+        pool, rounds = search(problem, kept, budget, seed, progress)
     slack = robustness.with_slack(problem, jitter, share, effort, seed) if jitter else ()
-    plans = [schedule_of(orders, problem, f"plan-{cut.name}") for orders in [*pool.orders, *slack]]
+    plans = [schedule_of(orders, problem, f"plan-{name}") for orders in [*pool.orders, *slack]]
     schedule, mean = plans[0], None
     if jitter:
-        schedule, mean = robustness.most_robust(plans, cut.costs, objective, jitter, samples, seed, whole)
-    timeline = simulate(schedule, cut.costs)
+        schedule, mean = robustness.most_robust(plans, found_costs, objective, jitter, samples, seed, whole)
+    timeline = simulate(schedule, found_costs)
     reached = timeline.cost if objective == "cost" else timeline.makespan
     least = min(cost_bound(problem) / problem.time_scale, reached)
     optimal = reached - least <= _ROUNDING * reached
     available = stages * least
     lower = max(0.0, 1.0 - sum(timeline.busy) / available) if available > 0 else 0.0
-    idle = idle_time(timeline, cut.costs, objective, rank_limits(memory_limit, stages))
+    idle = idle_time(timeline, found_costs, objective, rank_limits(memory_limit, stages))
     mean = reached if mean is None else mean
-    return Plan(schedule, timeline, lower, optimal, mean, rounds, cut.costs, idle, cut.partition)
+    return Plan(schedule, timeline, lower, optimal, mean, rounds, found_costs, idle, partition and tuple(partition))

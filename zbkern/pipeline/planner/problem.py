@@ -139,6 +139,14 @@ class Problem:
             total += min(backward, self.microbatches * self.fused[chunk])
         return total
 
+    def limit_of(self, totals: Sequence[float]) -> tuple[int, ...]:
+        """Limits for what each rank holds, `static` included, in the unit of the costs, as `limit` has them."""
+        unlimited = self.microbatches * sum(map(max, self.activation, self.held))
+        return tuple(
+            round(min(total * self.memory_scale - always, unlimited) * (1 + _SLACK))
+            for total, always in zip(totals, self.static, strict=True)
+        )
+
     def with_limit(self, limit: Sequence[int]) -> Problem:
         return replace(self, limit=tuple(limit))
 
@@ -158,8 +166,8 @@ class Ordering:
     fused: list[int]
 
 
-def fits(problem: Problem, orders: Ordering) -> bool:
-    """Whether every rank stays within its limit."""
+def peaks_of(problem: Problem, orders: Ordering) -> list[int]:
+    """The most that every rank holds."""
     changes: list[int] = []  # of what a rank holds, by pass
     for activation in problem.activation:
         changes += [activation] * problem.microbatches
@@ -168,8 +176,17 @@ def fits(problem: Problem, orders: Ordering) -> bool:
             fused = orders.fused[chunk * problem.microbatches : (chunk + 1) * problem.microbatches]
             change = {0: leaves * activation + kept * held, 1: leaves * activation}
             changes += map(change.__getitem__, fused)
-    held_most = (max(accumulate(map(changes.__getitem__, row)), default=0) for row in orders.rows)
-    return all(most <= limit for most, limit in zip(held_most, problem.limit, strict=True))
+    return [max(accumulate(map(changes.__getitem__, row)), default=0) for row in orders.rows]
+
+
+def fits(problem: Problem, orders: Ordering) -> bool:
+    """Whether every rank stays within its limit."""
+    return within(peaks_of(problem, orders), problem.limit)
+
+
+def within(peaks: Sequence[int], limit: Sequence[int]) -> bool:
+    """Whether no rank exceeds its limit."""
+    return all(peak <= most for peak, most in zip(peaks, limit, strict=True))
 
 
 def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
@@ -204,9 +221,9 @@ def ordering_of(schedule: Schedule) -> Ordering:
     return Ordering(0, rows, fused)
 
 
-def grouped(orders: Ordering, problem: Problem) -> Ordering:
+def grouped(orders: Ordering, chunks: int, microbatches: int) -> Ordering:
     """The orders with W that follow each other grouped by chunk, which is free. The cost is the old one."""
-    half, fused = problem.chunks * problem.microbatches, orders.fused
+    half, fused = chunks * microbatches, orders.fused
     first_weight = WEIGHT * half
     rows: Rows = []
     for row in orders.rows:
@@ -230,7 +247,7 @@ def grouped(orders: Ordering, problem: Problem) -> Ordering:
 def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
     """Orders as a schedule, validated and with W grouped."""
     half, rows = problem.chunks * problem.microbatches, []
-    for row in grouped(orders, problem).rows:
+    for row in grouped(orders, problem.chunks, problem.microbatches).rows:
         actions: list[Action] = []
         for number in row:
             kind, rest = divmod(number, half)

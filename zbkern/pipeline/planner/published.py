@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.planner.problem import Ordering, ordering_of
+from zbkern.pipeline.planner.problem import Ordering, grouped, ordering_of
 from zbkern.pipeline.schedules.schedule import Schedule
 
 
@@ -22,7 +22,8 @@ class Published:
         for make in _generators(tuple(placement), ranks):
             key = (make.__name__, ranks, microbatches, chunks)
             if key not in self._made:
-                self._made[key] = ordering_of(_made(make, ranks, microbatches, chunks))
+                schedule = _made(make, ranks, microbatches, chunks)
+                self._made[key] = grouped(ordering_of(schedule), len(placement), microbatches)
             yield self._made[key]
 
 

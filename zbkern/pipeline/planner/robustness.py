@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zbkern.pipeline.planner import bounds, portfolio
-from zbkern.pipeline.planner.incumbents import Budget, Pool
+from zbkern.pipeline.planner import levels
+from zbkern.pipeline.planner.incumbents import Budget
 from zbkern.pipeline.planner.problem import Ordering, Problem
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
@@ -28,8 +28,7 @@ def with_slack(problem: Problem, jitter: float, seconds: float, effort: int, see
         added = int(slack * jitter * mean)
         hops = zip(problem.communication, problem.placement, problem.placement[1:], strict=False)
         slower = replace(problem, communication=tuple(lag + added * (here != there) for lag, here, there in hops))
-        pool = Pool(slower, 2, bounds.cost_bound(slower))
-        portfolio.search(slower, pool, Budget(effort, seconds), seed)
+        pool, _ = levels.search(slower, 2, Budget(effort, seconds), seed)
         yield from pool.orders
 
 

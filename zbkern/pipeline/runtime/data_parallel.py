@@ -37,8 +37,7 @@ class Replicas:
         for reducer in reversed(self._reducers.values()):
             reducer.claim(taken)
         self._queue = queue
-        parameters = (parameter for module in modules.values() for parameter in module.parameters())
-        self._has_shards = any(isinstance(parameter, DTensor) for parameter in parameters)
+        self._collective = any(map(_is_collective, modules.values()))
         self.clear()
         if self._reducers:
             queue.listeners.append(self._accumulated)
@@ -50,9 +49,9 @@ class Replicas:
     def gathers(self) -> bool:
         """True when forwards are collective over other pipelines, whose ranks must then run the same ones.
 
-        That is so under FSDP2, and with tensor-parallel layers (DTensor).
+        That is so under FSDP2, with tensor-parallel layers (DTensor), and with modules that say so, as ExpertParallel.
         """
-        return self._has_shards or any(reducer.gathers for reducer in self._reducers.values())
+        return self._collective or any(reducer.gathers for reducer in self._reducers.values())
 
     def begin(self, microbatches: int) -> None:
         """Before the first forward of a step: from here on gradients stay on this replica."""
@@ -107,6 +106,12 @@ class Replicas:
             gathers_come = reducer.gathers_in_backward and any(self._backwards_left.values())
             if self._backwards_left[chunk] or gathers_come or not reducer.launch_ready(self._pending_wgrads):
                 return
+
+
+def _is_collective(module: nn.Module) -> bool:
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return True
+    return any(getattr(part, "collective_forward", False) for part in module.modules())
 
 
 class Reducer(Protocol):

@@ -94,8 +94,8 @@ class Pipeline:
         self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
         if replanner is not None and self._replicas.gathers:
             raise ValueError(
-                "Pipeline: replanner must be None with FSDP2 or tensor-parallel stages: pipelines that measure other "
-                f"times would take other schedules, and communicate in another order; got {replanner!r}"
+                "Pipeline: replanner must be None with FSDP2, tensor- or expert-parallel stages: pipelines that "
+                f"measure other times would take other schedules, and communicate in another order; got {replanner!r}"
             )
         self._last = len(schedule.placement) - 1
         check_memory_saving(schedule, fill, max_wgrad_bytes, replanner)

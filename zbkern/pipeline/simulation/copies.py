@@ -84,8 +84,8 @@ class Copies:
         begin = max(start + part, self._free["O"])
         beside = min((1.0 - first) * whole / (1.0 + self._slowdown), max(0.0, end - begin))
         end += self._slowdown * beside
-        if key in self._streamed:
-            end = max(end, begin + max(0.0, 1.0 - 2.0 * first) * whole + part)
+        if key in self._streamed and first < 0.5:  # with room for two transfers, the third is the first that waits
+            end = max(end, begin + (1.0 - 2.0 * first) * whole + part)
         # the lane is never idle from the first transfer on, or waits for the F to leave the last one
         self._out[key] = self._copy("O", key, max(begin, end - (1.0 - first) * whole), activation)
         return end

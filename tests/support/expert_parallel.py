@@ -1,0 +1,137 @@
+"""Layers with experts in stages of expert-parallel ranks for tests, and the same model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zbkern
+from tests.support.tensor_parallel import make_optimizer
+from zbkern.pipeline import Optimizer, Pipeline, schedules
+
+WIDTH, HIDDEN, EXPERTS, TOP_K, LAYERS, TOKENS = 8, 12, 4, 2, 4, 3
+MICROBATCHES, MAX_NORM = 4, 1.0
+STEEP = (2, 3, 6)  # steps whose gradients are clipped
+
+
+class Layer(nn.Module):
+    """A norm, a linear and experts, of which a rank of the mesh has its share."""
+
+    def __init__(self, number: int, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+        share = EXPERTS // ranks
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            self.norm, self.linear = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+            router = nn.Linear(WIDTH, EXPERTS, bias=False)
+            whole = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True)
+        own = zbkern.nn.Experts(WIDTH, HIDDEN, share, bias=True)
+        own.load_state_dict({name: p[rank * share : (rank + 1) * share] for name, p in whole.state_dict().items()})
+        self.double(), own.double(), router.double()
+        self.experts = zbkern.nn.ExpertParallel(own, router, TOP_K, mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(torch.tanh(self.linear(self.norm(x))))
+
+
+def chunk(index: int, count: int, mesh: DeviceMesh | None) -> nn.Sequential:
+    share = LAYERS // count
+    numbers = range(index * share, (index + 1) * share)
+    found = nn.Sequential()
+    for number in numbers:
+        found.add_module(str(number), Layer(number, mesh))
+    return found
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Of all expert-parallel ranks: microbatches first, each with 4 sequences."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (2, MICROBATCHES, 4, TOKENS, WIDTH)
+    inputs, targets = torch.randn(shape, dtype=torch.double, generator=generator).unbind()
+    return inputs, targets * (9 if step in STEEP else 0.3)
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """All but the experts by FSDP2, which adds up what the ranks' own tokens give, as the experts' gradients are."""
+    from torch.distributed.fsdp import fully_shard
+
+    experts = {p for part in module.modules() if isinstance(part, zbkern.nn.Experts) for p in part.parameters()}
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=False, ignored_params=experts)
+        part.set_gradient_divide_factor(1.0)
+    return module
+
+
+class Stages:
+    """This rank's chunks under a Pipeline and its Optimizer: `stages` x `experts` ranks, each with its own tokens."""
+
+    def __init__(self, stages: int, experts: int, schedule: str, fill: str = "planned") -> None:
+        mesh = init_device_mesh("cpu", (stages, experts), mesh_dim_names=("stage", "expert"))
+        plan = getattr(schedules, schedule)(stages, MICROBATCHES)
+        self.ranks, self.rank = experts, mesh["expert"].get_local_rank()
+        chunks = plan.chunks_of(mesh["stage"].get_local_rank())
+        count = len(plan.placement)
+        self.modules = [
+            replicate(zbkern.convert(chunk(index, count, mesh["expert"])), mesh["expert"]) for index in chunks
+        ]
+        self.pipe = Pipeline(self.modules, plan, self.loss, mesh.get_group("stage"), fill=fill, timeout=60)
+        self.optimizer = Optimizer(make_optimizer(self.modules), self.pipe, max_norm=MAX_NORM)
+        self.first, self.last = 0 in chunks, count - 1 in chunks
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """This rank's share of the mean over the tokens of all ranks."""
+        return nn.functional.mse_loss(output, target) / self.ranks
+
+    def gradients(self, step: int) -> float | None:
+        """Forward and backward of a step; this rank's share of its loss on ranks of the last stage."""
+        inputs, targets = ([*part.chunk(self.ranks, 1)[self.rank].unbind()] for part in batch(step))
+        self.optimizer.zero_grad()
+        loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
+        return None if loss is None else loss.item()
+
+    def train(self, steps: range) -> tuple[list[float | None], list[float]]:
+        """Losses and norms of all steps."""
+        losses, norms = [], []
+        for step in steps:
+            losses.append(self.gradients(step))
+            norms += [self.optimizer.last_norm] if step > steps.start else []
+            self.optimizer.step()
+        self.optimizer.validate()
+        return losses, [*norms, self.optimizer.last_norm]
+
+    def named(self) -> dict[str, Tensor]:
+        return {name: p for module in self.modules for name, p in module.named_parameters()}
+
+
+class OneProcess:
+    """The same model in one process."""
+
+    def __init__(self) -> None:
+        self.model = chunk(0, 1, None)
+        self.optimizer: Any = make_optimizer([self.model])
+
+    def gradients(self, step: int) -> float:
+        self.optimizer.zero_grad()
+        inputs, targets = (part.flatten(0, 1) for part in batch(step))
+        loss = nn.functional.mse_loss(self.model(inputs), targets)
+        loss.backward()
+        return loss.item()
+
+    def train(self, steps: range) -> tuple[list[float], list[float]]:
+        losses, norms = [], []
+        for step in steps:
+            losses.append(self.gradients(step))
+            norms.append(clip(list(self.model.parameters())))
+            self.optimizer.step()
+        return losses, norms
+
+
+def clip(parameters: list[nn.Parameter]) -> float:
+    """torch's clip_grad_norm_ with the factor in fp32, as for parameters in fp32, and the norm in fp64."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, norm.float())
+    return norm.item()
