@@ -52,6 +52,12 @@ def grouped_experts(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
     return F.grouped_mm(gate * up, p["down"].transpose(-2, -1), offs=ends)
 
 
+def into_another(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+    weight = torch.zeros(8, 8, dtype=x.dtype)
+    weight[:] = p["w"]
+    return F.linear(x, weight)
+
+
 EXPERTS = {"gate_up": (3, 16, 8), "down": (3, 8, 8)}
 SQUARE, VECTOR = {"w": (8, 8)}, {"w": (8,)}
 
@@ -83,6 +89,12 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
     "einsum of a diagonal": (SQUARE, lambda p, x: torch.einsum("tk,kk->tk", x, p["w"])),
     "conv1d": ({"w": (8, 1, 3), "b": (8,)}, lambda p, x: F.conv1d(x.mT[None], p["w"], p["b"], 1, 1, groups=8)[0].mT),
     "conv1d, same": ({"w": (4, 8, 3)}, lambda p, x: F.conv1d(x.mT[None], p["w"], padding="same")[0].mT),
+    "conv1d, same, uneven": (
+        {"w": (4, 8, 4)},
+        lambda p, x: F.conv1d(x.mT[None], p["w"], padding="same", dilation=3)[0].mT,
+    ),
+    "conv2d, same": ({"w": (4, 1, 2, 3)}, lambda p, x: F.conv2d(x[None, None], p["w"], padding="same")[0, 0]),
+    "conv2d, valid": ({"w": (4, 1, 2, 2)}, lambda p, x: F.conv2d(x[None, None], p["w"], padding="valid").flatten(1)),
     "conv1d, weight reshaped": ({"w": (8, 3)}, lambda p, x: F.conv1d(x.mT[None], p["w"][:, None], groups=8)[0].mT),
     "conv1d by names": (
         {"w": (8, 1, 3)},
@@ -108,6 +120,27 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
     "split": ({"w": (16, 8)}, lambda p, x: sum(F.linear(x, part) for part in p["w"].split([8, 8]))),
     "unbind": ({"w": (2, 8, 8)}, lambda p, x: sum(x @ part for part in p["w"].unbind())),
     "low rank": ({"a": (2, 8), "b": (8, 2)}, lambda p, x: F.linear(x, p["b"] @ p["a"])),
+    "scaled weight": ({"s": (8, 1), "w": (8, 8)}, lambda p, x: F.linear(x, p["s"] * p["w"])),
+    "normalised weight": (
+        {"g": (8, 1), "v": (8, 8)},
+        lambda p, x: F.linear(x, torch._weight_norm(p["v"], p["g"], 0)) + F.linear(x, F.normalize(p["v"], dim=1)),
+    ),
+    "scaled weight, modified in place": (SQUARE, lambda p, x: F.linear(x, (2 * p["w"]).mul_(3)[:, :8])),
+    "weight written into another tensor": (SQUARE, into_another),
+    "masked weight": (SQUARE, lambda p, x: x @ (p["w"] * torch.ones(8, 8, dtype=x.dtype).tril())),
+    "sum of weights": (
+        {"w": (8, 8), "a": (2, 8), "b": (8, 2)},
+        lambda p, x: F.linear(x, p["w"] + 0.5 * p["b"] @ p["a"]),
+    ),
+    "halves of a scaled weight": (
+        {"s": (1,), "w": (16, 8)},
+        lambda p, x: sum(F.linear(x, part) for part in (p["s"] * p["w"]).chunk(2)),
+    ),
+    "scaled filters": ({"s": (4, 1, 1), "w": (4, 8, 3)}, lambda p, x: F.conv1d(x.mT[None], p["s"] * p["w"])[0].mT),
+    "scaled weight in an einsum": (
+        {"s": (8,), "w": (8, 8)},
+        lambda p, x: torch.einsum("tk,kn->tn", x, p["w"].exp() * p["s"]),
+    ),
     "through an autograd function": (SQUARE, lambda p, x: x @ Doubled.apply(p["w"])),
 }
 
@@ -135,6 +168,7 @@ def backward(module: nn.Module, x: Tensor) -> Tensor:
     return x.grad
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_wait_and_are_torchs(name: str) -> None:
     module, twin = pair(*CASES[name], torch.float64)
@@ -267,7 +301,7 @@ def test_autocast() -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-2)
 
 
-@pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "conv1d", "einsum"])
+@pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "conv1d", "einsum", "normalised weight"])
 def test_checkpointing(name: str) -> None:
     module, twin = pair(*CASES[name], torch.float64)
     x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
@@ -279,7 +313,7 @@ def test_checkpointing(name: str) -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
 
-@pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "einsum", "@"])
+@pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "einsum", "@", "normalised weight"])
 def test_gradients_of_gradients(name: str) -> None:
     module, twin = pair(*CASES[name], torch.float64)
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
@@ -428,7 +462,7 @@ def test_attention_of_torch_has_a_w() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("low rank", 0), ("lstm", 0), ("attention", 1), ("einsum with an ellipsis", 1)]
+    ("name", "share"), [("low rank", 1), ("lstm", 0), ("attention", 1), ("einsum with an ellipsis", 1)]
 )
 def test_coverage_counts_products_that_b_computes(name: str, share: int) -> None:
     inner = {"lstm": nn.LSTM(8, 8), "attention": nn.MultiheadAttention(8, 2)}.get(name)
@@ -442,3 +476,59 @@ def test_coverage_counts_products_that_b_computes(name: str, share: int) -> None
     found = zbkern.coverage(module, loss)
     assert found.share == share
     assert (found.not_deferred == {}) == (share == 1)
+
+
+COMPUTED = ("scaled weight", "normalised weight", "masked weight", "sum of weights", "scaled filters", "decays")
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_the_product_of_a_computed_weight_waits(name: str) -> None:
+    module, _ = pair(*CASES[name], torch.float64)
+    twin, x = zbkern.convert(module), torch.randn(6, 8, dtype=torch.float64)
+    assert zbkern.coverage(twin, lambda: twin(x).sum()).share == 1
+
+
+@pytest.mark.parametrize(
+    "used", ["dropped out", "embedded", "outside", "modified in place", "written into another tensor"]
+)
+def test_a_computed_weight_whose_product_is_in_b_does_not_count(used: str) -> None:
+    uses: dict[str, Compute] = {
+        "dropped out": lambda p, x: F.linear(x, F.dropout(2 * p["w"], 0.5)),
+        "embedded": lambda p, x: F.embedding(torch.arange(3), 2 * p["w"]),
+        "outside": lambda p, x: 2 * p["w"],
+        "modified in place": lambda p, x: F.linear(x, (2 * p["w"]).mul_(3)),
+        "written into another tensor": into_another,
+    }
+    twin, x = zbkern.convert(Module(SQUARE, uses[used], torch.float64)), torch.randn(6, 8, dtype=torch.float64)
+    assert zbkern.coverage(twin, lambda: (x[:, :1] @ twin(x)[:1]).sum()).share == 0
+
+
+def test_a_constant_of_a_computed_weight_that_has_changed_is_an_error() -> None:
+    mask, queue = torch.ones(8, 8), zbkern.WGradQueue()
+    twin = zbkern.convert(Module(SQUARE, lambda p, x: F.linear(x, p["w"] * mask), torch.float32))
+    with queue.defer():
+        backward(twin, torch.randn(6, 8))
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="has been modified in place between the forward and W"):
+        queue.run()
+    queue.discard()
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrized_layers(kind: str) -> None:
+    """What torch.nn.utils.parametrizations makes of them: the whole of W waits."""
+    torch.manual_seed(0)
+    parametrize = getattr(nn.utils.parametrizations, kind)
+    module = nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Tanh(), parametrize(nn.Linear(8, 8))).double()
+    twin = zbkern.convert(copy.deepcopy(module))
+    queue = zbkern.WGradQueue()
+    for key in range(2):
+        x = torch.randn(6, 8, dtype=torch.float64)
+        expected = backward(module, x)
+        with queue.defer(key):
+            testing.assert_close(backward(twin, x), expected, "dx", 1e-12)
+    assert all(p.grad is None for p in twin.parameters())
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+    assert zbkern.coverage(twin, lambda: twin(x).sum()).share == 1
+    assert [type(m) for m in zbkern.restore(twin).modules()] == [type(m) for m in module.modules()]

@@ -45,8 +45,9 @@ def convert(
     gradients on random tensors. (Where they round half precisions before the weight as well, that rounding is left
     out.) A subclass of these four that inherits its forward computes what they do. Any other module with parameters
     keeps its forward, in which the torch functions that take a parameter become ops whose W waits (`interception.py`):
-    experts, routers, convolutions, norms that multiply by 1 + weight, subclasses with a forward of their own. So does a
-    module whose forward names parameters of modules inside it, as in `self.queries.weight` (`parameter_use.py`).
+    experts, routers, convolutions, norms that multiply by 1 + weight, subclasses with a forward of their own, weights
+    that are computed (torch.nn.utils.parametrizations; parametrize before you convert). So does a module whose forward
+    names parameters of modules inside it, as in `self.queries.weight` (`parameter_use.py`).
     filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda", "triton" or
     "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as
     it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
@@ -173,8 +174,6 @@ def _twin(module: Module) -> type[Module] | str:
         return "its parameters have no shape yet; call it once, then convert it"
     if any(parameter.is_complex() for parameter in own):
         return "its parameters are complex; zbkern's layers are for real numbers"
-    if torch.nn.utils.parametrize.is_parametrized(module):
-        return "it is parametrized: its weight is computed, so there is nothing to defer"
     if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
         unusual = [o for o in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, o) not in (None, False)]
         if unusual:
@@ -188,6 +187,8 @@ def _twin(module: Module) -> type[Module] | str:
             return _subclass(nn.TransposedLinear, kind)
         if looks_like_rms_norm(module) and is_rms_norm(module):
             return _subclass(nn.ForeignRMSNorm, kind)
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return _subclass(nn.Intercepted, kind)  # which follows how the weight is computed
     base = _inherits_forward(kind)
     planes = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) > 1
     if base is not None and not planes:

@@ -1,10 +1,10 @@
 """The W of modules that zbkern does not know: torch functions that take a parameter become ops whose W can wait.
 
 `Interception` is a torch function mode around the forward of one module. It follows views of parameters (an expert's
-matrix, a transposed one, a chunk), turns products and convolutions with them into ops whose weight gradient waits in
-the queue (functions/products.py), and lets every other function have the parameter as a value whose gradient waits
-to be accumulated. What it does not see, such as a parameter handed to an autograd function, has the gradient that
-torch gives it, at once.
+matrix, a transposed one, a chunk) and what is computed from parameters alone (a normalised weight), turns products and
+convolutions with them into ops whose weight gradient waits in the queue (functions/products.py), and lets every other
+function have the parameter as a value whose gradient waits to be accumulated. What it does not see, such as a parameter
+handed to an autograd function, has the gradient that torch gives it, at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from zbkern import autograd, functional, wgrad
 from zbkern.functions import products, sharded
 from zbkern.functions.grouped import GroupedLinear
-from zbkern.functions.products import Kind, ParameterView, Product, Source, Step
+from zbkern.functions.products import ComputedWeight, Kind, ParameterView, Product, Recipe, Source, Step, Use
 from zbkern.kernels import dispatch
 
 # Functions of a tensor whose result is a part of it, or all of it in another shape, order or dtype
@@ -48,6 +48,11 @@ QUESTIONS = {
 PRODUCTS = {
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
     *("bilinear", "tensordot", "inner", "mv", "embedding_bag", "scaled_dot_product_attention", "cdist"),
+}
+# Functions that make another tensor when W calls them again
+RANDOM = {
+    *("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "rrelu"),
+    *("bernoulli", "scaled_dot_product_attention"),
 }
 # By which functions of torch.nn.functional see whether a tensor or a mode has a version of its own
 LOOKS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
@@ -79,6 +84,7 @@ class Interception(TorchFunctionMode):
         self._sharded = "torch.distributed.tensor" in sys.modules
         self._saving = _saved_tensors_hooks()
         self._views: dict[int, ParameterView] = {}  # by id of the tensor that stands for it
+        self._computed: dict[int, _Computed] = {}  # by id, too: tensors made of parameters alone
         self._kept: list[Tensor] = []  # so that no other tensor gets that id meanwhile
 
     def __torch_function__(
@@ -104,10 +110,7 @@ class Interception(TorchFunctionMode):
         if isinstance(function, FunctionType) and function.__module__ == F.__name__ and function.__closure__ is None:
             with self:
                 return _opened(function)(*args, **kwargs)
-        product = name in HANDLERS or name in PRODUCTS
-        return function(
-            *self._values(args, product), **{key: self._values(value, product) for key, value in kwargs.items()}
-        )
+        return self._call_on_values(function, args, kwargs)
 
     def reaches(self) -> bool:
         """False within a checkpoint that this forward has begun: it is computed again outside of this forward, and must
@@ -117,6 +120,8 @@ class Interception(TorchFunctionMode):
 
     def results(self, output: Any) -> Any:
         """What the module returns, with parameters and views of them as values whose gradient waits."""
+        for tensor in _tensors((output,)) if self._computed else ():
+            self._is_multiplied(tensor)  # a weight, for all that is known of it
         return (
             self._values(output) if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, self._values, output)
         )
@@ -127,6 +132,8 @@ class Interception(TorchFunctionMode):
         for argument in args:
             if isinstance(argument, Tensor):
                 if self._view(argument) is not None or (self._sharded and self._is_sharded(argument)):
+                    return True
+                if id(argument) in self._computed:
                     return True
             elif type(argument) in (list, tuple) and self._takes_parameter(tuple(argument), {}):
                 return True
@@ -178,21 +185,117 @@ class Interception(TorchFunctionMode):
             self._remember(part, ParameterView(view.parameter, (*view.steps, step, pick), part.detach()))
         return found
 
-    def _values(self, argument: Any, product: bool = False) -> Any:
-        """The argument with parameters and views as values whose gradient waits. product: for `Source`."""
+    def _values(self, argument: Any, product: bool = False, uses: list[Use] | None = None) -> Any:
+        """The argument with parameters and views as values whose gradient waits. product: for `Use`, which `uses`
+        takes up."""
         if type(argument) in (list, tuple):
-            return type(argument)(self._values(value, product) for value in argument)
+            return type(argument)(self._values(value, product, uses) for value in argument)
         view = self._view(argument) if isinstance(argument, Tensor) else None
         if view is None:
             return argument
-        return autograd.apply(Source, self._call(view, view.value), view.value, view, product and view.value.dim() > 1)
+        use = Use(product and view.value.dim() > 1)
+        if uses is not None:
+            uses.append(use)
+        return autograd.apply(Source, self._call(view, view.value), view.value, view, use)
 
-    def _call(self, view: ParameterView, x: Tensor) -> autograd.OpCall:
-        return autograd.OpCall((view.parameter,), dispatch.resolve("linear", self._impl, x.device, x.dtype), self._name)
+    def _call(self, view: ParameterView | ComputedWeight, x: Tensor) -> autograd.OpCall:
+        return autograd.OpCall(view.parameters, dispatch.resolve("linear", self._impl, x.device, x.dtype), self._name)
+
+    # ---- what is computed from parameters alone
+
+    def _call_on_values(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the function returns for the values of parameters and views, remembered if it has seen nothing else."""
+        name = function.__name__
+        operands = _tensors((args, kwargs))
+        alone = self._parameters_alone(operands)
+        computes = alone and name != "__setitem__" and (not name.endswith("_") or name.endswith("__"))
+        product = not computes and (alone or name in HANDLERS or name in PRODUCTS)
+        uses: list[Use] = []
+        found = function(
+            *self._values(args, product, uses),
+            **{key: self._values(value, product, uses) for key, value in kwargs.items()},
+        )
+        if computes:
+            self._remember_computed(found, (function, args, kwargs, None), operands, uses)
+        elif product:
+            for tensor in operands:
+                self._is_multiplied(tensor)
+        return found
+
+    def _parameters_alone(self, operands: list[Tensor]) -> bool:
+        """Whether every operand is a parameter, a view, computed from such, or a constant that is no larger: a mask of
+        a weight, not the input of a model."""
+        largest, constant = 0, 0
+        for tensor in operands:
+            if id(tensor) in self._computed or self._view(tensor) is not None:
+                largest = max(largest, tensor.numel())
+            elif tensor.requires_grad:
+                return False
+            else:
+                constant = max(constant, tensor.numel())
+        return constant <= largest
+
+    def _remember_computed(self, found: Any, call: _Call, operands: list[Tensor], uses: list[Use]) -> None:
+        for tensor in operands:
+            if (earlier := self._computed.get(id(tensor))) is not None:
+                uses.extend(earlier.uses)
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in operands]
+        if isinstance(found, Tensor):
+            self._computed[id(found)] = _Computed(found, found._version, call, operands, versions, uses)
+            return
+        for index, part in enumerate(found if isinstance(found, tuple | list) else ()):
+            if isinstance(part, Tensor):
+                part_of = (*call[:3], index)
+                self._computed[id(part)] = _Computed(part, part._version, part_of, operands, versions, uses)
+
+    def _recipe(self, computed: _Computed, parameters: dict[int, Tensor]) -> Recipe | None:
+        """How W makes it again, and of which parameters; None where it cannot, or something was modified in place."""
+        function, args, kwargs, index = computed.call
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in computed.operands]
+        changed = versions != computed.versions or computed.tensor._version != computed.version
+        if changed or function.__name__ in RANDOM:
+            return None
+        possible = True
+
+        def ingredient(tensor: Tensor) -> ParameterView | Recipe | Tensor | None:
+            nonlocal possible
+            if (view := self._view(tensor)) is not None:
+                parameters[id(view.parameter)] = view.parameter
+                return view
+            if (earlier := self._computed.get(id(tensor))) is None:
+                return tensor
+            recipe = self._recipe(earlier, parameters)
+            possible = possible and recipe is not None
+            return recipe
+
+        args, kwargs = pytree.tree_map_only(Tensor, ingredient, (args, kwargs))
+        return Recipe(function, args, kwargs, index) if possible else None
+
+    def _is_multiplied(self, tensor: Tensor) -> None:
+        """A computed matrix is an operand of a product whose gradient B computes."""
+        computed = self._computed.get(id(tensor))
+        if computed is not None and tensor.dim() > 1:
+            for use in computed.uses:
+                use.product = True
+
+    def _weight(self, tensor: Any) -> ParameterView | ComputedWeight | None:
+        """What can be the weight of a product whose W waits."""
+        view = self._view(tensor)
+        if view is not None or (computed := self._computed.get(id(tensor))) is None or _may_be_sharded_again():
+            return view
+        parameters: dict[int, Tensor] = {}
+        recipe = self._recipe(computed, parameters)
+        return None if recipe is None else ComputedWeight(recipe, tuple(parameters.values()), tensor.detach())
+
+    def _is_parameter(self, input: Tensor, weight: ParameterView | ComputedWeight) -> bool:
+        """Whether the other operand of a product is a weight, too."""
+        if self._view(input) is not None:
+            return True
+        return isinstance(weight, ComputedWeight) and id(input) in self._computed
 
     # ---- functions with a W of their own
 
-    def product(self, kind: Kind, x: Tensor, view: ParameterView, *options: Any) -> Tensor:
+    def product(self, kind: Kind, x: Tensor, view: ParameterView | ComputedWeight, *options: Any) -> Tensor:
         """kind.forward(x, weight, *options), in autocast's dtype where that is on."""
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
@@ -203,16 +306,16 @@ class Interception(TorchFunctionMode):
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         if self._is_sharded(weight):
             return functional.linear(input, weight, bias, impl=self._impl, name=self._name)
-        view = self._view(weight)
-        if view is None or self._view(input) is not None or view.value.dim() != 2:
+        view = self._weight(weight)
+        if view is None or self._is_parameter(input, view) or view.value.dim() != 2:
             return None
-        if not view.steps and (bias is None or ((own := self._view(bias)) is not None and not own.steps)):
+        if _is_whole(view) and (bias is None or _is_whole(self._view(bias))):
             return functional.linear(input, weight, bias, impl=self._impl, name=self._name)
         y = self.product(products.LINEAR, input, view)
         return y if bias is None else y + self._values(bias)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor | None:
-        views = self._view(left), self._view(right)
+        views = self._weight(left), self._weight(right)
         if (views[0] is None) == (views[1] is None) or left.dim() < 2 or right.dim() < 2:
             return None
         if views[1] is None:
@@ -232,11 +335,11 @@ class Interception(TorchFunctionMode):
         if not isinstance(equation, str) or len(operands) != 2:
             return None
         x, weight = operands
-        if self._view(x) is not None:
+        if self._weight(x) is not None:
             operands_of, _, y = equation.replace(" ", "").partition("->")
             equation, x, weight = f"{','.join(reversed(operands_of.split(',')))}->{y}", weight, x
-        view, kind = self._view(weight), products.einsum(equation)
-        return None if view is None or kind is None or self._view(x) is not None else self.product(kind, x, view)
+        view, kind = self._weight(weight), products.einsum(equation)
+        return None if view is None or kind is None or self._weight(x) is not None else self.product(kind, x, view)
 
     def grouped_mm(
         self, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
@@ -282,13 +385,67 @@ class Interception(TorchFunctionMode):
         output_padding: Any,
         groups: int,
     ) -> Tensor | None:
-        view = self._view(weight)
-        if view is None or self._view(input) is not None or isinstance(padding, str) or input.dim() != dimensions + 2:
+        view = self._weight(weight)
+        if view is None or self._is_parameter(input, view) or input.dim() != dimensions + 2:
             return None
+        if isinstance(padding, str):
+            if padding == "same" and any(step != 1 for step in _numbers(stride, dimensions)):
+                return None  # an error, and torch names it
+            input, padding = _padded(input, padding, weight.shape[2:], _numbers(dilation, dimensions))
         lists = [_numbers(value, dimensions) for value in (stride, padding, dilation, output_padding)]
         kind = products.TRANSPOSED_CONVOLUTION if transposed else products.CONVOLUTION
         y = self.product(kind, input, view, *lists, groups)
         return y if bias is None else y + self._values(bias).to(y.dtype).view(-1, *[1] * dimensions)
+
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], "int | None"]
+
+
+class _Computed(NamedTuple):
+    """A tensor made of parameters alone.
+
+    call: the function, its arguments, and which of its results this is, None for its only one. operands: the tensors
+    among them. Versions are from then, before anything modified them in place. uses: of the parameters' values in it.
+    """
+
+    tensor: Tensor
+    version: int
+    call: _Call
+    operands: list[Tensor]
+    versions: list[int]
+    uses: list[Use]
+
+
+def _is_whole(view: ParameterView | ComputedWeight | None) -> bool:
+    return isinstance(view, ParameterView) and not view.steps
+
+
+def _tensors(argument: Any) -> list[Tensor]:
+    """The tensors among arguments or results, as deep as torch's functions take them."""
+    found = []
+    for value in argument.values() if isinstance(argument, dict) else argument:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list | dict) and value:
+            found += _tensors(value)
+    return found
+
+
+def _may_be_sharded_again() -> bool:
+    """Whether the values of parameters may be gone when W runs, as those that FSDP2 has gathered are after B."""
+    return "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized()
+
+
+def _padded(
+    input: Tensor, padding: str, kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[Tensor, int | list[int]]:
+    """An input and numbers with which a convolution does what it does with this word as its padding."""
+    if padding == "valid":
+        return input, 0
+    total = [steps * (size - 1) for steps, size in zip(dilation, kernel, strict=True)]
+    if any(count % 2 for count in total):  # more on the right
+        input = F.pad(input, [side for count in reversed(total) for side in (0, count % 2)])
+    return input, [count // 2 for count in total]
 
 
 def _saved_tensors_hooks() -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from zbkern import functional
 from zbkern.expert_parallel import ExpertParallel as ExpertParallel
 from zbkern.interception import intercepted
+from zbkern.kernels.reference import activation_function
 
 
 class Layer(torch.nn.Module):
@@ -201,6 +202,8 @@ class MLP(Layer):
     """The gated MLP as one op: down(activation(gate(x)) * up(x)); input and output [..., features].
 
     activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU), "relu". bias: whether the three products have one.
+    Where the three linears are more than their products (they have hooks or DTensor weights, as under tensor
+    parallelism, a recipe, or were replaced), they are called one by one instead.
     """
 
     def __init__(
@@ -217,14 +220,27 @@ class MLP(Layer):
         super().__init__()
         self.zbkern_impl = functional.check_impl("MLP", impl)
         self.activation = activation
-        self.gate = torch.nn.Linear(features, hidden, bias, device, dtype)
-        self.up = torch.nn.Linear(features, hidden, bias, device, dtype)
-        self.down = torch.nn.Linear(hidden, features, bias, device, dtype)
+        self.gate = Linear(features, hidden, bias, device, dtype, impl=impl)
+        self.up = Linear(features, hidden, bias, device, dtype, impl=impl)
+        self.down = Linear(hidden, features, bias, device, dtype, impl=impl)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self.gate, self.up, self.down
+        if not (_is_product(gate) and _is_product(up) and _is_product(down)):
+            return down(activation_function(self.activation)(gate(x)) * up(x))
         weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
         return functional.gated_mlp(x, *weights, *biases, self.activation, self.zbkern_impl, name=self.zbkern_name)
+
+
+def _is_product(linear: torch.nn.Module) -> bool:
+    """Whether a call of this module is F.linear with its parameters and nothing else."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return (
+        type(linear) in (Linear, torch.nn.Linear)
+        and type(linear.weight) in (Tensor, torch.nn.Parameter)
+        and not any(getattr(linear, kind) for kind in hooks)
+        and getattr(linear, "zbkern_recipe", None) is None
+    )
 
 
 class Attention(Layer):

@@ -576,3 +576,30 @@ def test_a_layer_with_a_forward_of_its_own(two_ranks: Any) -> None:
         assert not at_once
         assert waiting == 2
         assert max(found.values()) < 1e-12, found
+
+
+def gated_mlp_rank() -> tuple[list[str], int, dict[str, float]]:
+    """zbkern.nn.MLP, its three linears cut: what did not wait, how many tasks did, and the differences."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = zbkern.nn.MLP(6, 8, bias=True, dtype=torch.float64)
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    twin = parallelize_module(copy.deepcopy(model), mesh, plan)
+    x, queue = torch.randn(5, 6, dtype=torch.float64), zbkern.WGradQueue()
+    model(x).square().sum().backward()
+    with queue.defer():
+        twin(x).square().sum().backward()
+    at_once, waiting = [name for name, p in twin.named_parameters() if p.grad is not None], queue.pending()
+    queue.run()
+    return at_once, waiting, differences(twin, model)
+
+
+@pytest.mark.dist
+def test_a_gated_mlp_of_cut_linears(two_ranks: Any) -> None:
+    for at_once, waiting, found in two_ranks.run(gated_mlp_rank):
+        assert not at_once
+        assert waiting == 3
+        assert max(found.values()) < 1e-10, found

@@ -3,7 +3,8 @@
 `ParameterView` says which parameter an operand is part of and how to find that part in a gradient of the whole
 parameter: an expert's matrix `weight[3]`, a transposed one, one in another dtype, those of the tokens' experts
 `weight[experts]`. The gradient of the part is added there when W runs; nothing of the parameter's size is allocated
-for it.
+for it. A `ComputedWeight` was made of several parameters (`scale * weight`, a weight normalisation): W makes it once
+more, with the graph through which its gradient reaches them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import as_rows
@@ -37,9 +39,68 @@ class ParameterView:
         return ParameterView(self.parameter, (*self.steps, (function, args, ())), function(self.value, *args))
 
     @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.parameter,)
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """Equal for views that find the same part: W of several microbatches is one launch then."""
         return tuple((function, repr(args), repr(kwargs)) for function, args, kwargs in self.steps)
+
+
+class Recipe:
+    """function(*args, **kwargs) of parameters alone: views of them, and recipes, stand for tensors in the arguments.
+    index: which of the function's results; None for the only one."""
+
+    __slots__ = ("_arguments", "_constants", "_function", "_index")
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None = None
+    ) -> None:
+        self._function, self._arguments, self._index = function, (args, kwargs), index
+        tensors = [leaf for leaf in pytree.tree_leaves(self._arguments) if isinstance(leaf, Tensor)]
+        self._constants = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+    def make(self, made: dict[int, Any]) -> Any:
+        """The function's result. made: what stands for the parameters, by their ids; results on the way are added.
+
+        Raises RuntimeError where a tensor that is no parameter was changed in place, as torch's backward does.
+        """
+        if id(self) not in made:
+            if any(tensor._version != version for tensor, version in self._constants):
+                raise RuntimeError(
+                    f"{self._function.__name__}: a tensor from which a weight was computed has been modified in place "
+                    "between the forward and W; clone it for the forward"
+                )
+            args, kwargs = pytree.tree_map(lambda leaf: _stand_in(leaf, made), self._arguments)
+            result = self._function(*args, **kwargs)
+            made[id(self)] = result if self._index is None else result[self._index]
+        return made[id(self)]
+
+
+def by_id(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> dict[int, Any]:
+    """What `Recipe.make` takes."""
+    return dict(zip(map(id, parameters), values, strict=True))
+
+
+def _stand_in(leaf: Any, made: dict[int, Any]) -> Any:
+    if isinstance(leaf, ParameterView):
+        return replay(leaf.steps, made[id(leaf.parameter)])
+    return leaf.make(made) if isinstance(leaf, Recipe) else leaf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComputedWeight:
+    """What `recipe` makes of `parameters`; value: the result, detached."""
+
+    recipe: Recipe
+    parameters: tuple[Tensor, ...]
+    value: Tensor
+
+    def then(self, function: Callable[..., Tensor], *args: Any) -> ComputedWeight:
+        """The weight that one more step makes."""
+        recipe = Recipe(function, (self.recipe, *args), {})
+        return ComputedWeight(recipe, self.parameters, function(self.value, *args))
 
 
 def pick(parts: Sequence[Tensor], index: int) -> Tensor:
@@ -190,14 +251,24 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: OpCall, x: Tensor, kind: Kind, view: ParameterView, options: tuple[Any, ...], *edges: Any
+        ctx: Any,
+        call: OpCall,
+        x: Tensor,
+        kind: Kind,
+        view: ParameterView | ComputedWeight,
+        options: tuple[Any, ...],
+        *edges: Any,
     ) -> Tensor:
         weight = view.value
         y = kind.forward(x, weight, *options)
         if y._is_view():  # autograd lets nobody modify a view from a function in place
             y = torch.ops.aten._unsafe_view(y, y.shape)
         ctx.save_for_backward(x, weight)
-        ctx.call, ctx.kind, ctx.steps, ctx.key, ctx.options = call, kind, view.steps, view.key, options
+        ctx.call, ctx.kind, ctx.options = call, kind, options
+        if isinstance(view, ComputedWeight):
+            ctx.recipe = view.recipe
+        else:
+            ctx.recipe, ctx.steps, ctx.key = None, view.steps, view.key
         return y
 
     @staticmethod
@@ -206,27 +277,41 @@ class Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
 
-            def again(parameter: Tensor, x: Tensor) -> Tensor:
-                return kind.forward(x, replay(ctx.steps, parameter), *options)
+            def again(*parameters_and_x: Tensor) -> Tensor:
+                *parameters, x = parameters_and_x
+                if ctx.recipe is None:
+                    return kind.forward(x, replay(ctx.steps, parameters[0]), *options)
+                return kind.forward(x, ctx.recipe.make(by_id(call.params, parameters)), *options)
 
             _, dx, *second = differentiable_backward(call, again, (x,), dy)
             return None, dx, None, None, None, *second
         dx = kind.dgrad(dy, x, weight, *options) if ctx.needs_input_grad[1] else None
-        kernel = _product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
+        if ctx.recipe is None:
+            kernel = _product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
+        else:
+            kernel = _computed_wgrad(kind, ctx.recipe, call.params, weight, options)
         weights = weight_gradients(call, kernel, (x.detach(), dy), ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
         return None, dx, None, None, None, *weights
+
+
+class Use:
+    """What is known of a value's use. product: its gradient is one of matrices, which B computes."""
+
+    __slots__ = ("product",)
+
+    def __init__(self, product: bool) -> None:
+        self.product = product
 
 
 class Source(torch.autograd.Function):
     """A view of a parameter as a value: its gradient is computed in B and waits to be added to the parameter's.
 
     For operands of elementwise operations, whose gradient is no product: computing it later would save nothing.
-    product: for a function whose gradient is one, and which has no W here.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: OpCall, value: Tensor, view: ParameterView, product: bool, *edges: Any) -> Tensor:
-        ctx.call, ctx.steps, ctx.key, ctx.product = call, view.steps, view.key, product
+    def forward(ctx: Any, call: OpCall, value: Tensor, view: ParameterView, use: Use, *edges: Any) -> Tensor:
+        ctx.call, ctx.steps, ctx.key, ctx.use = call, view.steps, view.key, use
         return value.view_as(value)
 
     @staticmethod
@@ -234,7 +319,7 @@ class Source(torch.autograd.Function):
         if torch.is_grad_enabled():
             _, *weights = differentiable_backward(ctx.call, lambda parameter: replay(ctx.steps, parameter), (), dy)
             return None, None, None, None, *weights
-        kernel = _sum_wgrad(ctx.key, ctx.steps, ctx.product)
+        kernel = _sum_wgrad(ctx.key, ctx.steps, ctx.use.product)
         return None, None, None, None, *weight_gradients(ctx.call, kernel, (dy,), ctx.needs_input_grad, dy.numel())
 
 
@@ -257,6 +342,31 @@ def _product_wgrad(
             add_to_part(gradient, steps, kind.wgrad(x, dy, like, *options))
 
     return _kept((kind.name, key, like.shape, like.dtype, repr(options), backend), run, steps, options)
+
+
+def _computed_wgrad(
+    kind: Kind, recipe: Recipe, parameters: Sequence[Tensor], weight: Tensor, options: tuple[Any, ...]
+) -> WGradKernel:
+    """W of a product with a computed weight: the weight's gradient, and with it those of the parameters."""
+    like = torch.empty_like(weight, device="meta")
+
+    def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+        (x, dy), *others = segments
+        gradient = kind.wgrad(x, dy, like, *options)
+        for x, dy in others:
+            gradient += kind.wgrad(x, dy, like, *options)
+        leaves = [p.detach().requires_grad_(o is not None) for p, o in zip(parameters, outputs, strict=True)]
+        with torch.enable_grad():
+            made = recipe.make(by_id(parameters, leaves))
+        needed = [leaf for leaf in leaves if leaf.requires_grad]
+        found = torch.autograd.grad(made, needed, gradient.to(made.dtype), allow_unused=True)
+        for output, value in zip([o for o in outputs if o is not None], found, strict=True):
+            if not accumulate:
+                output.zero_()
+            if value is not None:
+                output.add_(value)
+
+    return WGradKernel(run)
 
 
 def _sum_wgrad(key: Any, steps: Sequence[Step], product: bool) -> WGradKernel:

@@ -203,3 +203,38 @@ def test_what_one_rank_of_a_mesh_cannot_add_up_stops_all(two_ranks: Any, value: 
     """Or one tensor-parallel rank would take a step back, and the others not."""
     for found in two_ranks.run(one_sided_rank, value):
         assert found == pytest.approx(5.0) if value == 1.0 else not math.isfinite(found)
+
+
+def one_sided_stages(tied: bool) -> tuple[float, float | None, bool]:
+    """The norm twice, and whether the Optimizer stepped, where one tensor-parallel rank has a NaN that the others lack.
+
+    It is in the gradient of a first stage without shards, or of a weight that both stages hold; the last has shards.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
+    stage, place = mesh.get_coordinate()
+    whole = nn.Parameter(torch.zeros(2))
+    whole.grad = torch.full((2,), math.nan if place == 1 and (tied or stage == 0) else 1.0)
+    parameters = [whole]
+    if stage == 1:
+        shards = nn.Parameter(distribute_tensor(torch.zeros(4), mesh["tensor"], [Shard(0)]))
+        shards.grad = distribute_tensor(torch.ones(4), mesh["tensor"], [Shard(0)])
+        parameters.append(shards)
+    names = {"w": whole} if tied else {}
+    norm = clipping.grad_norm(parameters, mesh.get_group("stage"), names)
+    optimizer = Optimizer(torch.optim.SGD(parameters, lr=1.0), mesh.get_group("stage"), max_norm=9.0, tied=names)
+    optimizer.step()
+    optimizer.validate()
+    optimizer.close()
+    return norm, optimizer.last_norm, bool(whole.any())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_one_rank_cannot_add_up_is_heard_through_the_shards_of_other_stages(four_ranks: Any, tied: bool) -> None:
+    for norm, last_norm, stepped in four_ranks.run(one_sided_stages, tied):
+        assert not math.isfinite(last_norm)
+        assert not stepped
+        assert not tied or not math.isfinite(norm)

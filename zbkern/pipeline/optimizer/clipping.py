@@ -40,8 +40,9 @@ def _grad_norm(caller: str, parameters: list[Tensor], group: Any, tied: Mapping[
     found = [(id(parameter), gradient) for parameter, gradient in _gradients(parameters)]
     own = [gradient for key, gradient in found if key not in shared]
     names = {shared[key]: float(sum_of_squares([gradient])) for key, gradient in found if key in shared}
+    tied_ones = [gradient for key, gradient in found if key in shared]
     total, seen = 0.0, {}
-    for value, named in _gather((float(sum_of_squares(own)), names), group):
+    for value, named in _gather((float(sum_of_squares(own, tied_ones)), names), group):
         total += value
         seen.update(named)
     return math.sqrt(total + sum(seen.values()))
@@ -100,14 +101,15 @@ def _gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
             yield parameter, gradient
 
 
-def sum_of_squares(gradients: list[Tensor]) -> Tensor:
+def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()) -> Tensor:
     """The sum of the squares of all elements, fp64 [], on the device of the gradients; not finite when one is not.
 
+    uncounted: tensors that are not part of the sum, except that it is not finite when one of them is not.
     Also infinite when a single gradient's norm is beyond the range of fp32. Not finite on every rank of a mesh when one
     of them alone has such a value in what all of them hold alike, or else they would not validate the same steps.
     """
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
-    for gradient in gradients:
+    for times, gradient in (*((1, gradient) for gradient in gradients), *((0, tensor) for tensor in uncounted)):
         where = None
         if isinstance(gradient, DTensor):
             if any(placement.is_partial() for placement in gradient.placements):
@@ -115,11 +117,11 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
                 gradient = gradient.redistribute(placements=summed)
             where = gradient.device_mesh, gradient.placements
             gradient = gradient.to_local()
-        kinds.setdefault((gradient.device, gradient.dtype, where), []).append(gradient)
+        kinds.setdefault((gradient.device, gradient.dtype, where, times), []).append(gradient)
     whole, cut = [], []
-    for (_, dtype, where), alike in kinds.items():
+    for (_, dtype, where, times), alike in kinds.items():
         norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32)))
-        total = norms.double().square().sum()
+        total = times * norms.double().square().sum()
         if where is None or all(placement.is_replicate() for placement in where[1]):
             whole.append(total)
         else:

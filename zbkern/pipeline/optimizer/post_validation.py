@@ -191,7 +191,7 @@ class Optimizer(OptimizerWrapper):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
         with self._failing_together():
             gradients = self._collect()
-            total = self._pass_on(sum_of_squares([g for p, g in gradients if id(p) not in self._uncounted]))
+            total = self._pass_on(gradients)
             step = PendingStep(gradients, hyperparameters(self.optimizer))
             if self._next is None:
                 self._pending = step
@@ -342,15 +342,24 @@ class Optimizer(OptimizerWrapper):
 
     # ---- the protocol
 
-    def _pass_on(self, own: Tensor) -> Tensor:
+    def _pass_on(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The sum of squares of this rank and of all before it, fp64 []; sent to the next rank."""
-        own = own.to(self._device)
+        counted = [gradient for parameter, gradient in gradients if id(parameter) not in self._uncounted]
+        uncounted = [gradient for parameter, gradient in gradients if id(parameter) in self._uncounted]
+        before = None
+        if self._next is None and self._previous is not None:
+            # with the last stage's shards, other pipelines of its mesh learn what stages without shards have found
+            before = self._receive_sum(self._previous)
+            uncounted.append(before)
+        total = sum_of_squares(counted, uncounted).to(self._device)
         if self._previous is not None:
-            message = NormTag(self._number, "previous")
-            own = self._transport.receive(self._previous, message, self.timeout) + own
+            total = total + (self._receive_sum(self._previous) if before is None else before)
         if self._next is not None:
-            self._transport.send(self._next, NormTag(self._number, "previous"), own)
-        return own
+            self._transport.send(self._next, NormTag(self._number, "previous"), total)
+        return total
+
+    def _receive_sum(self, previous: int) -> Tensor:
+        return self._transport.receive(previous, NormTag(self._number, "previous"), self.timeout)
 
     def _pass_back(self, total: Tensor) -> None:
         if self._previous is not None:
