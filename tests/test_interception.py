@@ -488,19 +488,27 @@ def test_the_product_of_a_computed_weight_waits(name: str) -> None:
     assert zbkern.coverage(twin, lambda: twin(x).sum()).share == 1
 
 
-@pytest.mark.parametrize(
-    "used", ["dropped out", "embedded", "outside", "modified in place", "written into another tensor"]
-)
+@pytest.mark.parametrize("used", ["dropped out", "embedded", "modified in place", "written into another tensor"])
 def test_a_computed_weight_whose_product_is_in_b_does_not_count(used: str) -> None:
     uses: dict[str, Compute] = {
         "dropped out": lambda p, x: F.linear(x, F.dropout(2 * p["w"], 0.5)),
         "embedded": lambda p, x: F.embedding(torch.arange(3), 2 * p["w"]),
-        "outside": lambda p, x: 2 * p["w"],
         "modified in place": lambda p, x: F.linear(x, (2 * p["w"]).mul_(3)),
         "written into another tensor": into_another,
     }
     twin, x = zbkern.convert(Module(SQUARE, uses[used], torch.float64)), torch.randn(6, 8, dtype=torch.float64)
     assert zbkern.coverage(twin, lambda: (x[:, :1] @ twin(x)[:1]).sum()).share == 0
+
+
+def test_positions_that_a_module_computes_and_others_add_count() -> None:
+    twin, x = zbkern.convert(Module(SQUARE, lambda p, x: 2 * p["w"], torch.float32)), torch.randn(8, 8)
+    assert zbkern.coverage(twin, lambda: (x + twin(x)).sum()).share == 1
+
+
+def test_a_layer_that_is_parametrized_after_convert_does_not_count() -> None:
+    twin, x = zbkern.convert(nn.Sequential(nn.Linear(8, 8))), torch.randn(6, 8)
+    nn.utils.parametrizations.weight_norm(twin[0])
+    assert zbkern.coverage(zbkern.convert(twin), lambda: twin(x).sum()).share == 0
 
 
 def test_a_constant_of_a_computed_weight_that_has_changed_is_an_error() -> None:

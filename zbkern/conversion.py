@@ -187,6 +187,8 @@ def _twin(module: Module) -> type[Module] | str:
             return _subclass(nn.TransposedLinear, kind)
         if looks_like_rms_norm(module) and is_rms_norm(module):
             return _subclass(nn.ForeignRMSNorm, kind)
+    if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
+        return "it computes a parameter of another module, whose forward follows that"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return _subclass(nn.Intercepted, kind)  # which follows how the weight is computed
     base = _inherits_forward(kind)

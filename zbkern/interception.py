@@ -120,8 +120,6 @@ class Interception(TorchFunctionMode):
 
     def results(self, output: Any) -> Any:
         """What the module returns, with parameters and views of them as values whose gradient waits."""
-        for tensor in _tensors((output,)) if self._computed else ():
-            self._is_multiplied(tensor)  # a weight, for all that is known of it
         return (
             self._values(output) if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, self._values, output)
         )
@@ -207,9 +205,10 @@ class Interception(TorchFunctionMode):
         """What the function returns for the values of parameters and views, remembered if it has seen nothing else."""
         name = function.__name__
         operands = _tensors((args, kwargs))
-        alone = self._parameters_alone(operands)
+        multiplies = name in HANDLERS or name in PRODUCTS
+        alone = self._parameters_alone(operands, multiplies)
         computes = alone and name != "__setitem__" and (not name.endswith("_") or name.endswith("__"))
-        product = not computes and (alone or name in HANDLERS or name in PRODUCTS)
+        product = not computes and (alone or multiplies)
         uses: list[Use] = []
         found = function(
             *self._values(args, product, uses),
@@ -222,14 +221,14 @@ class Interception(TorchFunctionMode):
                 self._is_multiplied(tensor)
         return found
 
-    def _parameters_alone(self, operands: list[Tensor]) -> bool:
+    def _parameters_alone(self, operands: list[Tensor], multiplies: bool) -> bool:
         """Whether every operand is a parameter, a view, computed from such, or a constant that is no larger: a mask of
-        a weight, not the input of a model."""
+        a weight, not the input of a model. In products a constant is a vector, as of a spectral norm."""
         largest, constant = 0, 0
         for tensor in operands:
             if id(tensor) in self._computed or self._view(tensor) is not None:
                 largest = max(largest, tensor.numel())
-            elif tensor.requires_grad:
+            elif tensor.requires_grad or (multiplies and (tensor.dim() > 1 or not tensor.is_floating_point())):
                 return False
             else:
                 constant = max(constant, tensor.numel())
