@@ -128,6 +128,16 @@ def test_a_pattern_found_gives_its_orders_again() -> None:
     assert pattern_search.search_patterns(given, pattern)[0] == found
 
 
+def test_a_pattern_fuses_a_backward_whose_weight_gradient_has_no_room() -> None:
+    """ZB-V needs 1F1B's memory to the last byte, and there is none for a B that leaves more than it found."""
+    costs = Costs(18.5, 18.1, 9.3, 0.6, 1.0, 1.15, split_overhead=1.0)
+    given = Problem.build(costs.per_chunk(16), (*range(8), *reversed(range(8))), 32, [16.0] * 8, False)
+    found, _ = pattern_search.search_patterns(given, next(pattern_search.zb_v_patterns(given)))
+    check(given, found)
+    assert 0 < sum(found.fused) < len(found.fused)
+    assert 1 - given.work(0) / found.cost < 0.1
+
+
 @pytest.mark.parametrize("core", [True, False])
 def test_orders_that_cannot_run_are_refused(core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = Problem.build(Costs().per_chunk(2), (0, 1), 2, [2.0, 2.0], False)
