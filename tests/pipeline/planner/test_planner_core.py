@@ -57,6 +57,19 @@ def test_rules_of_every_rank(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert fits(given, fast)
 
 
+def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() -> None:
+    owners = (0, 1, 1, 0, 0, 1, 1, 0)
+    given = Problem.build(Costs(9, 9, 5, 4, 1.0, 1.0).per_chunk(8), owners, 3, [8.0] * 2, False)
+    tried = list(list_scheduler.rules(given))
+    best = {}
+    for follow in (False, True):
+        some = [rule for rule in tried if rule.follow == follow]
+        best[follow] = list_scheduler.best_rules(given, some, 1)[0][0] / given.time_scale
+    assert round(best[True]) < round(best[False])
+    turn = Problem.build(Costs().per_chunk(4), (0, 1, 1, 0), 3, [8.0] * 2, False)
+    assert not any(rule.follow for rule in list_scheduler.rules(turn))
+
+
 def check(given: Problem, found: Ordering) -> None:
     """Its cost is that of an independent run, at least the lower bound, and it is a valid schedule within the limit."""
     assert fits(given, found)

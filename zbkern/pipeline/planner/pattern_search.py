@@ -8,10 +8,11 @@ A rank runs f and F, the forwards of its first and second chunk, and b and B, th
 
 and a W, the oldest first, where the next of these has to wait, or where the memory that the W holds is needed. A
 backward for which there is no room even so, as a W holds more than the activation that the B frees, is fused with its
-W. How long that wait must be is the patience of the rank in each of three phases: before the first b, while there are f, and
-after. These are seven numbers per rank, so that annealing finds in a second how a step should start and end with real
-costs, many passes at a time, where moving pass by pass does not (p=16, m=48, 1.25 times 1F1B's memory: 2.4% idle; rules
-and moved passes reached 5.2%). A pattern that has reached its steady state holds for any larger number of microbatches.
+W. How long that wait must be is the patience of the rank in each of three phases: before the first b, while there are
+f, and after. These are seven numbers per rank, so that annealing finds in a second how a step should start and end with
+real costs, many passes at a time, where moving pass by pass does not (p=16, m=48, 1.25 times 1F1B's memory: 2.4% idle;
+rules and moved passes reached 5.2%). A pattern that has reached its steady state holds for any larger number of
+microbatches.
 
 It runs in C++ (csrc/planner_patterns.cpp).
 """
