@@ -46,7 +46,7 @@ class Deadline {
 struct Rule {
   std::vector<int> priority, patience, late_forward, late_backward;  // [ranks]
   std::vector<int> caps;  // [chunks] how many forwards each may be ahead of its backwards
-  bool foresight, fuse;
+  bool foresight, fuse, follow;
 };
 
 // An order of every rank, and which microbatches have a fused backward: fused[chunk * microbatches + microbatch].

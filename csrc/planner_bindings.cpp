@@ -35,12 +35,13 @@ PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
   using Ints = std::vector<int>;
   module.def("list_schedule", [](const py::object& source, Ints priority, Ints patience, Ints late_forward, Ints late_backward,
-                                 Ints caps, bool foresight, bool fuse, Time cutoff) {
+                                 Ints caps, bool foresight, bool fuse, bool follow, Time cutoff) {
     const Problem problem = problem_from(source);
-    return tuple_from(list_schedule(problem, {priority, patience, late_forward, late_backward, caps, foresight, fuse}, cutoff));
+    const Rule rule{priority, patience, late_forward, late_backward, caps, foresight, fuse, follow};
+    return tuple_from(list_schedule(problem, rule, cutoff));
   });
   // Rules are tuples as in list_scheduler.py.
-  using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool>;
+  using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool, bool>;
   module.def("best_rules", [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
     const Problem problem = problem_from(source);
     std::vector<Rule> rules;

@@ -15,6 +15,7 @@ constexpr int kForeseen = 3;  // chunks
 struct RankState {
   Time clock = 0, memory = 0, held = 0, start = -1;
   bool idle = false, last_was_forward = false;
+  int following = -1;  // the chunk whose F or B comes next by `follow`
   std::vector<int> chunks, pending;  // pending: the chunk of every B, in order; W take them from `next_weight` on
   std::size_t next_weight = 0;
 };
@@ -45,6 +46,11 @@ Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
       at = std::max(at, ranks[p.placement[c]].clock) + p.communication[c - 1] + (rule.fuse ? p.fused[c] : p.backward[c]);
     return at;
   };
+  // Whether the later of two chunks whose F (or B) may run is taken.
+  const auto prefers = [](const RankState& state, int later, int earlier, bool late, bool forward) {
+    const bool follows = state.last_was_forward == forward && (state.following == later || state.following == earlier);
+    return follows ? state.following == later : late;
+  };
   // The ranks that are not idle, the earliest first, of equals the first.
   using Turn = std::pair<Time, int>;
   std::priority_queue<Turn, std::vector<Turn>, std::greater<Turn>> turns;
@@ -66,7 +72,7 @@ Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
           at = foreseen(c, backwards[c]);
           if (at > now) next = std::min(next, at);
         } else if (at > now) next = std::min(next, at);
-        else if (backward < 0 || rule.late_backward[rank]) backward = c;
+        else if (backward < 0 || prefers(state, c, backward, rule.late_backward[rank], false)) backward = c;
       }
       if (forwards[c] < m && forwards[c] - backwards[c] < rule.caps[c]) {
         const Time at = forward_at[static_cast<std::size_t>(c) * m + forwards[c]];
@@ -76,14 +82,15 @@ Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
           if (other != c && forwards[other] <= oldest) need += p.activation[other];
         if (state.memory - state.held + need > p.limit[rank]) continue;
         if (at > now) next = std::min(next, at);
-        else if (forward < 0 || rule.late_forward[rank]) forward = c;
+        else if (forward < 0 || prefers(state, c, forward, rule.late_forward[rank], true)) forward = c;
       }
     }
     int kind = -1, chunk = -1;
     const bool pending = state.next_weight < state.pending.size();
     if (forward >= 0 && backward >= 0) {
       const int priority = rule.priority[rank];
-      const bool first = priority == 1 || (priority == 2 && !state.last_was_forward);
+      bool first = priority == 1 || (priority == 2 && !state.last_was_forward);
+      if (state.following == (state.last_was_forward ? forward : backward)) first = state.last_was_forward;
       kind = first ? kForward : kBackward;
     } else if (forward >= 0) {
       kind = kForward;
@@ -146,6 +153,8 @@ Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
     result.cost = std::max(result.cost, state.clock - (p.makespan ? 0 : state.start));
     if (result.cost > cutoff) return Ordering{};
     const int consumer = kind == kForward ? chunk + 1 : kind == kBackward ? chunk - 1 : -1;
+    if (kind != kWeight && rule.follow)
+      state.following = consumer >= 0 && consumer < n && p.placement[consumer] == rank ? consumer : -1;
     if (consumer < 0 || consumer >= n) continue;
     auto& arrivals = kind == kForward ? forward_at : backward_at;
     arrivals[static_cast<std::size_t>(consumer) * m + microbatch] = state.clock + p.communication[std::min(chunk, consumer)];

@@ -17,12 +17,12 @@ class Patterns {
     ends_.resize(p_.passes()), waiter_.resize(p_.passes());
     for (int rank = 0; rank < p_.ranks; rank++) {
       Time work = 0;
-      for (int c : {rank, n_ - 1 - rank}) work += m_ * (p_.forward[c] + p_.backward[c] + p_.weight[c]);
+      for (int c : {rank, n_ - 1 - rank}) work += m_ * (p_.forward[c] + least_backward(c) + p_.weight[c]);
       work_.push_back(work), least_ += work;
     }
   }
 
-  const Rows& rows() const { return rows_; }
+  Ordering orders() const { return {rows_, fused_, cost()}; }
   Time cost() const { return *std::max_element(span_.begin(), span_.end()); }
   Time energy(Time spread) const {
     Time sum = 0;
@@ -36,10 +36,13 @@ class Patterns {
  private:
   void write(const Pattern& pattern, int rank);
   void weight(int rank);
+  // What a backward takes beside the W: less than the B where a fused one is faster.
+  Time least_backward(int c) const { return std::min(p_.backward[c], p_.fused[c] - p_.weight[c]); }
 
   const Problem& p_;
   const int n_, m_;
   Rows rows_;
+  std::vector<char> fused_;
   std::vector<std::vector<int>> scripts_, pending_;  // [rank] 4 phase + 2 kind + (0 or 1 for the chunk); chunks of W to run
   std::vector<int> waiter_, runnable_, count_;
   std::vector<std::size_t> place_, next_weight_;
@@ -72,11 +75,13 @@ void Patterns::weight(int rank) {
   clock_[rank] += p_.weight[c], rest_[rank] -= p_.weight[c], memory_[rank] -= p_.held[c];
 }
 
-// False when it cannot run, does not fit the memory, or some span would exceed the threshold.
+// A B that has no room for what its W needs is fused. False when it cannot run, does not fit the memory, or some span would
+// exceed the threshold.
 bool Patterns::run(const Pattern& pattern, Time threshold) {
   std::fill(ends_.begin(), ends_.end(), -1), std::fill(waiter_.begin(), waiter_.end(), -1);
   clock_.assign(p_.ranks, 0), start_.assign(p_.ranks, -1), memory_.assign(p_.ranks, 0), rest_ = work_;
   place_.assign(p_.ranks, 0), next_weight_.assign(p_.ranks, 0), count_.assign(3 * n_, 0), span_.assign(p_.ranks, 0);
+  fused_.assign(static_cast<std::size_t>(n_) * m_, false);
   runnable_.clear();
   for (int rank = p_.ranks - 1; rank >= 0; rank--) {
     rows_[rank].clear(), pending_[rank].clear();
@@ -105,16 +110,21 @@ bool Patterns::run(const Pattern& pattern, Time threshold) {
       }
       const Time patience = pattern[kPatience + phase][rank];
       while (next_weight < pending.size() && 4 * (at - clock_[rank]) >= patience * p_.weight[pending[next_weight]]) weight(rank);
-      const Time change = kind == kForward ? p_.activation[c] : p_.held[c] - p_.activation[c];
+      Time change = kind == kForward ? p_.activation[c] : p_.held[c] - p_.activation[c];
       while (next_weight < pending.size() && memory_[rank] + change > p_.limit[rank]) weight(rank);
-      if (memory_[rank] + change > p_.limit[rank]) return false;
-      const Time begin = std::max(at, clock_[rank]), length = kind == kForward ? p_.forward[c] : p_.backward[c];
+      const bool fuse = memory_[rank] + change > p_.limit[rank];
+      if (fuse && kind == kForward) return false;
+      if (fuse) change = -p_.activation[c];
+      const Time begin = std::max(at, clock_[rank]);
+      const Time length = kind == kForward ? p_.forward[c] : fuse ? p_.fused[c] : p_.backward[c];
       if (start_[rank] < 0) start_[rank] = p_.makespan ? 0 : begin;
       if (begin - start_[rank] + rest_[rank] > threshold) return false;
       clock_[rank] = ends_[pass] = begin + length;
-      rest_[rank] -= length, memory_[rank] += change, count_[item]++;
+      rest_[rank] -= kind == kForward ? length : least_backward(c) + (fuse ? p_.weight[c] : 0);
+      memory_[rank] += change, count_[item]++;
       rows_[rank].push_back(pass);
-      if (kind == kBackward) pending_[rank].push_back(c);
+      if (fuse) fused_[c * m_ + j] = true, rows_[rank].push_back(pass + n_ * m_), count_[item + n_]++;
+      else if (kind == kBackward) pending_[rank].push_back(c);
       if (waiter_[pass] >= 0) runnable_.push_back(waiter_[pass]);
     }
     if (place_[rank] < script.size()) continue;
@@ -157,10 +167,9 @@ PatternResult search_patterns(const Problem& problem, const Pattern& start, std:
   PatternResult result;
   if (!patterns.run(start, kForever)) return result;
   const auto keep = [&](const Pattern& pattern) {
-    result.best.cost = patterns.cost(), result.best.rows = patterns.rows(), result.pattern = pattern;
+    result.best = patterns.orders(), result.pattern = pattern;
   };
   keep(start);
-  result.best.fused.assign(static_cast<std::size_t>(problem.chunks) * problem.microbatches, false);
   Pattern now = start;
   Time energy = patterns.energy(spread);
   for (Time temperature : temperatures)

@@ -57,6 +57,19 @@ def test_rules_of_every_rank(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert fits(given, fast)
 
 
+def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() -> None:
+    owners = (0, 1, 1, 0, 0, 1, 1, 0)
+    given = Problem.build(Costs(9, 9, 5, 4, 1.0, 1.0).per_chunk(8), owners, 3, [8.0] * 2, False)
+    tried = list(list_scheduler.rules(given))
+    best = {}
+    for follow in (False, True):
+        some = [rule for rule in tried if rule.follow == follow]
+        best[follow] = list_scheduler.best_rules(given, some, 1)[0][0] / given.time_scale
+    assert round(best[True]) < round(best[False])
+    turn = Problem.build(Costs().per_chunk(4), (0, 1, 1, 0), 3, [8.0] * 2, False)
+    assert not any(rule.follow for rule in list_scheduler.rules(turn))
+
+
 def check(given: Problem, found: Ordering) -> None:
     """Its cost is that of an independent run, at least the lower bound, and it is a valid schedule within the limit."""
     assert fits(given, found)
@@ -126,6 +139,16 @@ def test_a_pattern_found_gives_its_orders_again() -> None:
     found, pattern = pattern_search.search_patterns(given, start, temperatures=temperatures(given), moves=500)
     assert found.cost < pattern_search.search_patterns(given, start)[0].cost
     assert pattern_search.search_patterns(given, pattern)[0] == found
+
+
+def test_a_pattern_fuses_a_backward_whose_weight_gradient_has_no_room() -> None:
+    """ZB-V needs 1F1B's memory to the last byte, and there is none for a B that leaves more than it found."""
+    costs = Costs(18.5, 18.1, 9.3, 0.6, 1.0, 1.15, split_overhead=1.0)
+    given = Problem.build(costs.per_chunk(16), (*range(8), *reversed(range(8))), 32, [16.0] * 8, False)
+    found, _ = pattern_search.search_patterns(given, next(pattern_search.zb_v_patterns(given)))
+    check(given, found)
+    assert 0 < sum(found.fused) < len(found.fused)
+    assert 1 - given.work(0) / found.cost < 0.1
 
 
 @pytest.mark.parametrize("core", [True, False])

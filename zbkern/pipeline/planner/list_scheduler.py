@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from typing import Any, NamedTuple
 
 from zbkern.pipeline.planner import native
@@ -40,7 +40,8 @@ class Rule(NamedTuple):
     late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
     its backwards. foresight: a W also waits for a gradient that has not been sent yet, by the earliest time at which it
     can arrive, if the backward that sends it is a few chunks away. fuse: all backwards are fused; without it, those
-    that would leave more than the memory has room for.
+    that would leave more than the memory has room for. follow: after the F or B of a chunk comes that of its neighbour,
+    where the same rank has it.
     """
 
     priority: Each
@@ -50,6 +51,7 @@ class Rule(NamedTuple):
     caps: Each
     foresight: bool
     fuse: bool
+    follow: bool
 
 
 _CHOICES = {"priority": 3, "patience": 5, "late_forward": 2, "late_backward": 2}  # of a rank, and how many each has
@@ -66,8 +68,8 @@ def rules(problem: Problem, caps: Sequence[Each] | None = None, stride: int = 1)
         return forward_caps(problem, _SLOPES[index]) if caps is None else caps[index]
 
     choices = product(*_choices(problem, len(_SLOPES if caps is None else caps)))
-    for priority, (patience, foresight), index, forward, backward, fused in islice(choices, 0, None, stride):
-        yield Rule(same(priority), same(patience), same(forward), same(backward), cap(index), foresight, fused)
+    for priority, (patience, foresight), index, forward, backward, fused, follow in islice(choices, 0, None, stride):
+        yield Rule(same(priority), same(patience), same(forward), same(backward), cap(index), foresight, fused, follow)
 
 
 def count_rules(problem: Problem) -> int:
@@ -77,7 +79,14 @@ def count_rules(problem: Problem) -> int:
 
 def _choices(problem: Problem, caps: int) -> tuple[Sequence[Any], ...]:
     late = (1, 0) if problem.chunks > problem.ranks else (1,)
-    return range(3), _WAITS, range(caps), late, late, (False, True) if problem.may_fuse else (False,)
+    fuse, follow = (False, True)[: 1 + problem.may_fuse], (False, True)[: 1 + _may_follow(problem)]
+    return range(3), _WAITS, range(caps), late, late, fuse, follow
+
+
+def _may_follow(problem: Problem) -> bool:
+    """Whether neighbouring chunks share a rank, other than at the turn of a single V, for which there are patterns."""
+    shared = sum(here == there for here, there in pairwise(problem.placement))
+    return shared > 1
 
 
 def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Ordering | None:
@@ -135,6 +144,8 @@ def _changed(problem: Problem, rule: Rule, random: Random) -> Rule:
     what = random.below(20)
     if what == 0:
         return rule._replace(foresight=not rule.foresight)
+    if what == 1 and _may_follow(problem):
+        return rule._replace(follow=not rule.follow)
     if what < 10:
         change = 1 if random.percent(50) else -1
         caps = [min(max(cap + change, 1), problem.microbatches) for cap in rule.caps]
@@ -168,6 +179,7 @@ class _Lists:
         self.clock, self.memory, self.held = [0] * ranks, [0] * ranks, [0] * ranks
         self.start: list[Any] = [None] * ranks
         self.idle, self.last_was_forward = [False] * ranks, [False] * ranks
+        self.following: list[int | None] = [None] * ranks  # the chunk whose F or B comes next by `follow`
         self.pending: list[list[int]] = [[] for _ in range(ranks)]  # the chunks of its B whose W has not run
         self.rows: Rows = [[] for _ in range(ranks)]
         self.fused = [0] * (chunks * microbatches)
@@ -205,7 +217,7 @@ class _Lists:
                     expected = min(expected, at if at > now else _NEVER)
                 elif at > now:
                     coming = min(coming, at)
-                elif backward is None or self.rule.late_backward[rank]:
+                elif backward is None or self._prefers(rank, chunk, backward, self.rule.late_backward[rank], False):
                     backward = chunk
             if forwards[chunk] < problem.microbatches and forwards[chunk] - backwards[chunk] < self.rule.caps[chunk]:
                 at = self.forward_at[chunk][forwards[chunk]]
@@ -218,9 +230,15 @@ class _Lists:
                     continue
                 if at > now:
                     coming = min(coming, at)
-                elif forward is None or self.rule.late_forward[rank]:
+                elif forward is None or self._prefers(rank, chunk, forward, self.rule.late_forward[rank], True):
                     forward = chunk
         return forward, backward, coming, expected
+
+    def _prefers(self, rank: int, later: int, earlier: int, late: int, forward: bool) -> bool:
+        """Whether the later of two chunks whose F (or B) may run is taken."""
+        if self.last_was_forward[rank] == forward and self.following[rank] in (later, earlier):
+            return self.following[rank] == later
+        return bool(late)
 
     def _foreseen(self, chunk: int, microbatch: int) -> int:
         """The earliest that this gradient can arrive, if the backward before it is at most `_FORESEEN` chunks away."""
@@ -244,6 +262,9 @@ class _Lists:
         next_ = min(coming, expected)
         priority = self.rule.priority[rank]
         forward_first = priority == 1 or (priority == 2 and not self.last_was_forward[rank])
+        following = self.following[rank]
+        if following is not None and following == (forward if self.last_was_forward[rank] else backward):
+            forward_first = self.last_was_forward[rank]
         if forward is not None and (backward is None or forward_first):
             full = self.memory[rank] + problem.activation[forward] > problem.limit[rank]
             kind = WEIGHT if full else FORWARD
@@ -300,6 +321,9 @@ class _Lists:
             self.last_was_forward[rank] = kind == FORWARD
         self.cost = max(self.cost, end - (0 if problem.makespan else self.start[rank]))
         consumer = chunk + 1 if kind == FORWARD else chunk - 1
+        if kind != WEIGHT and self.rule.follow:
+            shared = 0 <= consumer < problem.chunks and problem.placement[consumer] == rank
+            self.following[rank] = consumer if shared else None
         if kind != WEIGHT and 0 <= consumer < problem.chunks:
             arrivals = self.forward_at if kind == FORWARD else self.backward_at
             arrivals[consumer][microbatch] = end + problem.communication[min(chunk, consumer)]

@@ -6,11 +6,13 @@ A rank runs f and F, the forwards of its first and second chunk, and b and B, th
     f as often as ahead[rank], then F f as often as paired[rank], F B as often as turned[rank], f F B as often as
     filled[rank], and f b F B until nothing is left,
 
-and a W, the oldest first, where the next of these has to wait, or where the memory that the W holds is needed. How
-long that wait must be is the patience of the rank in each of three phases: before the first b, while there are f, and
-after. These are seven numbers per rank, so that annealing finds in a second how a step should start and end with real
-costs, many passes at a time, where moving pass by pass does not (p=16, m=48, 1.25 times 1F1B's memory: 2.4% idle; rules
-and moved passes reached 5.2%). A pattern that has reached its steady state holds for any larger number of microbatches.
+and a W, the oldest first, where the next of these has to wait, or where the memory that the W holds is needed. A
+backward for which there is no room even so, as a W holds more than the activation that the B frees, is fused with its
+W. How long that wait must be is the patience of the rank in each of three phases: before the first b, while there are
+f, and after. These are seven numbers per rank, so that annealing finds in a second how a step should start and end with
+real costs, many passes at a time, where moving pass by pass does not (p=16, m=48, 1.25 times 1F1B's memory: 2.4% idle;
+rules and moved passes reached 5.2%). A pattern that has reached its steady state holds for any larger number of
+microbatches.
 
 It runs in C++ (csrc/planner_patterns.cpp).
 """
@@ -65,8 +67,8 @@ def search_patterns(
     """The best orders found and their pattern, from `start` on; None when that one cannot run or does not fit.
 
     temperatures: one after the other, in units of time, `moves` tried at each. spread: the weight of the mean span
-    beside the largest. target: a cost at which to stop. seconds: stop after this long. Nothing is fused, and what
-    merged W save is not taken into account.
+    beside the largest. target: a cost at which to stop. seconds: stop after this long. What merged W save
+    is not taken into account.
     """
     scaled = [problem.ranks * temperature for temperature in temperatures]
     assert native.core is not None
