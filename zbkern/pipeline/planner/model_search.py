@@ -99,7 +99,7 @@ def search(
             if same is not None:  # as where equal layers are divided in another order
                 same.step = min(same.step, step)
             elif least_work(problem) < best():
-                work = Work(SETTINGS.layers_rules, SETTINGS.layers_first_round)
+                work = Work(SETTINGS.layers_rules, SETTINGS.layers_rounds)
                 here.append(Cut(each, name, costs, Ladder(problem, keep, work, budget, seed, published), step))
                 cuts.append(here[-1])
         _add_levels(question, here, lowest, every)
