@@ -221,6 +221,23 @@ class Ladder:
         costs = (orders.cost for orders, peaks in self.known if within(peaks, limit))
         return min(costs, default=math.inf) / self.problem.time_scale
 
+    def published_steps(self) -> Iterator[float]:
+        """What a rank holds at most, in the unit of the costs, in the published schedules that nothing smaller beats.
+
+        Those that do not fit the limit are left out.
+        """
+        problem = self.problem
+        held = (
+            (max(map(add, peaks, problem.static)), orders.cost)
+            for orders, peaks in self.known
+            if within(peaks, problem.limit)
+        )
+        least = math.inf
+        for most, cost in sorted(held):
+            if cost < least:
+                least = cost
+                yield most / problem.memory_scale
+
     def add_level(self, limit: Limits, ruled: bool) -> None:
         """The next level, with less memory than the one before. ruled: it takes part in the constructive answer."""
         problem = self.problem.with_limit(limit)
