@@ -171,12 +171,13 @@ def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: i
     given = question.model, question.stages, question.microbatches, least
     ruled = {lowest, *memory_steps(*given, SETTINGS.layers_rules_every)}
     steps = {step for step in (lowest, *memory_steps(*given, every), usual) if step <= least * (1 + ROUNDING)}
-    exact = {step for cut in cuts for step in cut.ladder.published_steps()} - steps
+    own = {id(cut): set(cut.ladder.published_steps()) for cut in cuts}
+    exact = set().union(*own.values()) - steps
     last: dict[int, Limits] = {}
     several = limits is not None and min(limits) < max(limits)
     for step in [None] * several + sorted(steps | exact, reverse=True):
         for place, (cut, limit) in enumerate(_best_for(cuts, step)[: 1 if step in exact else None]):
-            if last.get(id(cut)) != limit:
+            if last.get(id(cut)) != limit and (step not in exact or step in own[id(cut)]):
                 whole = limit == cut.ladder.limit_of(math.inf)
                 cut.ladder.add_level(limit, whole or (place == 0 and (step is None or step in ruled)))
             last[id(cut)] = limit
