@@ -177,7 +177,9 @@ def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: i
     several = limits is not None and min(limits) < max(limits)
     for step in [None] * several + sorted(steps | exact, reverse=True):
         for place, (cut, limit) in enumerate(_best_for(cuts, step)[: 1 if step in exact else None]):
-            if last.get(id(cut)) != limit and (step not in exact or step in own[id(cut)]):
+            if step in exact and step not in own[id(cut)]:
+                continue
+            if last.get(id(cut)) != limit:
                 whole = limit == cut.ladder.limit_of(math.inf)
                 cut.ladder.add_level(limit, whole or (place == 0 and (step is None or step in ruled)))
             last[id(cut)] = limit
