@@ -24,7 +24,7 @@ times = st.floats(0.2, 3.0)
 @pytest.fixture(autouse=True)
 def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches so short that chance decides what they find: a guarantee that held by luck would fail."""
-    short = SearchSettings(first_round=20_000, layers_first_round=5_000, trial_passes=200_000, layers_rules=3_000)
+    short = SearchSettings(first_round=20_000, layers_rounds=(5_000, 10_000), trial_passes=200_000, layers_rules=3_000)
     for module in (portfolio, levels, model_search):
         monkeypatch.setattr(module, "SETTINGS", short)
 

@@ -13,7 +13,7 @@ class Budget:
 
     def __init__(self, rounds: int, seconds: float = float("inf")) -> None:
         self._end = time.monotonic() + seconds
-        self._rounds = rounds
+        self.rounds = rounds
 
     @property
     def left(self) -> float:
@@ -22,10 +22,10 @@ class Budget:
 
     def part(self, share: float) -> Budget:
         """One that ends when this share of the seconds left is over; rounds are not divided."""
-        return Budget(self._rounds, self.left * share)
+        return Budget(self.rounds, self.left * share)
 
     def allows(self, round_: int) -> bool:
-        return round_ < self._rounds and self.left > 0
+        return round_ < self.rounds and self.left > 0
 
 
 class Pool:

@@ -48,10 +48,18 @@ Known = tuple[Ordering, list[int]]  # orders with their cost, and the most that 
 
 
 class Work(NamedTuple):
-    """How much is done at a level, in passes: rules that are tried, and the first round of the search."""
+    """How much is done at a level, in passes: rules that are tried, and the first rounds of the search.
+
+    Every round after these is twice as long as the one before.
+    """
 
     rules: int
-    first_round: int
+    rounds: Sequence[int]
+
+    def passes(self, number: int) -> int:
+        """Of the round of this number."""
+        last = len(self.rounds) - 1
+        return self.rounds[min(number, last)] * 2 ** max(0, number - last)
 
 
 class Level:
@@ -99,8 +107,10 @@ class Level:
 
     @property
     def least(self) -> float:
-        """What no number of rounds will be below."""
-        return max(self.bound, self.pool.reached * _left_to_gain(self._rounds)) if self._started else self.bound
+        """What the rounds that are left will not be below."""
+        if not self._started:
+            return self.bound
+        return max(self.bound, self.pool.reached * _left_to_gain(self._rounds, self._budget.rounds))
 
     def start(self, lower: Sequence[Level]) -> None:
         """What the rounds begin with. lower: the levels with less memory, whose constructive answers take part."""
@@ -128,7 +138,7 @@ class Level:
 
     def _round(self, number: int) -> None:
         problem, pool, budget = self.problem, self.pool, self._budget
-        passes = min(self._work.first_round, SETTINGS.most_runs * problem.passes) * 2**number
+        passes = min(self._work.passes(number), SETTINGS.most_runs * problem.passes * 2**number)
         base_seed = self._seed * 64 + number
         if self._population is None:
             self._begin()
@@ -146,7 +156,7 @@ class Level:
         self._population.round(passes, base_seed, budget, passes if self._few is None else passes // 2)
 
     def _begin(self) -> None:
-        problem, budget, patterns = self.problem, self._budget, self._work.first_round // 8
+        problem, budget, patterns = self.problem, self._budget, self._work.rounds[0] // 8
         few = _fewer(problem)
         if few is not None:
             best = Pool(few, 1, cost_bound(few))
@@ -176,9 +186,9 @@ def _gain(number: int) -> float:
 
 
 @cache
-def _left_to_gain(rounds: int) -> float:
-    """What is left of a cost at least after all rounds that follow so many."""
-    return math.prod(1 - _gain(number) for number in range(rounds, 64)) * (1 - ROUNDING)
+def _left_to_gain(rounds: int, last: int) -> float:
+    """What is left of a cost at least after all rounds that follow so many, up to the last."""
+    return math.prod(1 - _gain(number) for number in range(rounds, min(last, 64))) * (1 - ROUNDING)
 
 
 class Ladder:
@@ -210,6 +220,23 @@ class Ladder:
         """The objective of the best published schedule that fits this limit."""
         costs = (orders.cost for orders, peaks in self.known if within(peaks, limit))
         return min(costs, default=math.inf) / self.problem.time_scale
+
+    def published_steps(self) -> Iterator[float]:
+        """What a rank holds at most, in the unit of the costs, in the published schedules that nothing smaller beats.
+
+        Those that do not fit the limit are left out.
+        """
+        problem = self.problem
+        held = (
+            (max(map(add, peaks, problem.static)), orders.cost)
+            for orders, peaks in self.known
+            if within(peaks, problem.limit)
+        )
+        least = math.inf
+        for most, cost in sorted(held):
+            if cost < least:
+                least = cost
+                yield most / problem.memory_scale
 
     def add_level(self, limit: Limits, ruled: bool) -> None:
         """The next level, with less memory than the one before. ruled: it takes part in the constructive answer."""
@@ -313,8 +340,8 @@ def search(
     """The best orders that are found, and how many rounds were completed. keep: of how many costs. progress: see
     `plan`."""
     every = _ruled_every(problem)
-    first_round = SETTINGS.first_round // (4 if problem.passes > SETTINGS.large else 1)
-    work = Work(SETTINGS.trial_passes // (_MOST * _PARTS // every + 2), first_round)
+    first_rounds = [SETTINGS.first_round // (4 if problem.passes > SETTINGS.large else 1)]
+    work = Work(SETTINGS.trial_passes // (_MOST * _PARTS // every + 2), first_rounds)
     ladder = Ladder(problem, keep, work, budget, seed, Published(), cost_bound(problem))
     for limit, ruled in _levels_within(problem, every):
         ladder.add_level(limit, ruled)

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import add
 
 from zbkern.pipeline import schedules
+from zbkern.pipeline.planner.annealing import measured
 from zbkern.pipeline.planner.arguments import Limit, placement_of, problem_of, rank_limits
 from zbkern.pipeline.planner.incumbents import Budget
 from zbkern.pipeline.planner.levels import ROUNDING, Ladder, Limits, Work, least_limit, least_work, search_ladders
 from zbkern.pipeline.planner.partition import (
     Partition,
     balanced_by_step,
+    balanced_partitions,
     even_partitions,
     memory_steps,
 )
 from zbkern.pipeline.planner.portfolio import SETTINGS
-from zbkern.pipeline.planner.problem import Problem
+from zbkern.pipeline.planner.problem import Problem, ordering_of
 from zbkern.pipeline.planner.published import Published
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.simulation.costs import Costs
@@ -82,7 +85,9 @@ def search(
     def best() -> float:
         return min((cut.reached for cut in cuts), default=math.inf)
 
-    for name, owners in _shapes(question, chunks, placement, partition):
+    shapes = list(_shapes(question, chunks, placement, partition))
+    usual = _held_by_1f1b(question)
+    for name, owners in shapes:
         here: list[Cut] = []
         lowest = math.inf  # the least limit that an even partition fits
         for step, each in _partitions(question, owners, partition, best):
@@ -99,10 +104,10 @@ def search(
             if same is not None:  # as where equal layers are divided in another order
                 same.step = min(same.step, step)
             elif least_work(problem) < best():
-                work = Work(SETTINGS.layers_rules, SETTINGS.layers_first_round)
+                work = Work(SETTINGS.layers_rules, SETTINGS.layers_rounds)
                 here.append(Cut(each, name, costs, Ladder(problem, keep, work, budget, seed, published), step))
                 cuts.append(here[-1])
-        _add_levels(question, here, lowest, every)
+        _add_levels(question, here, lowest, every, usual)
     if not cuts:
         raise refused[0]
     for cut in sorted(cuts, key=lambda cut: cut.reached):
@@ -155,7 +160,7 @@ def _least_step(question: Question, best: float) -> float:
     return (in_flight + static) / question.stages * (1 - ROUNDING)
 
 
-def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: int) -> None:
+def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: int, usual: float) -> None:
     """The levels of memory of one placement: each to the ladder of the partition that is best for it.
 
     Which that is depends on the level alone: the best published schedule that fits it decides, or else the order of the
@@ -165,11 +170,15 @@ def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: i
     least = _least(limits)
     given = question.model, question.stages, question.microbatches, least
     ruled = {lowest, *memory_steps(*given, SETTINGS.layers_rules_every)}
-    steps = {step for step in (lowest, *memory_steps(*given, every)) if step <= least}
+    steps = {step for step in (lowest, *memory_steps(*given, every), usual) if step <= least * (1 + ROUNDING)}
+    own = {id(cut): set(cut.ladder.published_steps()) for cut in cuts}
+    exact = set().union(*own.values()) - steps
     last: dict[int, Limits] = {}
     several = limits is not None and min(limits) < max(limits)
-    for step in [None] * several + sorted(steps, reverse=True):
-        for place, (cut, limit) in enumerate(_best_for(cuts, step)):
+    for step in [None] * several + sorted(steps | exact, reverse=True):
+        for place, (cut, limit) in enumerate(_best_for(cuts, step)[: 1 if step in exact else None]):
+            if step in exact and step not in own[id(cut)]:
+                continue
             if last.get(id(cut)) != limit:
                 whole = limit == cut.ladder.limit_of(math.inf)
                 cut.ladder.add_level(limit, whole or (place == 0 and (step is None or step in ruled)))
@@ -188,6 +197,22 @@ def _best_for(cuts: Sequence[Cut], step: float | None) -> list[tuple[Cut, Limits
             found.append((cut.ladder.known_within(limit), index, cut, limit))
     found.sort(key=lambda each: each[:2])
     return [each[2:] for each in found[: SETTINGS.partitions]]
+
+
+def _held_by_1f1b(question: Question) -> float:
+    """What 1F1B holds on the even or balanced partition where it is fastest: a limit that is often asked for."""
+    question, placement = replace(question, memory_limit=None), tuple(range(question.stages))
+    orders = ordering_of(schedules.one_f_one_b(question.stages, question.microbatches))
+    even = even_partitions(len(question.model.layers), question.stages)
+    balanced = balanced_partitions(question.model, placement, question.microbatches, None)
+    found: list[tuple[float, float]] = []  # the objective, and the most that a rank holds
+    for partition in dict.fromkeys([*balanced, *even]):
+        problem = question.problem(question.model.chunk_costs(partition, placement), placement)
+        timed = measured(problem, orders)
+        if timed is not None:
+            most = max(map(add, timed[1], problem.static))
+            found.append((timed[0].cost / problem.time_scale, most / problem.memory_scale))
+    return min(found)[1]
 
 
 def _least(limits: Sequence[float] | None) -> float:

@@ -88,23 +88,24 @@ def plan(
     one rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up), "zigzag" (the V repeated), or the rank of every
     chunk; by default, for `Costs`, linear, v or zigzag for one, two and more chunks. memory_limit: of one rank's
     `peak_memory`, in the unit of `costs.activation` and including what the rank holds all the time, one number or one
-    per rank; None for none. objective: what to minimise, "cost" or "makespan" (see `Timeline`). jitter, samples: the
-    plan has the least mean over `samples` simulations in which every pass takes its cost times a normal variate of this
-    deviation, of those found for these costs and for slower communication, which leave a late message some slack.
+    per rank; None for none; the search rounds it down to a level of memory, mostly a sixteenth of what 1F1B holds.
+    objective: what to minimise, "cost" or "makespan" (see `Timeline`). jitter, samples: the plan has the least mean
+    over `samples` simulations in which every pass takes its cost times a normal variate of this deviation, of those
+    found for these costs and for slower communication, which leave a late message some slack.
 
     offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
     activations (and what W needs) to the host and load them back, or that recompute activations; for costs that say
     what these cost. Orders are then searched for the limit, 1.5 and 2 times the limit, and none: four searches, each
     with two rounds less, which is a quarter of the work, so that `effort` means as much work as without these.
 
-    The search is a sequence of `effort` rounds, each twice as long as the one before (0: the constructive answer alone,
-    about a second or less), which are counted in work: for one `seed` the plan is the same on every machine, however
-    busy it is. At every effort, for the same other arguments: more effort is never worse, and neither is a higher limit
-    for all ranks (without offload, recompute and jitter), as the search is made within levels of memory that do not
-    depend on the limit, and the plan is the best of all levels within it. For layers no number of chunks and no
-    placement that takes part (1, 2, 3, 4, 6 or 8 chunks in a line, a V, a zigzag or a loop) has a better plan when it
-    is given. Two things are not promised: what a limit gives that is below all levels, where little more than one
-    microbatch fits; and limits of several sizes, which get a search of their own.
+    The search is a sequence of `effort` rounds, each twice as long as the one before, for layers first four times (0:
+    the constructive answer alone, about a second or less), which are counted in work: for one `seed` the plan is the
+    same on every machine, however busy it is. At every effort, for the same other arguments: more effort is never
+    worse, and neither is a higher limit for all ranks (without offload, recompute and jitter), as the search is made
+    within levels of memory that do not depend on the limit, and the plan is the best of all levels within it. For
+    layers no number of chunks and no placement that takes part (1, 2, 3, 4, 6 or 8 chunks in a line, a V, a zigzag or a
+    loop) has a better plan when it is given. Two things are not promised: what a limit gives that is below all levels,
+    where little more than one microbatch fits; and limits of several sizes, which get a search of their own.
 
     `time_limit`, in seconds, ends the search sooner; the plan then depends on the machine. Where zbkern was installed
     without a C++ compiler there is the constructive answer alone, from fewer rules, and a warning says so. Every

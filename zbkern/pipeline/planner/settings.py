@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """The search is a sequence of rounds, each twice as long as the one before.
+    """The search is a sequence of rounds, each twice as long as the one before; see also `layers_rounds`.
 
     Work is counted in passes: one pass of an evaluated order, in whichever search, is one unit. Temperatures are in
     units of the mean length of a pass.
@@ -31,7 +31,7 @@ class SearchSettings:
     """Problems of more passes have a first round of a quarter: with 64 stages and 512 microbatches it finds as much
     (7.2% idle with one chunk per rank)."""
 
-    gains: tuple[float, ...] = (0.2, 0.05, 0.03, 0.02)
+    gains: tuple[float, ...] = (0.06, 0.04, 0.03, 0.02)
     """The most that each round may gain at a level of memory, relative, so that levels without hope are left out; each
     round after these half as much as the one before. Where memory is shortest all rounds gain 13%, mostly far less."""
 
@@ -84,7 +84,7 @@ class SearchSettings:
     """For each placement and level of memory."""
     layers_rules: int = 60_000
     """Rules are tried on at most this many passes for each cut and level of memory."""
-    layers_first_round: int = 500_000
-    """Passes of the first round of each cut and level of memory."""
+    layers_rounds: tuple[int, ...] = (250_000, 1_000_000, 4_000_000, 16_000_000)
+    """Passes of the first rounds of each cut and level of memory: few are left for the long ones."""
     layers_rules_every: int = 4
     """Rules are tried at every so many-th step of memory."""
