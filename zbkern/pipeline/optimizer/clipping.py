@@ -109,7 +109,7 @@ def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()
     of them alone has such a value in what all of them hold alike, or else they would not validate the same steps.
     """
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
-    for times, gradient in (*((1, gradient) for gradient in gradients), *((0, tensor) for tensor in uncounted)):
+    for counted, gradient in (*((True, gradient) for gradient in gradients), *((False, each) for each in uncounted)):
         where = None
         if isinstance(gradient, DTensor):
             if any(placement.is_partial() for placement in gradient.placements):
@@ -117,11 +117,12 @@ def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()
                 gradient = gradient.redistribute(placements=summed)
             where = gradient.device_mesh, gradient.placements
             gradient = gradient.to_local()
-        kinds.setdefault((gradient.device, gradient.dtype, where, times), []).append(gradient)
+        kinds.setdefault((gradient.device, gradient.dtype, where, counted), []).append(gradient)
     whole, cut = [], []
-    for (_, dtype, where, times), alike in kinds.items():
+    for (_, dtype, where, counted), alike in kinds.items():
         norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32)))
-        total = times * norms.double().square().sum()
+        total = norms.double().square().sum()
+        total = total if counted else _unless_finite(total)
         if where is None or all(placement.is_replicate() for placement in where[1]):
             whole.append(total)
         else:
@@ -130,10 +131,15 @@ def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()
         return torch.zeros((), dtype=torch.float64)
     device = whole[0].device if whole else cut[0][0].device
     result = sum((value.to(device) for value in whole), torch.zeros((), dtype=torch.float64, device=device))
-    nothing = 0 * result  # or NaN, which the sums over shards bring to the other ranks
+    found = _unless_finite(result)  # what the sums over shards bring to the other ranks
     for part, where in cut:
-        result = result + _over_shards(part + nothing.to(part.device), *where).to(device)
+        result = result + _over_shards(part + found.to(part.device), *where).to(device)
     return result
+
+
+def _unless_finite(value: Tensor) -> Tensor:
+    """An infinite value or NaN, 0 for all others."""
+    return torch.where(value.isfinite(), 0.0, value)
 
 
 def _over_shards(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
