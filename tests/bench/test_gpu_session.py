@@ -41,6 +41,7 @@ def faults(*options: str) -> list[str]:
     return [word for option in options for word in ("--fault", option)]
 
 
+@pytest.mark.slow
 def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
     options = faults("sticky=rotary_dgrad", "wrong=activation_fwd", "kill=activation_bwd", f"wrong={REPLAYED}")
     more = ["--only", "^(rotary|activation)_", "--dtype", "float32", "--kernel-limit", "60", "--workers", "4"]

@@ -312,7 +312,7 @@ def _most_work(
     useful = [one for one in each_state if not any(o != one and o[0] <= one[0] and o[1] >= one[1] for o in each_state)]
     kinds = [kind for kind in (*useful, *weights) if kind[0] > 0 and kind[1] > 0]
     kinds.sort(key=lambda kind: kind[0] / kind[1])
-    tries = 500
+    tries = 100
 
     def filled(index: int, room: int) -> int:
         """The room filled with the most work per memory first, at last with a part of one."""
