@@ -40,7 +40,9 @@ def test_a_session_takes_what_was_prepared_and_moved_since(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((out / "session.json").read_text())
     assert found["environment"]["prepared kernels"] == "for 90, compiled by this Triton"
-    assert found["environment"]["prepared extension"].startswith("there is no _cuda")
+    built = any(ROOT.glob("zbkern/_cuda*.so"))  # the others are made only where everything is
+    said = "not taken: one is built here" if built else "there is no _cuda"
+    assert found["environment"]["prepared extension"].startswith(said)
     compiled = [job["compiled"] for job in found["jobs"] if job["kind"] in ("probe", "kernel")]
     assert compiled == [{"from the cache": 1}] * 10  # nor was a launcher built
 

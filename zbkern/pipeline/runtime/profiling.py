@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -348,6 +349,15 @@ def _in_milliseconds(timeline: Timeline) -> Timeline:
     return replace(timeline, events=tuple(tuple(row) for row in events), unit="ms")
 
 
+class _Saved:
+    """A tensor that autograd has saved, and that lives as long as the graph has it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class _Counted(torch.nn.Module):
     """A chunk whose first forward counts the bytes that live until its backward, every storage once.
 
@@ -365,6 +375,7 @@ class _Counted(torch.nn.Module):
         self.keeps_inputs = False
         self.output_bytes = 0  # of one microbatch
         self._calls = 0
+        self._packed: list[weakref.ref[_Saved]] = []
         self._storages: dict[int, int] = {}
         given = [leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, Tensor)]  # microbatches are views of it
         self._resident = Resident(module, given)
@@ -393,12 +404,13 @@ class _Counted(torch.nn.Module):
         self._calls += 1
         for leaf in pytree.tree_leaves((inputs, keywords)):
             if isinstance(leaf, Tensor):
-                self._keep(leaf) if self.keeps_inputs else self._save(leaf)
+                self._keep(leaf) if self.keeps_inputs else self._count(leaf)
         self._marks = [self._clock.now()]
         with self._counting():
             output = self.module(*inputs, **keywords)
         self._mark()
         self._forwards.append(tuple(self._marks))
+        self._count_saved()
         if self._calls == 1:
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             self.output_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
@@ -433,17 +445,31 @@ class _Counted(torch.nn.Module):
             if isinstance(leaf, Tensor):
                 self._keep(leaf)
         with self._counting():
-            return loss_fn(output, target)
+            value = loss_fn(output, target)
+        self._count_saved()
+        return value
 
     def _counting(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor)
 
-    def _save(self, tensor: Tensor) -> Tensor:
+    def _save(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        if self._calls == 1:
+            self._packed.append(weakref.ref(saved))
+        return saved
+
+    def _count_saved(self) -> None:
+        """Counts what the graph still holds: of parts of it that lead to no output, nothing."""
+        packed, self._packed = self._packed, []
+        for reference in packed:
+            if (saved := reference()) is not None:
+                self._count(saved.tensor)
+
+    def _count(self, tensor: Tensor) -> None:
         if self._calls == 1:
             for part in parts(tensor):
                 if key(part) not in self._resident:
                     self._storages[key(part)] = part.untyped_storage().nbytes()
-        return tensor
 
     def _keep(self, tensor: Tensor) -> None:
         self._kept |= keys([tensor])
