@@ -38,6 +38,7 @@ class Replicas:
             reducer.claim(taken)
         self._queue = queue
         self._collective = any(map(_is_collective, modules.values()))
+        self._exchanges = any(map(_exchanges, modules.values()))
         self.clear()
         if self._reducers:
             queue.listeners.append(self._accumulated)
@@ -102,15 +103,21 @@ class Replicas:
     def _launch_ready(self) -> None:
         """Starts what is ready, in the one order that all replicas keep."""
         for chunk, reducer in self._reducers.items():
-            # W run as time has it, and the gathers of another chunk's B must not come before them here and after there
-            gathers_come = reducer.gathers_in_backward and any(self._backwards_left.values())
-            if self._backwards_left[chunk] or gathers_come or not reducer.launch_ready(self._pending_wgrads):
+            # W run as time has it, and what another chunk's B gathers or exchanges over these ranks must not come before
+            # them here and after there
+            collectives_come = (reducer.gathers_in_backward or self._exchanges) and any(self._backwards_left.values())
+            if self._backwards_left[chunk] or collectives_come or not reducer.launch_ready(self._pending_wgrads):
                 return
 
 
 def _is_collective(module: nn.Module) -> bool:
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return True
+    return _exchanges(module)
+
+
+def _exchanges(module: nn.Module) -> bool:
+    """Whether a part of it says that its forward and B are collective, as ExpertParallel does."""
     return any(getattr(part, "collective_forward", False) for part in module.modules())
 
 
