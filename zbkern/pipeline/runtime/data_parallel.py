@@ -103,8 +103,8 @@ class Replicas:
     def _launch_ready(self) -> None:
         """Starts what is ready, in the one order that all replicas keep."""
         for chunk, reducer in self._reducers.items():
-            # W run as time has it, and what another chunk's B gathers or exchanges over these ranks must not come before
-            # them here and after there
+            # W run as time has it, and what another chunk's B gathers or exchanges must not come before them here and
+            # after there
             collectives_come = (reducer.gathers_in_backward or self._exchanges) and any(self._backwards_left.values())
             if self._backwards_left[chunk] or collectives_come or not reducer.launch_ready(self._pending_wgrads):
                 return
