@@ -548,6 +548,17 @@ class OwnLinear(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias) * 2
 
 
+def deferred_beside(model: nn.Module, twin: nn.Module, x: torch.Tensor) -> tuple[list[str], int, dict[str, float]]:
+    """The cut twin's backward, deferred: what did not wait, how many tasks did, and the differences to the model."""
+    queue = zbkern.WGradQueue()
+    model(x).square().sum().backward()
+    with queue.defer():
+        twin(x).square().sum().backward()
+    at_once, waiting = [name for name, p in twin.named_parameters() if p.grad is not None], queue.pending()
+    queue.run()
+    return at_once, waiting, differences(twin, model)
+
+
 def own_forward_rank() -> tuple[list[str], int, dict[str, float]]:
     """Layers with a forward of their own under tensor parallelism: what did not wait, tasks, and the differences."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -558,16 +569,8 @@ def own_forward_rank() -> tuple[list[str], int, dict[str, float]]:
     mesh = init_device_mesh("cpu", (2,))
     plan: dict[str, Any] = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     twin = parallelize_module(zbkern.convert(copy.deepcopy(model)), mesh, plan)
-    x, queue = (
-        torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
-        zbkern.WGradQueue(),
-    )
-    model(x).square().sum().backward()
-    with queue.defer():
-        twin(x).square().sum().backward()
-    at_once, waiting = [name for name, p in twin.named_parameters() if p.grad is not None], queue.pending()
-    queue.run()
-    return at_once, waiting, differences(twin, model)
+    x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return deferred_beside(model, twin, x)
 
 
 @pytest.mark.dist
@@ -588,13 +591,7 @@ def gated_mlp_rank() -> tuple[list[str], int, dict[str, float]]:
     model = zbkern.nn.MLP(6, 8, bias=True, dtype=torch.float64)
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     twin = parallelize_module(copy.deepcopy(model), mesh, plan)
-    x, queue = torch.randn(5, 6, dtype=torch.float64), zbkern.WGradQueue()
-    model(x).square().sum().backward()
-    with queue.defer():
-        twin(x).square().sum().backward()
-    at_once, waiting = [name for name, p in twin.named_parameters() if p.grad is not None], queue.pending()
-    queue.run()
-    return at_once, waiting, differences(twin, model)
+    return deferred_beside(model, twin, torch.randn(5, 6, dtype=torch.float64))
 
 
 @pytest.mark.dist

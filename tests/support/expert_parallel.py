@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbkern
-from tests.support.tensor_parallel import make_optimizer
+from tests.support.tensor_parallel import Trained, make_optimizer
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, LAYERS, TOKENS = 8, 12, 4, 2, 4, 3
@@ -66,7 +66,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-class Stages:
+class Stages(Trained):
     """This rank's chunks under a Pipeline and its Optimizer: `stages` x `experts` ranks, each with its own tokens."""
 
     def __init__(self, stages: int, experts: int, schedule: str, fill: str = "planned") -> None:
@@ -92,16 +92,6 @@ class Stages:
         self.optimizer.zero_grad()
         loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
         return None if loss is None else loss.item()
-
-    def train(self, steps: range) -> tuple[list[float | None], list[float]]:
-        """Losses and norms of all steps."""
-        losses, norms = [], []
-        for step in steps:
-            losses.append(self.gradients(step))
-            norms += [self.optimizer.last_norm] if step > steps.start else []
-            self.optimizer.step()
-        self.optimizer.validate()
-        return losses, [*norms, self.optimizer.last_norm]
 
     def named(self) -> dict[str, Tensor]:
         return {name: p for module in self.modules for name, p in module.named_parameters()}

@@ -111,7 +111,26 @@ def make_optimizer(modules: list[nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)  # eps: AdamW makes steps of rounding errors without
 
 
-class Stages:
+class Trained:
+    """Steps of whatever has the gradients of a step and an optimizer."""
+
+    optimizer: Optimizer
+
+    def gradients(self, step: int) -> float | None:
+        raise NotImplementedError
+
+    def train(self, steps: range) -> tuple[list[float | None], list[float]]:
+        """Losses (on ranks of the last stage) and norms of all steps."""
+        losses, norms = [], []
+        for step in steps:
+            losses.append(self.gradients(step))
+            norms += [self.optimizer.last_norm] if step > steps.start else []
+            self.optimizer.step()
+        self.optimizer.validate()
+        return losses, [*norms, self.optimizer.last_norm]
+
+
+class Stages(Trained):
     """This rank's chunks under a Pipeline and its Optimizer: `stages` x `tensor` ranks."""
 
     def __init__(
@@ -149,16 +168,6 @@ class Stages:
         self.optimizer.zero_grad()
         loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
         return None if loss is None else loss.item()
-
-    def train(self, steps: range) -> tuple[list[float | None], list[float]]:
-        """Losses (on ranks of the last stage) and norms of all steps."""
-        losses, norms = [], []
-        for step in steps:
-            losses.append(self.gradients(step))
-            norms += [self.optimizer.last_norm] if step > steps.start else []
-            self.optimizer.step()
-        self.optimizer.validate()
-        return losses, [*norms, self.optimizer.last_norm]
 
     def named(self) -> dict[str, Tensor]:
         """This rank's parameters by their names in the model."""
