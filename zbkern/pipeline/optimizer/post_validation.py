@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.optimizer.clipping import (
     check_max_norm,
@@ -347,7 +348,7 @@ class Optimizer(OptimizerWrapper):
         counted = [gradient for parameter, gradient in gradients if id(parameter) not in self._uncounted]
         uncounted = [gradient for parameter, gradient in gradients if id(parameter) in self._uncounted]
         before = None
-        if self._next is None and self._previous is not None:
+        if self._next is None and self._previous is not None and any(isinstance(g, DTensor) for _, g in gradients):
             # with the last stage's shards, other pipelines of its mesh learn what stages without shards have found
             before = self._receive_sum(self._previous)
             uncounted.append(before)

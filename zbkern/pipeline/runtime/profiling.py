@@ -130,8 +130,8 @@ def profile_layers(
         for chunk in range(len(placement))
     )
     overhead = median(chunk.besides for chunk in details)
-    measured = ModelCosts(found, *link, time_unit="ms", memory_unit="bytes", forward_overhead=overhead)
-    return replace(measured, copy_size=costs.copy_size)
+    size = costs.copy_size
+    return ModelCosts(found, *link, "ms", "bytes", copy_size=size, forward_overhead=overhead)
 
 
 def _group(group: dist.ProcessGroup | Transport | None) -> dist.ProcessGroup | Transport | None:
