@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.chunks import results_on_threads
 from zbkern.pipeline.optimizer import Optimizer, clipping
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -205,24 +206,26 @@ def test_what_one_rank_of_a_mesh_cannot_add_up_stops_all(two_ranks: Any, value: 
         assert found == pytest.approx(5.0) if value == 1.0 else not math.isfinite(found)
 
 
-def one_sided_stages(tied: bool) -> tuple[float, float | None, bool]:
+def one_sided_stages(where: str) -> tuple[float, float | None, bool]:
     """The norm twice, and whether the Optimizer stepped, where one tensor-parallel rank has a NaN that the others lack.
 
-    It is in the gradient of a first stage without shards, or of a weight that both stages hold; the last has shards.
+    One stage has shards: the "last", while the NaN is in the first; the "first", while it is in the last; or the last,
+    and the NaN is in a weight that both stages hold ("tied").
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
     stage, place = mesh.get_coordinate()
+    with_shards = 0 if where == "first" else 1
     whole = nn.Parameter(torch.zeros(2))
-    whole.grad = torch.full((2,), math.nan if place == 1 and (tied or stage == 0) else 1.0)
+    whole.grad = torch.full((2,), math.nan if place == 1 and (where == "tied" or stage != with_shards) else 1.0)
     parameters = [whole]
-    if stage == 1:
+    if stage == with_shards:
         shards = nn.Parameter(distribute_tensor(torch.zeros(4), mesh["tensor"], [Shard(0)]))
         shards.grad = distribute_tensor(torch.ones(4), mesh["tensor"], [Shard(0)])
         parameters.append(shards)
-    names = {"w": whole} if tied else {}
+    names = {"w": whole} if where == "tied" else {}
     norm = clipping.grad_norm(parameters, mesh.get_group("stage"), names)
     optimizer = Optimizer(torch.optim.SGD(parameters, lr=1.0), mesh.get_group("stage"), max_norm=9.0, tied=names)
     optimizer.step()
@@ -232,9 +235,62 @@ def one_sided_stages(tied: bool) -> tuple[float, float | None, bool]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_one_rank_cannot_add_up_is_heard_through_the_shards_of_other_stages(four_ranks: Any, tied: bool) -> None:
-    for norm, last_norm, stepped in four_ranks.run(one_sided_stages, tied):
+@pytest.mark.parametrize("where", ["first", "last", "tied"])
+def test_what_one_rank_cannot_add_up_is_heard_through_the_shards_of_other_stages(four_ranks: Any, where: str) -> None:
+    for norm, last_norm, stepped in four_ranks.run(one_sided_stages, where):
         assert not math.isfinite(last_norm)
         assert not stepped
-        assert not tied or not math.isfinite(norm)
+        assert not math.isfinite(norm)
+
+
+def stages_around_shards(bad: int | None, max_norm: float) -> list[tuple[Any, ...]]:
+    """Norms and weights of four stages, threads of this tensor-parallel rank, of which the second alone has shards.
+
+    bad: a stage where one tensor-parallel rank alone has an infinite gradient.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def stage(transport: LocalTransport) -> tuple[Any, ...]:
+        whole = nn.Parameter(torch.zeros(2))
+        whole.grad = torch.full((2,), 1.0 + transport.rank)
+        if transport.rank == bad and mesh.get_local_rank() == 1:
+            whole.grad[0] = math.inf
+        parameters = [whole]
+        if transport.rank == 1:
+            parameters.append(nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])))
+            parameters[1].grad = distribute_tensor(torch.full((4,), 3.0), mesh, [Shard(0)])
+        norm = clipping.grad_norm(parameters, transport)
+        optimizer = Optimizer(torch.optim.SGD(parameters, lr=1.0), transport, max_norm=max_norm, timeout=20)
+        optimizer.step()
+        optimizer.validate()
+        return norm, optimizer.last_norm, whole[1].item()
+
+    return results_on_threads(4, stage)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("bad", [None, 0, 2, 3])
+def test_the_sum_ends_where_the_shards_are(two_ranks: Any, bad: int | None) -> None:
+    expected = math.sqrt(2 * (1 + 4 + 9 + 16) + 4 * 9)
+    for stages in two_ranks.run(stages_around_shards, bad, 6.0):
+        for index, (norm, last_norm, weight) in enumerate(stages):
+            if bad is None:
+                assert (norm, last_norm) == pytest.approx((expected, expected))
+                assert weight == pytest.approx(-(1.0 + index) * 6.0 / expected)
+            else:
+                assert not math.isfinite(norm)
+                assert not math.isfinite(last_norm)
+                assert weight == 0
+
+
+def test_a_parameter_that_is_listed_twice_counts_once() -> None:
+    """As embedding and head are where one rank holds the first and the last chunk of a model."""
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    transport = LocalTransport.ring(1)[0]
+    assert clipping.grad_norm([weight, weight], transport) == 5.0
+    assert clipping.clip_grad_norm_([weight, weight], 2.5, transport) == 5.0
+    assert weight.grad.tolist() == pytest.approx([1.5, 2.0])

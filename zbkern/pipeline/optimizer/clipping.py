@@ -41,11 +41,27 @@ def _grad_norm(caller: str, parameters: list[Tensor], group: Any, tied: Mapping[
     own = [gradient for key, gradient in found if key not in shared]
     names = {shared[key]: float(sum_of_squares([gradient])) for key, gradient in found if key in shared}
     tied_ones = [gradient for key, gradient in found if key in shared]
-    total, seen = 0.0, {}
-    for value, named in _gather((float(sum_of_squares(own, tied_ones)), names), group):
+    shards = [gradient for _, gradient in found if isinstance(gradient, DTensor)]
+    total, seen, with_shards = 0.0, {}, []
+    for value, named, has_shards in _gather((float(sum_of_squares(own, tied_ones)), names, bool(shards)), group):
         total += value
         seen.update(named)
-    return math.sqrt(total + sum(seen.values()))
+        with_shards.append(has_shards)
+    total += sum(seen.values())
+    if any(with_shards):
+        total = _finite_everywhere(total, shards)
+        if not all(with_shards):
+            total = next((value for value in _gather(total, group) if not math.isfinite(value)), total)
+    return math.sqrt(total)
+
+
+def _finite_everywhere(total: float, shards: Sequence[DTensor]) -> float:
+    """The total, not finite where that of another rank on the meshes of these shards is not."""
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in shards):
+        device = next(gradient.to_local().device for gradient in shards if gradient.device_mesh == mesh)
+        found = _unless_finite(torch.tensor(total, dtype=torch.float64, device=device))
+        total += float(_over_shards(found, mesh, [Partial()] * mesh.ndim))
+    return total
 
 
 def clip_grad_norm_(
@@ -91,7 +107,7 @@ def _listed(caller: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
                 f"{caller}: parameters must be this rank's, as module.parameters() gives them; got "
                 f"{type(parameter).__name__} (a Pipeline goes in as group=)"
             )
-    return found
+    return [*{id(parameter): parameter for parameter in found}.values()]  # one may be in several chunks of a rank
 
 
 def _gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

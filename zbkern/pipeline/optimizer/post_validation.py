@@ -7,6 +7,9 @@ knows the total and sends it back while the forwards of the next step begin. If 
 the ranks that have stepped roll the step back, and step again with scaled gradients, or not at all. The result is that
 of a synchronous step.
 
+Where some ranks have shards (DTensor) and the last has none, the sum ends at the last rank that has: all pipelines of
+its mesh then skip the same steps. The ranks after it send their sums back to it, and wait for the total.
+
 Post-validation: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4. A sum of squares only grows
 from rank to rank, so a rank whose partial sum requires clipping is right; only one whose partial sum does not may have
 to roll back.
@@ -49,7 +52,7 @@ from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 
 class NormTag(NamedTuple):
-    """Tag of a message: the sum of squares of the `previous` ranks, sent forward, or of `all`, sent back."""
+    """Tag of a message: the sum of squares of the `previous` or `later` ranks, or of `all`, which answers both."""
 
     number: int
     what: str
@@ -146,17 +149,12 @@ class Optimizer(OptimizerWrapper):
         self._pipe = pipeline
         self._transport = connect_row(pipe, self._device) if pipeline is None else pipeline.transport
         self._owned = self._transport if pipeline is None and self._transport is not pipe else None
-        # the sum travels in the order in which the model first uses the ranks
-        ranks = list(range(self._transport.size)) if pipeline is None else rank_order(pipeline.schedule)
-        place = ranks.index(self._transport.rank)
-        self._previous = ranks[place - 1] if place > 0 else None
-        self._next = ranks[place + 1] if place + 1 < len(ranks) else None
         self._number = self._settled = self._taken = 0
         self._total: Tensor | None = None
         self._pending: PendingStep | None = None
         self._cautious = False
         with closing_on_error(self._transport, self._owned is not None, "its Optimizer"):
-            self._uncounted = self._held_by(ranks[:place], dict(tied))
+            self._connect_ranks(dict(tied))
             if pipeline is not None:
                 pipeline.attach(self)
 
@@ -220,7 +218,7 @@ class Optimizer(OptimizerWrapper):
         if self._pending is None:
             return
         with self._failing_together():
-            assert self._next is not None  # the last rank validates within step()
+            assert self._next is not None  # where the sum ends, step() validates
             total = self._transport.receive(self._next, NormTag(self._number, "all"), self.timeout)
             self._pass_back(total)
             self._conclude(total)
@@ -343,35 +341,53 @@ class Optimizer(OptimizerWrapper):
 
     # ---- the protocol
 
+    def _connect_ranks(self, tied: Mapping[str, Tensor]) -> None:
+        """Finds the ranks that sums come from and go to, and the parameters that an earlier rank counts; collective."""
+        ranks = [*range(self._transport.size)] if self._pipe is None else rank_order(self._pipe.schedule)
+        cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
+        names, with_shards = zip(*self._transport.gather((sorted(tied), cut)), strict=True)
+        place = ranks.index(self._transport.rank)
+        end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
+        before, after = ranks[:place][-1:], ranks[place + 1 :][:1]
+        self._is_after_end = place > end
+        self._next = None if place == end else after[0] if place < end else before[0]
+        self._sources = [(rank, "previous") for rank in before if place <= end]
+        self._sources += [(rank, "later") for rank in after if place >= end]
+        earlier = {name for rank in ranks[:place] for name in names[rank]}
+        held = {id(parameter) for name, parameter in tied.items() if name in earlier}
+        self._uncounted = held | {id(master) for parameter, master in self.masters if id(parameter) in held}
+
     def _pass_on(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The sum of squares of this rank and of all before it, fp64 []; sent to the next rank."""
+        """The sum of squares of this rank and of those whose sums it receives, fp64 []; sent to the next rank."""
         counted = [gradient for parameter, gradient in gradients if id(parameter) not in self._uncounted]
         uncounted = [gradient for parameter, gradient in gradients if id(parameter) in self._uncounted]
-        before = None
-        if self._next is None and self._previous is not None and any(isinstance(g, DTensor) for _, g in gradients):
-            # with the last stage's shards, other pipelines of its mesh learn what stages without shards have found
-            before = self._receive_sum(self._previous)
-            uncounted.append(before)
+        received: list[Tensor] = []
+        if self._next is None and any(isinstance(gradient, DTensor) for _, gradient in gradients):
+            # with this rank's shards, other pipelines of its mesh learn what ranks without shards have found
+            received = self._receive_sums()
+            uncounted += received
         total = sum_of_squares(counted, uncounted).to(self._device)
-        if self._previous is not None:
-            total = total + (self._receive_sum(self._previous) if before is None else before)
+        total = sum(received or self._receive_sums(), total)
         if self._next is not None:
-            self._transport.send(self._next, NormTag(self._number, "previous"), total)
+            what = "later" if self._is_after_end else "previous"
+            self._transport.send(self._next, NormTag(self._number, what), total)
         return total
 
-    def _receive_sum(self, previous: int) -> Tensor:
-        return self._transport.receive(previous, NormTag(self._number, "previous"), self.timeout)
+    def _receive_sums(self) -> list[Tensor]:
+        tags = [(rank, NormTag(self._number, what)) for rank, what in self._sources]
+        return [self._transport.receive(rank, tag, self.timeout) for rank, tag in tags]
 
     def _pass_back(self, total: Tensor) -> None:
-        if self._previous is not None:
-            self._transport.send(self._previous, NormTag(self._number, "all"), total)
+        for rank, _ in self._sources:
+            self._transport.send(rank, NormTag(self._number, "all"), total)
 
     def _may_step(self, total: Tensor) -> bool:
         """Whether to step before validation, given the sum of squares of this rank and those before it.
 
-        A hook that runs before steps may change gradients or weights, which could not be rolled back.
+        A hook that runs before steps may change gradients or weights, which could not be rolled back. A rank that hears
+        of the total after the one before it must not begin forwards, whose inputs that one might not send.
         """
-        if self._undo is None or getattr(self.optimizer, "_optimizer_step_pre_hooks", None):
+        if self._undo is None or self._is_after_end or getattr(self.optimizer, "_optimizer_step_pre_hooks", None):
             return False
         return not (self.adaptive and self._cautious) and self._no_clipping_needed(total)
 
@@ -459,13 +475,6 @@ class Optimizer(OptimizerWrapper):
     def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}
         return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
-
-    def _held_by(self, ranks: Sequence[int], tied: Mapping[str, Tensor]) -> set[int]:
-        """Ids of the parameters that one of these ranks holds, too."""
-        names = self._transport.gather(sorted(tied))
-        earlier = {name for rank in ranks for name in names[rank]}
-        held = {id(parameter) for name, parameter in tied.items() if name in earlier}
-        return held | {id(master) for parameter, master in self.masters if id(parameter) in held}
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
