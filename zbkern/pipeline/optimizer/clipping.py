@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from zbkern.pipeline.optimizer.params import local_part
-from zbkern.pipeline.transport.connect import check_tied
+from zbkern.pipeline.transport.connect import check_tied, tied_names
 from zbkern.wgrad.accumulation import gradient_of
 
 
@@ -24,19 +24,18 @@ def grad_norm(
     """The 2-norm of the gradients of all ranks' parameters, as if they were one vector; collective.
 
     parameters: this rank's. group: the pipeline's ranks: a Pipeline, a Transport, a process group, or None for all.
-    tied: {name: parameter} of weights that several ranks hold with the same gradient; taken from a Pipeline when
-    group is one. Gradients are read from `main_grad` where a parameter has one; the norms of single ones are taken in
-    fp32 at least and added up in fp64. Shards (DTensor) count as the whole they belong to. NaN or infinite when a
-    gradient is.
+    tied: {name: parameter} of weights that several ranks hold with the same gradient; by default those of which a
+    Pipeline has made this the case. They count once, as in one process. Gradients are read from `main_grad` where a
+    parameter has one; the norms of single ones are taken in fp32 at least and added up in fp64. Shards (DTensor) count
+    as the whole they belong to. NaN or infinite when a gradient is.
     """
     return _grad_norm("grad_norm", _listed("grad_norm", parameters), group, tied)
 
 
 def _grad_norm(caller: str, parameters: list[Tensor], group: Any, tied: Mapping[str, Tensor] | None) -> float:
     _check_group(caller, group)
-    tied = getattr(group, "tied", None) if tied is None else tied
     check_tied(caller, tied)
-    shared = {id(parameter): name for name, parameter in (tied or {}).items()}
+    shared = tied_names(parameters, tied)
     found = [(id(parameter), gradient) for parameter, gradient in _gradients(parameters)]
     own = [gradient for key, gradient in found if key not in shared]
     names = {shared[key]: float(sum_of_squares([gradient])) for key, gradient in found if key in shared}

@@ -47,7 +47,7 @@ from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
 from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout
-from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_row
+from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_row, tied_names
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 
@@ -84,7 +84,8 @@ class Optimizer(OptimizerWrapper):
     AdamW and SGD, zbkern.optim.AdamW; no memory, equal up to rounding), or None: never step before validation. A
     `main_grad` is copied until the step is validated where the step may be done again with it. adaptive: after a step
     that was clipped or skipped, validate the next one before stepping, as norms of consecutive steps are alike. tied:
-    {name: parameter} of weights that several ranks hold with equal gradients, which count once; taken from a Pipeline.
+    {name: parameter} of weights that several ranks hold with equal gradients, which count once; by default those of
+    which a Pipeline has made this the case.
     timeout: seconds to wait for a message; a Pipeline's by default. Raises TypeError or ValueError for arguments out of
     range, for an undo that does not fit the optimizer, and for an optimizer with a max_norm of its own. All ranks
     construct theirs together.
@@ -141,8 +142,8 @@ class Optimizer(OptimizerWrapper):
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._unscaled = Gradients([])
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
-        if tied is None:
-            tied = {} if pipeline is None else pipeline.tied
+        candidates = [*parameters(optimizer), *(() if pipeline is None else pipeline.tied.values())]
+        shared = tied_names(candidates, tied)
         self._has_masters = master_weights
         self.masters = install_masters(optimizer) if master_weights else []
         self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
@@ -154,7 +155,7 @@ class Optimizer(OptimizerWrapper):
         self._pending: PendingStep | None = None
         self._cautious = False
         with closing_on_error(self._transport, self._owned is not None, "its Optimizer"):
-            self._connect_ranks(dict(tied))
+            self._connect_ranks(shared)
             if pipeline is not None:
                 pipeline.attach(self)
 
@@ -341,11 +342,14 @@ class Optimizer(OptimizerWrapper):
 
     # ---- the protocol
 
-    def _connect_ranks(self, tied: Mapping[str, Tensor]) -> None:
-        """Finds the ranks that sums come from and go to, and the parameters that an earlier rank counts; collective."""
+    def _connect_ranks(self, shared: Mapping[int, str]) -> None:
+        """Finds the ranks that sums come from and go to, and the parameters that are counted elsewhere; collective.
+
+        shared: {id: name} of parameters that have copies.
+        """
         ranks = [*range(self._transport.size)] if self._pipe is None else rank_order(self._pipe.schedule)
         cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
-        names, with_shards = zip(*self._transport.gather((sorted(tied), cut)), strict=True)
+        names, with_shards = zip(*self._transport.gather((sorted(shared.values()), cut)), strict=True)
         place = ranks.index(self._transport.rank)
         end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
         before, after = ranks[:place][-1:], ranks[place + 1 :][:1]
@@ -353,9 +357,14 @@ class Optimizer(OptimizerWrapper):
         self._next = None if place == end else after[0] if place < end else before[0]
         self._sources = [(rank, "previous") for rank in before if place <= end]
         self._sources += [(rank, "later") for rank in after if place >= end]
-        earlier = {name for rank in ranks[:place] for name in names[rank]}
-        held = {id(parameter) for name, parameter in tied.items() if name in earlier}
-        self._uncounted = held | {id(master) for parameter, master in self.masters if id(parameter) in held}
+        counted = {name for rank in ranks[:place] for name in names[rank]}
+        self._uncounted: set[int] = set()
+        for parameter, model_parameter in zip(parameters(self.optimizer), self._model_parameters(), strict=True):
+            name = shared.get(id(model_parameter))
+            if name in counted:
+                self._uncounted |= {id(parameter), id(model_parameter)}
+            elif name is not None:
+                counted.add(name)
 
     def _pass_on(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The sum of squares of this rank and of those whose sums it receives, fp64 []; sent to the next rank."""

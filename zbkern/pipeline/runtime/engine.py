@@ -31,7 +31,7 @@ from zbkern.pipeline.runtime.recorder import Recorder
 from zbkern.pipeline.runtime.run_ahead import SpeculativeForwards, StepValidator
 from zbkern.pipeline.runtime.schedule_updates import ReplannerLike, ScheduleUpdates
 from zbkern.pipeline.runtime.stage import evaluation_mode
-from zbkern.pipeline.runtime.tied_weights import TiedWeights, declared_ties
+from zbkern.pipeline.runtime.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
 from zbkern.pipeline.schedules.program import forwards, merge_neighbours, peak_microbatches
@@ -102,11 +102,12 @@ class Pipeline:
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
         self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder, options)
         self.rank = rank
-        self.tied = {**declared_ties(modules), **(tied or {})}
+        copies = all_ties(modules, tied)
+        self.tied = {name: parameters[0] for name, parameters in copies.items()}
         self._transport = connect(group, schedule, self.device, self.tied)
         with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
             check_same_plan(schedule, 0 if replanner is None else replanner.every, self._transport)
-            self._tied = TiedWeights(self.tied, self._transport, self.modules)
+            self._tied = TiedWeights(copies, self._transport, self.modules)
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
         self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
         self._use(schedule)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from zbkern.pipeline.transport.base import Transport
+from zbkern.pipeline.transport.connect import mark_tied
 from zbkern.wgrad import accumulation
 
 logger = logging.getLogger("zbkern")
@@ -33,27 +34,29 @@ class TiedGradientTag(NamedTuple):
 
 
 class TiedWeights:
-    """Those of `tied` that other ranks name, too; `connect` has them among the peers of `transport`.
+    """Those of `tied` that have several copies, on other ranks (`connect` has them among the peers) or here.
 
-    modules: this rank's chunks by number. Warns of copies that differ: they get equal gradients, and would differ for
-    ever. No error, since a checkpoint that makes them equal is often loaded later. Warns, too, of names that
-    only one rank gives, and of embeddings whose values another parameter has and which `tied` does not name.
+    tied: {name: this rank's copies}; modules: this rank's chunks by number. Marks the copies (`tied_names` reads it).
+    Warns of copies that differ: they get equal gradients, and would differ for ever. No error, since a checkpoint that
+    makes them equal is often loaded later. Warns, too, of names that only one rank gives, and of embeddings whose
+    values another parameter has and which `tied` does not name.
     """
 
     def __init__(
-        self, tied: Mapping[str, Tensor], transport: Transport, modules: Mapping[int, torch.nn.Module]
+        self, tied: Mapping[str, Sequence[Tensor]], transport: Transport, modules: Mapping[int, torch.nn.Module]
     ) -> None:
         self._transport = transport
-        self._shared: list[tuple[str, Tensor, list[int]]] = []  # with the ranks that hold it
-        prints = {name: _fingerprint(parameter) for name, parameter in tied.items()}
+        self._shared: list[tuple[str, Sequence[Tensor], list[int]]] = []  # with the ranks that hold it
+        prints = {name: _fingerprint(copies[0]) for name, copies in tied.items()}
         named, matrices = zip(*transport.gather((prints, _matrices(modules, tied))), strict=True)
         if transport.rank == 0:
             for warning in (*unmatched_names(named), *untied_copies(matrices)):
                 logger.warning(warning)
         for name in sorted(tied):
             ranks = [rank for rank, names in enumerate(named) if name in names]
-            if len(ranks) == 1:
+            if len(ranks) == len(tied[name]) == 1:
                 continue
+            mark_tied(name, tied[name])
             copies = [named[rank][name] for rank in ranks]
             if transport.rank == ranks[0] and any(found != copies[0] for found in copies if found and copies[0]):
                 logger.warning(
@@ -66,23 +69,20 @@ class TiedWeights:
             self._shared.append((name, tied[name], ranks))
 
     def begin(self) -> None:
-        """Leaves what earlier steps have summed, the same on all holders, with one of them: it is summed once more."""
-        for _, parameter, ranks in self._shared:
-            gradient = accumulation.gradient_of(parameter)
-            if gradient is not None and ranks[0] != self._transport.rank:
-                gradient.zero_()
+        """Leaves what earlier steps have summed, the same in all copies, with one of them: it is summed once more."""
+        for _, copies, ranks in self._shared:
+            for parameter in copies[1:] if ranks[0] == self._transport.rank else copies:
+                gradient = accumulation.gradient_of(parameter)
+                if gradient is not None:
+                    gradient.zero_()
 
     @torch.no_grad()
     def sum_gradients(self, step: int, timeout: float) -> None:
-        """Gives every holder the sum of all holders' gradients, the same to the bit; collective among them."""
+        """Gives every copy the sum of all copies' gradients, the same to the bit; collective among their holders."""
         transport = self._transport
-        for name, parameter, (first, *others) in self._shared:
-            gradient = accumulation.gradient_of(parameter)
-            if gradient is None:
-                gradient = accumulation.empty_gradient(parameter).zero_()
-                if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
-                    parameter.grad = gradient
-            total = local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        for name, copies, (first, *others) in self._shared:
+            ours = [_local_gradient(parameter) for parameter in copies]
+            total = local = ours[0] if len(ours) == 1 else torch.stack(ours).sum(0)
             if transport.rank == first:
                 for rank in others:
                     gradient = transport.receive(rank, TiedGradientTag(step, name, rank), timeout)
@@ -92,17 +92,34 @@ class TiedWeights:
             else:
                 transport.send(first, TiedGradientTag(step, name, transport.rank), local)
                 total = transport.receive(first, TiedGradientTag(step, name, first), timeout)
-            local.copy_(total)
+            for local in ours:
+                local.copy_(total)
 
 
-def declared_ties(modules: Iterable[torch.nn.Module]) -> dict[str, Tensor]:
-    """{name: parameter} of all that these modules, or what wraps them for data parallelism, declare to be tied."""
-    found: dict[str, Tensor] = {}
+def all_ties(modules: Iterable[torch.nn.Module], more: Mapping[str, Tensor] | None) -> dict[str, list[Tensor]]:
+    """{name: this rank's copies} of `more` and what these modules, or what data parallelism wraps, declare to be tied.
+
+    fully_shard makes a parameter of its own for every chunk that has one: they are copies from then on.
+    """
+    found: dict[str, list[Tensor]] = {name: [parameter] for name, parameter in (more or {}).items()}
     for module in modules:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             module = module.module
-        found.update(getattr(module, "tied_parameters", {}))
+        for name, parameter in getattr(module, "tied_parameters", {}).items():
+            copies = found.setdefault(name, [])
+            if not any(parameter is copy for copy in copies):
+                copies.append(parameter)
     return found
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of the gradient, zeros where there is none."""
+    gradient = accumulation.gradient_of(parameter)
+    if gradient is None:
+        gradient = accumulation.empty_gradient(parameter).zero_()
+        if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
+            parameter.grad = gradient
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _fingerprint(parameter: Tensor) -> tuple[list[int], float] | None:
@@ -123,9 +140,9 @@ class Matrix(NamedTuple):
     embedding: bool
 
 
-def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Tensor]) -> list[Matrix]:
+def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequence[Tensor]]) -> list[Matrix]:
     """All of these modules, each parameter once; without those of no memory, or of one value, as zeros at the start."""
-    names = {id(parameter): name for name, parameter in tied.items()}
+    names = {id(parameter): name for name, copies in tied.items() for parameter in copies}
     found: dict[int, Matrix] = {}
     for chunk, module in modules.items():
         tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
