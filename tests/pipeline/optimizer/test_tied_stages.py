@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
+from tests.support import tensor_parallel
 from tests.support.tensor_parallel import (
     BLOCKS,
     MAX_NORM,
@@ -135,4 +136,113 @@ def test_a_tied_weight_counts_once(four_ranks: Any, schedule: str, kind: str, op
         assert more == pytest.approx([*[expected] * 4, 1.0], rel=1e-6)
 
 
-_ = math
+FIRST, LAST = tuple(f"{index}." for index in range(3)), tuple(f"{index}." for index in range(3, BLOCKS + 2))
+NAN = 2  # the step in which a microbatch's loss is none, while the others' gradients are to be clipped
+
+
+def poisoned(output: Tensor, target: Tensor) -> Tensor:
+    return tensor_parallel.loss_fn(output, target) * (math.nan if target[0, -1] < 0 else 1)
+
+
+def poisoned_batch(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = tensor_parallel.batch(step)
+    if step == NAN:
+        targets[:, -1], targets[0, -1] = 100, -1
+    return inputs, targets
+
+
+def freeze(named: dict[str, Tensor], names: tuple[str, ...]) -> None:
+    for name, parameter in named.items():
+        parameter.requires_grad_(not name.startswith(names))
+
+
+def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": parameters}], lr=1e-2, eps=1e-4)  # which may be none
+
+
+def partly_frozen(
+    schedule: str, kind: str, names: tuple[str, ...], listed: bool, max_norm: float | None
+) -> tuple[Any, ...]:
+    """listed: the optimizer has frozen parameters, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "loss_fn", poisoned)
+        patch.setitem(globals(), "batch", poisoned_batch)
+        ours = Stages(schedule, kind)
+        ours.pipe.detach()
+        freeze(ours.named(), names)
+        parameters = [p for p in dict.fromkeys(ours.named().values()) if listed or p.requires_grad]
+        ours.optimizer = Optimizer(adamw(parameters), ours.pipe, max_norm=max_norm, adaptive=False)
+        with ours.pipe:
+            _, norms = ours.train(STEPS)
+    return norms, values(ours.named()), ours.optimizer.skipped
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind", "names", "listed", "max_norm"),
+    [
+        ("zb_v", "tensor", (EMBEDDING, HEAD), True, MAX_NORM),
+        ("zb_h1", "tensor", (*FIRST, HEAD), False, MAX_NORM),
+        pytest.param("zb_v", "tensor", (), True, math.inf, marks=pytest.mark.slow),
+        pytest.param("zb_h1", "fsdp", (EMBEDDING, HEAD), False, None, marks=pytest.mark.slow),
+        pytest.param("zb_h1", "tensor", (*LAST, EMBEDDING), True, MAX_NORM, marks=pytest.mark.slow),
+        pytest.param("zb_v", "fsdp", (*FIRST, HEAD), True, MAX_NORM, marks=pytest.mark.slow),
+        pytest.param("zb_h1", "fsdp", (*LAST, EMBEDDING), False, MAX_NORM, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_frozen_and_a_step_that_is_skipped(
+    four_ranks: Any, schedule: str, kind: str, names: tuple[str, ...], listed: bool, max_norm: float | None
+) -> None:
+    plain, norms = OneProcess(tied=True), []
+    freeze(plain.named(), names)
+    trainable = [parameter for parameter in plain.model.parameters() if parameter.requires_grad]
+    optimizer = adamw(trainable)
+    for step in STEPS:
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss_fn(plain.model(inputs), targets).backward()
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in trainable])
+        norms.append(norm.item())
+        if step != NAN:
+            nn.utils.clip_grads_with_norm_(trainable, max_norm or math.inf, norm.float())
+            optimizer.step()
+    assert any(norm > MAX_NORM for norm in norms[NAN + 1 :])
+    for found, weights, skipped in four_ranks.run(partly_frozen, schedule, kind, names, listed, max_norm):
+        assert not math.isfinite(found[NAN])
+        assert skipped == 1
+        del found[NAN]
+        assert found == pytest.approx([norm for step, norm in enumerate(norms) if step != NAN], rel=1e-11)
+        far = apart(weights, plain.named())
+        assert max(far.values()) < 1e-10, far
+
+
+def shards_on_one_stage(with_shards: int) -> tuple[Any, ...]:
+    """Steps where the other stage's ranks hold all of its weights, and many a step has to be taken back."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
+    stage = mesh["stage"].get_local_rank()
+    module = zbkern.convert(chunk(stage, 2))
+    if stage == with_shards:
+        parallelize(module, mesh["tensor"], sequence=False)
+    with Pipeline(module, schedules.zb_h1(2, 4), loss_fn, mesh.get_group("stage"), timeout=60) as pipe:
+        optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM, adaptive=False)
+        norms = []
+        for step in STEPS:
+            inputs, targets = batch(step)
+            optimizer.zero_grad()
+            pipe.step(inputs if stage == 0 else None, targets if stage == 1 else None)
+            norms += [optimizer.last_norm] if step else []
+            optimizer.step()
+        optimizer.validate()
+    return [*norms, optimizer.last_norm], values(dict(module.named_parameters())), optimizer.undone
+
+
+@pytest.mark.parametrize("with_shards", [0, 1])
+def test_a_stage_without_shards(four_ranks: Any, with_shards: int) -> None:
+    plain = OneProcess(tied=False)
+    _, norms = plain.train(STEPS)
+    for rank, (found, weights, undone) in enumerate(four_ranks.run(shards_on_one_stage, with_shards)):
+        assert found == pytest.approx(norms, rel=1e-11)
+        far = apart(weights, plain.named())
+        assert max(far.values()) < 1e-10, far
+        assert undone == 0 or rank // 2 == 0 and with_shards == 1
