@@ -267,7 +267,8 @@ def measure_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str
 
     tiny = where.rehearsed is not None
     rows, bench = gpu_prepare.row_and_bench(job.name, where.device, "triton", tiny, written=True)
-    torch.optim.SGD([torch.zeros(1)])  # imports the compiler at its first use
+    if job.name.startswith("AdamW"):
+        torch.optim.SGD([torch.zeros(1)])  # imports the compiler at its first use, which takes seconds
     wrong, missing = [], []
     for figure in gpu.measure(rows, bench, 0.8 * seconds):
         if where.faults.get(job.name) == "wrong":
