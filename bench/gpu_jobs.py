@@ -41,8 +41,8 @@ Send = Callable[[dict[str, Any]], None]
 
 @dataclass
 class Job:
-    """kind: "versions", "probe", "kernel", "compile" (what a row is going to run), "row" or "program". limit: seconds.
-    figures: of a row, one a shape. compiled: kernels found in Triton's cache, and compiled.
+    """kind: "versions", "probe", "build" (the extension), "kernel", "compile" (what a row is going to run), "row" or
+    "program". limit: seconds. figures: of a row, one a shape. compiled: kernels found in Triton's cache, and compiled.
 
     status: "not reached", "running", and then "ok", "wrong", "cannot run", "timed out" or "died".
     """
@@ -61,13 +61,15 @@ class Job:
 @dataclass(frozen=True)
 class Where:
     """What jobs are told. rehearsed: on which capability that is not here, None on a GPU. faults: of named jobs.
-    replay: launches are repeated without Triton's Python. key: names kernels in Triton's cache (gpu_prepare.key_of)."""
+    replay: launches are repeated without Triton's Python. key: names kernels in Triton's cache (gpu_prepare.key_of).
+    prepared: the folder of what was made for this GPU without it."""
 
     out: Path
     rehearsed: int | None
     faults: dict[str, str]
     replay: bool = True
     key: str = ""
+    prepared: Path | None = None
 
     @property
     def device(self) -> str:
@@ -84,7 +86,7 @@ def child(connection: Connection, job: Job, seconds: float, where: Where, log: P
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     work = {"versions": versions, "probe": probe_replay, "kernel": check_kernel, "compile": compile_row,
-            "row": measure_row, "program": run_program}[job.kind]  # fmt: skip
+            "build": build_extension, "row": measure_row, "program": run_program}[job.kind]  # fmt: skip
     from zbkern.kernels import dispatch
 
     compiled: dict[str, int] = {}
@@ -249,6 +251,27 @@ def check_kernel(job: Job, seconds: float, where: Where, send: Send) -> tuple[st
     return "ok", ""
 
 
+def build_extension(job: Job, seconds: float, where: Where, send: Send) -> tuple[str, str]:
+    """The CUDA extension for this Python, where none is there that loads. A rehearsal leaves the package alone."""
+    import torch
+
+    folder = ROOT / "zbkern" if where.rehearsed is None else where.out
+    module = folder / gpu_prepare.module_name()
+    if gpu_prepare.module_loads(module):
+        return "ok", f"{module.name} is there"
+    if where.rehearsed is not None and where.prepared is None:
+        return "cannot run", "a rehearsal compiles no kernels; give it --prepared"
+    major, minor = divmod(where.rehearsed or 0, 10) if where.rehearsed else torch.cuda.get_device_capability()
+    try:
+        gpu_prepare.build_extension(where.prepared, module, 10 * major + minor)
+    except (RuntimeError, ValueError, ImportError) as error:
+        print(error)
+        return "cannot run", str(error).strip().splitlines()[-1][:300]
+    if not gpu_prepare.module_loads(module):
+        return "wrong", f"{module.name} was built and does not load"
+    return "ok", f"{module.name} was built"
+
+
 def compile_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str, str]:
     """Fills Triton's cache with the kernels of a row, beside other jobs, while nothing is timed."""
     from bench import ahead, gpu
@@ -267,7 +290,8 @@ def measure_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str
 
     tiny = where.rehearsed is not None
     rows, bench = gpu_prepare.row_and_bench(job.name, where.device, "triton", tiny, written=True)
-    torch.optim.SGD([torch.zeros(1)])  # imports the compiler at its first use
+    if job.name.startswith("AdamW"):
+        torch.optim.SGD([torch.zeros(1)])  # imports the compiler at its first use, which takes seconds
     wrong, missing = [], []
     for figure in gpu.measure(rows, bench, 0.8 * seconds):
         if where.faults.get(job.name) == "wrong":

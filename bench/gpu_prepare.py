@@ -1,7 +1,8 @@
 """What a session on a GPU need not compile: made on a machine without one, and taken where it fits.
 
 FOLDER/triton is Triton's cache: kernels, and the C part of their launches for each Python. FOLDER/extension has the
-CUDA extension for each Python. FOLDER/prepared.json says what they are of.
+CUDA extension for each Python, and its kernels as objects, for another Python to link with bindings of its own.
+FOLDER/prepared.json says what they are of.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ SHAPE = (1000, 528, 784)
 PROBED = (512, 128, 256)
 """Tokens, N and K of the W that tells whether launches can be replayed."""
 
-TOOLS = "build-tools"
+SOURCES = ROOT / "csrc"
+TOOLS, OBJECTS, CUTLASS = "build-tools", "objects", "cutlass-version.txt"
 
 Run = tuple[str, Callable[[], object]]
 
@@ -192,17 +194,32 @@ def _build_extension(folder: Path, interpreters: Sequence[Any], capability: int)
     from build_tools import cuda
     from build_tools.decision import this_machine
 
-    name = "9.0a" if capability == 90 else f"{capability // 10}.{capability % 10}"
-    machine = this_machine({**os.environ, "ZBKERN_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": name})
-    targets = {each: folder / f"_cuda{each.suffix}" for each in interpreters}
+    settings = {"ZBKERN_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": _architecture(capability)}
+    machine = this_machine({**os.environ, **settings})
+    targets = {each: folder / f"_cuda{each.suffix}" for each in (*interpreters, cuda.this_interpreter())}
     try:
         _find_build_tools(cuda.cache_folder(machine) / TOOLS)
         if machine.nvcc is None:
             raise ValueError("no nvcc was found")
-        cuda.build_for(targets, machine)
+        objects, *_ = cuda.build_for(targets, machine)
+        _keep_objects(folder / OBJECTS, objects, cuda.find_toolkit(machine.nvcc, machine.cuda).cutlass_version)
     except (RuntimeError, ValueError, subprocess.CalledProcessError) as error:
         return [f"no CUDA extension: {error}"]
     return []
+
+
+def _architecture(capability: int) -> str:
+    return "9.0a" if capability == 90 else f"{capability // 10}.{capability % 10}"
+
+
+def _keep_objects(folder: Path, objects: Sequence[Path], cutlass: str) -> None:
+    """Of the kernels, which are the same for every Python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in objects:
+        if path.name.startswith(tuple(f"{source.stem}-" for source in SOURCES.glob("cuda_*.cu"))):
+            shutil.copy2(path, folder)
+            shutil.copy2(path.with_suffix(".txt"), folder)
+    (folder / CUTLASS).write_text(cutlass)
 
 
 def _find_build_tools(folder: Path) -> None:
@@ -261,13 +278,55 @@ def adopt(folder: Path, package: Path = ROOT / "zbkern") -> str:
         if here != paths:
             group.write_text(json.dumps({"child_paths": here}))
     os.environ["TRITON_CACHE_DIR"] = str(cache)
-    carried = folder / "extension" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+    carried = folder / "extension" / module_name()
     if (package / carried.name).exists():
         return "not taken: one is built here"
     if not carried.exists():
         return f"there is no {carried.name}"
     shutil.copy2(carried, package / carried.name)
     return f"taken: {carried.name}"
+
+
+def module_name() -> str:
+    """Of the extension for this Python."""
+    return f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def module_loads(module: Path) -> bool:
+    """Whether this Python loads it as the extension, and it is of these sources. In a process of its own."""
+    from build_tools import cuda
+
+    text = f"""if True:
+        import importlib.util
+        found = importlib.util.spec_from_file_location("zbkern._cuda", {str(module)!r})
+        made = importlib.util.module_from_spec(found)
+        found.loader.exec_module(made)
+        print(made.SOURCES_HASH)
+    """
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    return module.exists() and done.returncode == 0 and done.stdout.strip() == cuda.sources_hash()
+
+
+def build_extension(folder: Path | None, module: Path, capability: int) -> None:
+    """The extension for this Python: its bindings are compiled, half a minute, and linked with the objects in `folder`;
+    without those, all of it is. Raises RuntimeError or ValueError where that cannot be."""
+    from build_tools import cuda
+    from build_tools.decision import this_machine, why_no_cuda
+
+    objects = None if folder is None else folder / "extension" / OBJECTS
+    carried = objects is not None and (objects / CUTLASS).exists()
+    environment = {**os.environ, "ZBKERN_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": _architecture(capability)}
+    if carried:
+        environment["ZBKERN_BUILD_CACHE"] = str(objects)
+    machine = this_machine(environment)
+    reason = why_no_cuda(machine)
+    if reason is not None or machine.nvcc is None:
+        raise ValueError(f"{module.name} is not built: {reason}")
+    toolkit = None
+    if objects is not None and carried:
+        version = ".".join(map(str, machine.cuda))
+        toolkit = cuda.Toolkit(machine.nvcc, version, Path("cutlass"), (objects / CUTLASS).read_text())
+    cuda.build_for({cuda.this_interpreter(): module}, machine, toolkit)
 
 
 def key_of(folder: Path | None) -> tuple[str, str]:

@@ -3,8 +3,8 @@
     python -m bench.gpu_session --seconds 520 --out FOLDER [--prepared FOLDER]
 
 Versions; whether launches without Triton's Python are right, without which the rest goes on where they are not; then
-every kernel of ours in three dtypes against float64; the rows of `bench.gpu` that matter; other programs of ours
-(gpu_jobs.PROGRAMS). Each job is a process of its own with a time limit: one that hangs, dies or corrupts the GPU's
+every kernel of ours in three dtypes against float64, and beside them the CUDA extension where none loads; the rows of
+`bench.gpu` that matter; other programs of ours (gpu_jobs.PROGRAMS). Each job is a process of its own with a time limit: one that hangs, dies or corrupts the GPU's
 context costs only its own result. After each result FOLDER/session.json and FOLDER/session.md are rewritten, so that
 nothing is lost when this is killed; what the jobs print is in FOLDER/log.txt, and of those that run in FOLDER/logs.
 
@@ -45,8 +45,14 @@ ROWS = (
 )
 """Of `bench.gpu`, in this order."""
 
-PRELOADED = ("torch", "bench.gpu", "bench.gpu_jobs", "zbkern.testing", "zbkern.kernels.reference")
+PRELOADED = (
+    *("torch", "bench.gpu", "bench.gpu_jobs", "zbkern.testing", "zbkern.kernels.reference"),
+    *("zbkern.kernels.triton.kernels", "tests.support.every_launch"),
+)
 """What jobs begin with."""
+
+BUILD_LIMIT = 150.0
+"""Seconds for the extension, beside the kernels that are checked: half a minute where its own are prepared."""
 
 Active = dict[Connection, tuple[Job, Any, float, Path]]
 
@@ -84,7 +90,8 @@ class Record:
         cells = [(job.name, job.dtype, job.status, f"{job.seconds:.1f}", job.detail) for job in kernels]
         first = [job for job in self.jobs if job.kind in ("versions", "probe")]
         failed = [job for job in self.jobs if job.kind == "compile" and job.status not in ("ok", "not reached")]
-        lines += ["", *(f"{job.name}: {job.status} {job.detail}  " for job in (*first, *failed))]
+        built = [job for job in self.jobs if job.kind == "build"]
+        lines += ["", *(f"{job.name}: {job.status} {job.detail}  " for job in (*first, *built, *failed))]
         table = reporting.markdown_table(("kernel", "dtype", "", "s", ""), cells)
         lines += ["", "## Kernels against float64", "", table]
         rows = [cell for job in self.jobs if job.kind == "row" for cell in _row_cells(job)]
@@ -153,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     record.environment |= {"sha256 of libtriton": gpu_prepare.triton_identity()["library"], "prepared kernels": said}
     if arguments.prepared is not None:
         record.environment["prepared extension"] = gpu_prepare.adopt(arguments.prepared)
-    where = Where(arguments.out, capability, faults, key=key)
+    where = Where(arguments.out, capability, faults, key=key, prepared=arguments.prepared)
     session(jobs, arguments.workers, end, where, record)
     print(record.text())
     return 1 if any(job.status in ("wrong", "timed out", "died") for job in jobs) else 0
@@ -170,7 +177,7 @@ def session(jobs: Sequence[Job], workers: int, end: float, where: Where, record:
         if probe.status != "ok":
             where = replace(where, replay=False)
             record.environment[REPLAYED] = f"off from here on: {probe.status} {probe.detail}"
-    run([job for job in jobs if job.kind in ("kernel", "compile")], workers, end, where, record)
+    run([job for job in jobs if job.kind in ("build", "kernel", "compile")], workers, end, where, record)
     run(of_kind["row"], 1, end, where, record)
     run(of_kind["program"], 1, end, where, record)
 
@@ -191,7 +198,8 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
     names = [name for name in spec.KERNELS if name not in ("norm_partials", "adamw", "squared_norm")]
     names.sort(key=lambda name: "wgrad" not in name)
     first, *others = arguments.dtype or gpu_prepare.DTYPES
-    jobs = [Job("kernel", name, first, arguments.kernel_limit) for name in names]
+    jobs = [Job("build", "extension", "", BUILD_LIMIT)]
+    jobs += [Job("kernel", name, first, arguments.kernel_limit) for name in names]
     compiled = [name for name in ROWS if not name.startswith("AdamW")]  # which is not Triton's
     jobs += [Job("compile", f"compile {name}", "bfloat16", arguments.row_limit) for name in compiled]
     jobs += [Job("kernel", name, dtype, arguments.kernel_limit) for dtype in others for name in names]

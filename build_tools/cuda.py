@@ -84,10 +84,12 @@ def build(target: Path, machine: Machine) -> None:
     REPORT.write_text("\n".join([sources_hash(), *reports]))
 
 
-def build_for(targets: Mapping[Interpreter, Path], machine: Machine) -> list[list[Path]]:
+def build_for(
+    targets: Mapping[Interpreter, Path], machine: Machine, toolkit: Toolkit | None = None
+) -> list[list[Path]]:
     """Makes an extension module for each interpreter; only bindings are compiled for each. Returns their objects."""
     assert machine.nvcc is not None
-    toolkit = find_toolkit(machine.nvcc, machine.cuda)
+    toolkit = toolkit or find_toolkit(machine.nvcc, machine.cuda)
     objects = compile_objects(toolkit, decide(machine), cache_folder(machine), list(targets))
     for target, mine in zip(targets.values(), objects, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)

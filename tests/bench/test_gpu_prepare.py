@@ -105,6 +105,49 @@ def test_the_extension_goes_where_a_build_puts_it(tmp_path: Path, monkeypatch: p
     assert gpu_prepare.adopt(folder.parent, package) == "not taken: one is built here"
 
 
+FAKE_NVCC = """#!/bin/sh
+case "$*" in *--version*) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0;; esac
+echo "$@" >> {log}
+while [ "$1" != -o ]; do shift; done; echo compiled > "$2"
+"""
+
+
+def test_another_python_links_what_was_compiled_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take minutes, and CUTLASS; a machine with a GPU often has nvcc, and neither the minutes nor CUTLASS."""
+    pytest.importorskip("ninja")
+    nvcc, log = tmp_path / "bin" / "nvcc", tmp_path / "log"
+    nvcc.parent.mkdir()
+    nvcc.write_text(FAKE_NVCC.format(log=log))
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("ZBKERN_BUILD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(sys.modules, "pybind11", SimpleNamespace(get_include=lambda: "/pybind11"))
+    monkeypatch.setattr(gpu_prepare, "_find_build_tools", lambda folder: None)
+    monkeypatch.setattr(cuda, "tell", lambda line: None)
+    monkeypatch.setattr(cuda, "find_toolkit", lambda nvcc, _: cuda.Toolkit(nvcc, "13.0", tmp_path, "4.2.1"))
+    prepared = tmp_path / "prepared"
+    assert gpu_prepare._build_extension(prepared / "extension", [], 90) == []
+    assert (prepared / "extension" / gpu_prepare.module_name()).exists()  # this Python's in any case
+    moved = tmp_path / "moved"
+    prepared.rename(moved)
+
+    def nothing(nvcc: str, version: tuple[int, int]) -> cuda.Toolkit:
+        raise RuntimeError("the CUDA kernels need the CUTLASS headers")
+
+    log.write_text("")
+    monkeypatch.setattr(cuda, "find_toolkit", nothing)
+    monkeypatch.setattr(cuda, "this_interpreter", lambda: cuda.Interpreter("/include", ".cpython-399-x.so"))
+    module = tmp_path / "package" / "_cuda.cpython-399-x.so"
+    gpu_prepare.build_extension(moved, module, 90)
+    assert module.exists()
+    assert {Path(word).name for word in log.read_text().split() if word.startswith("/") and "." in word} == {
+        *("cuda_bindings.cpp", "cuda_wgrad.cpp", module.name, *(path.name for path in moved.rglob("*.o")))
+    }
+    assert not gpu_prepare.module_loads(module)  # it is no module
+    with pytest.raises(RuntimeError, match="CUTLASS headers"):
+        gpu_prepare.build_extension(None, module, 90)
+
+
 def test_interpreters_that_are_not_there_are_named(tmp_path: Path) -> None:
     found, problems = gpu_prepare._interpreters([sys.executable, str(tmp_path / "python3.99"), sys.executable])
     assert found == [cuda.this_interpreter()]

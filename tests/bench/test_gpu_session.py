@@ -87,6 +87,8 @@ for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_p
 import importlib
 from bench import gpu_session
 for name in gpu_session.PRELOADED: importlib.import_module(name)
+import sys
+assert "zbkern.kernels.cuda.wgrad" not in sys.modules  # it looks for the extension, which a job may still build
 """
     subprocess.run([sys.executable, "-c", text], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}, check=True)
 

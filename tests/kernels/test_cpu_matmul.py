@@ -160,3 +160,30 @@ def test_onednn_is_for_processors_on_which_mkl_is_slow(
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert reference_matmul._mkl_is_slow() is expected
+
+
+@pytest.mark.parametrize("version", [(2, 8), (2, 10)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_w_into_float32_with_every_torch_for_cuda(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], accumulate: bool
+) -> None:
+    """Products as torch for CUDA offers them: before 2.10 it adds only to a matrix of the operands' dtype."""
+
+    def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        assert out_dtype == torch.float32
+        assert a.dtype == b.dtype == torch.bfloat16
+        product = (a.double() @ b.double()).float()
+        return product if out is None else out.copy_(product)
+
+    def addmm(start: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert start.dtype == a.dtype or (version >= (2, 10) and start.dtype == out_dtype)
+        return out.copy_(start + mm(a, b, out_dtype=out_dtype))
+
+    monkeypatch.setattr(reference_matmul, "_TORCH", version)
+    monkeypatch.setattr(reference_matmul, "_BLOCK", 64)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    a, b, begun = torch.randn(40, 24).bfloat16(), torch.randn(24, 16).bfloat16(), torch.randn(40, 16)
+    out = begun.clone()
+    reference_matmul._addmm_into_float32(out, a, b, accumulate)
+    torch.testing.assert_close(out, (a.double() @ b.double() + begun * accumulate).float())

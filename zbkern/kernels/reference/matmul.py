@@ -19,6 +19,7 @@ from torch import Tensor
 
 _MIN_MULTIPLICATIONS = 1 << 21  # multiplications: below, oneDNN's look-ups (10 us) take what its matmuls save
 SMALL = 1 << 12  # elements of an operand or of the result: below, MKL is the faster one or not much slower
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _BLOCK = 1 << 22  # elements of a result on its way to where it is added: larger ones cost page faults
 
 
@@ -69,14 +70,25 @@ def addmm_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
             out.addmm_(a, b)
         else:
             torch.mm(a, b, out=out)
-    elif out.is_cuda and out.dtype == torch.float32:
-        torch.addmm(out, a, b, beta=float(accumulate), out_dtype=torch.float32, out=out)
+    elif out.is_cuda and out.dtype == torch.float32 and torch.version.hip is None:  # torch for AMD's refuses out_dtype
+        _addmm_into_float32(out, a, b, accumulate)
     else:
         wide = torch.promote_types(out.dtype, a.dtype)
         b = b.to(wide)
         for part, rows in _blocks(out, a):
             value = matmul(rows.to(wide), b)
             part.add_(value) if accumulate else part.copy_(value)
+
+
+def _addmm_into_float32(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """out (+)= a b of float16 or bfloat16, which cuBLAS sums and writes in float32."""
+    if not accumulate:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    elif _TORCH >= (2, 10):
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:  # which add to nothing but a matrix of the operands' dtype
+        for part, rows in _blocks(out, a):
+            part.add_(torch.mm(rows, b, out_dtype=torch.float32))
 
 
 def _blocks(out: Tensor, a: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
