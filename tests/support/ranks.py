@@ -13,14 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 GRACE = 15  # seconds that ranks get to end after another one has failed
-# Ranks are forked from a process that has imported these, which takes seconds. torch's optimizers import dynamo.
-PRELOAD = [
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "zbkern.nn",
-    "zbkern.pipeline.checkpoint",
-    "zbkern.pipeline.runtime.engine",
-]
+PRELOAD = ["tests.support.preloaded"]  # of the process that ranks are forked from
 
 
 class Ranks:

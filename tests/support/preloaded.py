@@ -1,0 +1,18 @@
+"""What the processes of tests' ranks are forked from: it has imported what they need, which takes seconds."""
+
+import gc
+import importlib
+
+for name in (
+    "pytest",
+    "torch._dynamo",  # torch's optimizers import it
+    "torch.distributed.fsdp",
+    "zbkern.nn",
+    "zbkern.pipeline.checkpoint",
+    "zbkern.pipeline.runtime.engine",
+):
+    importlib.import_module(name)
+
+# A collection in a rank would visit, and so copy, every object of these modules: half a second of each rank that collects.
+gc.collect()
+gc.freeze()
