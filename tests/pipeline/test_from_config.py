@@ -77,7 +77,10 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
             ["--sequence", "65536"],
             "--memory: nothing fits in 72 GB: .* it fits with --stages 6 or --tensor-parallel 2 or",
         ),
-        (["--memory", "30e9"], "in the best cut into 4 stages the fullest GPU holds [0-9.]+ GB of weights"),
+        (
+            ["--memory", "30e9"],
+            "into 4 stages of one chunk the fullest rank holds [0-9.]+ GB of weights",
+        ),
         (["--hardware", "nothing.json"], "argument --hardware: cannot read nothing.json"),
     ],
 )

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan
-from zbkern.pipeline.remedies import Training, least_need, remedies
+from zbkern.pipeline.remedies import Training, remedies
 from zbkern.pipeline.simulation.architecture import load_architecture
 from zbkern.pipeline.simulation.hardware import load_hardware
 from zbkern.pipeline.simulation.model_costs import model_costs
+from zbkern.pipeline.simulation.needs import least_need
 
 CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
 LIMIT = 72e9
@@ -74,5 +75,7 @@ def test_the_least_need_is_that_of_the_best_cut() -> None:
     for stages in (1, 2, 3, 8):
         need = least_need(costs, stages).total
         assert plan(costs, stages, 2, placement="linear", memory_limit=need, effort=0)
-        with pytest.raises(ScheduleError):
+        with pytest.raises(
+            ScheduleError, match=rf" {need:g} in all, which is the smallest limit for one chunk per rank"
+        ):
             plan(costs, stages, 2, placement="linear", memory_limit=need * 0.99, effort=0)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zbkern.pipeline import report, schedules
 from zbkern.pipeline.planner import Plan, plan
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
-from zbkern.pipeline.remedies import Training, least_need, may_fit_with_saving, remedies
+from zbkern.pipeline.remedies import Training, may_fit_with_saving, remedies
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation import comparison
@@ -21,6 +21,7 @@ from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters
+from zbkern.pipeline.simulation.needs import least_need
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
@@ -132,11 +133,7 @@ def _why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> s
     what = f"it fits with {' or '.join(ways)}" if ways else "no number of GPUs that is usual makes it fit"
     if not saving and may_fit_with_saving(costs, stages, limit):
         what += "; --recompute or --offload may do, too"
-    return (
-        f"nothing fits in {amount(limit, 'bytes')}: in the best cut into {stages} stages the fullest GPU holds "
-        f"{amount(need.static, 'bytes')} of weights, gradients and optimizer states and "
-        f"{amount(need.activation, 'bytes')} for one microbatch, {amount(need.total, 'bytes')} in all; {what}"
-    )
+    return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
 
 
 def assumptions(setting: Setting, costs: ModelCosts, offload: bool = False, recompute: bool = False) -> str:

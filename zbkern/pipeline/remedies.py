@@ -1,4 +1,4 @@
-"""What a model needs at least on every GPU, and what would make it fit: for the errors of `zbkern plan --config`."""
+"""What would make a model fit: for the errors of `zbkern plan --config`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from zbkern.pipeline.simulation.architecture import Architecture, Experts
 from zbkern.pipeline.simulation.hardware import Hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.model_costs import Job, model_costs
+from zbkern.pipeline.simulation.needs import fits
 
-_ROUNDS = 50  # of bisection: the least need is found to rounding
 _MOST = {"tensor_parallel": 64, "data_parallel": 512}  # that are worth naming
 _SHORTEST = 256  # tokens
 _CHUNKS = 8  # per rank, at most, in a search
@@ -37,53 +37,11 @@ class Training(NamedTuple):
         return self.stages * self.job.tensor_parallel * self.job.replicas
 
 
-class Need(NamedTuple):
-    """What the fullest rank holds: all the time, and of one microbatch."""
-
-    static: float
-    activation: float
-
-    @property
-    def total(self) -> float:
-        return self.static + self.activation
-
-
-def least_need(costs: ModelCosts, stages: int) -> Need:
-    """Of the cut into one chunk per rank whose fullest rank holds least, with one microbatch at a time.
-
-    More chunks per rank need as much, except for tied weights, and where activations are offloaded or recomputed.
-    """
-    low, high = _largest(costs), sum(layer.static + layer.activation for layer in costs.layers)
-    for _ in range(_ROUNDS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(_packed(costs, middle)) <= stages else (middle, high)
-    return max(_packed(costs, high), key=lambda need: need.total)
-
-
-def _largest(costs: ModelCosts) -> float:
-    return max(layer.static + layer.activation for layer in costs.layers)
-
-
-def _packed(costs: ModelCosts, most: float) -> list[Need]:
-    """Needs of chunks that are filled up to `most`, at least the need of the largest layer, one after another."""
-    found = [Need(0.0, 0.0)]
-    tied: set[str | None] = set()
-    for layer in costs.layers:
-        static = 0.0 if layer.tied in tied else layer.static
-        grown = Need(found[-1].static + static, found[-1].activation + layer.activation)
-        if grown.total > most and found[-1].total:
-            grown, tied = Need(layer.static, layer.activation), set()
-            found.append(grown)
-        found[-1] = grown
-        tied |= {layer.tied} - {None}
-    return found
-
-
 def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
     """Whether offloading or recomputing could make it fit: a rank then holds a microbatch in one of its chunks only."""
     chunks = max(1, min(_CHUNKS, len(costs.layers) // stages))
     thinner = [replace(layer, activation=layer.activation / chunks) for layer in costs.layers]
-    return least_need(replace(costs, layers=tuple(thinner)), stages).total <= limit
+    return fits(replace(costs, layers=tuple(thinner)), stages, limit)
 
 
 def remedies(architecture: Architecture, hardware: Hardware, training: Training, limit: float) -> list[str]:
@@ -127,7 +85,7 @@ def _fits(architecture: Architecture, hardware: Hardware, training: Training, li
         costs = model_costs(architecture, hardware, training.job)
     except ValueError:  # heads or experts that cannot be divided so
         return False
-    return _largest(costs) <= limit and len(_packed(costs, limit)) <= training.stages
+    return fits(costs, training.stages, limit)
 
 
 def _gpus(training: Training) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,21 @@ import torch
 from torch import nn
 
 import zbkern
-from zbkern.pipeline import Action, Pipeline, PipelineError, Schedule, StepOptions, profile, schedules
+from tests.support.chunks import results_on_threads
+from zbkern.pipeline import (
+    Action,
+    ModelCosts,
+    Pipeline,
+    PipelineError,
+    Schedule,
+    StepOptions,
+    plan,
+    profile,
+    profile_layers,
+    schedules,
+    simulate,
+)
+from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.planner.offload import fit
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -117,6 +133,77 @@ def test_from_measured_costs_to_a_step_that_fits() -> None:
         measured = pipe.gather_timeline().peak_memory
     assert measured == pytest.approx(planned.peak_memory, rel=0.1)
     assert measured[0] <= limit
+
+
+def planned_from_layers(
+    parts: list[Any], less: float, layers: list[nn.Module]
+) -> tuple[Plan, tuple[float, ...], set[int]]:
+    """The plan from measured layers whose ranks hold `less` of what they could give up, the peaks of a step by it,
+    and the chunks with an R. Two ranks on threads."""
+    torch.manual_seed(3)
+    data, loss_fn = torch.randn(256, WIDTH), nn.functional.mse_loss
+    named = {f"layers.{number}": zbkern.convert(layer) for number, layer in enumerate(layers)}
+    half = len(layers) // 2
+
+    def measure(transport: LocalTransport) -> ModelCosts:
+        mine = dict([*named.items()][:half] if transport.rank == 0 else [*named.items()][half:])
+        arguments = {"repeats": 1, "bytes_per_parameter": 0, "recompute": parts}
+        return profile_layers(mine, loss_fn, data, data, 4, transport, **arguments)
+
+    first, second = results_on_threads(2, measure)
+    assert first == second
+    assert all(layer.recompute > 0 for layer in first.layers)
+    times = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "split_overhead": 0.0, "merge_saving": 0.0}
+    alike = [replace(layer, **times, recompute=0.2) for layer in first.layers]  # on a busy machine times are anything
+    first = replace(first, layers=tuple(alike), latency=0.0, bandwidth=math.inf, forward_overhead=0.0)
+    partition = (0, half)
+    flat = first.chunk_costs(partition).per_chunk(2)
+    assert flat.checkpoint is not None
+    most = max(simulate(schedules.one_f_one_b(2, 4), first.chunk_costs(partition)).peak_memory)
+    limit = most - less * (flat.activation[0] - flat.checkpoint[0])
+    found = plan(first, 2, 4, memory_limit=limit, partition=partition, recompute=True, effort=0)
+    assert max(found.timeline.peak_memory) <= limit * (1 + 1e-6)
+
+    def step(transport: LocalTransport) -> tuple[float, ...]:
+        chunk = nn.Sequential(*([*named.values()][:half] if transport.rank == 0 else [*named.values()][half:]))
+        options = StepOptions(recompute=parts)
+        with Pipeline([chunk], found.schedule, loss_fn, transport, options=options) as pipe:
+            pipe.step(data, data)
+            return pipe.gather_timeline().peak_memory
+
+    peaks = results_on_threads(2, step)
+    assert peaks[0] == peaks[1]
+    return found, peaks[0], {action.chunk for row in found.schedule.actions for action in row if action.kind == "R"}
+
+
+@pytest.mark.parametrize("parts", [["*norm", nn.GELU], [nn.RMSNorm], [Layer]])
+def test_from_measured_layers_to_a_step_as_planned(parts: list[Any]) -> None:
+    found, peaks, again = planned_from_layers(parts, 0.9, [Layer() for _ in range(6)])
+    assert 0 in again
+    assert all(peaks[rank] == pytest.approx(found.timeline.peak_memory[rank], rel=0.1) for rank in again)
+
+
+def test_layers_without_such_a_part_have_nothing_to_recompute() -> None:
+    torch.manual_seed(3)
+    layers = {"in": nn.Linear(WIDTH, WIDTH), "blocks.0": Layer(), "blocks.1": Layer()}
+    data = torch.randn(64, WIDTH)
+    arguments = {"bytes_per_parameter": 0, "repeats": 1}
+
+    def measure(recompute: list[Any]) -> ModelCosts:
+        return profile_layers(layers, nn.functional.mse_loss, data, data, recompute=recompute, **arguments)
+
+    plain, norms, whole = measure([]), measure(["*norm"]), measure(["blocks.*"])
+    assert all(layer.checkpoint is None and layer.recompute is None for layer in plain.layers)
+    for costs in (norms, whole):
+        assert (costs.layers[0].checkpoint, costs.layers[0].recompute) == (costs.layers[0].activation, 0)
+        assert all(layer.checkpoint < layer.activation and layer.recompute > 0 for layer in costs.layers[1:])
+    one = 16 * WIDTH * 4  # of a microbatch
+    # an inner layer keeps no input where the layer before it runs again
+    assert [layer.output_again for layer in norms.layers] == [0, 0, 0]
+    assert [layer.output_again for layer in whole.layers[:2]] == [0, one]
+    assert whole.chunk_costs([0, 1]).checkpoint[1] == sum(layer.checkpoint for layer in whole.layers[1:]) - one
+    with pytest.raises(ValueError, match=r"profile_layers: recompute must name parts .*; got \('none',\)"):
+        measure(["none"])
 
 
 class Changing(nn.Module):

@@ -29,8 +29,10 @@ from zbkern.pipeline.planner.portfolio import SETTINGS
 from zbkern.pipeline.planner.problem import Problem, ordering_of
 from zbkern.pipeline.planner.published import Published
 from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
+from zbkern.pipeline.simulation.needs import least_need
 
 Shape = tuple[str, tuple[int, ...]]  # the name of a placement, and the rank of every chunk
 
@@ -109,7 +111,7 @@ def search(
                 cuts.append(here[-1])
         _add_levels(question, here, lowest, every, usual)
     if not cuts:
-        raise refused[0]
+        raise refused[0] if partition is not None else _nothing_fits(question, refused[0])
     for cut in sorted(cuts, key=lambda cut: cut.reached):
         cut.ladder.construct(best)
     by_ladder = {id(cut.ladder): cut for cut in cuts}
@@ -120,6 +122,19 @@ def search(
     )
     progress("")
     return min(cuts, key=lambda cut: cut.reached), rounds
+
+
+def _nothing_fits(question: Question, of_one_partition: ScheduleError) -> ScheduleError:
+    """Names what the best of all partitions needs, where that is the reason."""
+    limits = rank_limits(question.memory_limit, question.stages)
+    need, unit = least_need(question.model, question.stages), question.model.memory_unit
+    if limits is None or not max(limits) < need.total:
+        return of_one_partition
+    return ScheduleError(
+        f"plan: no schedule fits memory_limit={amount(max(limits), unit)}: {need.describe(question.stages, unit)}, "
+        "which is the smallest limit for one chunk per rank; raise it, take more stages or smaller microbatches, or "
+        "offload or recompute"
+    )
 
 
 def _partitions(

@@ -82,6 +82,7 @@ class MemorySavingStage(Stage):
         self._recorder = recorder
         self._copy_size = options.copy_size
         self.kept_bytes = 0  # by the last F with an R
+        self.output_again_bytes = 0  # of its output, what the R computes again
         self._recomputed = {microbatch for chunk, microbatch in recomputed(row) if chunk == self.chunk}
         named = options.recompute if self._recomputed else ()
         self._parts = parts_of(self.module, self.chunk, named) if named else {}
@@ -107,6 +108,8 @@ class MemorySavingStage(Stage):
             self._given, inputs = inputs, pytree.tree_map(_stand_in, inputs)
         with tensors.saving():
             outputs = super().forward(microbatch, inputs, target, side)
+            if isinstance(tensors, RecomputedParts):
+                self.output_again_bytes = tensors.computed_again(outputs)
         self._given = None
         if tensors.travel is not None:
             tensors.travel.begin()

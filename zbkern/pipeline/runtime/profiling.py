@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +22,7 @@ from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.links import slowest_link
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.recomputed_parts import names_of_parts
 from zbkern.pipeline.runtime.storages import Resident, key, keys, parts
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
@@ -33,8 +34,6 @@ from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.connect import is_transport
 from zbkern.pipeline.transport.local import LocalTransport
-
-_RECORD = StepOptions(record=True)
 
 
 def profile(
@@ -62,16 +61,16 @@ def profile(
     and optimizer states together (`static`), which a rank's memory includes; None for AdamW's two moments, all in the
     weight's dtype. copy_size: that of the `StepOptions` to come; in the costs it is what transfers of these activations
     have, which end with whole tensors. recompute: likewise, the parts of chunks that an R runs again, for the time of
-    R and what an F keeps; else an R is a whole F, which keeps what it is given. Gradients and the random state are left
-    as they were; buffers that a forward updates (running statistics) are not. Under tensor parallelism, memory is that
-    of this rank's part, and every pipeline measures times of its own: give all of them the schedule planned for one.
-    Raises TypeError or ValueError as a `Pipeline` does.
+    R and what an F keeps; else an R is a whole F, which keeps what it is given. In a chunk without such a part there is
+    nothing to recompute. Gradients and the random state are left as they were; buffers that a forward updates (running
+    statistics) are not. Under tensor parallelism, memory is that of this rank's part, and every pipeline measures times
+    of its own: give all of them the schedule planned for one. Raises TypeError or ValueError as a `Pipeline` does.
     """
     _check("profile", placement, microbatches, repeats, bytes_per_parameter)
     options = StepOptions(record=True, copy_size=copy_size, recompute=recompute)
     group = _group(group) if len({*placement}) == 1 else group
     arguments = loss_fn, inputs, targets, side, microbatches, group, device, repeats, bytes_per_parameter
-    return _measured("profile", modules, tuple(placement), *arguments, options=options)[0]
+    return _measured("profile", modules, tuple(placement), *arguments, (), options)[0]
 
 
 def profile_layers(
@@ -85,6 +84,7 @@ def profile_layers(
     repeats: int = 3,
     side: Any = None,
     bytes_per_parameter: float | None = None,
+    recompute: Sequence[str | type] = (),
 ) -> ModelCosts:
     """Costs of every layer, from which `plan` cuts the model into chunks; the same on every rank; collective.
 
@@ -94,8 +94,10 @@ def profile_layers(
     from messages of one number and of the size that the layers send; without a second rank there is no link to measure,
     and messages take no time. forward_overhead is what a forward of one of `layer_chunks` takes besides its layer; the
     layers' times do not have it. Layers are tied (`LayerCosts.tied`) that declare a shared parameter, as `layer_chunks`
-    do, on whichever ranks they are, or that share one on a rank. For a model of the transformers library
-    `layer_chunks` makes the layers. Raises TypeError or ValueError as `profile` does.
+    do, on whichever ranks they are, or that share one on a rank. recompute: parts as for `profile`, which may be whole
+    layers: their names here begin with the layer's own, unless the layer is one of `layer_chunks`, which have those of
+    the model. For a model of the transformers library `layer_chunks` makes the layers. Raises TypeError or ValueError
+    as `profile` does.
     """
     if not isinstance(layers, Mapping) or not layers:
         raise TypeError(
@@ -111,7 +113,8 @@ def profile_layers(
     placement = tuple(rank for rank, count in enumerate(counts) for _ in range(count))
     _check("profile_layers", placement, microbatches, repeats, bytes_per_parameter)
     arguments = loss_fn, inputs, targets, side, microbatches, group, device, repeats, bytes_per_parameter
-    costs, details, link = _measured("profile_layers", layers.values(), placement, *arguments, names=tuple(layers))
+    options, names = StepOptions(record=True, recompute=recompute), tuple(layers)
+    costs, details, link = _measured("profile_layers", layers.values(), placement, *arguments, names, options)
     flat = costs.per_chunk(len(placement))
     found = tuple(
         LayerCosts(
@@ -129,6 +132,11 @@ def profile_layers(
         )
         for chunk in range(len(placement))
     )
+    if recompute and flat.checkpoint is not None:
+        found = tuple(
+            replace(layer, recompute=time, checkpoint=kept, output_again=chunk.parts.output if chunk.parts else 0)
+            for layer, time, kept, chunk in zip(found, flat.recompute, flat.checkpoint, details, strict=True)
+        )
     overhead = median(chunk.besides for chunk in details)
     size = costs.copy_size
     return ModelCosts(found, *link, "ms", "bytes", copy_size=size, forward_overhead=overhead)
@@ -140,6 +148,17 @@ def _group(group: dist.ProcessGroup | Transport | None) -> dist.ProcessGroup | T
     return LocalTransport.ring(1)[0] if alone else group
 
 
+class _Parts(NamedTuple):
+    """Bytes that an F keeps with an R of named parts, and how much of the chunk's output that R computes again."""
+
+    kept: int
+    output: int
+
+    @classmethod
+    def of(cls, stage: MemorySavingStage | None) -> _Parts | None:
+        return None if stage is None else cls(stage.kept_bytes, stage.output_again_bytes)
+
+
 class _Chunk(NamedTuple):
     """What a chunk's rank knows of it: bytes, the name of a layer, and of what it shares with others; times."""
 
@@ -148,11 +167,16 @@ class _Chunk(NamedTuple):
     static: float
     output: int
     transfer: float
-    kept: int | None  # by an F with an R, where that was measured
+    parts: _Parts | None  # None where it has none of those that an R runs again
     name: str
     tied: str | None
     within: float  # ms of a forward in its layers, and besides them
     besides: float
+
+    @property
+    def kept(self) -> int:
+        """By an F with an R of named parts."""
+        return self.activation if self.parts is None else min(self.activation, self.parts.kept)
 
 
 def _measured(
@@ -168,8 +192,8 @@ def _measured(
     device: torch.device | str | None,
     repeats: int,
     bytes_per_parameter: float | None,
-    names: Sequence[str] = (),
-    options: StepOptions = _RECORD,
+    names: Sequence[str],
+    options: StepOptions,
 ) -> tuple[Costs, list[_Chunk], tuple[float, float]]:
     """Costs of the chunks, what their ranks know of them, and latency and bandwidth in ms and bytes per ms."""
     modules = module_list(function, modules)
@@ -207,20 +231,17 @@ def _measured(
         mine = apart.chunks_of(pipe.rank)
         held = _held_bytes(pipe, microbatches)
         merged, fused = steps(apart, True), steps(_fused(apart), False)
-        kept, again = {}, separate
+        recomputed: dict[int, MemorySavingStage] = {}
+        again = separate
         if options.recompute:
-            recomputing = _recomputing(apart)
-            inner = {chunk: module.module for chunk, module in zip(mine, counted, strict=True)}  # by their own names
-            stages = make_stages(inner, recomputing, pipe.rank, loss_fn, pipe.queue, pipe._recorder, options)
-            pipe._stages = stages
-            again = steps(recomputing, False)
-            kept = {chunk: stage.kept_bytes for chunk, stage in stages.items() if isinstance(stage, MemorySavingStage)}
+            schedule, recomputed = _use_parts(pipe, apart, counted, names, loss_fn, options)
+            again = steps(schedule, False)
         static = _static_bytes(counted, bytes_per_parameter)
         tied = _tied_names(counted, pipe.rank)
         known = {
             chunk: _Chunk(
                 *(module.saved_bytes, held[chunk], static[at], module.output_bytes, module.transfer(options.copy_size)),
-                *(kept.get(chunk), name, tied[at], *module.times()),
+                *(_Parts.of(recomputed.get(chunk)), name, tied[at], *module.times()),
             )
             for at, (chunk, module, name) in enumerate(zip(mine, counted, names or [""] * len(mine), strict=True))
         }
@@ -249,8 +270,19 @@ def _measured(
         memory_unit="bytes",
     )
     if options.recompute:
-        checkpoint = [chunk.kept or 0 for chunk in chunks]
-        costs = replace(costs, recompute=drift.costs(again).recompute, checkpoint=checkpoint)
+        lengths = drift.costs(again).per_chunk(len(placement)).recompute
+        if not any(chunk.parts for chunk in chunks):
+            raise ValueError(
+                f"{function}: recompute must name parts of the modules, by patterns of their names or by their "
+                f"classes; got {tuple(options.recompute)}, which names none"
+            )
+        costs = replace(
+            costs,
+            recompute=[length if chunk.parts else 0.0 for length, chunk in zip(lengths, chunks, strict=True)],
+            checkpoint=[
+                min(chunk.parts.kept, chunk.activation) if chunk.parts else chunk.activation for chunk in chunks
+            ],
+        )
     return costs, chunks, link
 
 
@@ -335,13 +367,47 @@ def _fused(schedule: Schedule) -> Schedule:
     return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")
 
 
-def _recomputing(schedule: Schedule) -> Schedule:
-    """The same with an R before every B."""
-    actions = [
-        [each for action in row for each in ((action._replace(kind="R"), action) if action.kind == "B" else (action,))]
-        for row in schedule.actions
-    ]
+def _recomputing(schedule: Schedule, chunks: Container[int]) -> Schedule:
+    """The same with an R before every B of these chunks."""
+    actions: list[list[Action]] = [[] for _ in schedule.actions]
+    for row, found in zip(schedule.actions, actions, strict=True):
+        for action in row:
+            found += [action._replace(kind="R")] if action.kind == "B" and action.chunk in chunks else []
+            found.append(action)
     return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")
+
+
+def _use_parts(
+    pipe: Pipeline,
+    schedule: Schedule,
+    counted: Sequence[_Counted],
+    names: Sequence[str],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    options: StepOptions,
+) -> tuple[Schedule, dict[int, MemorySavingStage]]:
+    """Gives the pipeline stages for the schedule with an R in chunks that have named parts; the stages of these."""
+    mine = schedule.chunks_of(pipe.rank)
+    inner = {chunk: module.module for chunk, module in zip(mine, counted, strict=True)}  # by their own names
+    for chunk, name in zip(mine, names, strict=False):
+        if not hasattr(inner[chunk], "layer_names"):
+            inner[chunk] = _Under(name, inner[chunk])
+    here = [chunk for chunk, module in inner.items() if names_of_parts(module, options.recompute)]
+    schedule = _recomputing(schedule, {chunk for found in pipe.gather(here) for chunk in found})
+    pipe._stages = make_stages(inner, schedule, pipe.rank, loss_fn, pipe.queue, pipe._recorder, options)
+    return schedule, {chunk: pipe._stages[chunk] for chunk in here}  # type: ignore[misc]
+
+
+class _Under(torch.nn.Module):
+    """A layer under its name, which those of its parts begin with."""
+
+    def __init__(self, name: str, layer: torch.nn.Module) -> None:
+        super().__init__()
+        first, _, rest = name.partition(".")
+        self.first = first
+        self.add_module(first, _Under(rest, layer) if rest else layer)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._modules[self.first](*inputs, **keywords)  # type: ignore[misc]
 
 
 def _in_milliseconds(timeline: Timeline) -> Timeline:

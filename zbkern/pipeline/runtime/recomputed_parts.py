@@ -22,17 +22,22 @@ from zbkern.pipeline.runtime.saved_tensors import Filling, Saved, SavedTensors, 
 from zbkern.pipeline.runtime.storages import Storages, key, keys
 
 
-def parts_of(module: torch.nn.Module, chunk: int, named: Sequence[str | type]) -> dict[torch.nn.Module, Any]:
-    """The outermost modules of a chunk that one of `named` names: patterns of their names, or classes; each with the
-    module of FSDP2 that gathers its weights for it, or None.
-
-    Raises ValueError where there are none.
-    """
+def names_of_parts(module: torch.nn.Module, named: Sequence[str | type]) -> dict[str, torch.nn.Module]:
+    """The outermost modules in a module that one of `named` names: patterns of their names, or classes."""
     found: dict[str, torch.nn.Module] = {}
     for name, part in module.named_modules():
         within = any(name.startswith(f"{outer}.") for outer in found)
         if name and not within and any(_is_named(name, part, each) for each in named):
             found[name] = part
+    return found
+
+
+def parts_of(module: torch.nn.Module, chunk: int, named: Sequence[str | type]) -> dict[torch.nn.Module, Any]:
+    """The parts of a chunk, each with the module of FSDP2 that gathers its weights for it, or None.
+
+    Raises ValueError where there are none.
+    """
+    found = names_of_parts(module, named)
     if not found:
         names = [name for name, _ in module.named_modules()][1:9]
         raise ValueError(
@@ -108,6 +113,12 @@ class RecomputedParts(SavedTensors):
             yield
         self._outputs.clear()
 
+    def computed_again(self, outputs: Any) -> int:
+        """Bytes of the tensors among these that are outputs of parts, for inside `saving`."""
+        tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        again = {key(each): each.untyped_storage().nbytes() for each in tensors if self._output(each) is not None}
+        return sum(again.values())
+
     def recompute(self, defer: Callable[[], AbstractContextManager[Any]]) -> None:
         """Runs the parts again, in the order in which they ran; defer: what a forward of the chunk runs in."""
         runs, self._runs = self._runs, []
@@ -150,9 +161,16 @@ class RecomputedParts(SavedTensors):
         if self._within is not None:
             self._runs[-1].inside.append(Saved(None, None))
             return self._runs[-1].inside[-1]
-        if type(tensor) is Tensor and tensor.layout is torch.strided and key(tensor) in self._outputs:
-            storage, version, run, index = self._outputs[key(tensor)]
-            if storage() is not None and version == tensor._version:  # else another storage has its key, or it changed
-                run.later.append(_Later(Saved(None, None), index, tensor))
-                return run.later[-1].saved
+        if (output := self._output(tensor)) is not None:
+            run, index = output
+            run.later.append(_Later(Saved(None, None), index, tensor))
+            return run.later[-1].saved
         return super()._pack(tensor)
+
+    def _output(self, tensor: Tensor) -> tuple[_Run, int] | None:
+        """The run of a part, and which of its outputs this tensor is, or a view of it."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or key(tensor) not in self._outputs:
+            return None
+        storage, version, run, index = self._outputs[key(tensor)]
+        # else another storage has its key, or it changed
+        return (run, index) if storage() is not None and version == tensor._version else None

@@ -13,6 +13,7 @@ from zbkern.pipeline.simulation.costs import COPY_FIELDS, Costs
 from zbkern.pipeline.simulation.json_file import JsonFile, parse_object
 
 _SUMMED = ("forward", "backward", "weight", "activation", "held", "split_overhead", "merge_saving")
+_OF_PARTS = ("recompute", "checkpoint")
 _AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit")
 
 
@@ -24,6 +25,11 @@ class LayerCosts:
     gradient is as large). static: memory of its model states: weights, gradients and optimizer states. tied:
     layers of the same name here share one `static`, an embedding and the head that is its transpose: a rank with
     several of them holds it once.
+
+    recompute, checkpoint: of an R that runs named parts of a chunk again: its time in this layer, and what an F with
+    such an R keeps of the layer, the layer's input among it. Both or none, for all layers of a model; where they are
+    not given, an R runs the whole chunk, which keeps its input. output_again: how much of the output such an R computes
+    again, which a next layer in the same chunk does not keep as its input.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -39,6 +45,9 @@ class LayerCosts:
     output: float = 0.0
     static: float = 0.0
     tied: str | None = None
+    recompute: float | None = None
+    checkpoint: float | None = None
+    output_again: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.tied, (str, type(None))):
@@ -46,8 +55,8 @@ class LayerCosts:
         if self.held is None:
             object.__setattr__(self, "held", self.activation)
         try:
-            Costs(**{name: getattr(self, name) for name in (*_SUMMED, "static")})
-            Costs(activation=self.output)
+            Costs(**{name: getattr(self, name) for name in (*_SUMMED, *_OF_PARTS, "static")})
+            Costs(activation=[self.output, self.output_again])
         except (TypeError, ValueError) as error:
             raise type(error)(f"LayerCosts: of layer {self.name!r}: {error}") from error
 
@@ -78,6 +87,9 @@ class ModelCosts(JsonFile):
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or not all(isinstance(layer, LayerCosts) for layer in self.layers):
             raise TypeError(f"ModelCosts: layers must be a list of LayerCosts, one at least; got {self.layers!r}")
+        given = {getattr(layer, name) is not None for layer in self.layers for name in _OF_PARTS}
+        if len(given) > 1:
+            raise ValueError("ModelCosts: recompute and checkpoint must both be given for all layers, or for none")
         if isinstance(self.bandwidth, (bool, str)) or not hasattr(self.bandwidth, "__float__"):
             raise TypeError(f"ModelCosts: bandwidth must be a number, inf for no limit; got {self.bandwidth!r}")
         if not self.bandwidth > 0:
@@ -117,11 +129,19 @@ class ModelCosts(JsonFile):
         sent = [self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]]
         return Costs(
             **summed,
+            **self._of_recomputation(chunks),
             communication=sent,
             static=self._static(chunks, ranks),
-            checkpoint=[0.0, *(chunk[-1].output for chunk in chunks[:-1])],
             **{name: getattr(self, name) for name in _AS_IN_COSTS},
         )
+
+    def _of_recomputation(self, chunks: Sequence[Sequence[LayerCosts]]) -> dict[str, Any]:
+        if self.layers[0].checkpoint is None:
+            return {"checkpoint": [0.0, *(chunk[-1].output for chunk in chunks[:-1])]}
+        summed = {name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _OF_PARTS}
+        again = [sum(layer.output_again for layer in chunk[:-1]) for chunk in chunks]
+        kept = [max(0.0, most - less) for most, less in zip(summed["checkpoint"], again, strict=True)]
+        return {"recompute": summed["recompute"], "checkpoint": kept}
 
     def _static(self, chunks: Sequence[Sequence[LayerCosts]], ranks: Sequence[int]) -> list[float]:
         seen: set[tuple[int, str]] = set()
