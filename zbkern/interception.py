@@ -280,7 +280,7 @@ class Interception(TorchFunctionMode):
     def _weight(self, tensor: Any) -> ParameterView | ComputedWeight | None:
         """What can be the weight of a product whose W waits."""
         view = self._view(tensor)
-        if view is not None or (computed := self._computed.get(id(tensor))) is None or _may_be_sharded_again():
+        if view is not None or (computed := self._computed.get(id(tensor))) is None:
             return view
         parameters: dict[int, Tensor] = {}
         recipe = self._recipe(computed, parameters)
@@ -428,11 +428,6 @@ def _tensors(argument: Any) -> list[Tensor]:
         elif isinstance(value, tuple | list | dict) and value:
             found += _tensors(value)
     return found
-
-
-def _may_be_sharded_again() -> bool:
-    """Whether the values of parameters may be gone when W runs, as those that FSDP2 has gathered are after B."""
-    return "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized()
 
 
 def _padded(

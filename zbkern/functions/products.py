@@ -10,6 +10,7 @@ more, with the graph through which its gradient reaches them.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern import wgrad
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import as_rows
 from zbkern.functions.sharded import is_sharded, local_part
@@ -286,11 +288,14 @@ class Product(torch.autograd.Function):
             _, dx, *second = differentiable_backward(call, again, (x,), dy)
             return None, dx, None, None, None, *second
         dx = kind.dgrad(dy, x, weight, *options) if ctx.needs_input_grad[1] else None
+        segment: Segment = (x.detach(), dy)
         if ctx.recipe is None:
             kernel = _product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
         else:
             kernel = _computed_wgrad(kind, ctx.recipe, call.params, weight, options)
-        weights = weight_gradients(call, kernel, (x.detach(), dy), ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
+            if wgrad.current() is not None and _may_be_sharded_again():
+                segment += tuple(parameter.detach().clone() for parameter in call.params)
+        weights = weight_gradients(call, kernel, segment, ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
         return None, dx, None, None, None, *weights
 
 
@@ -347,15 +352,19 @@ def _product_wgrad(
 def _computed_wgrad(
     kind: Kind, recipe: Recipe, parameters: Sequence[Tensor], weight: Tensor, options: tuple[Any, ...]
 ) -> WGradKernel:
-    """W of a product with a computed weight: the weight's gradient, and with it those of the parameters."""
+    """W of a product with a computed weight: the weight's gradient, and with it those of the parameters.
+
+    Segments: x, dy, and the parameters' values where they may be gone by now.
+    """
     like = torch.empty_like(weight, device="meta")
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-        (x, dy), *others = segments
+        (x, dy, *values), *others = segments
         gradient = kind.wgrad(x, dy, like, *options)
-        for x, dy in others:
+        for x, dy, *_ in others:
             gradient += kind.wgrad(x, dy, like, *options)
-        leaves = [p.detach().requires_grad_(o is not None) for p, o in zip(parameters, outputs, strict=True)]
+        values = list(values or parameters)
+        leaves = [value.detach().requires_grad_(o is not None) for value, o in zip(values, outputs, strict=True)]
         with torch.enable_grad():
             made = recipe.make(by_id(parameters, leaves))
         needed = [leaf for leaf in leaves if leaf.requires_grad]
@@ -367,6 +376,11 @@ def _computed_wgrad(
                 output.add_(value)
 
     return WGradKernel(run)
+
+
+def _may_be_sharded_again() -> bool:
+    """Whether the values of parameters may be gone when W runs, as those that FSDP2 has gathered are after B."""
+    return "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized()
 
 
 def _sum_wgrad(key: Any, steps: Sequence[Step], product: bool) -> WGradKernel:

@@ -1,4 +1,4 @@
-"""Norms, clipping and skipping where an embedding is the head, too, or a stage has little to train: as in one process."""
+"""Norms, clipping, skipping where an embedding is the head, or a stage has little to train: as in one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class Declared(nn.Sequential):
 
     @property
     def tied_parameters(self) -> dict[str, Tensor]:
-        return {"embedding": p for name, p in self.named_parameters() if name in (EMBEDDING, HEAD)}
+        named = dict(self.named_parameters(remove_duplicate=False))
+        found = [named[name] for name in (EMBEDDING, HEAD) if name in named]
+        return {"embedding": found[0]} if found else {}
 
 
 class Stages(Trained):
@@ -245,4 +247,4 @@ def test_a_stage_without_shards(four_ranks: Any, with_shards: int) -> None:
         assert found == pytest.approx(norms, rel=1e-11)
         far = apart(weights, plain.named())
         assert max(far.values()) < 1e-10, far
-        assert undone == 0 or rank // 2 == 0 and with_shards == 1
+        assert undone == 0 or (rank // 2 == 0 and with_shards == 1)
