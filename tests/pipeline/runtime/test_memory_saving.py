@@ -194,6 +194,38 @@ def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alon
         assert order.index("B4") < len(order) - 1 - order[::-1].index("copied back")
 
 
+@pytest.mark.parametrize(
+    "row", ["0F0 0B0 0O0 0F1 0B1 0W1 0F2 0L0 0W0 0BW2", "0F0 0F1 0B0 0O0 0B1 0O1 0F2 0L0 0L1 0W0 0W1 0BW2"]
+)
+def test_a_weight_gradient_waits_for_its_own_transfer_alone(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last copy back waits for the first W; alone, and of two microbatches at once."""
+    begun, last = [], 5 * row.count("L")
+    ran, copy_now = threading.Event(), host_copies.copy
+    on_host: list[torch.Tensor] = []
+
+    def watched(pairs: host_copies.Pairs) -> None:
+        if any(source is host for _, source in pairs for host in on_host):
+            begun.append(0)
+            assert len(begun) < last or ran.wait(10)
+        else:
+            on_host.extend(destination for destination, _ in pairs)
+        copy_now(pairs)
+
+    monkeypatch.setattr(host_copies, "copy", watched)
+    data = torch.ones(6, 8) * torch.linspace(0, 1, 8)
+    gradients = []
+    for actions in (row, " ".join(text for text in row.split() if text[1] not in "OL")):
+        schedule = Schedule.build([[Action.parse(text) for text in actions.split()]], [0], 3)
+        module, local, options = deep(5), LocalTransport.ring(1)[0], StepOptions(copy_size=1)
+        with Pipeline([module], schedule, nn.functional.mse_loss, local, options=options) as pipe:
+            pipe.queue.listeners.append(lambda tasks: ran.set() if begun else None)
+            pipe.step(data, data)
+        gradients.append([p.grad for p in module.parameters()])
+    assert len(begun) == last
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(("row", "most"), [("0F0 0O0 0L0 0BW0", 2), ("0F0 0F1 0O0 0L0 0BW0 0BW1", 5)])
 def test_a_forward_whose_offload_follows_holds_two_transfers(row: str, most: int) -> None:
     """Of the outputs of six layers, each a transfer of its own, those that are in memory as a layer begins."""

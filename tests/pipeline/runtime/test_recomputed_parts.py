@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from dataclasses import replace
@@ -20,6 +21,7 @@ from zbkern.pipeline import (
     PipelineError,
     Schedule,
     StepOptions,
+    cut,
     plan,
     profile,
     profile_layers,
@@ -204,6 +206,29 @@ def test_layers_without_such_a_part_have_nothing_to_recompute() -> None:
     assert whole.chunk_costs([0, 1]).checkpoint[1] == sum(layer.checkpoint for layer in whole.layers[1:]) - one
     with pytest.raises(ValueError, match=r"profile_layers: recompute must name parts .*; got \('none',\)"):
         measure(["none"])
+
+
+@pytest.mark.parametrize("named", [["*norm*"], ["layers.*"]])
+def test_layers_of_other_ranks_are_no_parts_of_a_chunk(named: list[str]) -> None:
+    """What `cut` leaves in their place has their names."""
+    torch.manual_seed(3)
+    model, data = Chunk(4).eval(), torch.randn(6, WIDTH)
+    rows = ["F0 F1 R0 B0 R1 B1 F2 R2 B2 W0 W1 W2", "F0 R0 B0 F1 R1 B1 F2 R2 B2 W0 W1 W2"]
+    actions = [[Action.parse(f"{chunk}{text}") for text in row.split()] for chunk, row in enumerate(rows)]
+    schedule = Schedule.build(actions, [0, 1], 3)
+
+    def step(transport: LocalTransport, recompute: list[str]) -> list[torch.Tensor]:
+        (chunk,) = cut(copy.deepcopy(model), schedule, layers=["layers.*"], rank=transport.rank)
+        options = StepOptions(recompute=recompute)
+        with Pipeline(zbkern.convert(chunk), schedule, nn.functional.mse_loss, transport, options=options) as pipe:
+            pipe.step(data, data)
+        return [p.grad for p in chunk.parameters()]
+
+    found = results_on_threads(2, lambda transport: step(transport, named))
+    model.zero_grad()
+    (sum(nn.functional.mse_loss(model(x), x) for x in data.split(2)) / 3).backward()
+    for a, b in zip([g for rank in found for g in rank], [p.grad for p in model.parameters()], strict=True):
+        torch.testing.assert_close(a, b)
 
 
 class Changing(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -121,6 +122,20 @@ def test_what_w_needs_is_offloaded_after_its_backward() -> None:
     assert passes(timeline)["0F1"] == (4, 5)
     assert passes(timeline)["0W0"] == (8, 9)
     assert timeline.peak_memory == (2,)
+
+
+def test_a_weight_gradient_waits_for_the_transfers_as_it_needs_them() -> None:
+    costs = Costs(weight=4, activation=2, held=4, offload_bandwidth=1, copy_size=1)
+    row = "0F0 0B0 0O0 0F1 0B1 0W1 0L0 0W0"
+    fast = simulate(build(row, microbatches=2), replace(costs, reload_bandwidth=2))
+    assert copies(fast)["0L0"] == (12, 14)
+    assert passes(fast)["0W0"] == (12.5, 16.5)
+    slow = simulate(build(row, microbatches=2), replace(costs, reload_bandwidth=0.5))
+    assert copies(slow)["0L0"] == (12, 20)
+    assert passes(slow)["0W0"] == (14, 21)  # the last quarter after the last transfer
+    sliced = simulate(build("0F0 0B0 0O0 0L0 0W0:0/2 0W0:1/2"), replace(costs, reload_bandwidth=2))
+    start = copies(sliced)["0L0"][1]
+    assert [(e.start, e.end) for e in sliced.events[0][2:]] == [(start, start + 2), (start + 2, start + 4)]
 
 
 def test_passes_beside_copies_take_longer() -> None:

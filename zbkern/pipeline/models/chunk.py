@@ -77,6 +77,8 @@ class Flow:
 class _Absent(nn.Module):
     """A module that another rank holds. It has the settings of the original, such as a block's kind of attention."""
 
+    held_elsewhere = True  # there is nothing in it that could be recomputed
+
     def __init__(self, original: nn.Module, name: str, flow: Flow) -> None:
         super().__init__()
         self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, _SETTING)})

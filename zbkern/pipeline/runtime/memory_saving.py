@@ -125,21 +125,20 @@ class MemorySavingStage(Stage):
         return found
 
     def weight(self, *microbatches: int) -> None:
+        if any(microbatch in self._loads for microbatch in microbatches):
+            self._run_as_loaded(microbatches)
         super().weight(*microbatches)
         for microbatch in microbatches:
             self._waiting.pop(microbatch, None)
 
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
+        self._end_load_of_held(microbatch)
         super().weight_part(microbatch, index, count)
         self._waiting[microbatch] = self._held(microbatch, offload=False)
 
     def prepare(self, microbatch: int) -> None:
-        held = self._waiting.get(microbatch)
-        if held is None:  # a B or BW, which waits for the others as it asks for their tensors
-            for transfer in self._loads.get(microbatch, [])[:1]:
-                transfer.end()
-        elif self._end_loads(microbatch):
-            held.exchange()
+        for transfer in self._loads.get(microbatch, [])[:1]:  # it waits for the others as it comes to their tensors
+            transfer.end()
 
     def save_memory(self, action: Action) -> None:
         """Runs an R, O or L."""
@@ -228,6 +227,26 @@ class MemorySavingStage(Stage):
         transfers = self._recorder.transfers(Action("L", self.chunk, microbatch))
         transfers += [transfer.copy for transfer in self._loads[microbatch]]
 
+    def _run_as_loaded(self, microbatches: Sequence[int]) -> None:
+        """Runs W of one weight after the other, each as soon as what it needs has been loaded.
+
+        What is left are W with hooks, which may have to run together, and have waited for all loads.
+        """
+        keys: list[Any] = [(self.chunk, microbatch) for microbatch in microbatches]
+        while waiting := [task for task in self.queue.tasks() if task.key in keys]:
+            if waiting[0].has_hooks:
+                break
+            for task in waiting:
+                if task.weight == waiting[0].weight:
+                    self._waiting[task.key[1]].exchange(task)
+            self.queue.run_one(keys)
+        for microbatch in microbatches:
+            self._end_load_of_held(microbatch)
+
+    def _end_load_of_held(self, microbatch: int) -> None:
+        if self._end_loads(microbatch):
+            self._waiting[microbatch].exchange_all()
+
     def _end_loads(self, microbatch: int) -> bool:
         """Waits for the loads of a microbatch; whether there were any."""
         loads = self._loads.pop(microbatch, [])
@@ -259,13 +278,12 @@ class _HeldTensors:
     def __init__(self, queue: WGradQueue, key: tuple[int, int], storages: Storages, travel: Travel | None) -> None:
         self._queue = queue
         self.travel = travel
-        self._moving: list[tuple[WGradTask, list[Place | Tensor]]] = []
-        for task in queue.tasks():
-            if task.key == key:
-                places = [storages.place(tensor) or tensor for tensor in task.tensors]
-                if travel is not None:
-                    self._moving.append((task, places))
-                    travel.begin_if_full()
+        self._moving: dict[WGradTask, list[Place | Tensor]] = {}
+        for task in reversed([task for task in queue.tasks() if task.key == key]):  # W begins with what leaves last
+            places = [storages.place(tensor) or tensor for tensor in task.tensors]
+            if travel is not None:
+                self._moving[task] = places
+                travel.begin_if_full()
         if travel is not None:
             travel.begin()
         self._counted = storages.nbytes
@@ -279,11 +297,19 @@ class _HeldTensors:
         """Waits for the copies to the host: the tasks keep the tensors there."""
         assert self.travel is not None
         self.travel.end()
-        self.exchange()
+        self.exchange_all()
 
-    def exchange(self) -> None:
-        """Gives the tasks the tensors where they are now."""
-        for task, places in self._moving:
+    def exchange_all(self) -> None:
+        """Gives the tasks that wait the tensors where they are now."""
+        waiting = self._queue.tasks()
+        for task in self._moving:
+            if task in waiting:
+                self.exchange(task)
+
+    def exchange(self, task: WGradTask) -> None:
+        """Gives a task the tensors where they are now; waits for their load."""
+        places = self._moving.get(task, [])
+        if places:
             self._queue.exchange(task, [place.tensor if isinstance(place, Place) else place for place in places])
 
 

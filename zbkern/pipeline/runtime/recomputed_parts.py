@@ -23,11 +23,15 @@ from zbkern.pipeline.runtime.storages import Storages, key, keys
 
 
 def names_of_parts(module: torch.nn.Module, named: Sequence[str | type]) -> dict[str, torch.nn.Module]:
-    """The outermost modules in a module that one of `named` names: patterns of their names, or classes."""
+    """The outermost modules in a module that one of `named` names: patterns of their names, or classes.
+
+    Stand-ins for layers of other ranks, which `cut` leaves in a chunk, are none.
+    """
     found: dict[str, torch.nn.Module] = {}
     for name, part in module.named_modules():
         within = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not within and any(_is_named(name, part, each) for each in named):
+        here = name and not within and not getattr(type(part), "held_elsewhere", False)
+        if here and any(_is_named(name, part, each) for each in named):
             found[name] = part
     return found
 

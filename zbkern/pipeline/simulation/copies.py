@@ -2,8 +2,9 @@
 
 There is one lane per direction, which copies one thing after the other. Activations go in transfers of `copy_size`: out
 as soon as an F has left so much, and back in the order in which a B or BW needs them, which waits for a transfer where
-it comes to it; F and B leave and need them evenly over their time. What W needs is one transfer, which begins when its
-B has ended. A copy back begins where its L stands, and the rank waits at O for the end of the copy out.
+it comes to it; F and B leave and need them evenly over their time. What W needs goes when its B has ended, and comes
+back for W in the same way (slices of a W wait for all of it). A copy back begins where its L stands, and the rank waits
+at O for the end of the copy out.
 
 Where an O directly follows its F, the F itself waits for transfers: it holds no more than the one that it fills and the
 one that is copied.
@@ -19,6 +20,7 @@ from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.timeline import Event
 
 _Key = tuple[int, int]  # chunk, microbatch
+_ENDS_LOAD = ("B", "BW", "W")  # what needs what a load brings
 
 
 class Copies:
@@ -39,8 +41,7 @@ class Copies:
         self._bandwidth = {"O": costs.offload_bandwidth, "L": costs.reload_bandwidth}
         self._slowdown = costs.copy_slowdown
         self._costs = flat
-        size = costs.copy_size
-        self._first = [1.0 if size is None or size >= each else size / each for each in flat.activation]
+        self._size = costs.copy_size
         self._free = {"O": 0.0, "L": 0.0}  # when each lane has copied what it was given
         self._offloads, self._streamed = offloaded_after(row), streamed(row)
         self._out: dict[_Key, float] = {}  # when copies out end
@@ -51,15 +52,17 @@ class Copies:
     def start(self, action: Action, earliest: float) -> float:
         """When a pass starts that could start at `earliest` but for the copies."""
         first, last = self._back.get((action.chunk, action.microbatch), (0.0, 0.0))
-        loaded = {"B": first, "BW": first, "W": last}.get(action.kind, 0.0)
+        loaded = (first if action.part is None else last) if action.kind in _ENDS_LOAD else 0.0
         return max(earliest, self._held_up, loaded)
 
     def run(self, action: Action, start: float, length: float) -> float:
         """When a pass ends that takes `length` without copies beside it; the copy out of what it leaves begins."""
         end, key = self._beside(start, length), (action.chunk, action.microbatch)
-        if action.kind in ("B", "BW") and key in self._back:
+        if action.kind in _ENDS_LOAD and key in self._back:
             _, last = self._back.pop(key)
-            end = max(end, last + self._first[action.chunk] * (end - start))
+            needed = self._costs.held if action.kind == "W" else self._costs.activation
+            if action.part is None:
+                end = max(end, last + self._first(needed[action.chunk]) * (end - start))
         if action[:3] in self._offloads:
             if action.kind == "F":
                 return self._run_forward(key, start, end)
@@ -74,12 +77,13 @@ class Copies:
             self._held_up = max(time, self._out[key])
         else:
             last = self._copy("L", key, time, amount)
-            rest = 1.0 - self._first[action.chunk]
+            rest = 1.0 - self._first(amount)
             self._back[key] = last - rest * amount / self._bandwidth["L"], last
 
     def _run_forward(self, key: _Key, start: float, end: float) -> float:
         """The same for an F that would end at `end` without its own copies."""
-        first, activation = self._first[key[0]], self._costs.activation[key[0]]
+        activation = self._costs.activation[key[0]]
+        first = self._first(activation)
         part, whole = first * (end - start), activation / self._bandwidth["O"]
         begin = max(start + part, self._free["O"])
         beside = min((1.0 - first) * whole / (1.0 + self._slowdown), max(0.0, end - begin))
@@ -89,6 +93,10 @@ class Copies:
         # the lane is never idle from the first transfer on, or waits for the F to leave the last one
         self._out[key] = self._copy("O", key, max(begin, end - (1.0 - first) * whole), activation)
         return end
+
+    def _first(self, amount: float) -> float:
+        """The share of so much memory that its first transfer moves."""
+        return 1.0 if self._size is None or self._size >= amount else self._size / amount
 
     def _copy(self, kind: str, key: _Key, time: float, amount: float) -> float:
         start = max(time, self._free[kind])
