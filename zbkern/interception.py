@@ -10,9 +10,8 @@ handed to an autograd function, has the gradient that torch gives it, at once.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -25,7 +24,8 @@ from torch.utils import _pytree as pytree
 from zbkern import autograd, functional, wgrad
 from zbkern.functions import products, sharded
 from zbkern.functions.grouped import GroupedLinear
-from zbkern.functions.products import ComputedWeight, Kind, ParameterView, Product, Recipe, Source, Step, Use
+from zbkern.functions.products import ComputedWeight, Kind, ParameterView, Product, Recipe, Source, Use
+from zbkern.intercepted_functions import HANDLERS, KEYWORDS, InterceptedFunctions, last_exchanged
 from zbkern.kernels import dispatch
 
 # Functions of a tensor whose result is a part of it, or all of it in another shape, order or dtype
@@ -74,7 +74,7 @@ def intercepted(
     return mode.results(output)
 
 
-class Interception(TorchFunctionMode):
+class Interception(InterceptedFunctions, TorchFunctionMode):
     """Around one forward within `WGradQueue.defer`; name: what errors and the queue call the module."""
 
     def __init__(self, name: str = "", impl: str = "auto") -> None:
@@ -103,7 +103,7 @@ class Interception(TorchFunctionMode):
         if name in VIEWS and (view := self._view(args[0])) is not None:
             return self._follow(view, function, args, kwargs)
         handler = HANDLERS.get(name)
-        if handler is not None and (not kwargs or kwargs.keys() <= _KEYWORDS[name]):
+        if handler is not None and (not kwargs or kwargs.keys() <= KEYWORDS[name]):
             result = handler(self, *args, **kwargs)
             if result is not None:
                 return result
@@ -160,7 +160,7 @@ class Interception(TorchFunctionMode):
 
     def _attribute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         view = self._view(args[0])
-        steps = {"T": Tensor.t, "mT": _transposed, "H": Tensor.t, "mH": _transposed}
+        steps = {"T": Tensor.t, "mT": last_exchanged, "H": Tensor.t, "mH": last_exchanged}
         step = steps.get(function.__self__.__name__)  # type: ignore[attr-defined]
         if view is None or step is None:
             return function(*args)
@@ -292,109 +292,25 @@ class Interception(TorchFunctionMode):
             return True
         return isinstance(weight, ComputedWeight) and id(input) in self._computed
 
-    # ---- functions with a W of their own
+    # ---- what the handlers call
 
     def product(self, kind: Kind, x: Tensor, view: ParameterView | ComputedWeight, *options: Any) -> Tensor:
-        """kind.forward(x, weight, *options), in autocast's dtype where that is on."""
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             x, view = x.to(dtype), view if view.value.dtype == dtype else view.then(Tensor.to, dtype)
         return autograd.apply(Product, self._call(view, x), x, kind, view, options)
 
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        if self._is_sharded(weight):
-            return functional.linear(input, weight, bias, impl=self._impl, name=self._name)
-        view = self._weight(weight)
-        if view is None or self._is_parameter(input, view) or view.value.dim() != 2:
-            return None
-        if _is_whole(view) and (bias is None or _is_whole(self._view(bias))):
-            return functional.linear(input, weight, bias, impl=self._impl, name=self._name)
-        y = self.product(products.LINEAR, input, view)
-        return y if bias is None else y + self._values(bias)
+    def whole_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias, impl=self._impl, name=self._name)
 
-    def matmul(self, left: Tensor, right: Tensor) -> Tensor | None:
-        views = self._weight(left), self._weight(right)
-        if (views[0] is None) == (views[1] is None) or left.dim() < 2 or right.dim() < 2:
-            return None
-        if views[1] is None:
-            assert views[0] is not None
-            return self.product(products.MATMUL_LEFT, right, views[0])
-        if right.dim() == 2:
-            return self.product(products.LINEAR, left, views[1].then(Tensor.t))
-        return self.product(products.MATMUL, left, views[1])
-
-    def addmm(self, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
-        y = self.matmul(left, right) if beta == 1 and alpha == 1 else None
-        return None if y is None else y + self._values(bias)
-
-    def einsum(self, equation: Any, *operands: Any) -> Tensor | None:
-        if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-            operands = tuple(operands[0])
-        if not isinstance(equation, str) or len(operands) != 2:
-            return None
-        x, weight = operands
-        if self._weight(x) is not None:
-            operands_of, _, y = equation.replace(" ", "").partition("->")
-            equation, x, weight = f"{','.join(reversed(operands_of.split(',')))}->{y}", weight, x
-        view, kind = self._weight(weight), products.einsum(equation)
-        return None if view is None or kind is None or self._weight(x) is not None else self.product(kind, x, view)
-
-    def grouped_mm(
-        self, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
-    ) -> Tensor | None:
-        if offs is None or bias is not None or out_dtype is not None:
-            return None
-        view = self._view(weight)
-        if view is None or self._view(x) is not None or x.dim() != 2 or weight.dim() != 3:
-            return None
-        steps = [step for step in view.steps if step[0] not in products.CASTS]
-        if view.value.dtype != x.dtype or (steps and not _exchanges_last(steps)):
-            return self.product(products.GROUPED, x, view, offs)
+    def whole_grouped_linear(self, x: Tensor, view: ParameterView, ends: Tensor, transposed: bool) -> Tensor:
         backend = dispatch.resolve("grouped_linear", self._impl, x.device, x.dtype)
         call = autograd.OpCall((view.parameter, None), backend, self._name)
-        return autograd.apply(GroupedLinear, call, x, offs.to(torch.int32), not steps)
+        return autograd.apply(GroupedLinear, call, x, ends, transposed)
 
-    def embedding(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: Any = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor | None:
-        view = self._view(weight)
-        whole = self._is_sharded(weight) if view is None else not view.steps
-        if not whole or max_norm is not None or scale_grad_by_freq or sparse:
-            return None
-        return functional.embedding(input, weight, padding_idx, impl=self._impl, name=self._name)
-
-    def convolution(
-        self,
-        dimensions: int,
-        transposed: bool,
-        input: Tensor,
-        weight: Tensor,
-        bias: Any,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        output_padding: Any,
-        groups: int,
-    ) -> Tensor | None:
-        view = self._weight(weight)
-        if view is None or self._is_parameter(input, view) or input.dim() != dimensions + 2:
-            return None
-        if isinstance(padding, str):
-            if padding == "same" and any(step != 1 for step in _numbers(stride, dimensions)):
-                return None  # an error, and torch names it
-            input, padding = _padded(input, padding, weight.shape[2:], _numbers(dilation, dimensions))
-        lists = [_numbers(value, dimensions) for value in (stride, padding, dilation, output_padding)]
-        kind = products.TRANSPOSED_CONVOLUTION if transposed else products.CONVOLUTION
-        y = self.product(kind, input, view, *lists, groups)
-        return y if bias is None else y + self._values(bias).to(y.dtype).view(-1, *[1] * dimensions)
+    def whole_embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        return functional.embedding(indices, weight, padding_idx, impl=self._impl, name=self._name)
 
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], "int | None"]
@@ -415,10 +331,6 @@ class _Computed(NamedTuple):
     uses: list[Use]
 
 
-def _is_whole(view: ParameterView | ComputedWeight | None) -> bool:
-    return isinstance(view, ParameterView) and not view.steps
-
-
 def _tensors(argument: Any) -> list[Tensor]:
     """The tensors among arguments or results, as deep as torch's functions take them."""
     found = []
@@ -430,16 +342,6 @@ def _tensors(argument: Any) -> list[Tensor]:
     return found
 
 
-def _padded(
-    input: Tensor, padding: str, kernel: Sequence[int], dilation: Sequence[int]
-) -> tuple[Tensor, int | list[int]]:
-    """An input and numbers with which a convolution does what it does with this word as its padding."""
-    if padding == "valid":
-        return input, 0
-    total = [steps * (size - 1) for steps, size in zip(dilation, kernel, strict=True)]
-    if any(count % 2 for count in total):  # more on the right
-        input = F.pad(input, [side for count in reversed(total) for side in (0, count % 2)])
-    return input, [count // 2 for count in total]
 
 
 def _saved_tensors_hooks() -> Any:
@@ -461,21 +363,6 @@ def _nobody(*_: Any) -> bool:
     return False
 
 
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.mT
-
-
-def _exchanges_last(steps: Sequence[Step]) -> bool:
-    """Whether a view of [E, N, K] is [E, K, N] of the same."""
-    if len(steps) != 1:
-        return False
-    function, args, kwargs = steps[0]
-    if function is _transposed:
-        return True
-    names = (Tensor.transpose, Tensor.swapaxes)
-    return function in names and not kwargs and {axis % 3 for axis in args} == {1, 2}
-
-
 def _plain_indices(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Indices that are tensors of one number as that number, as torch takes them."""
 
@@ -486,41 +373,3 @@ def _plain_indices(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return int(value) if one else value
 
     return tuple(plain(value) for value in args)
-
-
-def _numbers(value: Any, count: int) -> list[int]:
-    return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
-
-
-def _convolution(dimensions: int, transposed: bool) -> Callable[..., Tensor | None]:
-    order = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
-    names = ("bias", "stride", "padding", *order)
-    defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-
-    def handler(self: Interception, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        given = dict(zip(names, args, strict=False))
-        return self.convolution(dimensions, transposed, input, weight, **{**defaults, **given, **kwargs})
-
-    return handler
-
-
-HANDLERS: dict[str, Callable[..., Tensor | None]] = {
-    "linear": Interception.linear,
-    **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__"), Interception.matmul),
-    "__rmatmul__": lambda self, right, left: self.matmul(left, right),
-    **dict.fromkeys(("addmm", "baddbmm"), Interception.addmm),
-    "einsum": Interception.einsum,
-    **dict.fromkeys(("_grouped_mm", "grouped_mm"), Interception.grouped_mm),
-    "embedding": Interception.embedding,
-    **{f"conv{n}d": _convolution(n, False) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _convolution(n, True) for n in (1, 2, 3)},
-}
-"""By a torch function's name: computes it with a W of its own, or returns None for a case that it does not know."""
-
-_KEYWORDS = {
-    **{name: frozenset(inspect.signature(handler).parameters) for name, handler in HANDLERS.items()},
-    **dict.fromkeys(
-        (name for name in HANDLERS if name.startswith("conv")),
-        frozenset(("input", "weight", "bias", "stride", "padding", "output_padding", "dilation", "groups")),
-    ),
-}
