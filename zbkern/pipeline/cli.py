@@ -38,8 +38,8 @@ _HELP = {
     "--costs": "JSON file that Costs.save wrote, of one chunk or of every chunk, or ModelCosts.save, of every layer, "
     "for a plan that cuts them into chunks; without it every pass takes 1",
     "--memory": "the most a rank may hold: 1.5x is 1.5 times what one microbatch holds in the whole model (1F1B needs "
-    "1x), a plain number is in the unit of the costs' activation, bytes with --config; without it there is no "
-    "limit, with --config 0.9 of the GPU's memory",
+    "1x, and the costs' static memory besides), a plain number is in the unit of the costs' activation, bytes with "
+    "--config; without it there is no limit, with --config 0.9 of the GPU's memory",
     "--chunks": "chunks per rank (default 1, or those of --schedule; what is best for costs of layers)",
     "--placement": f"where the chunks are: {', '.join(_PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
     "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
