@@ -115,6 +115,7 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
     whole = sum(flat.activation)
     limit = None if arguments.memory is None else arguments.memory.limit(whole)
     found = (_named if arguments.schedule else _searched)(arguments, chunks, costs, limit)
+    whole = 0.0 if any(flat.static) else whole
     print(report.describe(found, objective, limit, whole, _width()))
     if arguments.compare:
         published, unknown = comparison.timelines(costs, stages, arguments.microbatches, chunks)
@@ -138,6 +139,7 @@ def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
     whole = sum(layer.activation for layer in costs.layers)
     limit = None if arguments.memory is None else arguments.memory.limit(whole)
     found = _searched(arguments, arguments.chunks, costs, limit)
+    whole = 0.0 if any(layer.static for layer in costs.layers) else whole
     print(report.describe(found, arguments.objective, limit, whole, _width()))
     print(report.cut(found, len(costs.layers)))
     if arguments.compare:
