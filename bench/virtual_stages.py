@@ -176,7 +176,7 @@ def compare(runner: Runner, microbatches: int, rounds: int, seconds: float) -> t
     flat = schedules.zb_h1(STAGES, microbatches), "planned"
     folded = schedules.zb_v(STAGES, microbatches), "planned"
     steps = runner.run({"one chunk": flat, "two chunks": folded}, 3)
-    memory = {"one chunk": Costs(), "two chunks": Costs(activation=0.5, held=0.25)}  # a stage's whole activation is 1
+    memory = {"one chunk": Costs(), "two chunks": Costs(activation=0.5)}  # of a stage; W holds as much
     costs = {name: drift.costs(timelines, memory[name]) for name, timelines in steps.items()}
     one, two = costs.values()
     size = {"stages": STAGES, "microbatches": microbatches, "memory_limit": STAGES, "time_limit": seconds}

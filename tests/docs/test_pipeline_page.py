@@ -109,7 +109,7 @@ def test_the_log_line(two_ranks: Any) -> None:
 
 def planned_example(code: str) -> tuple[str, bool]:
     rank = torch.distributed.get_rank()
-    names: dict[str, Any] = {"chunk": zbkern.convert(make_chunk(rank)), "rank": rank, "dist": torch.distributed}
+    names: dict[str, Any] = {"chunk": zbkern.convert(make_chunk(rank)), "dist": torch.distributed}
     names |= {
         "profile": profile,
         "plan": plan,

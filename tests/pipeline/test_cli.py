@@ -97,6 +97,8 @@ def test_memory_is_relative_or_in_the_unit_of_activation(run, tmp_path: Path) ->
     assert "(limit 15, 0.5x)" in plain
     two = run("--costs", costs, "--memory", "1x", "--chunks", 2, "--placement", "v", *SECOND)
     assert "(limit 60, 1x)" in two  # three ranks with two chunks of 10
+    static = Costs(activation=10, static=7).save(tmp_path / "static.json")
+    assert "(limit 27)" in run("--costs", static, "--memory", 27, *SECOND)  # what 1F1B holds there is no 0.9x
 
 
 def test_costs_change_the_plan(run, tmp_path: Path) -> None:

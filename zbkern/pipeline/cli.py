@@ -38,8 +38,8 @@ _HELP = {
     "--costs": "JSON file that Costs.save wrote, of one chunk or of every chunk, or ModelCosts.save, of every layer, "
     "for a plan that cuts them into chunks; without it every pass takes 1",
     "--memory": "the most a rank may hold: 1.5x is 1.5 times what one microbatch holds in the whole model (1F1B needs "
-    "1x), a plain number is in the unit of the costs' activation, bytes with --config; without it there is no "
-    "limit, with --config 0.9 of the GPU's memory",
+    "1x, and the costs' static memory besides), a plain number is in the unit of the costs' activation, bytes with "
+    "--config; without it there is no limit, with --config 0.9 of the GPU's memory",
     "--chunks": "chunks per rank (default 1, or those of --schedule; what is best for costs of layers)",
     "--placement": f"where the chunks are: {', '.join(_PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
     "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
@@ -115,6 +115,7 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
     whole = sum(flat.activation)
     limit = None if arguments.memory is None else arguments.memory.limit(whole)
     found = (_named if arguments.schedule else _searched)(arguments, chunks, costs, limit)
+    whole = 0.0 if any(flat.static) else whole
     print(report.describe(found, objective, limit, whole, _width()))
     if arguments.compare:
         published, unknown = comparison.timelines(costs, stages, arguments.microbatches, chunks)
@@ -138,6 +139,7 @@ def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
     whole = sum(layer.activation for layer in costs.layers)
     limit = None if arguments.memory is None else arguments.memory.limit(whole)
     found = _searched(arguments, arguments.chunks, costs, limit)
+    whole = 0.0 if any(layer.static for layer in costs.layers) else whole
     print(report.describe(found, arguments.objective, limit, whole, _width()))
     print(report.cut(found, len(costs.layers)))
     if arguments.compare:

@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], Non
     except ValueError as error:
         raise WrongArgument(f"--stages: {error}") from error
     print(_title(arguments, setting))
-    print("\n" + report.describe(found, arguments.objective, limit, whole, width))
+    print("\n" + report.describe(found, arguments.objective, limit, 0.0, width))
     print(_step(found, setting, arguments.objective))
     published = published_timelines(costs, arguments.stages, arguments.microbatches, limit)
     print("\n" + _table([*published, found.timeline], setting, arguments.objective, limit))

@@ -14,7 +14,11 @@ _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last
 
 
 def describe(plan: Plan, objective: str, limit: float | None, whole: float, width: int) -> str:
-    """Grid and figures. limit: per rank, in the unit of memory; whole: what one microbatch holds in the whole model."""
+    """Grid and figures.
+
+    limit: per rank, in the unit of memory. whole: what one microbatch holds in the whole model, as a measure of memory
+    beside that unit; 0 for none, as where memory has model states in it.
+    """
     schedule, timeline = plan.schedule, plan.timeline
     chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
     title = f"{schedule.name}: {schedule.stages} ranks, {chunks} each, {schedule.microbatches} microbatches"
@@ -90,7 +94,7 @@ def grid(schedule: Schedule, width: int) -> str:
 
 
 def table(timelines: Sequence[Timeline], objective: str, limit: float | None, whole: float) -> str:
-    """A line per timeline, least idle first, with the memory of the rank that holds most."""
+    """A line per timeline, least idle first, with the memory of the rank that holds most; whole: as for `describe`."""
     rows = [["schedule", "chunks", "bubble", "makespan", "memory", "of 1x", ""]]
     for timeline in sorted(timelines, key=lambda each: (round(idle(each, objective), 9), max(each.peak_memory))):
         peak = max(timeline.peak_memory)

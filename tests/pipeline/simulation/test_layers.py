@@ -50,6 +50,18 @@ def test_a_file_gives_back_what_was_saved(tmp_path, bandwidth: float) -> None:
     assert ModelCosts.load(costs.save(tmp_path / "model.json")) == costs
 
 
+def test_what_named_parts_save_is_summed_and_inner_inputs_that_are_computed_again_are_not_kept() -> None:
+    layers = [block(f"{n}", checkpoint=1.5, recompute=0.25, output_again=1.0 if n < 2 else 0.0) for n in range(4)]
+    costs = ModelCosts(layers, forward_overhead=0.5).chunk_costs([0, 3])
+    assert costs.recompute == (0.75, 0.25)
+    assert costs.checkpoint == (2.5, 1.5)
+    assert ModelCosts(layers).chunk_costs([0, 1, 2, 3]).checkpoint == (1.5, 1.5, 1.5, 1.5)
+    with pytest.raises(ValueError, match=r"must both be given for all layers, or for none; .* not for 'head'"):
+        ModelCosts([*layers, block("head")])
+    with pytest.raises(ValueError, match="not for 'odd'"):
+        ModelCosts([block("odd", checkpoint=1.0)])
+
+
 @pytest.mark.parametrize("partition", [[], [1, 2], [0, 0], [0, 3, 2], [0, 6]])
 def test_a_partition_that_is_none_is_refused(partition: list[int]) -> None:
     with pytest.raises(ValueError, match="partition must be the first layer of every chunk of 6 layers"):

@@ -87,9 +87,13 @@ class ModelCosts(JsonFile):
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or not all(isinstance(layer, LayerCosts) for layer in self.layers):
             raise TypeError(f"ModelCosts: layers must be a list of LayerCosts, one at least; got {self.layers!r}")
-        given = {getattr(layer, name) is not None for layer in self.layers for name in _OF_PARTS}
-        if len(given) > 1:
-            raise ValueError("ModelCosts: recompute and checkpoint must both be given for all layers, or for none")
+        given = [all(getattr(layer, name) is not None for name in _OF_PARTS) for layer in self.layers]
+        if any(getattr(layer, name) is not None for layer in self.layers for name in _OF_PARTS) and not all(given):
+            without = self.layers[given.index(False)].name
+            raise ValueError(
+                "ModelCosts: recompute and checkpoint must both be given for all layers, or for none; got them for "
+                f"some and not for {without!r}: a layer without named parts has 0 and its activation"
+            )
         if isinstance(self.bandwidth, (bool, str)) or not hasattr(self.bandwidth, "__float__"):
             raise TypeError(f"ModelCosts: bandwidth must be a number, inf for no limit; got {self.bandwidth!r}")
         if not self.bandwidth > 0:
