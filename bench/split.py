@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -22,118 +21,23 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import report
+from bench.split_heads import HEADS, head_row
+from bench.split_models import (
+    LLAMA,
+    Experts,
+    Library,
+    LlamaBlock,
+    Looped,
+    OwnLinear,
+    OwnNorm,
+    Shared,
+    TorchMLP,
+    attention_block,
+    chain,
+    not_of_attention,
+)
 from zbkern import testing
 from zbkern.reporting import markdown_table
-
-
-def chain(width: int, layers: int = 6) -> nn.Module:
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
-
-
-class OwnLinear(nn.Linear):
-    """A layer that `convert` does not know: its forward is intercepted."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class OwnNorm(nn.RMSNorm):
-    """A norm that adds to its weight before it multiplies, as Gemma's does: intercepted, not recognised."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, self.eps) * (1.0 + (self.weight - 1.0))
-
-
-class Experts(nn.Module):
-    """Experts in two parameters, called in a loop, as the transformers library does."""
-
-    def __init__(self, count: int, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.randn(count, 2 * hidden, width) / width**0.5)
-        self.down = nn.Parameter(torch.randn(count, width, hidden) / hidden**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = []
-        for index, rows in enumerate(x.chunk(len(self.down))):
-            gate, up = F.linear(rows, self.gate_up[index]).chunk(2, -1)
-            parts.append(F.linear(F.silu(gate) * up, self.down[index]))
-        return torch.cat(parts)
-
-
-class Shared(zbkern.nn.Experts):
-    """Experts with fixed, uneven shares of the rows; the third has none."""
-
-    SHARES = (0.25, 0.05, 0, 0.1, 0.3, 0.05, 0.05, 0.2)
-
-    def counts(self, x: Tensor) -> Tensor:
-        ends = (torch.tensor(self.SHARES).cumsum(0) * len(x)).round().long()
-        return ends.diff(prepend=ends.new_zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, self.counts(x))
-
-
-class Looped(Shared):
-    """The same parameters in a loop over the experts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = []
-        for rows, first, second in zip(
-            x.split(self.counts(x).tolist()), self.gate_up_proj, self.down_proj, strict=True
-        ):
-            gate, up = F.linear(rows, first).chunk(2, -1)
-            parts.append(F.linear(F.silu(gate) * up, second))
-        return torch.cat(parts)
-
-
-class Library(Shared):
-    """The same parameters by torch._grouped_mm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = self.counts(x).cumsum(0).int()
-        gate, up = torch._grouped_mm(x, self.gate_up_proj.mT, ends).chunk(2, -1)
-        return torch._grouped_mm(F.silu(gate) * up, self.down_proj.mT, ends)
-
-
-class TorchMLP(zbkern.nn.MLP):
-    """The same parameters in torch's operations."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-def attention_block(width: int, heads: int) -> nn.Module:
-    """torch's linears around the same attention core: `convert` makes ours of it."""
-    return zbkern.restore(zbkern.nn.Attention(width, heads, causal=True))
-
-
-class LlamaBlock(nn.Module):
-    """One layer of a Llama: pre-norm attention with grouped queries and rotary positions, pre-norm SwiGLU."""
-
-    def __init__(self, width: int, heads: int, key_heads: int, hidden: int, mlp: type[zbkern.nn.MLP]) -> None:
-        super().__init__()
-        self.input_norm, self.mlp_norm = zbkern.nn.RMSNorm(width), zbkern.nn.RMSNorm(width)
-        self.attention = zbkern.nn.Attention(width, heads, key_heads, causal=True)
-        self.mlp = mlp(width, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rotary=rotary_angles(x.shape[1], self.attention.head_size, x.dtype))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-@functools.cache
-def rotary_angles(tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angles = torch.arange(tokens)[:, None] * 1e4 ** (-torch.arange(size // 2) / (size / 2))
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-LLAMA = {"width": 512, "heads": 8, "key_heads": 2, "hidden": 1792}
-"""Of Llama-3 8B, an eighth in every direction: 8 heads of 64, 2 of them for keys and values."""
-
-
-def not_of_attention(name: str, module: nn.Module) -> bool:
-    """For convert(defer=...): W of attention's products runs in B. Of all W they hold most bytes for their flops."""
-    return not isinstance(module, zbkern.nn.Attention)
 
 
 def saved_bytes(forward: Callable[[], Tensor], kept: Sequence[Tensor]) -> tuple[Tensor, int]:
@@ -316,77 +220,6 @@ def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> di
         "merged": timings["merged"].ratio(timings["plain"]),
         "separate": timings["separate"].ratio(timings["plain"]),
     }
-
-
-HEADS = ((1024, 256, 8192), (2048, 512, 4096), (1024, 512, 32000), (1024, 1024, 8192))
-"""Tokens, features, vocabulary."""
-
-
-def head_row(tokens: int, features: int, vocabulary: int, rounds: int) -> dict:
-    """A head with its cross-entropy, forward and backward: ours with W in a queue, and at once, against torch's
-    linear_cross_entropy in chunks, and whole. before_w: ours without its W, which is what the next stage waits for.
-
-    Peak bytes are those above what exists before; a gradient of the weight is there already.
-    """
-    torch.manual_seed(0)
-    x = torch.randn(tokens, features).requires_grad_()
-    weight = (torch.randn(vocabulary, features) / features**0.5).requires_grad_()
-    target = torch.randint(vocabulary, (tokens,))
-    chunks = torch.nn.LinearCrossEntropyOptions()
-
-    def backward(loss: Tensor) -> None:
-        loss.backward()
-        x.grad = None
-
-    def f_and_b(queue: zbkern.WGradQueue) -> None:
-        with queue.defer():
-            backward(zbkern.functional.linear_cross_entropy(x, weight, target))
-
-    def deferred() -> list[Callable]:
-        queue = zbkern.WGradQueue()  # while one exists, W may wait: the other candidates run without
-        return [lambda: f_and_b(queue), queue.run]
-
-    candidates: dict[str, Callable[[], list[Callable]]] = {
-        "whole": lambda: [lambda: backward(F.linear_cross_entropy(x, weight, target))],
-        "torch": lambda: [lambda: backward(F.linear_cross_entropy(x, weight, target, options=chunks))],
-        "at_once": lambda: [lambda: backward(zbkern.functional.linear_cross_entropy(x, weight, target))],
-        "deferred": deferred,
-    }
-    found = {}
-    for name, prepare in candidates.items():
-        weight.grad = None
-        for function in prepare():
-            function()
-        found[name] = weight.grad
-    for name, gradient in found.items():
-        testing.assert_close(gradient, found["whole"], f"gradient of the head, {name}", tolerance=1e-5)
-    timings = testing.measure(candidates, rounds=rounds, warmup=2)
-    peaks = {name: peak_bytes(prepare()) for name, prepare in candidates.items()}
-    waiting = zbkern.WGradQueue()
-
-    def before_w() -> list[Callable]:
-        waiting.discard()
-        return [lambda: f_and_b(waiting)]
-
-    halves = testing.measure({"torch": candidates["torch"], "before_w": before_w}, rounds=rounds, warmup=2)
-    waiting.discard()
-    return {
-        "case": f"{tokens} tokens, {features} x {vocabulary}",
-        "torch_us": timings["torch"].median * 1e6,
-        **{name: timings[name].ratio(timings["torch"]) for name in ("whole", "at_once", "deferred")},
-        "before_w": halves["before_w"].ratio(halves["torch"]),
-        "peak_bytes": peaks,
-    }
-
-
-def peak_bytes(functions: list[Callable]) -> int:
-    """The most bytes that these allocate at one time, as the CPU's allocator reports it to torch's profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for function in functions:
-            function()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(sizes), default=0)
 
 
 def main(arguments: list[str] | None = None) -> int:
