@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import report
-from bench.split_heads import HEADS, head_row
+from bench.split_heads import HEADS, head_row, heads_table
 from bench.split_models import (
     LLAMA,
     Experts,
@@ -222,6 +222,99 @@ def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> di
     }
 
 
+Row = Callable[[], dict]
+
+
+def split_rows(rounds: int) -> list[Row]:
+    """Each of the models, small ones with more rounds."""
+    tokens, fewer = 512 * 4, 256 * 4  # bytes of one feature of all tokens
+    return [
+        lambda: split_row("six 512-wide, 256 tokens", chain(512), torch.randn(256, 512), 12 * 512 * fewer, rounds),
+        lambda: split_row("six 64-wide, 16 tokens", *small(chain(64)), 20 * rounds),
+        lambda: split_row("the same, intercepted", *small(chain(64, kind=OwnLinear)), 20 * rounds),
+        lambda: split_row(
+            "8 experts 256/256, 512 tokens",
+            Experts(8, 256, 256),
+            torch.randn(512, 256),
+            (2 * 256 + 3 * 256) * tokens,
+            4 * rounds,
+        ),
+        *(
+            functools.partial(experts_row, f"8 experts 256/256, 512 tokens, beside {peer}", model, 4 * rounds)
+            for peer, model in (("a loop", Looped), ("torch._grouped_mm", Library))
+        ),
+        lambda: split_row(
+            "gated MLP 256/768, 256 tokens",
+            TorchMLP(256, 768),
+            torch.randn(256, 256),
+            (2 * 256 + 3 * 768) * fewer,
+            4 * rounds,
+            zbkern.nn.MLP(256, 768),
+        ),
+        lambda: split_row(
+            "attention 256, 2 x 128 tokens",
+            attention_block(256, 4),
+            torch.randn(2, 128, 256),
+            (256 + 3 * 256 + 2 * 256) * fewer,
+            4 * rounds,
+        ),
+        *(
+            functools.partial(llama_row, f"Llama block 512, 256 tokens: {name}", 256, rounds, defer)
+            for name, defer in (("all wait", None), ("attention's do not", not_of_attention))
+        ),
+    ]
+
+
+def small(model: nn.Module) -> tuple[nn.Module, Tensor, int]:
+    """Six layers of 64, their input, and the bytes of all inputs and output gradients."""
+    return model, torch.randn(16, 64), 12 * 16 * 64 * 4
+
+
+def experts_row(name: str, model: type[Shared], rounds: int) -> dict:
+    floor = 512 * (256 + 2 * 256 + 256 + 256) * 4
+    return split_row(name, model(256, 256, 8), torch.randn(512, 256), floor, rounds, Shared(256, 256, 8))
+
+
+def parts(rounds: int) -> dict[str, list[Row]]:
+    """The rows of each table, those that say most first."""
+    many = 20 * rounds
+    heads = HEADS if hasattr(F, "linear_cross_entropy") else ()  # torch 2.13
+    merges = ((512, 8, rounds), (512, 32, rounds), (512, 256, rounds), (64, 16, many))
+    return {
+        "split": split_rows(rounds),
+        "calls": [lambda: call_row(nn.Linear, 64, 64, rounds=many), lambda: call_row(nn.RMSNorm, 64, rounds=many)],
+        "heads": [functools.partial(head_row, *sizes, max(3, rounds // 2)) for sizes in heads],
+        "merge": [functools.partial(merge_row, *sizes) for sizes in merges],
+    }
+
+
+def split_table(rows: list[dict]) -> str:
+    header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
+    header.append("held / activation")
+    keys = ["split", "whole", "torch_split", "held_over_floor", "held_over_activation"]
+    cells = [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in rows]
+    title = "(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds"
+    return f"{title}\n\n{markdown_table(header, cells)}"
+
+
+def calls_table(rows: list[dict]) -> str:
+    header = ["layer", "torch", "zbkern, recognised", "zbkern, intercepted"]
+    models = ("plain", "recognised", "intercepted")
+    cells = [[r["case"], *(f"{r[f'{model}_us']:.1f}" for model in models)] for r in rows]
+    title = "Host time of one call, us: F, B and W of a layer with 64 features and 16 tokens"
+    return f"{title}\n\n{markdown_table(header, cells)}"
+
+
+def merge_table(rows: list[dict]) -> str:
+    header = ["case", "four plain W, us", "merged", "one by one"]
+    cells = [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in rows]
+    title = "W of four microbatches / four plain W (matmul and sum, then added to the gradient)"
+    return f"{title}\n\n{markdown_table(header, cells)}"
+
+
+TABLES = {"split": split_table, "calls": calls_table, "heads": heads_table, "merge": merge_table}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds of the large cases; small ones take 20 x")
@@ -229,97 +322,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    many = 20 * options.rounds
-    splits = [
-        split_row("six 512-wide, 256 tokens", chain(512), torch.randn(256, 512), 12 * 256 * 512 * 4, options.rounds),
-        split_row("six 64-wide, 16 tokens", chain(64), torch.randn(16, 64), 12 * 16 * 64 * 4, many),
-        split_row(
-            "the same, intercepted",
-            nn.Sequential(*[OwnLinear(64, 64) for _ in range(6)]),
-            torch.randn(16, 64),
-            12 * 16 * 64 * 4,
-            many,
-        ),
-        split_row(
-            "8 experts 256/256, 512 tokens",
-            Experts(8, 256, 256),
-            torch.randn(512, 256),
-            512 * (2 * 256 + 3 * 256) * 4,
-            4 * options.rounds,
-        ),
-        *(
-            split_row(
-                f"8 experts 256/256, 512 tokens, beside {peer}",
-                model,
-                torch.randn(512, 256),
-                512 * (256 + 2 * 256 + 256 + 256) * 4,
-                4 * options.rounds,
-                Shared(256, 256, 8),
-            )
-            for peer, model in (("a loop", Looped(256, 256, 8)), ("torch._grouped_mm", Library(256, 256, 8)))
-        ),
-        split_row(
-            "gated MLP 256/768, 256 tokens",
-            TorchMLP(256, 768),
-            torch.randn(256, 256),
-            256 * (2 * 256 + 3 * 768) * 4,
-            4 * options.rounds,
-            zbkern.nn.MLP(256, 768),
-        ),
-        split_row(
-            "attention 256, 2 x 128 tokens",
-            attention_block(256, 4),
-            torch.randn(2, 128, 256),
-            256 * (256 + 3 * 256 + 2 * 256) * 4,
-            4 * options.rounds,
-        ),
-    ]
-    for name, defer in (("all wait", None), ("attention's do not", not_of_attention)):
-        splits.append(llama_row(f"Llama block 512, 256 tokens: {name}", 256, options.rounds, defer))
-    calls = [call_row(nn.Linear, 64, 64, rounds=many), call_row(nn.RMSNorm, 64, rounds=many)]
-    merges = [
-        merge_row(512, 8, options.rounds),
-        merge_row(512, 32, options.rounds),
-        merge_row(512, 256, options.rounds),
-        merge_row(64, 16, many),
-    ]
-    heads = []
-    if hasattr(F, "linear_cross_entropy"):  # torch 2.13
-        heads = [head_row(*sizes, max(3, options.rounds // 2)) for sizes in HEADS]
-    print("(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds\n")
-    header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
-    header.append("held / activation")
-    keys = ["split", "whole", "torch_split", "held_over_floor", "held_over_activation"]
-    print(markdown_table(header, [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in splits]))
-    print("\nHost time of one call, us: F, B and W of a layer with 64 features and 16 tokens\n")
-    models = ("plain", "recognised", "intercepted")
-    header = ["layer", "torch", "zbkern, recognised", "zbkern, intercepted"]
-    print(markdown_table(header, [[r["case"], *(f"{r[f'{model}_us']:.1f}" for model in models)] for r in calls]))
-    print("\nW of four microbatches / four plain W (matmul and sum, then added to the gradient)\n")
-    header = ["case", "four plain W, us", "merged", "one by one"]
-    print(
-        markdown_table(
-            header,
-            [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in merges],
-        )
-    )
-    print("\nA head with its cross-entropy, F + B + W / torch's linear_cross_entropy in chunks, and peak MB of each\n")
-    names = {"whole": "torch, all logits", "at_once": "zbkern, no queue", "deferred": "zbkern, W deferred"}
-    header = [
-        "case",
-        "torch in chunks, us",
-        *names.values(),
-        "of it F + B",
-        *(f"MB: {n}" for n in ("torch in chunks", *names.values())),
-    ]
-    rows = [
-        [r["case"], f"{r['torch_us']:.0f}", *(f"{r[name]:.3f}" for name in (*names, "before_w"))]
-        + [f"{r['peak_bytes'][name] / 1e6:.1f}" for name in ("torch", *names)]
-        for r in heads
-    ]
-    print(markdown_table(header, rows))
-    found = {"split": splits, "calls": calls, "merge": merges, "heads": heads}
-    print("\n" + report.write_json("split", found, options.out))
+    found: dict[str, list[dict]] = {}
+    saved = ""
+    for name, rows in parts(options.rounds).items():
+        found[name] = []
+        for row in rows:
+            found[name].append(row())
+            saved = report.write_json("split", found, options.out)  # what is there stays if the rest is cut off
+        print(TABLES[name](found[name]), end="\n\n", flush=True)
+    print(saved)
     return 0
 
 

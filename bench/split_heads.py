@@ -11,6 +11,7 @@ from torch import Tensor
 
 import zbkern
 from zbkern import testing
+from zbkern.reporting import markdown_table
 
 HEADS = ((1024, 256, 8192), (2048, 512, 4096), (1024, 512, 32000), (1024, 1024, 8192))
 """Tokens, features, vocabulary."""
@@ -81,3 +82,21 @@ def peak_bytes(functions: list[Callable]) -> int:
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(sizes), default=0)
+
+
+def heads_table(rows: list[dict]) -> str:
+    names = {"whole": "torch, all logits", "at_once": "zbkern, no queue", "deferred": "zbkern, W deferred"}
+    header = [
+        "case",
+        "torch in chunks, us",
+        *names.values(),
+        "of it F + B",
+        *(f"MB: {n}" for n in ("torch in chunks", *names.values())),
+    ]
+    cells = [
+        [r["case"], f"{r['torch_us']:.0f}", *(f"{r[name]:.3f}" for name in (*names, "before_w"))]
+        + [f"{r['peak_bytes'][name] / 1e6:.1f}" for name in ("torch", *names)]
+        for r in rows
+    ]
+    title = "A head with its cross-entropy, F + B + W / torch's linear_cross_entropy in chunks, and peak MB of each"
+    return f"{title}\n\n{markdown_table(header, cells)}"

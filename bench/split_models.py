@@ -11,15 +11,15 @@ from torch import Tensor, nn
 import zbkern
 
 
-def chain(width: int, layers: int = 6) -> nn.Module:
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
-
-
 class OwnLinear(nn.Linear):
     """A layer that `convert` does not know: its forward is intercepted."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+def chain(width: int, kind: type[nn.Linear] = nn.Linear, layers: int = 6) -> nn.Module:
+    return nn.Sequential(*[kind(width, width) for _ in range(layers)])
 
 
 class OwnNorm(nn.RMSNorm):
