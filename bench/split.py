@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -22,118 +21,23 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import report
+from bench.split_heads import HEADS, head_row, heads_table
+from bench.split_models import (
+    LLAMA,
+    Experts,
+    Library,
+    LlamaBlock,
+    Looped,
+    OwnLinear,
+    OwnNorm,
+    Shared,
+    TorchMLP,
+    attention_block,
+    chain,
+    not_of_attention,
+)
 from zbkern import testing
 from zbkern.reporting import markdown_table
-
-
-def chain(width: int, layers: int = 6) -> nn.Module:
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
-
-
-class OwnLinear(nn.Linear):
-    """A layer that `convert` does not know: its forward is intercepted."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class OwnNorm(nn.RMSNorm):
-    """A norm that adds to its weight before it multiplies, as Gemma's does: intercepted, not recognised."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, self.eps) * (1.0 + (self.weight - 1.0))
-
-
-class Experts(nn.Module):
-    """Experts in two parameters, called in a loop, as the transformers library does."""
-
-    def __init__(self, count: int, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.randn(count, 2 * hidden, width) / width**0.5)
-        self.down = nn.Parameter(torch.randn(count, width, hidden) / hidden**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = []
-        for index, rows in enumerate(x.chunk(len(self.down))):
-            gate, up = F.linear(rows, self.gate_up[index]).chunk(2, -1)
-            parts.append(F.linear(F.silu(gate) * up, self.down[index]))
-        return torch.cat(parts)
-
-
-class Shared(zbkern.nn.Experts):
-    """Experts with fixed, uneven shares of the rows; the third has none."""
-
-    SHARES = (0.25, 0.05, 0, 0.1, 0.3, 0.05, 0.05, 0.2)
-
-    def counts(self, x: Tensor) -> Tensor:
-        ends = (torch.tensor(self.SHARES).cumsum(0) * len(x)).round().long()
-        return ends.diff(prepend=ends.new_zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, self.counts(x))
-
-
-class Looped(Shared):
-    """The same parameters in a loop over the experts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = []
-        for rows, first, second in zip(
-            x.split(self.counts(x).tolist()), self.gate_up_proj, self.down_proj, strict=True
-        ):
-            gate, up = F.linear(rows, first).chunk(2, -1)
-            parts.append(F.linear(F.silu(gate) * up, second))
-        return torch.cat(parts)
-
-
-class Library(Shared):
-    """The same parameters by torch._grouped_mm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = self.counts(x).cumsum(0).int()
-        gate, up = torch._grouped_mm(x, self.gate_up_proj.mT, ends).chunk(2, -1)
-        return torch._grouped_mm(F.silu(gate) * up, self.down_proj.mT, ends)
-
-
-class TorchMLP(zbkern.nn.MLP):
-    """The same parameters in torch's operations."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-def attention_block(width: int, heads: int) -> nn.Module:
-    """torch's linears around the same attention core: `convert` makes ours of it."""
-    return zbkern.restore(zbkern.nn.Attention(width, heads, causal=True))
-
-
-class LlamaBlock(nn.Module):
-    """One layer of a Llama: pre-norm attention with grouped queries and rotary positions, pre-norm SwiGLU."""
-
-    def __init__(self, width: int, heads: int, key_heads: int, hidden: int, mlp: type[zbkern.nn.MLP]) -> None:
-        super().__init__()
-        self.input_norm, self.mlp_norm = zbkern.nn.RMSNorm(width), zbkern.nn.RMSNorm(width)
-        self.attention = zbkern.nn.Attention(width, heads, key_heads, causal=True)
-        self.mlp = mlp(width, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rotary=rotary_angles(x.shape[1], self.attention.head_size, x.dtype))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-@functools.cache
-def rotary_angles(tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angles = torch.arange(tokens)[:, None] * 1e4 ** (-torch.arange(size // 2) / (size / 2))
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-LLAMA = {"width": 512, "heads": 8, "key_heads": 2, "hidden": 1792}
-"""Of Llama-3 8B, an eighth in every direction: 8 heads of 64, 2 of them for keys and values."""
-
-
-def not_of_attention(name: str, module: nn.Module) -> bool:
-    """For convert(defer=...): W of attention's products runs in B. Of all W they hold most bytes for their flops."""
-    return not isinstance(module, zbkern.nn.Attention)
 
 
 def saved_bytes(forward: Callable[[], Tensor], kept: Sequence[Tensor]) -> tuple[Tensor, int]:
@@ -318,75 +222,97 @@ def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> di
     }
 
 
-HEADS = ((1024, 256, 8192), (2048, 512, 4096), (1024, 512, 32000), (1024, 1024, 8192))
-"""Tokens, features, vocabulary."""
+Row = Callable[[], dict]
 
 
-def head_row(tokens: int, features: int, vocabulary: int, rounds: int) -> dict:
-    """A head with its cross-entropy, forward and backward: ours with W in a queue, and at once, against torch's
-    linear_cross_entropy in chunks, and whole. before_w: ours without its W, which is what the next stage waits for.
+def split_rows(rounds: int) -> list[Row]:
+    """Each of the models, small ones with more rounds."""
+    tokens, fewer = 512 * 4, 256 * 4  # bytes of one feature of all tokens
+    return [
+        lambda: split_row("six 512-wide, 256 tokens", chain(512), torch.randn(256, 512), 12 * 512 * fewer, rounds),
+        lambda: split_row("six 64-wide, 16 tokens", *small(chain(64)), 20 * rounds),
+        lambda: split_row("the same, intercepted", *small(chain(64, kind=OwnLinear)), 20 * rounds),
+        lambda: split_row(
+            "8 experts 256/256, 512 tokens",
+            Experts(8, 256, 256),
+            torch.randn(512, 256),
+            (2 * 256 + 3 * 256) * tokens,
+            4 * rounds,
+        ),
+        *(
+            functools.partial(experts_row, f"8 experts 256/256, 512 tokens, beside {peer}", model, 4 * rounds)
+            for peer, model in (("a loop", Looped), ("torch._grouped_mm", Library))
+        ),
+        lambda: split_row(
+            "gated MLP 256/768, 256 tokens",
+            TorchMLP(256, 768),
+            torch.randn(256, 256),
+            (2 * 256 + 3 * 768) * fewer,
+            4 * rounds,
+            zbkern.nn.MLP(256, 768),
+        ),
+        lambda: split_row(
+            "attention 256, 2 x 128 tokens",
+            attention_block(256, 4),
+            torch.randn(2, 128, 256),
+            (256 + 3 * 256 + 2 * 256) * fewer,
+            4 * rounds,
+        ),
+        *(
+            functools.partial(llama_row, f"Llama block 512, 256 tokens: {name}", 256, rounds, defer)
+            for name, defer in (("all wait", None), ("attention's do not", not_of_attention))
+        ),
+    ]
 
-    Peak bytes are those above what exists before; a gradient of the weight is there already.
-    """
-    torch.manual_seed(0)
-    x = torch.randn(tokens, features).requires_grad_()
-    weight = (torch.randn(vocabulary, features) / features**0.5).requires_grad_()
-    target = torch.randint(vocabulary, (tokens,))
-    chunks = torch.nn.LinearCrossEntropyOptions()
 
-    def backward(loss: Tensor) -> None:
-        loss.backward()
-        x.grad = None
+def small(model: nn.Module) -> tuple[nn.Module, Tensor, int]:
+    """Six layers of 64, their input, and the bytes of all inputs and output gradients."""
+    return model, torch.randn(16, 64), 12 * 16 * 64 * 4
 
-    def f_and_b(queue: zbkern.WGradQueue) -> None:
-        with queue.defer():
-            backward(zbkern.functional.linear_cross_entropy(x, weight, target))
 
-    def deferred() -> list[Callable]:
-        queue = zbkern.WGradQueue()  # while one exists, W may wait: the other candidates run without
-        return [lambda: f_and_b(queue), queue.run]
+def experts_row(name: str, model: type[Shared], rounds: int) -> dict:
+    floor = 512 * (256 + 2 * 256 + 256 + 256) * 4
+    return split_row(name, model(256, 256, 8), torch.randn(512, 256), floor, rounds, Shared(256, 256, 8))
 
-    candidates: dict[str, Callable[[], list[Callable]]] = {
-        "whole": lambda: [lambda: backward(F.linear_cross_entropy(x, weight, target))],
-        "torch": lambda: [lambda: backward(F.linear_cross_entropy(x, weight, target, options=chunks))],
-        "at_once": lambda: [lambda: backward(zbkern.functional.linear_cross_entropy(x, weight, target))],
-        "deferred": deferred,
-    }
-    found = {}
-    for name, prepare in candidates.items():
-        weight.grad = None
-        for function in prepare():
-            function()
-        found[name] = weight.grad
-    for name, gradient in found.items():
-        testing.assert_close(gradient, found["whole"], f"gradient of the head, {name}", tolerance=1e-5)
-    timings = testing.measure(candidates, rounds=rounds, warmup=2)
-    peaks = {name: peak_bytes(prepare()) for name, prepare in candidates.items()}
-    waiting = zbkern.WGradQueue()
 
-    def before_w() -> list[Callable]:
-        waiting.discard()
-        return [lambda: f_and_b(waiting)]
-
-    halves = testing.measure({"torch": candidates["torch"], "before_w": before_w}, rounds=rounds, warmup=2)
-    waiting.discard()
+def parts(rounds: int) -> dict[str, list[Row]]:
+    """The rows of each table, those that say most first."""
+    many = 20 * rounds
+    heads = HEADS if hasattr(F, "linear_cross_entropy") else ()  # torch 2.13
+    merges = ((512, 8, rounds), (512, 32, rounds), (512, 256, rounds), (64, 16, many))
     return {
-        "case": f"{tokens} tokens, {features} x {vocabulary}",
-        "torch_us": timings["torch"].median * 1e6,
-        **{name: timings[name].ratio(timings["torch"]) for name in ("whole", "at_once", "deferred")},
-        "before_w": halves["before_w"].ratio(halves["torch"]),
-        "peak_bytes": peaks,
+        "split": split_rows(rounds),
+        "calls": [lambda: call_row(nn.Linear, 64, 64, rounds=many), lambda: call_row(nn.RMSNorm, 64, rounds=many)],
+        "heads": [functools.partial(head_row, *sizes, max(3, rounds // 2)) for sizes in heads],
+        "merge": [functools.partial(merge_row, *sizes) for sizes in merges],
     }
 
 
-def peak_bytes(functions: list[Callable]) -> int:
-    """The most bytes that these allocate at one time, as the CPU's allocator reports it to torch's profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for function in functions:
-            function()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(sizes), default=0)
+def split_table(rows: list[dict]) -> str:
+    header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
+    header.append("held / activation")
+    keys = ["split", "whole", "torch_split", "held_over_floor", "held_over_activation"]
+    cells = [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in rows]
+    title = "(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds"
+    return f"{title}\n\n{markdown_table(header, cells)}"
+
+
+def calls_table(rows: list[dict]) -> str:
+    header = ["layer", "torch", "zbkern, recognised", "zbkern, intercepted"]
+    models = ("plain", "recognised", "intercepted")
+    cells = [[r["case"], *(f"{r[f'{model}_us']:.1f}" for model in models)] for r in rows]
+    title = "Host time of one call, us: F, B and W of a layer with 64 features and 16 tokens"
+    return f"{title}\n\n{markdown_table(header, cells)}"
+
+
+def merge_table(rows: list[dict]) -> str:
+    header = ["case", "four plain W, us", "merged", "one by one"]
+    cells = [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in rows]
+    title = "W of four microbatches / four plain W (matmul and sum, then added to the gradient)"
+    return f"{title}\n\n{markdown_table(header, cells)}"
+
+
+TABLES = {"split": split_table, "calls": calls_table, "heads": heads_table, "merge": merge_table}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -396,97 +322,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    many = 20 * options.rounds
-    splits = [
-        split_row("six 512-wide, 256 tokens", chain(512), torch.randn(256, 512), 12 * 256 * 512 * 4, options.rounds),
-        split_row("six 64-wide, 16 tokens", chain(64), torch.randn(16, 64), 12 * 16 * 64 * 4, many),
-        split_row(
-            "the same, intercepted",
-            nn.Sequential(*[OwnLinear(64, 64) for _ in range(6)]),
-            torch.randn(16, 64),
-            12 * 16 * 64 * 4,
-            many,
-        ),
-        split_row(
-            "8 experts 256/256, 512 tokens",
-            Experts(8, 256, 256),
-            torch.randn(512, 256),
-            512 * (2 * 256 + 3 * 256) * 4,
-            4 * options.rounds,
-        ),
-        *(
-            split_row(
-                f"8 experts 256/256, 512 tokens, beside {peer}",
-                model,
-                torch.randn(512, 256),
-                512 * (256 + 2 * 256 + 256 + 256) * 4,
-                4 * options.rounds,
-                Shared(256, 256, 8),
-            )
-            for peer, model in (("a loop", Looped(256, 256, 8)), ("torch._grouped_mm", Library(256, 256, 8)))
-        ),
-        split_row(
-            "gated MLP 256/768, 256 tokens",
-            TorchMLP(256, 768),
-            torch.randn(256, 256),
-            256 * (2 * 256 + 3 * 768) * 4,
-            4 * options.rounds,
-            zbkern.nn.MLP(256, 768),
-        ),
-        split_row(
-            "attention 256, 2 x 128 tokens",
-            attention_block(256, 4),
-            torch.randn(2, 128, 256),
-            256 * (256 + 3 * 256 + 2 * 256) * 4,
-            4 * options.rounds,
-        ),
-    ]
-    for name, defer in (("all wait", None), ("attention's do not", not_of_attention)):
-        splits.append(llama_row(f"Llama block 512, 256 tokens: {name}", 256, options.rounds, defer))
-    calls = [call_row(nn.Linear, 64, 64, rounds=many), call_row(nn.RMSNorm, 64, rounds=many)]
-    merges = [
-        merge_row(512, 8, options.rounds),
-        merge_row(512, 32, options.rounds),
-        merge_row(512, 256, options.rounds),
-        merge_row(64, 16, many),
-    ]
-    heads = []
-    if hasattr(F, "linear_cross_entropy"):  # torch 2.13
-        heads = [head_row(*sizes, max(3, options.rounds // 2)) for sizes in HEADS]
-    print("(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds\n")
-    header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
-    header.append("held / activation")
-    keys = ["split", "whole", "torch_split", "held_over_floor", "held_over_activation"]
-    print(markdown_table(header, [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in splits]))
-    print("\nHost time of one call, us: F, B and W of a layer with 64 features and 16 tokens\n")
-    models = ("plain", "recognised", "intercepted")
-    header = ["layer", "torch", "zbkern, recognised", "zbkern, intercepted"]
-    print(markdown_table(header, [[r["case"], *(f"{r[f'{model}_us']:.1f}" for model in models)] for r in calls]))
-    print("\nW of four microbatches / four plain W (matmul and sum, then added to the gradient)\n")
-    header = ["case", "four plain W, us", "merged", "one by one"]
-    print(
-        markdown_table(
-            header,
-            [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in merges],
-        )
-    )
-    print("\nA head with its cross-entropy, F + B + W / torch's linear_cross_entropy in chunks, and peak MB of each\n")
-    names = {"whole": "torch, all logits", "at_once": "zbkern, no queue", "deferred": "zbkern, W deferred"}
-    header = [
-        "case",
-        "torch in chunks, us",
-        *names.values(),
-        "of it F + B",
-        *(f"MB: {n}" for n in ("torch in chunks", *names.values())),
-    ]
-    rows = [
-        [r["case"], f"{r['torch_us']:.0f}", *(f"{r[name]:.3f}" for name in (*names, "before_w"))]
-        + [f"{r['peak_bytes'][name] / 1e6:.1f}" for name in ("torch", *names)]
-        for r in heads
-    ]
-    print(markdown_table(header, rows))
-    found = {"split": splits, "calls": calls, "merge": merges, "heads": heads}
-    print("\n" + report.write_json("split", found, options.out))
+    found: dict[str, list[dict]] = {}
+    saved = ""
+    for name, rows in parts(options.rounds).items():
+        found[name] = []
+        for row in rows:
+            found[name].append(row())
+            saved = report.write_json("split", found, options.out)  # what is there stays if the rest is cut off
+        print(TABLES[name](found[name]), end="\n\n", flush=True)
+    print(saved)
     return 0
 
 

@@ -24,7 +24,7 @@ IMAGES = Path(__file__).parent / "images"
 PLANS = Path(__file__).parent / "plans"
 
 HELD = 1.15
-"""Of the activation, between B and W: zbkern's block with the proportions of Llama-3 8B (bench/split.py, LLAMA)."""
+"""Of the activation, between B and W: zbkern's block shaped as Llama-3 8B's (LLAMA in bench/split_models.py)."""
 UNIT = Costs(held=HELD)
 PROFILE = Costs(18.522, 18.086, 9.337, communication=0.601, held=HELD)
 """ms of one stage of a model of 1.5 billion parameters on 8 GPUs (arXiv 2401.10241, Table 9)."""

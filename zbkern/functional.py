@@ -422,8 +422,9 @@ def linear_cross_entropy(
     over the targets that count, "sum", or "none" for [...]. z_loss: factor of the squared log-sum-exp, added to every
     row's loss (PaLM, arXiv 2204.02311). chunk: rows whose logits exist at one time; None for 1024, in fp32 on a CPU
     128, of which the caches hold more, or K / 4, which large matmuls need. The loss is float32 (float64 for float64
-    x). A deferred W computes the logits a second time; where W cannot wait (no WGradQueue exists, or inside
-    `no_defer`), forward computes the gradients of a summed loss with them: three matmuls instead of four.
+    x). With every `impl`, "auto" too: where a WGradQueue exists, W computes the logits a second time; where W cannot
+    wait (no queue exists, or inside `no_defer`), forward computes the gradients of a summed loss, of weights in fp32 at
+    least, with the logits that it has: three matmuls instead of four (docs/layers.md says which one to choose).
     """
     if chunk is None:
         on_cpu = isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype.itemsize >= 4

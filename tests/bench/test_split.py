@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import zbkern
-from bench.split import LLAMA, LlamaBlock, not_of_attention, rotary_angles, saved_bytes
+from bench.split import saved_bytes
+from bench.split_models import LLAMA, LlamaBlock, not_of_attention, rotary_angles
 
 TOKENS = 64
 

@@ -1,0 +1,102 @@
+"""Rows of bench.split: a head with its cross-entropy beside torch's, time and peak bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zbkern
+from zbkern import testing
+from zbkern.reporting import markdown_table
+
+HEADS = ((1024, 256, 8192), (2048, 512, 4096), (1024, 512, 32000), (1024, 1024, 8192))
+"""Tokens, features, vocabulary."""
+
+
+def head_row(tokens: int, features: int, vocabulary: int, rounds: int) -> dict:
+    """A head with its cross-entropy, forward and backward: ours with W in a queue, and at once, against torch's
+    linear_cross_entropy in chunks, and whole. before_w: ours without its W, which is what the next stage waits for.
+
+    Peak bytes are those above what exists before; a gradient of the weight is there already.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(tokens, features).requires_grad_()
+    weight = (torch.randn(vocabulary, features) / features**0.5).requires_grad_()
+    target = torch.randint(vocabulary, (tokens,))
+    chunks = torch.nn.LinearCrossEntropyOptions()
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        x.grad = None
+
+    def f_and_b(queue: zbkern.WGradQueue) -> None:
+        with queue.defer():
+            backward(zbkern.functional.linear_cross_entropy(x, weight, target))
+
+    def deferred() -> list[Callable]:
+        queue = zbkern.WGradQueue()  # while one exists, W may wait: the other candidates run without
+        return [lambda: f_and_b(queue), queue.run]
+
+    candidates: dict[str, Callable[[], list[Callable]]] = {
+        "whole": lambda: [lambda: backward(F.linear_cross_entropy(x, weight, target))],
+        "torch": lambda: [lambda: backward(F.linear_cross_entropy(x, weight, target, options=chunks))],
+        "at_once": lambda: [lambda: backward(zbkern.functional.linear_cross_entropy(x, weight, target))],
+        "deferred": deferred,
+    }
+    found = {}
+    for name, prepare in candidates.items():
+        weight.grad = None
+        for function in prepare():
+            function()
+        found[name] = weight.grad
+    for name, gradient in found.items():
+        testing.assert_close(gradient, found["whole"], f"gradient of the head, {name}", tolerance=1e-5)
+    timings = testing.measure(candidates, rounds=rounds, warmup=2)
+    peaks = {name: peak_bytes(prepare()) for name, prepare in candidates.items()}
+    waiting = zbkern.WGradQueue()
+
+    def before_w() -> list[Callable]:
+        waiting.discard()
+        return [lambda: f_and_b(waiting)]
+
+    halves = testing.measure({"torch": candidates["torch"], "before_w": before_w}, rounds=rounds, warmup=2)
+    waiting.discard()
+    return {
+        "case": f"{tokens} tokens, {features} x {vocabulary}",
+        "torch_us": timings["torch"].median * 1e6,
+        **{name: timings[name].ratio(timings["torch"]) for name in ("whole", "at_once", "deferred")},
+        "before_w": halves["before_w"].ratio(halves["torch"]),
+        "peak_bytes": peaks,
+    }
+
+
+def peak_bytes(functions: list[Callable]) -> int:
+    """The most bytes that these allocate at one time, as the CPU's allocator reports it to torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for function in functions:
+            function()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes), default=0)
+
+
+def heads_table(rows: list[dict]) -> str:
+    names = {"whole": "torch, all logits", "at_once": "zbkern, no queue", "deferred": "zbkern, W deferred"}
+    header = [
+        "case",
+        "torch in chunks, us",
+        *names.values(),
+        "of it F + B",
+        *(f"MB: {n}" for n in ("torch in chunks", *names.values())),
+    ]
+    cells = [
+        [r["case"], f"{r['torch_us']:.0f}", *(f"{r[name]:.3f}" for name in (*names, "before_w"))]
+        + [f"{r['peak_bytes'][name] / 1e6:.1f}" for name in ("torch", *names)]
+        for r in rows
+    ]
+    title = "A head with its cross-entropy, F + B + W / torch's linear_cross_entropy in chunks, and peak MB of each"
+    return f"{title}\n\n{markdown_table(header, cells)}"
