@@ -47,6 +47,36 @@ def test_forward_and_b_multiply_rounded_numbers_and_w_the_numbers_themselves() -
     testing.assert_close(layer.bias.grad, above.double().sum(0))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_seen_and_spares_the_numbers_beside_a_nan(value: float) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 300), torch.randn(200, 300)
+    for number, place in enumerate((x, weight)):
+        before = place[3, 200].item()
+        expected = Z.linear(x, weight, recipe="fp8_blockwise")
+        place[3, 200] = value
+        y = Z.linear(x, weight, recipe="fp8_blockwise")
+        place[3, 200] = before
+        spoiled = torch.zeros_like(y, dtype=torch.bool)
+        lost = slice(128) if number and value == float("inf") else slice(3, 4)  # a weight's blocks have 128 rows
+        (spoiled[:, lost] if number else spoiled[lost])[:] = True
+        assert torch.equal(~y.isfinite(), spoiled)
+        if value != value:  # its block's scale is that of the others, whose largest it may have been
+            testing.assert_close(y[~spoiled], expected[~spoiled], tolerance=0.02)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 4, 4), (4, 0, 4), (4, 4, 0), (1, 1, 1)])
+def test_empty_tensors(m: int, n: int, k: int) -> None:
+    x, layer = torch.randn(m, k, requires_grad=True), zbkern.nn.Linear(k, n, recipe="fp8_blockwise")
+    y = layer(x)
+    y.backward(torch.ones_like(y))
+    assert (y.shape, x.grad.shape, layer.weight.grad.shape) == ((m, n), (m, k), (n, k))
+    if not k:
+        assert torch.equal(y, layer.bias.expand(m, n))
+    if not n:
+        assert not x.grad.any()
+
+
 def test_second_derivatives_are_those_without_rounding() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)

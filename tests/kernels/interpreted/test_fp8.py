@@ -47,6 +47,23 @@ def test_weights_are_quantised_as_in_the_reference(shape: tuple[int, int], trans
     assert torch.equal(scales, expected_scales if transpose else expected_scales.t())
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])  # the interpreter widens a bfloat16 NaN to a number
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "1e-31", "6e4"])
+@pytest.mark.parametrize("shape", [(1, 1), (129, 257)])
+def test_what_is_not_finite_or_very_small_is_quantised_as_in_the_reference(
+    shape: tuple[int, int], value: str, dtype: torch.dtype
+) -> None:
+    tensor = hostile(*shape, dtype)
+    tensor[0, :128] = float(value)  # all of a row's block
+    tensor[-1, -1] = float(value)
+    by_rows, by_blocks = reference_fp8.quantised(tensor, 1), reference_fp8.quantised(tensor, 128)
+    found = [triton_fp8._quantise_rows(tensor), *(triton_fp8._quantise_weight(tensor, t) for t in (False, True))]
+    wanted = [(values, scales.t()) for values, scales in (by_rows, by_blocks)] + [(by_blocks[0].t(), by_blocks[1])]
+    for got, expected in zip(found, wanted, strict=True):
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 3), (130, 128, 128), (140, 272, 150), (0, 4, 4), (4, 4, 0)])
 def test_products(m: int, n: int, k: int, dtype: torch.dtype) -> None:

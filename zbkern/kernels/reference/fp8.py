@@ -26,11 +26,15 @@ def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
 
 
 def quantised(tensor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """(values [M, K] in float8_e4m3fn, scales [M / rows, K / 128] float32): a block's largest value becomes 448."""
+    """(values [M, K] in float8_e4m3fn, scales [M / rows, K / 128] float32): a block's largest value becomes 448.
+
+    NaN stays NaN, beside others as they would be without it; where a value is infinite, what its block is multiplied
+    by, 0 times infinity, is NaN.
+    """
     m, k = tensor.shape
     padded = torch.nn.functional.pad(tensor.float(), (0, -k % BLOCK, 0, -m % rows))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, rows))  # [M / rows, rows, K / 128, 128]
-    largest = blocks.abs().amax((1, 3), keepdim=True)
+    largest = blocks.abs().nan_to_num(0.0, torch.inf).amax((1, 3), keepdim=True)
     some, top = largest > SMALLEST, torch.full_like(largest, LARGEST)  # torch divides by a number as it multiplies
     factors = torch.where(some, top / largest, 0)
     scales = torch.where(some, largest / top, 0)

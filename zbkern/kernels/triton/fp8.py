@@ -66,12 +66,15 @@ def _room(rows: int, columns: int, like: Tensor) -> Tensor:
 def _to_fp8(value, DTYPE: tl.constexpr):
     """Rounded to the nearest, ties to even. The interpreter's own conversion cuts off below e4m3's normal numbers and
     forgets a carry into the exponent, so there the value is rounded before: to 4 bits, below 2^-6 to multiples of 2^-9,
-    the steps that float32 has around 24576."""
+    the steps that float32 has around 24576. It has no NaN either."""
     if _INTERPRETED:
         bits = value.to(tl.int32, bitcast=True)
         near = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
         value = tl.where(tl.abs(value) < 0.015625, (value + 24576.0) - 24576.0, near)
-    return value.to(DTYPE)
+        rounded = value.to(DTYPE).to(tl.uint8, bitcast=True)
+        return tl.where(value != value, 0x7F, rounded).to(tl.uint8).to(DTYPE, bitcast=True)
+    else:
+        return value.to(DTYPE)
 
 
 @Kernel
