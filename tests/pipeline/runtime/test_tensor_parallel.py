@@ -27,6 +27,7 @@ from zbkern.pipeline import clip_grad_norm_, profile
 
 pytestmark = pytest.mark.dist
 
+
 @functools.cache
 def one_process(tied: bool, steps: range) -> tuple[list[float], list[float], dict[str, Tensor]]:
     plain = OneProcess(tied)
