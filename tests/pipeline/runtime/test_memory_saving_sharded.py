@@ -112,7 +112,7 @@ def check(
     ("name", "how", "reshard"),
     [
         ("zb_h1", ("recomputed", "copied", None), True),
-        ("zb_v", ("recomputed", "copied"), False),
+        pytest.param("zb_v", ("recomputed", "copied"), False, marks=pytest.mark.slow),
         pytest.param("one_f_one_b", ("copied",), True, marks=pytest.mark.slow),
         pytest.param("zb_v", ("recomputed",), True, marks=pytest.mark.slow),
     ],
