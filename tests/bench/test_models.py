@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from bench import models
 
 
-def test_a_row(capsys: pytest.CaptureFixture) -> None:
+def test_a_row(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "figures", functools.cache(models.figures))
     assert models.main(["--only", "gemma-2-9b", "--per-stage", "1", "--effort", "0"]) == 0
     assert "| gemma-2-9b |" in capsys.readouterr().out
     found = models.figures("gemma-2-9b", "h100", 1, 1.0, 0)

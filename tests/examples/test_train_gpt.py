@@ -107,8 +107,8 @@ def test_losses_of_tensor_parallel_stages_equal_a_plain_loop(four_ranks: Any, tm
 
 def train_side_by_side(out: Path, sizes: dict[str, int]) -> None:
     train_gpt, text = example("train_gpt"), example("text")
-    asked = arguments(out, steps=4, checkpoint_every=2, **sizes)
-    train_gpt.train(asked, text.Text(str(EXAMPLES)), schedules.zb_v(2, 4))
+    asked = arguments(out, steps=4, checkpoint_every=2, layers=2, **sizes)
+    train_gpt.train(asked, text.Text(str(EXAMPLES)), schedules.zb_h1(2, 4))
 
 
 @pytest.mark.parametrize("option", [pytest.param("replicas", marks=pytest.mark.slow), "tensor_parallel"])

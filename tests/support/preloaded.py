@@ -13,6 +13,6 @@ for name in (
 ):
     importlib.import_module(name)
 
-# A collection in a rank would visit, and so copy, every object of these modules: half a second of each rank that collects.
+# A collection in a rank would visit every object of these modules, and so copy it: a third of a second of each rank.
 gc.collect()
 gc.freeze()

@@ -47,7 +47,14 @@ def test_the_same_bits_in_every_run_and_nothing_left_unwritten(dtype: torch.dtyp
 
 @pytest.mark.parametrize(
     ("name", "n"),
-    [*((name, 160) for name in WITH_NUM_SMS), ("gated_linear_fwd", 150), ("gated_linear_dgrad", 150)],
+    [
+        *(
+            pytest.param(name, 160, marks=pytest.mark.slow if name.startswith("grouped_gated") else ())
+            for name in WITH_NUM_SMS
+        ),
+        ("gated_linear_fwd", 150),
+        pytest.param("gated_linear_dgrad", 150, marks=pytest.mark.slow),
+    ],
 )
 def test_num_sms_bounds_the_programs(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every kernel; what they compute is the same to rounding, in other tiles. Where n is no multiple of 16, gated

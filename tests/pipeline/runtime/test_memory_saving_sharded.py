@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +46,8 @@ def planned(modules: Any, schedule: Schedule, *arguments: Any, **options: Any) -
 def of_replicas(
     name: str, how: tuple[str | None, ...], reshard: bool, copy_size: int, recompute: tuple[str, ...] = ()
 ) -> Found:
-    """Gradients after two steps of FSDP2 stages, planned and measured peaks, and how many storages were offloaded."""
+    """Gradients of a step of FSDP2 stages, planned and measured peaks, and how many storages were offloaded. Where
+    memory is saved, the step is a second one: what is saved once is saved again."""
     setup = Setup("fsdp", name, reshard_after_forward=reshard)
     setup.schedule = saving(setup.schedule, how)
     data = setup.data(0), setup.data(1)
@@ -55,7 +57,7 @@ def of_replicas(
         peaks = planned(setup.modules, setup.schedule, *arguments, copy_size=copy_size, recompute=recompute)
     with setup.pipe(options=StepOptions(copy_size=copy_size, recompute=recompute)) as pipe:
         pipe.queue.merge = "exact"
-        for each in data:
+        for each in data if how else data[1:]:
             for parameter in setup.parameters():
                 parameter.grad = None
             pipe.step(*each)
@@ -81,17 +83,22 @@ def of_tensor_parallel(
         peaks = planned(ours.modules, ours.schedule, *arguments, copy_size=copy_size, recompute=recompute)
     with ours.pipe as pipe:
         pipe.queue.merge = "exact"
-        for step in (0, 1):
+        for step in (0, 1) if how else (1,):
             ours.gradients(step)
         timeline = pipe.gather_timeline()
     gradients = {name: local(p.grad) for name, p in ours.named().items()}
     return gradients, peaks, timeline.peak_memory, sum(map(len, timeline.copies))
 
 
+@functools.cache
+def without_saving(ranks: Any, function: Any, name: str, option: bool) -> list[Found]:
+    return ranks.run(function, name, (), option, 1)
+
+
 def check(
     ranks: Any, function: Any, name: str, how: tuple[str | None, ...], option: bool, recompute: tuple[str, ...] = ()
 ) -> None:
-    expected = ranks.run(function, name, (), option, 1)
+    expected = without_saving(ranks, function, name, option)
     found = ranks.run(function, name, how, option, 500, recompute)
     for (gradients, peaks, measured, copies), plain in zip(found, expected, strict=True):
         assert gradients.keys() == plain[0].keys()
@@ -105,7 +112,7 @@ def check(
     ("name", "how", "reshard"),
     [
         ("zb_h1", ("recomputed", "copied", None), True),
-        ("zb_v", ("recomputed", "copied"), False),
+        pytest.param("zb_v", ("recomputed", "copied"), False, marks=pytest.mark.slow),
         pytest.param("one_f_one_b", ("copied",), True, marks=pytest.mark.slow),
         pytest.param("zb_v", ("recomputed",), True, marks=pytest.mark.slow),
     ],
@@ -118,7 +125,7 @@ def test_stages_under_fsdp(four_ranks: Any, name: str, how: tuple[str | None, ..
     ("name", "how", "sequence"),
     [
         ("zb_h1", ("recomputed", "copied", None), True),
-        ("zb_v", ("recomputed", "copied"), False),
+        pytest.param("zb_v", ("recomputed", "copied"), False, marks=pytest.mark.slow),
         pytest.param("one_f_one_b", ("copied",), True, marks=pytest.mark.slow),
         pytest.param("zb_v", ("recomputed",), True, marks=pytest.mark.slow),
     ],

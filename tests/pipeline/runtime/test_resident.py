@@ -78,9 +78,9 @@ def planned_and_held(name: str, fill: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("name", "fill"),
     [
-        pytest.param("zb_h1", "planned", marks=pytest.mark.slow),
+        ("zb_h1", "planned"),
         pytest.param("zb_h2", "eager", marks=pytest.mark.slow),
-        ("zb_v", "planned"),
+        pytest.param("zb_v", "planned", marks=pytest.mark.slow),
     ],
 )
 def test_the_peak_is_the_planned_one(fresh_ranks: Any, name: str, fill: str) -> None:
