@@ -95,7 +95,7 @@ def train(arguments: argparse.Namespace) -> float | None:
         partition = None
     chunks = [zbkern.convert(chunk) for chunk in cut(config, schedule, partition, weights=weights, device=device)]
     pipe = Pipeline(chunks, schedule, token_loss, device=device)
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    parameters = torch.nn.ModuleList(chunks).parameters()  # once each, also those that two chunks share
     optimizer = Optimizer(torch.optim.AdamW(parameters, lr=arguments.lr), pipe, max_norm=1.0)
     for step in range(arguments.steps):
         optimizer.zero_grad()

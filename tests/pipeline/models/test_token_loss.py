@@ -24,6 +24,20 @@ def test_it_is_the_mean_over_all_tokens(shift: bool, microbatches: int) -> None:
     torch.testing.assert_close(loss, F.cross_entropy(outputs.flatten(0, 1), wanted.flatten(), ignore_index=-100))
 
 
+@pytest.mark.parametrize("shift", [True, False])
+def test_microbatches_of_several_sizes(shift: bool) -> None:
+    """A last batch that is not whole, or rows sorted by length: the mean is still over all tokens."""
+    torch.manual_seed(0)
+    labels = [torch.randint(7, shape) for shape in [(2, 5), (1, 9), (3, 4)]]
+    labels[1][:, 4:] = -100
+    logits = [torch.randn(*part.shape, 7) for part in labels]
+    loss = sum(map(token_loss, logits, token_targets(labels, 3, shift=shift))) / 3
+    outputs = [part[:, :-1] if shift else part for part in logits]
+    wanted = [part[:, 1:] if shift else part for part in labels]
+    flat = torch.cat([part.flatten(0, 1) for part in outputs]), torch.cat([part.flatten() for part in wanted])
+    torch.testing.assert_close(loss, F.cross_entropy(*flat, ignore_index=-100))
+
+
 def test_no_token_counts() -> None:
     (target,) = token_targets(torch.full((2, 3), -100), 1)
     logits = torch.randn(2, 3, 5, requires_grad=True)
@@ -42,10 +56,12 @@ def test_the_number_of_tokens_of_all_replicas() -> None:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (torch.zeros(4, 3), r"integers \[rows, length\]; got torch.float32 \[4, 3\]"),
+        (torch.zeros(4, 3), r"integers \[rows, length\], or a list of such; got torch.float32 \[4, 3\]"),
         (torch.zeros(4, dtype=torch.long), r"got torch.int64 \[4\]"),
         (None, "got None"),
-        (torch.zeros(3, 3, dtype=torch.long), "a multiple of 2 rows, the microbatches; got 3"),
+        (torch.zeros(3, 3, dtype=torch.long), "a multiple of 2 rows, the microbatches, or be a list of .*; got 3"),
+        ([torch.zeros(3, 3, dtype=torch.long)], "a list of 2 microbatches; got 1"),
+        ([torch.zeros(3, 3, dtype=torch.long), torch.zeros(3, dtype=torch.long)], r"got torch.int64 \[3\]"),
     ],
 )
 def test_bad_labels(labels: Any, message: str) -> None:

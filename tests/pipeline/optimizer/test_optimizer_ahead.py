@@ -477,14 +477,25 @@ def test_a_second_optimizer_is_refused() -> None:
         Optimizer(torch.optim.SGD(model.parameters()), pipe)
         with pytest.raises(ValueError, match=r"this Pipeline has an Optimizer already.*call pipe.detach\(\)"):
             Optimizer(torch.optim.SGD(model.parameters()), pipe)
-        with pytest.raises(
-            ValueError, match=r"Pipeline.attach: this Pipeline has an Optimizer already.*pipe.detach\(\)"
-        ):
-            pipe.attach(pipe.optimizer)
+        pipe.attach(pipe.optimizer)  # the same one again, as a loop that changes between two pipelines may do
+        another = Optimizer(torch.optim.SGD(model.parameters()), LocalTransport.ring(1)[0])
+        with pytest.raises(ValueError, match=r"Pipeline.attach: this Pipeline has another Optimizer.*detach\(\)"):
+            pipe.attach(another)
         pipe.detach()
         assert pipe.optimizer is None
         other = Optimizer(torch.optim.SGD(model.parameters()), pipe)
         assert pipe.optimizer is other
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_weight_that_two_chunks_share_is_named_once() -> None:
+    """Torch only warns, and its optimizers update it twice per step."""
+    chunks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    chunks[1].weight = chunks[0].weight
+    twice = torch.optim.SGD([parameter for chunk in chunks for parameter in chunk.parameters()])
+    with pytest.raises(ValueError, match=r"Optimizer: .* has a parameter of shape \[2, 2\] twice.*ModuleList"):
+        Optimizer(twice, LocalTransport.ring(1)[0])
+    Optimizer(torch.optim.SGD(nn.ModuleList(chunks).parameters()), LocalTransport.ring(1)[0])
 
 
 class Scaled(nn.Module):

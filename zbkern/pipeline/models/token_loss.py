@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,28 +20,45 @@ class TokenTargets(NamedTuple):
 
 
 def token_targets(
-    labels: Tensor, microbatches: int, *, shift: bool = True, tokens: float | Tensor | None = None
+    labels: Tensor | Sequence[Tensor],
+    microbatches: int,
+    *,
+    shift: bool = True,
+    tokens: float | Tensor | None = None,
 ) -> list[TokenTargets]:
     """`targets` of `Pipeline.step` for `token_loss`: the loss of the step is then the mean over its labelled tokens.
 
-    labels: [rows, length], -100 where a token does not count (padding, prompts). shift: as the transformers library
-    has labels, each position's own token, which the position before it is to predict; False where labels are shifted
-    already. tokens: what to divide by instead of the number of tokens that count; with data-parallel replicas their
-    mean over the replicas. Raises TypeError or ValueError for labels that cannot be split.
+    labels: [rows, length], -100 where a token does not count (padding, prompts), to be split into equally many rows; or
+    a list with such a tensor per microbatch, whose numbers of rows and lengths may differ. shift: as the transformers
+    library has labels, each position's own token, which the position before it is to predict; False where labels are
+    shifted already. tokens: what to divide by instead of the number of tokens that count; with data-parallel replicas
+    their mean over the replicas. Raises TypeError or ValueError for labels that cannot be split.
     """
-    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
-        got = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else repr(labels)
-        raise TypeError(f"token_targets: labels must be integers [rows, length]; got {got}")
-    if labels.shape[0] % microbatches:
-        raise ValueError(
-            f"token_targets: labels must have a multiple of {microbatches} rows, the microbatches; got "
-            f"{labels.shape[0]}"
-        )
+    parts = _microbatches(labels, microbatches)
     if shift:
-        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    total = torch.as_tensor((labels != IGNORED).sum() if tokens is None else tokens, device=labels.device)
+        parts = [F.pad(part[:, 1:], (0, 1), value=IGNORED) for part in parts]
+    counted = sum((part != IGNORED).sum() for part in parts) if tokens is None else tokens
+    total = torch.as_tensor(counted, device=parts[0].device)
     weight = microbatches / total.clamp(min=1).float()  # the Pipeline takes the mean over microbatches
-    return [TokenTargets(part, weight) for part in labels.chunk(microbatches)]
+    return [TokenTargets(part, weight) for part in parts]
+
+
+def _microbatches(labels: Any, microbatches: int) -> list[Tensor]:
+    parts = list(labels) if isinstance(labels, list | tuple) else [labels]
+    for part in parts:
+        if not isinstance(part, Tensor) or part.dim() != 2 or part.is_floating_point():
+            got = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
+            raise TypeError(f"token_targets: labels must be integers [rows, length], or a list of such; got {got}")
+    if isinstance(labels, Tensor):
+        if len(labels) % microbatches:
+            raise ValueError(
+                f"token_targets: labels must have a multiple of {microbatches} rows, the microbatches, or be a list of "
+                f"microbatches, whose numbers of rows may differ; got {len(labels)}"
+            )
+        return list(labels.chunk(microbatches))
+    if len(parts) != microbatches:
+        raise ValueError(f"token_targets: labels must be a list of {microbatches} microbatches; got {len(parts)}")
+    return parts
 
 
 def token_loss(logits: Tensor, targets: TokenTargets) -> Tensor:

@@ -41,7 +41,7 @@ from zbkern.pipeline.optimizer.master_weights import (
     unscale,
     update_scale,
 )
-from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.params import duplicate, hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.protocols import PipelineLike
 from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
 from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
@@ -87,8 +87,8 @@ class Optimizer(OptimizerWrapper):
     {name: parameter} of weights that several ranks hold with equal gradients, which count once; by default those of
     which a Pipeline has made this the case.
     timeout: seconds to wait for a message; a Pipeline's by default. Raises TypeError or ValueError for arguments out of
-    range, for an undo that does not fit the optimizer, and for an optimizer with a max_norm of its own. All ranks
-    construct theirs together.
+    range, for an undo that does not fit the optimizer, and for an optimizer that has a parameter twice or a max_norm of
+    its own. All ranks construct theirs together.
 
     Attributes: `last_norm`, the norm of the last validated step, before clipping (None at first); `undone`, how often
     this rank took a step back; `clipped`, `skipped`: how many validated steps were; `optimizer`: the torch optimizer;
@@ -121,6 +121,12 @@ class Optimizer(OptimizerWrapper):
             raise ValueError(
                 f"Optimizer: {type(optimizer).__name__}(max_norm={own}) clips by the norm of its own "
                 "parameters, not of those of all ranks; give max_norm to Optimizer instead"
+            )
+        if (twice := duplicate(parameters(optimizer))) is not None:
+            raise ValueError(
+                f"Optimizer: {type(optimizer).__name__} has a parameter of shape {list(twice.shape)} twice and would "
+                "update it twice, a weight that two chunks share for example; give it "
+                "torch.nn.ModuleList(chunks).parameters(), which has each parameter once"
             )
         pipeline = pipe if isinstance(pipe, PipelineLike) else None
         if pipeline is not None and pipeline.optimizer is not None:

@@ -174,15 +174,15 @@ class Pipeline:
         """From now on steps of this pipeline wait for the optimizer's to be validated; on every rank.
 
         An Optimizer attaches itself to the Pipeline that it is made with; another Pipeline of the same modules has it
-        attached by its user. Raises ValueError where an optimizer is attached already, TypeError for what is none.
+        attached by its user. Raises ValueError where another optimizer is attached already, TypeError for what is none.
         """
         if not isinstance(validator, StepValidator):
             raise TypeError(
                 f"Pipeline.attach: validator must be a zbkern.pipeline.Optimizer; got {type(validator).__name__}"
             )
-        if self._ahead.validator is not None:
+        if self._ahead.validator not in (None, validator):
             raise ValueError(
-                "Pipeline.attach: this Pipeline has an Optimizer already, and gradients have one norm: give all "
+                "Pipeline.attach: this Pipeline has another Optimizer already, and gradients have one norm: give all "
                 "parameters to one torch optimizer; call pipe.detach() on every rank to replace it"
             )
         self._ahead.validator = validator

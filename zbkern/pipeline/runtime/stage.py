@@ -218,8 +218,8 @@ def _why_fused(module: torch.nn.Module) -> str:
             "why a layer stays torch's)"
         )
     return (
-        "the W of the zbkern layers that it ran could not be deferred; docs/gradients.md lists such cases under "
-        '"What is not deferred"'
+        "the W of the zbkern layers that it ran in one microbatch could not be deferred, or it ran none of them; "
+        'docs/gradients.md lists such cases under "What is not deferred"'
     )
 
 
