@@ -27,14 +27,18 @@ class Annealer {
     length_.resize(passes);
     memory_of_.resize(passes);
     least_after_.assign(passes, 0);
+    group_.resize(passes), rank_of_.resize(passes), consumer_.assign(passes, -1);
+    for (int pass = 0; pass < passes; pass++) group_[pass] = pass / m_, rank_of_[pass] = p_.placement[group_[pass] % n_];
     for (int c = 0; c < n_; c++)
       for (int j = 0; j < m_; j++) {
         if (c > 0) {
           needs_[id(kForward, c, j)] = id(kForward, c - 1, j);
+          consumer_[id(kForward, c - 1, j)] = p_.placement[c];
           lag_[id(kForward, c, j)] = p_.communication[c - 1];
         }
         if (c < n_ - 1) {
           needs_[id(kBackward, c, j)] = id(kBackward, c + 1, j);
+          consumer_[id(kBackward, c + 1, j)] = p_.placement[c];
           lag_[id(kBackward, c, j)] = p_.communication[c];
         }
         length_[id(kForward, c, j)] = p_.forward[c];
@@ -62,9 +66,8 @@ class Annealer {
 
  private:
   int id(int kind, int c, int j) const { return (kind * n_ + c) * m_ + j; }
-  int kind_of(int pass) const { return pass / (n_ * m_); }
-  int chunk_of(int pass) const { return pass / m_ % n_; }
-  int rank_of(int pass) const { return p_.placement[chunk_of(pass)]; }
+  int kind_of(int pass) const { return group_[pass] < n_ ? kForward : group_[pass] < 2 * n_ ? kBackward : kWeight; }
+  int chunk_of(int pass) const { return group_[pass] - kind_of(pass) * n_; }
 
   void set_backward(int c, int j) {
     const bool fuse = fused_[c * m_ + j];
@@ -95,6 +98,8 @@ class Annealer {
   const int n_, m_;
   std::vector<char> fused_;
   std::vector<int> needs_;                                    // [pass] the pass whose output it waits for, or -1
+  // [pass] kind * chunks + chunk; its rank; the rank that waits for its output, or -1. Divisions would take half the time.
+  std::vector<int> group_, rank_of_, consumer_;
   std::vector<Time> lag_, length_, memory_of_, least_after_;  // [pass]
   bool fixed_starts_ = true;                                  // no order can delay a rank's first pass
   std::vector<Time> offset_;                                  // [rank] start of its first pass, if so
@@ -163,7 +168,7 @@ void Annealer::refresh(int rank, int low, int high) {
   const int last = std::min(high + 1, static_cast<int>(row.size()) - 1);
   for (int k = last; k >= low; k--) {
     Time length = length_[row[k]];
-    if (k > 0 && length > 0 && kind_of(row[k]) == kWeight && row[k] / m_ == row[k - 1] / m_ && length_[row[k - 1]] > 0)
+    if (k > 0 && length > 0 && kind_of(row[k]) == kWeight && group_[row[k]] == group_[row[k - 1]] && length_[row[k - 1]] > 0)
       length -= p_.merge_saving[chunk_of(row[k])];
     lengths_[rank][k] = length;
   }
@@ -202,7 +207,7 @@ bool Annealer::run(Time from, Time threshold) {
       if (input >= 0) {
         Time at;
         if (stamp_[input] == epoch_) at = trial_ends_[input];
-        else if (position_[input] < first_[rank_of(input)]) at = ends_[input];
+        else if (position_[input] < first_[rank_of_[input]]) at = ends_[input];
         else {
           waits_for_[rank] = input;
           break;
@@ -215,10 +220,8 @@ bool Annealer::run(Time from, Time threshold) {
       if (fixed_starts_ && now + least_after_[pass] > threshold) return false;
       trial_ends_[pass] = now;
       stamp_[pass] = epoch_;
-      const int kind = kind_of(pass), consumer = chunk_of(pass) + (kind == kForward ? 1 : -1);
-      if (kind == kWeight || consumer < 0 || consumer >= n_) continue;
-      const int peer = p_.placement[consumer];
-      if (waits_for_[peer] == pass) {
+      const int peer = consumer_[pass];
+      if (peer >= 0 && waits_for_[peer] == pass) {
         waits_for_[peer] = -1;
         runnable_.push_back(peer);
       }
@@ -245,7 +248,7 @@ void Annealer::commit() {
 }
 
 bool Annealer::must_precede(int before, int after) const {
-  if (before / m_ == after / m_ || needs_[after] == before) return true;  // microbatches pass in order
+  if (group_[before] == group_[after] || needs_[after] == before) return true;  // microbatches pass in order
   const int kind = kind_of(before);
   return kind != kWeight && kind_of(after) == kind + 1 && after - before == n_ * m_;
 }
@@ -295,7 +298,7 @@ void Annealer::critical_path() {
     }
     const int input = needs_[pass];
     if (input < 0) break;
-    rank = rank_of(input);
+    rank = rank_of_[input];
     k = position_[input];
   }
 }

@@ -1,5 +1,6 @@
 // Search for a pattern, the order of ZB-V with its counts as parameters; see planner/pattern_search.py.
 #include <algorithm>
+#include <array>
 
 #include "planner.h"
 #include "planner_random.h"
@@ -13,7 +14,7 @@ constexpr int kPatience = 4;  // where the patience of the three phases begins, 
 class Patterns {
  public:
   explicit Patterns(const Problem& problem)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), rows_(problem.ranks), scripts_(problem.ranks), pending_(problem.ranks) {
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), rows_(problem.ranks), scripts_(problem.ranks), pending_(problem.ranks), written_(problem.ranks) {
     ends_.resize(p_.passes()), waiter_.resize(p_.passes());
     for (int rank = 0; rank < p_.ranks; rank++) {
       Time work = 0;
@@ -44,6 +45,7 @@ class Patterns {
   Rows rows_;
   std::vector<char> fused_;
   std::vector<std::vector<int>> scripts_, pending_;  // [rank] 4 phase + 2 kind + (0 or 1 for the chunk); chunks of W to run
+  std::vector<std::array<int, kPatience>> written_;  // [rank] the counts that its script was written for
   std::vector<int> waiter_, runnable_, count_;
   std::vector<std::size_t> place_, next_weight_;
   std::vector<Time> work_, ends_, clock_, start_, span_, memory_, rest_;
@@ -54,6 +56,9 @@ class Patterns {
 void Patterns::write(const Pattern& pattern, int rank) {
   enum { kDown = 0, kUp = 1, kBackUp = 2, kBackDown = 3 };  // F and B of the first chunk are even, of the second odd
   auto& script = scripts_[rank];
+  const std::array<int, kPatience> counts = {pattern[0][rank], pattern[1][rank], pattern[2][rank], pattern[3][rank]};
+  if (!script.empty() && counts == written_[rank]) return;  // as for most ranks: a change is of few
+  written_[rank] = counts;
   script.clear();
   int done[4] = {0, 0, 0, 0}, phase = 0;
   const auto add = [&](int what) {

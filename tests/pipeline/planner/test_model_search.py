@@ -111,6 +111,17 @@ def test_the_search_is_never_worse_than_its_answer_for_fewer_choices() -> None:
         assert free <= plan(model, 2, 4, memory_limit=60.0, effort=1, **given_).timeline.cost * (1 + 1e-9)
 
 
+def test_what_1f1b_holds_on_even_and_balanced_partitions_is_a_level_of_memory() -> None:
+    """A limit that is often asked for is not rounded down to the next step."""
+    from zbkern.pipeline.planner import model_search
+
+    model, schedule = llama(17, head=5.0), schedules.one_f_one_b(4, 8)
+    held = model_search._held_by_1f1b(model_search.Question(model, 4, 8, None, "cost"))
+    for partition in (even_partitions(19, 4)[0], balanced_partitions(model, range(4), 8, None)[0]):
+        peak = max(simulate(schedule, model.chunk_costs(partition)).peak_memory)
+        assert any(each == pytest.approx(peak) for each in held), (partition, peak, held)
+
+
 @needs_core
 def test_the_same_plan_however_busy_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the search is work: time that passes elsewhere does not matter."""

@@ -15,7 +15,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ ROUNDING = 1e-9  # relative: a cost this near to a lower bound is no better than
 _PARTS = 16  # of what 1F1B holds: the distance of levels
 _MOST = 3  # times what 1F1B holds: up to there the levels go
 
+_MOST_ROUNDS = 64
 _SUMS = 20_000  # of activations and held tensors on a rank: with more, limits stay as they are
 
 Limits = tuple[int, ...]  # one per rank
@@ -50,11 +51,13 @@ Known = tuple[Ordering, list[int]]  # orders with their cost, and the most that 
 class Work(NamedTuple):
     """How much is done at a level, in passes: rules that are tried, and the first rounds of the search.
 
-    Every round after these is twice as long as the one before.
+    Every round after these is twice as long as the one before. closes: the most that each round may gain, as a share of
+    the distance to the lower bound, those after the last one like it; see `Level._least_after`.
     """
 
     rules: int
     rounds: Sequence[int]
+    closes: Sequence[float] = (1.0,)
 
     def passes(self, number: int) -> int:
         """Of the round of this number."""
@@ -79,8 +82,10 @@ class Level:
         seed: int,
         published: Published,
         ruled: bool,
+        most_rounds: int = _MOST_ROUNDS,
     ) -> None:
         self.problem, self.pool, self.ruled = problem, Pool(problem, keep), ruled
+        self._most_rounds = most_rounds
         self.constructed: list[Ordering] = []
         self._rounds, self._started = 0, False
         self._known, self._work, self._budget = known, work, budget
@@ -110,7 +115,20 @@ class Level:
         """What the rounds that are left will not be below."""
         if not self._started:
             return self.bound
-        return max(self.bound, self.pool.reached * _left_to_gain(self._rounds, self._budget.rounds))
+        least: float = self.pool.reached
+        for number in range(self._rounds, min(self._budget.rounds, self._most_rounds)):
+            least = self._least_after(number, least)
+        return max(self.bound, least * (1 - ROUNDING))
+
+    def _least_after(self, number: int, reached: float) -> float:
+        """What the round of this number may come to from there: what it finds beyond that counts in the next one.
+
+        So a level that is far behind can be left out although nobody knows what it would find.
+        """
+        last, closes = len(SETTINGS.gains) - 1, self._work.closes
+        gain = SETTINGS.gains[min(number, last)] * 0.5 ** max(0, number - last)
+        share = closes[min(number, len(closes) - 1)]
+        return max(reached * (1 - gain), self.bound + (reached - self.bound) * (1 - share))
 
     def start(self, lower: Sequence[Level]) -> None:
         """What the rounds begin with. lower: the levels with less memory, whose constructive answers take part."""
@@ -129,9 +147,9 @@ class Level:
 
     def rounds(self, count: int) -> None:
         """Runs what is left of so many rounds, each twice as long as the one before."""
-        for number in range(self._rounds, count):
+        for number in range(self._rounds, min(count, self._most_rounds)):
             self.pool.bound = self.bound
-            self.pool.refuse_below(math.ceil(self.pool.reached * (1 - _gain(number))))
+            self.pool.refuse_below(math.ceil(self._least_after(number, self.pool.reached)))
             if not self.pool.optimal:
                 self._round(number)
             self._rounds += self._budget.left > 0
@@ -145,7 +163,7 @@ class Level:
         assert self._population is not None
         if self._few is not None:
             population = self._few[1]
-            population.round(passes // 2, base_seed, budget, passes)
+            population.round(passes // 2, base_seed, budget)
             if population.refined is not None:
                 pool.add(population.refined.schedule(problem.microbatches))
             if population.pattern_search.best is not None:
@@ -153,7 +171,7 @@ class Level:
             for orders in population.pool.orders:
                 if not any(orders.fused) and budget.left > 0:
                     pool.add(extended(problem, orders))
-        self._population.round(passes, base_seed, budget, passes if self._few is None else passes // 2)
+        self._population.round(passes, base_seed, budget)
 
     def _begin(self) -> None:
         problem, budget, patterns = self.problem, self._budget, self._work.rounds[0] // 8
@@ -177,18 +195,6 @@ def _fewer(problem: Problem) -> Problem | None:
     small = min(problem.microbatches, 3 * problem.ranks)
     worth = problem.microbatches >= 4 * problem.ranks // 3 and small < problem.microbatches
     return problem.with_microbatches(small) if worth else None
-
-
-def _gain(number: int) -> float:
-    """The most that the round of this number may gain, relative: what it finds beyond that counts in the next one."""
-    last = len(SETTINGS.gains) - 1
-    return SETTINGS.gains[min(number, last)] * 0.5 ** max(0, number - last)
-
-
-@cache
-def _left_to_gain(rounds: int, last: int) -> float:
-    """What is left of a cost at least after all rounds that follow so many, up to the last."""
-    return math.prod(1 - _gain(number) for number in range(rounds, min(last, 64))) * (1 - ROUNDING)
 
 
 class Ladder:
@@ -238,11 +244,15 @@ class Ladder:
                 least = cost
                 yield most / problem.memory_scale
 
-    def add_level(self, limit: Limits, ruled: bool) -> None:
-        """The next level, with less memory than the one before. ruled: it takes part in the constructive answer."""
+    def add_level(self, limit: Limits, ruled: bool, most_rounds: int = _MOST_ROUNDS) -> None:
+        """The next level, with less memory than the one before. ruled: it takes part in the constructive answer.
+
+        most_rounds: how many rounds it has at most.
+        """
         problem = self.problem.with_limit(limit)
         keep, work, budget = self.pool.keep, self._work, self._budget
-        self.levels.append(Level(problem, self.known, keep, work, budget, self._seed, self._published, ruled))
+        level = Level(problem, self.known, keep, work, budget, self._seed, self._published, ruled, most_rounds)
+        self.levels.append(level)
 
     def construct(self, best: Callable[[], float]) -> None:
         for level in self._worth_it(best):

@@ -106,7 +106,7 @@ def search(
             if same is not None:  # as where equal layers are divided in another order
                 same.step = min(same.step, step)
             elif least_work(problem) < best():
-                work = Work(SETTINGS.layers_rules, SETTINGS.layers_rounds)
+                work = Work(SETTINGS.layers_rules, SETTINGS.layers_rounds, SETTINGS.layers_closes)
                 here.append(Cut(each, name, costs, Ladder(problem, keep, work, budget, seed, published), step))
                 cuts.append(here[-1])
         _add_levels(question, here, lowest, every, usual)
@@ -175,19 +175,24 @@ def _least_step(question: Question, best: float) -> float:
     return (in_flight + static) / question.stages * (1 - ROUNDING)
 
 
-def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: int, usual: float) -> None:
+def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: int, usual: set[float]) -> None:
     """The levels of memory of one placement: each to the ladder of the partition that is best for it.
 
     Which that is depends on the level alone: the best published schedule that fits it decides, or else the order of the
-    partitions. With several limits, or one below all steps, there is a level for just these.
+    partitions. With several limits, or one below all steps, there is a level for just these. usual: further steps of
+    memory; there, and at every second of the others, the search has all its rounds.
     """
     limits = rank_limits(question.memory_limit, question.stages)
     least = _least(limits)
     given = question.model, question.stages, question.microbatches, least
     ruled = {lowest, *memory_steps(*given, SETTINGS.layers_rules_every)}
-    steps = {step for step in (lowest, *memory_steps(*given, every), usual) if step <= least * (1 + ROUNDING)}
+    regular = {lowest, *memory_steps(*given, every)}
+    between = {each for each in usual if not any(math.isclose(each, step) for step in regular)}
+    often = {step for step in regular if any(math.isclose(each, step) for each in usual)}
+    short = regular - often - {lowest, *memory_steps(*given, 2)}
+    steps = {step for step in regular | between if step <= least * (1 + ROUNDING)}
     own = {id(cut): set(cut.ladder.published_steps()) for cut in cuts}
-    exact = set().union(*own.values()) - steps
+    exact = {each for each in set().union(*own.values()) if not any(math.isclose(each, step) for step in steps)}
     last: dict[int, Limits] = {}
     several = limits is not None and min(limits) < max(limits)
     for step in [None] * several + sorted(steps | exact, reverse=True):
@@ -196,7 +201,9 @@ def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: i
                 continue
             if last.get(id(cut)) != limit:
                 whole = limit == cut.ladder.limit_of(math.inf)
-                cut.ladder.add_level(limit, whole or (place == 0 and (step is None or step in ruled)))
+                is_ruled = whole or (place == 0 and (step is None or step in ruled))
+                few = step in short and not whole
+                cut.ladder.add_level(limit, is_ruled, *([SETTINGS.layers_few_rounds] if few else []))
             last[id(cut)] = limit
     if not last:
         for cut, limit in _best_for(cuts, None):
@@ -214,20 +221,20 @@ def _best_for(cuts: Sequence[Cut], step: float | None) -> list[tuple[Cut, Limits
     return [each[2:] for each in found[: SETTINGS.partitions]]
 
 
-def _held_by_1f1b(question: Question) -> float:
-    """What 1F1B holds on the even or balanced partition where it is fastest: a limit that is often asked for."""
+def _held_by_1f1b(question: Question) -> set[float]:
+    """What 1F1B holds on an even partition, on the balanced one, and on the fastest: limits often asked for."""
     question, placement = replace(question, memory_limit=None), tuple(range(question.stages))
     orders = ordering_of(schedules.one_f_one_b(question.stages, question.microbatches))
     even = even_partitions(len(question.model.layers), question.stages)
     balanced = balanced_partitions(question.model, placement, question.microbatches, None)
     found: list[tuple[float, float]] = []  # the objective, and the most that a rank holds
-    for partition in dict.fromkeys([*balanced, *even]):
+    for partition in [balanced[0], *even]:
         problem = question.problem(question.model.chunk_costs(partition, placement), placement)
         timed = measured(problem, orders)
         if timed is not None:
             most = max(map(add, timed[1], problem.static))
             found.append((timed[0].cost / problem.time_scale, most / problem.memory_scale))
-    return min(found)[1]
+    return {held for _, held in (*found[:2], min(found))}
 
 
 def _least(limits: Sequence[float] | None) -> float:

@@ -101,7 +101,8 @@ def balanced_by_step(
     if limits is None or min(limits) == max(limits):
         limit = math.inf if limits is None else limits[0]
         steps = memory_steps(model, ranks, microbatches, limit, _PARTITIONS_EVERY)
-    without_limit = next(_balanced(model, placement, microbatches, None))
+    start = balanced_chunks([work_of(layer) for layer in model.layers], len(placement))
+    without_limit = next(_balanced(model, placement, microbatches, None, start))
     any_ = False
     for step in steps:
         each = [step] * ranks
@@ -110,18 +111,21 @@ def balanced_by_step(
         if not enough.missing():
             yield step, without_limit
         elif step >= least_step and enough.total_of_a_microbatch() <= step * ranks:
-            for partition in dict.fromkeys(_balanced(model, placement, microbatches, each)):
+            for partition in dict.fromkeys(_balanced(model, placement, microbatches, each, start)):
                 yield step, partition
         any_ = any_ or enough.total_of_a_microbatch() <= step * ranks
     if not any_:
-        for partition in dict.fromkeys(_balanced(model, placement, microbatches, limits)):
+        for partition in dict.fromkeys(_balanced(model, placement, microbatches, limits, start)):
             yield 0.0, partition
 
 
 def _balanced(
-    model: ModelCosts, placement: Sequence[int], microbatches: int, limits: Sequence[float] | None
+    model: ModelCosts,
+    placement: Sequence[int],
+    microbatches: int,
+    limits: Sequence[float] | None,
+    start: Sequence[int],
 ) -> Iterator[Partition]:
-    start = balanced_chunks([work_of(layer) for layer in model.layers], len(placement))
     for in_flight in _IN_FLIGHT if limits is not None else (0.0,):
         yield tuple(_improved(_Ranks(model, placement, microbatches, limits, in_flight), start))
 
@@ -165,6 +169,9 @@ def _least_maximum(work: Sequence[float], prefix: Sequence[float], chunks: int) 
     return high
 
 
+_Saved = tuple[list[list[float]], list[dict[str, int]]]
+
+
 class _Ranks:
     """What every rank would do and hold, updated as layers move from chunk to chunk."""
 
@@ -187,7 +194,16 @@ class _Ranks:
         self._once, self._flying, self._static = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
         self._tied: list[dict[str, int]] = [{} for _ in range(ranks)]
 
+    def saved(self) -> _Saved:
+        return [self.work[:], self._once[:], self._flying[:], self._static[:]], [dict(each) for each in self._tied]
+
+    def restore(self, saved: _Saved) -> None:
+        sums, tied = saved
+        self.work, self._once, self._flying, self._static = (each[:] for each in sums)
+        self._tied = [dict(each) for each in tied]
+
     def fill(self, starts: Sequence[int]) -> None:
+        """Starts anew with the layers of this partition."""
         for values in (self.work, self._once, self._flying, self._static):
             values[:] = [0.0] * len(values)
         self._tied = [{} for _ in self.work]
@@ -252,40 +268,37 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
     ranks.fill(starts)
     best = ranks.cost()
     while True:
+        here = ranks.saved()
         found: list[int] | None = None
         worst = ranks.worst()
         for chunk, owner in enumerate(ranks.placement):
             if owner != worst:
                 continue
-            for moved in _moves(ranks, starts, chunk):
-                cost = ranks.cost()
-                if any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True)) and cost < best:
-                    best, found = cost, moved
-            ranks.fill(starts)
+            for step in (1, -1):
+                for moved in _moves(ranks, starts, chunk, step):
+                    cost = ranks.cost()
+                    if cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True)):
+                        best, found = cost, moved
+                ranks.restore(here)
         if found is None:
             return starts
         starts = found
         ranks.fill(starts)
 
 
-def _moves(ranks: _Ranks, starts: Sequence[int], source: int) -> Iterator[list[int]]:
-    """Starts after a layer of chunk `source` has moved to each other chunk in turn; `ranks` follows."""
-    ends = [*starts[1:], len(ranks.layers)]
-    if ends[source] - starts[source] < 2:
+def _moves(ranks: _Ranks, starts: Sequence[int], source: int, step: int) -> Iterator[list[int]]:
+    """Starts after a layer of chunk `source` has moved to each chunk after it (step 1) or before it (-1), the nearest
+    first; `ranks` follows.
+    """
+    moved = [*starts, len(ranks.layers)]
+    if moved[source + 1] - moved[source] < 2:
         return
-    for step in (1, -1):
-        moved = list(starts)
-        chunk = source
-        while 0 <= chunk + step < len(starts):
-            if step > 0:
-                moved[chunk + 1] -= 1
-                layer = moved[chunk + 1]
-            else:
-                layer = moved[chunk]
-                moved[chunk] += 1
-            ranks.change(layer, chunk, -1)
-            ranks.change(layer, chunk + step, 1)
-            chunk += step
-            yield list(moved)
-        if step > 0:
-            ranks.fill(starts)
+    chunk = source
+    while 0 <= chunk + step < len(starts):
+        first = max(chunk, chunk + step)  # the chunk whose first layer changes
+        layer = moved[first] - (step > 0)
+        moved[first] -= step
+        ranks.change(layer, chunk, -1)
+        ranks.change(layer, chunk + step, 1)
+        chunk += step
+        yield moved[:-1]

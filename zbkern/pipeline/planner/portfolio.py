@@ -96,13 +96,13 @@ class Population:
         self._warm = warm_start(problem, budget)
         pool.add(self._warm)
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
-        plenty = min(problem.limit) > held_by_1f1b(problem)
+        plenty = min(problem.limit) > SETTINGS.plenty * held_by_1f1b(problem)
         self._long = self._warm is None and (plenty or problem.chunks > 2 * problem.ranks)
 
-    def round(self, passes: int, base_seed: int, budget: Budget, pattern_passes: int) -> None:
-        """Runs about `passes` passes, and `pattern_passes` in the search for a pattern."""
+    def round(self, passes: int, base_seed: int, budget: Budget) -> None:
+        """Runs about `passes` passes, and where there is a pattern a quarter as many in the search for a better one."""
         pool = self.pool
-        found = self.pattern_search.round(pattern_passes, base_seed, budget)
+        found = self.pattern_search.round(passes // 4, base_seed, budget)
         members = [*self._members, *pool.orders[:1], found, self._refined(passes // 4, base_seed, budget)]
         members += [self._warm or self._block(passes // 8, 2 * base_seed + which, budget) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())

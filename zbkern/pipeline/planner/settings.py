@@ -31,7 +31,7 @@ class SearchSettings:
     """Problems of more passes have a first round of a quarter: with 64 stages and 512 microbatches it finds as much
     (7.2% idle with one chunk per rank)."""
 
-    gains: tuple[float, ...] = (0.06, 0.04, 0.03, 0.02)
+    gains: tuple[float, ...] = (0.06, 0.04, 0.04, 0.04)
     """The most that each round may gain at a level of memory, relative, so that levels without hope are left out; each
     round after these half as much as the one before. Where memory is shortest all rounds gain 13%, mostly far less."""
 
@@ -43,6 +43,8 @@ class SearchSettings:
     """The coolings of the short annealings, in turn."""
     long_cooling: tuple[float, int] = (0.6, 10)
     """The cooling of the long annealing."""
+    plenty: float = 0.75
+    """Times what 1F1B holds: with more memory there is a long annealing."""
     end_temperature: float = 0.02
     """The temperature at which annealing ends."""
     temperatures: int = 60
@@ -84,7 +86,12 @@ class SearchSettings:
     """For each placement and level of memory."""
     layers_rules: int = 60_000
     """Rules are tried on at most this many passes for each cut and level of memory."""
-    layers_rounds: tuple[int, ...] = (250_000, 1_000_000, 4_000_000, 16_000_000)
+    layers_rounds: tuple[int, ...] = (500_000, 1_500_000, 5_000_000, 64_000_000)
     """Passes of the first rounds of each cut and level of memory: few are left for the long ones."""
+    layers_closes: tuple[float, ...] = (0.7, 0.7, 0.7, 0.7)
+    """The most of the distance to its lower bound that each round may gain at a level of memory: mostly it gains less,
+    and the many levels that are about as good as each other would take most of the time."""
+    layers_few_rounds: int = 2
+    """The most rounds at every other step of memory."""
     layers_rules_every: int = 4
     """Rules are tried at every so many-th step of memory."""
