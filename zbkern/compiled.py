@@ -22,21 +22,29 @@ from torch import Tensor
 
 from zbkern import autograd, wgrad
 from zbkern.functions import embedding as embedding_functions
+from zbkern.functions import grouped as grouped_functions
 from zbkern.functions import linear as linear_functions
+from zbkern.functions import products
 from zbkern.functions._shapes import as_rows
+from zbkern.functions.products import Kind, ParameterView
 from zbkern.kernels import dispatch, reference
 from zbkern.wgrad import accumulation, queue
 
 
-def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
-    """Inside torch.compile: True while some queue exists, for weights whose gradients are not needed in B."""
+def may_defer() -> bool:
+    """Inside torch.compile: True while some queue exists, in a forward that is not exported."""
     if not (queue.possible and _AVAILABLE and torch.is_grad_enabled()):
         return False
     if torch.compiler._is_exporting_flag:  # is_exporting() is True in whatever older compilers trace
         return False
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (x, *weights) if tensor is not None):
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is None
+
+
+def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether it may, for weights whose gradients are not needed in B."""
+    if not may_defer():
         return False
-    if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (x, *weights) if tensor is not None):
         return False
     trainable = [w for w in weights if w is not None and w.requires_grad]
     return len(trainable) > 0 and all(w.is_leaf for w in trainable)
@@ -67,6 +75,58 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tenso
     return torch.where(padding, y.detach(), y)
 
 
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """functional.grouped_linear of whole parameters without biases; ends: the row at which every group ends."""
+    matrices = weight.detach().to(x.dtype)
+    y = _grouped(x, matrices if transposed else matrices.mT, ends)
+    kind = "grouped_linear transposed" if transposed else "grouped_linear"
+    return _ProductTap.apply(y, kind, x.detach(), weight, None, ends, [], [])
+
+
+def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]) -> Tensor:
+    """kind.forward(x, view.value, *options); options: numbers, or for products.GROUPED the row at which groups end."""
+    weight, parameter = view.value, view.parameter
+    ends = options[0] if kind is products.GROUPED else None
+    values = weight.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else weight
+    y = kind.forward(x, values, *options) if ends is None else _grouped(x, values, ends)
+    index = next((args[0] for step, args, _ in view.steps if step is Tensor.__getitem__), None)
+    part = [*weight.shape, *weight.stride(), weight.storage_offset()] if view.steps else []
+    numbers = [] if ends is not None else products.numbers_of(options)
+    return _ProductTap.apply(y, kind.name, x.detach(), parameter, index, ends, part, numbers)
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of group e times weight[e], [K, N]: by torch where a compiler knows how, else by an operator of ours."""
+    if x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and weight.shape[1] % 8 == weight.shape[2] % 8 == 0:
+        return F.grouped_mm(x, weight, offs=ends)
+    return torch.ops.zbkern.grouped_product(x, weight, ends)
+
+
+@torch.library.custom_op("zbkern::grouped_product", mutates_args=())
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of group e of x [M, K], which end at ends[e], times weight[e] [K, N]; zeros in rows of no group."""
+    y = x.new_empty(x.shape[0], weight.shape[2])
+    dispatch.resolve("grouped_linear", "auto", x.device, x.dtype).grouped_linear_fwd(x, weight.mT, None, ends, y)
+    return y
+
+
+@grouped_product.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _grouped_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _grouped_dgrad(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    weight, ends = ctx.saved_tensors
+    return torch.ops.zbkern.grouped_product(dy, weight.mT, ends), None, None
+
+
+grouped_product.register_autograd(_grouped_dgrad, setup_context=_grouped_context)
+
+
 class _Tap(torch.autograd.Function):
     """y, whose gradient is also W's: x is the other operand, weight and bias (or None) what W is for."""
 
@@ -74,7 +134,7 @@ class _Tap(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.kind = kind
-        return y.view_as(y)
+        return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets nobody modify a view from here in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -84,6 +144,32 @@ class _Tap(torch.autograd.Function):
             ctx.kind, x, dy, weight if needs[3] else None, bias if needs[4] else None, True
         )
         return dy, None, None, None, None
+
+
+class _ProductTap(torch.autograd.Function):
+    """The same for products of other kinds, with a part of a parameter: arguments as of `product_gradient`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        kind: str,
+        x: Tensor,
+        parameter: Tensor,
+        index: Tensor | None,
+        ends: Tensor | None,
+        part: list[int],
+        numbers: list[int],
+    ) -> Tensor:
+        ctx.save_for_backward(x, parameter, index, ends)
+        ctx.kind, ctx.part, ctx.numbers = kind, part, numbers
+        return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets nobody modify a view from here in place
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, parameter, index, ends = ctx.saved_tensors
+        torch.ops.zbkern.product_gradient(ctx.kind, x, dy, parameter, index, ends, ctx.part, ctx.numbers, True)
+        return dy, None, None, None, None, None, None, None
 
 
 @torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -108,30 +194,84 @@ def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bia
         kernel = (linear_functions.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad)(backend)
         segment = (as_rows(x), dy)
         task = wgrad.WGradTask(kernel, segment, params, linear_functions.linear_flops, "compiled linear")
+    _defer(task)
+
+
+@torch.library.custom_op("zbkern::product_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def product_gradient(
+    kind: str,
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    ends: Tensor | None,
+    part: Sequence[int],
+    numbers: Sequence[int],
+    copy: bool,
+) -> None:
+    """Defers or runs W of a product with a part of a parameter: kind, the name of a `products.Kind`, or
+    "grouped_linear", "grouped_linear transposed".
+
+    index: the product is with weight[index]. part: size, stride and offset of the operand in the parameter's memory, or
+    in that of weight[index]; empty for all of it. ends: where groups of rows end. numbers: of a convolution.
+    """
+    parameter = _parameter(weight)
+    if parameter is None:
+        return
+    if copy and wgrad.current() is not None:
+        x, dy = x.clone(), dy.clone()
+        index, ends = (None if tensor is None else tensor.clone() for tensor in (index, ends))
+    if kind.startswith("grouped_linear"):
+        assert ends is not None
+        backend = dispatch.resolve("grouped_linear", "auto", x.device, x.dtype)
+        kernel = grouped_functions.grouped_wgrad(backend, kind.endswith("transposed"), False)
+        task = wgrad.WGradTask(
+            kernel, (x, dy, ends), (parameter, None), linear_functions.linear_flops, "compiled experts"
+        )
+    else:
+        steps = products.strided_steps(index, part)
+        shape = [*part[: len(part) // 2]] or ([*index.shape, *weight.shape[1:]] if index is not None else weight.shape)
+        like = torch.empty(shape, dtype=x.dtype, device="meta")
+        options = (ends,) if ends is not None else products.convolution_options(numbers)
+        backend = dispatch.resolve("linear", "auto", x.device, x.dtype)
+        kernel = products.product_wgrad(products.kind(kind), repr(steps), steps, like, options, backend)
+        task = wgrad.WGradTask(kernel, (x, dy), (parameter,), 2 * dy.numel() * x.shape[-1], "compiled product")
+    _defer(task)
+
+
+def _defer(task: wgrad.WGradTask) -> None:
+    scope = wgrad.current()
     if scope is None:
         wgrad.run_in_backward(task)
     else:
         scope[0].add(task, scope[1])
 
 
+@product_gradient.register_fake
 @weight_gradient.register_fake
-def _(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, copy: bool) -> None:
+def _(*_: Any) -> None:
     _register_lowering()
     if fx_traceback.has_preserved_node_meta():  # else torch 2.10 takes a call in a traced _Tap for one of the forward
         fx_traceback.get_current_meta()["partitioner_tag"] = "is_backward"
 
 
+def _operators() -> tuple[Any, ...]:
+    return torch.ops.zbkern.weight_gradient.default, torch.ops.zbkern.product_gradient.default
+
+
 def _keep_every_call() -> bool:
-    """Tells the compiler that a call does something: without, it would drop, or join, what has no result."""
+    """Tells the compiler that calls do something: without, it would drop, or join, what has no result."""
     try:
         if hasattr(weight_gradient, "register_effect"):
             from torch._library.effects import EffectType
 
             weight_gradient.register_effect(EffectType.ORDERED)
+            product_gradient.register_effect(EffectType.ORDERED)
         else:
             from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-            _register_effectful_op(torch.ops.zbkern.weight_gradient.default, _EffectType.ORDERED)
+            for operator in _operators():
+                _register_effectful_op(operator, _EffectType.ORDERED)
     except ImportError:
         return False
     return True
@@ -149,13 +289,13 @@ def _register_lowering() -> None:
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
 
-    operator = torch.ops.zbkern.weight_gradient.default
-
-    @register_lowering(operator, type_promotion_kind=None)
-    def lower(kind: str, x: Any, dy: Any, weight: Any, bias: Any, copy: bool) -> None:
-        ir.FallbackKernel.create(operator, kind, x, dy, weight, bias, False)
+    def lower(operator: Any, *arguments: Any) -> None:
+        ir.FallbackKernel.create(operator, *arguments[:-1], False)  # copy
         call: Any = V.graph.operations[-1]
         V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in call.inputs)
+
+    for operator in _operators():
+        register_lowering(operator, type_promotion_kind=None)(functools.partial(lower, operator))
 
 
 def _parameter(weight: Tensor | None) -> Tensor | None:

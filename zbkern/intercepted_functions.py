@@ -204,7 +204,7 @@ HANDLERS: dict[str, Callable[..., Tensor | None]] = {
     "__rmatmul__": lambda self, right, left: self.matmul(left, right),
     **dict.fromkeys(("addmm", "baddbmm"), InterceptedFunctions.addmm),
     "einsum": InterceptedFunctions.einsum,
-    **dict.fromkeys(("_grouped_mm", "grouped_mm"), InterceptedFunctions.grouped_mm),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), InterceptedFunctions.grouped_mm),
     "embedding": InterceptedFunctions.embedding,
     **{f"conv{n}d": _convolution(n, False) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _convolution(n, True) for n in (1, 2, 3)},

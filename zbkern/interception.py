@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
-from zbkern import autograd, functional, wgrad
+from zbkern import autograd, compiled, functional, wgrad
+from zbkern.compiled_interception import CompiledInterception
 from zbkern.functions import products, sharded
 from zbkern.functions.grouped import GroupedLinear
 from zbkern.functions.products import ComputedWeight, Kind, ParameterView, Product, Recipe, Source, Use
@@ -62,10 +63,14 @@ def intercepted(
     forward: Callable[..., Any], name: str, impl: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """forward(*args, **kwargs), intercepted where W may be deferred and no module around it is intercepted already."""
+    if torch.compiler.is_compiling():
+        if not compiled.may_defer():
+            return forward(*args, **kwargs)
+        with CompiledInterception():
+            return forward(*args, **kwargs)
     if (
         wgrad.current() is None
         or not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
         or (isinstance(around := _get_current_function_mode(), Interception) and around.reaches())
     ):
         return forward(*args, **kwargs)

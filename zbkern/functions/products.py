@@ -248,6 +248,46 @@ def _convolution(name: str, transposed: bool) -> Kind:
 CONVOLUTION, TRANSPOSED_CONVOLUTION = _convolution("convolution", False), _convolution("transposed convolution", True)
 
 
+_NAMED = {each.name: each for each in (LINEAR, MATMUL, MATMUL_LEFT, GROUPED, CONVOLUTION, TRANSPOSED_CONVOLUTION)}
+
+
+def kind(name: str) -> Kind:
+    """The kind of this name."""
+    if name in _NAMED:
+        return _NAMED[name]
+    found = einsum(name.removeprefix("einsum "))
+    assert found is not None
+    return found
+
+
+def numbers_of(options: Sequence[Any]) -> list[int]:
+    """All numbers of a convolution's options in one list, for `convolution_options`."""
+    return [number for option in options for number in (option if isinstance(option, list) else [option])]
+
+
+def convolution_options(numbers: Sequence[int]) -> tuple[Any, ...]:
+    """Options of a convolution from one list of all their numbers; none from none."""
+    if not numbers:
+        return ()
+    dimensions = len(numbers) // 4
+    return (*[list(numbers[at : at + dimensions]) for at in range(0, 4 * dimensions, dimensions)], numbers[-1])
+
+
+def strided_steps(index: Tensor | None, part: Sequence[int]) -> tuple[Step, ...]:
+    """The steps of a view of parameter[index], or of the parameter, by its place in that memory."""
+    steps: list[Step] = [] if index is None else [(Tensor.__getitem__, (index,), ())]
+    if part:
+        count = len(part) // 2
+        steps.append((in_memory, (tuple(part[:count]), tuple(part[count:-1]), part[-1]), ()))
+    return tuple(steps)
+
+
+def in_memory(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """A step: a part by its place in the memory of a contiguous tensor."""
+    tensor = tensor.contiguous()
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
 class Product(torch.autograd.Function):
     """y = kind.forward(x, weight, *others). B: dx. W: added to the weight's part of its parameter's gradient."""
 
@@ -290,7 +330,7 @@ class Product(torch.autograd.Function):
         dx = kind.dgrad(dy, x, weight, *options) if ctx.needs_input_grad[1] else None
         segment: Segment = (x.detach(), dy)
         if ctx.recipe is None:
-            kernel = _product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
+            kernel = product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
         else:
             kernel = _computed_wgrad(kind, ctx.recipe, call.params, weight, options)
             if wgrad.current() is not None and _may_be_sharded_again():
@@ -331,7 +371,7 @@ class Source(torch.autograd.Function):
 _KERNELS: dict[Any, WGradKernel] = {}
 
 
-def _product_wgrad(
+def product_wgrad(
     kind: Kind, key: Any, steps: Sequence[Step], weight: Tensor, options: tuple[Any, ...], backend: Any
 ) -> WGradKernel:
     """W of a product. The same object for the same part of a parameter, so that tasks of several microbatches merge."""

@@ -1,0 +1,166 @@
+"""Interception inside torch.compile: products with a parameter, or with a view of one, whose W waits.
+
+The compiler traces a torch function mode like any other Python code. The mode here only looks for parameters, and hands
+functions that may take one to `_call`, which the compiler keeps as one node until it traces autograd. There, `_call` is
+ordinary Python: it uses the handlers of eager execution (intercepted_functions.py) with operations that the compiler
+sees through, and a tap behind each for W (compiled.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zbkern import compiled
+from zbkern.functions.products import ComputedWeight, Kind, ParameterView
+from zbkern.intercepted_functions import HANDLERS, KEYWORDS, InterceptedFunctions, last_exchanged
+
+CASTS = ("to", "type", "float", "double", "half", "bfloat16")
+
+
+class CompiledInterception(TorchFunctionMode):
+    """Around one forward that the compiler traces. It keeps nothing, because nothing may change within a checkpoint."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():  # between two graphs
+            return function(*args, **kwargs)
+        name = function.__name__
+        if name in HANDLERS and not (name == "embedding" and function is not F.embedding):
+            found = [_origin(argument) for argument in (*args, *kwargs.values())]
+            origins = tuple([origin for origin in found if origin is not None])
+            if origins:
+                return _call(name, origins, args, kwargs)
+        elif name == "__getitem__" and _is_parameter(args[0]) and _are_rows(args[1]):
+            return _values(args[0], args[1], args[0].dtype)
+        elif name in CASTS and _is_parameter(args[0]):
+            cast = function(*args, **kwargs)
+            same = cast.dtype == args[0].dtype or cast.device != args[0].device
+            return cast if same else _values(args[0], None, cast.dtype)
+        return function(*args, **kwargs)
+
+
+def _is_parameter(tensor: Any) -> bool:
+    return type(tensor) is torch.nn.Parameter and tensor.requires_grad
+
+
+def _are_rows(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dim() > 0 and index.dtype in (torch.int32, torch.int64)
+
+
+def _origin(operand: Any) -> tuple[Tensor, Tensor, bool] | None:
+    """An operand with what it is a view of, or itself; and whether that is a parameter."""
+    if type(operand) not in (Tensor, torch.nn.Parameter) or not operand.requires_grad:
+        return None
+    base = operand._base
+    whole = operand if base is None else base
+    return operand, whole, _is_parameter(whole)
+
+
+@torch.compiler.allow_in_graph
+def _call(name: str, origins: tuple[tuple[Tensor, Tensor, bool], ...], args: Any, kwargs: Any) -> Any:
+    """The function of this name, with a W of its own where an operand is a parameter."""
+    views = [(operand, view) for operand, whole, known in origins if (view := _view(operand, whole, known)) is not None]
+    if views and kwargs.keys() <= KEYWORDS[name]:
+        result = HANDLERS[name](_Traced(views), *args, **kwargs)
+        if result is not None:
+            return result
+    return _original(name)(*args, **kwargs)
+
+
+@functools.cache
+def _original(name: str) -> Callable[..., Any]:
+    if name == "grouped_mm_fallback":
+        return torch.ops.transformers.grouped_mm_fallback
+    return next(getattr(place, name) for place in (F, torch, Tensor) if hasattr(place, name))
+
+
+def _view(operand: Tensor, whole: Any, known: bool) -> ParameterView | None:
+    """Which part of which parameter an operand is."""
+    made: Any = getattr(whole, "grad_fn", None)
+    parameter = whole if known else getattr(made, "zbkern_parameter", None)
+    if parameter is None or not parameter.is_contiguous():
+        return None
+    steps: tuple[Any, ...] = ()
+    if not known:
+        index, dtype = made.zbkern_index, whole.dtype
+        if index is not None:
+            steps = ((Tensor.__getitem__, (index,), ()),)
+        if dtype != parameter.dtype:
+            steps = (*steps, (Tensor.to, (dtype,), ()))
+    if operand.shape != whole.shape or operand.stride() != whole.stride():
+        transposed = whole.dim() == 3 and operand.shape == whole.mT.shape and operand.stride() == whole.mT.stride()
+        steps = (*steps, (last_exchanged if transposed else Tensor.as_strided, (), ()))
+    return ParameterView(parameter, steps, operand.detach())
+
+
+class _Traced(InterceptedFunctions):
+    """Handlers for operands that are views of parameters, in operations that a compiler traces."""
+
+    def __init__(self, views: list[tuple[Tensor, ParameterView]]) -> None:
+        self._views = views
+
+    def _view(self, tensor: Any) -> ParameterView | None:
+        return next((view for operand, view in self._views if operand is tensor), None)
+
+    def _weight(self, tensor: Any) -> ParameterView | None:
+        return self._view(tensor)
+
+    def _is_parameter(self, input: Tensor, weight: ParameterView | ComputedWeight) -> bool:
+        return self._view(input) is not None
+
+    def _is_sharded(self, tensor: Any) -> bool:
+        return False
+
+    def _values(self, argument: Any) -> Any:
+        return argument  # its gradient is B's
+
+    def product(self, kind: Kind, x: Tensor, view: ParameterView | ComputedWeight, *options: Any) -> Tensor:
+        assert isinstance(view, ParameterView)
+        x = _in_autocasts_dtype(x)
+        return compiled.product(kind, x, view, options)
+
+    def whole_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return compiled.linear(_in_autocasts_dtype(x), weight, bias, None, False)
+
+    def whole_grouped_linear(self, x: Tensor, view: ParameterView, ends: Tensor, transposed: bool) -> Tensor:
+        return compiled.grouped_linear(x, view.parameter, ends, transposed)
+
+    def whole_embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        return compiled.embedding(indices, weight, padding_idx)
+
+
+def _in_autocasts_dtype(x: Tensor) -> Tensor:
+    device = x.device.type
+    wanted = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if wanted else x
+
+
+@torch.compiler.allow_in_graph
+def _values(parameter: Tensor, index: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """parameter[index].to(dtype), known by its node in the graph of autograd."""
+    return _Values.apply(parameter, index, dtype)
+
+
+class _Values(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, index: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.zbkern_parameter, ctx.zbkern_index = parameter, index
+        return (parameter.clone() if index is None else parameter[index]).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        parameter, index = ctx.zbkern_parameter, ctx.zbkern_index
+        gradient = gradient.to(parameter.dtype)
+        if index is not None:
+            zeros = torch.zeros_like(parameter)
+            gradient = zeros.index_put((index,), gradient, accumulate=True)
+        return gradient, None, None
