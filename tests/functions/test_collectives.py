@@ -1,0 +1,163 @@
+"""W while a collective of B is in flight, and inputs that W gathers again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.sharded_model import (
+    TOKENS,
+    WIDTH,
+    whole,
+)
+
+
+def sequence_linear(mesh: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A norm and two linears of its output under sequence parallelism; and this rank's part of a [batch, tokens, K]."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = zbkern.convert(nn.ModuleDict({"norm": nn.RMSNorm(WIDTH), "mlp": GatedBlock()}).double())
+    tokens = Shard(1)
+    styles: dict[str, Any] = {
+        "norm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),)),
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=tokens),
+    }
+    return parallelize_module(model, mesh, styles), lambda x: x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+
+
+class GatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def order_rank(batch: int, wgrads_per_collective: int) -> tuple[list[str], int, list[Tensor]]:
+    """What happened in B of the second microbatch, how many W waited after it, and the gradients in the end."""
+    import torch.distributed._functional_collectives as collectives
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, part = sequence_linear(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(2, 2, batch, TOKENS, WIDTH, dtype=torch.float64, generator=generator)
+    events: list[str] = []
+    queue = zbkern.WGradQueue(merge=False, wgrads_per_collective=wgrads_per_collective)
+    queue.listeners.append(lambda tasks: events.append("W"))
+
+    def recorded(name: str, event: str) -> Callable[..., Any]:
+        original = getattr(collectives, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return original(*args, **kwargs)
+
+        return call
+
+    names = {"all_gather_single": "gather", "reduce_scatter_single": "reduce", "wait_tensor": "wait"}
+    for key in range(2):
+        with queue.defer(key):
+            y = model["mlp"](model["norm"](part(x[key]).requires_grad_()))
+            with pytest.MonkeyPatch.context() as patch:
+                for name, event in names.items():
+                    patch.setattr(collectives, name, recorded(name, event))
+                events.clear()
+                y.backward(part(dy[key]))
+    in_b, waiting = list(events), queue.pending()
+    queue.run()
+    return in_b, waiting, [whole(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.dist
+def test_w_runs_between_the_start_of_a_collective_and_the_wait(two_ranks: Any) -> None:
+    for rank in range(2):
+        events, waiting, covered = two_ranks.run(order_rank, 1, 1)[rank]
+        assert events == ["gather", "W", "wait", "reduce", "W", "wait"]
+        assert waiting == 8 - 1 - 2  # one in the first microbatch: before its first collective nothing was pending
+        uncovered_events, uncovered_waiting, expected = two_ranks.run(order_rank, 1, 0)[rank]
+        assert "W" not in uncovered_events
+        assert uncovered_waiting == 8
+        assert all(torch.equal(a, b) for a, b in zip(covered, expected, strict=True))
+
+
+def gather_rank(regather_inputs: bool, tokens: int) -> tuple[int, int, list[str], list[Tensor]]:
+    """Bytes that autograd keeps of x between F and B, bytes that W hold, collectives of W, and the gradients."""
+    import torch.distributed._functional_collectives as collectives
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, part = sequence_linear(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    x, dy = torch.randn(2, 2, tokens, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    queue, events = zbkern.WGradQueue(regather_inputs=regather_inputs), []
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Any) -> Any:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    own = part(x).detach().clone().requires_grad_()
+    for key in range(2):
+        with queue.defer(key):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                y = model["mlp"](model["norm"](own))
+            y.backward(part(dy))
+        if key == 0:
+            from_f_to_b, held = sum(kept.values()), queue.bytes
+    with pytest.MonkeyPatch.context() as patch:
+        original = collectives.all_gather_single
+        patch.setattr(collectives, "all_gather_single", lambda *a, **k: (events.append("gather"), original(*a, **k))[1])
+        queue.run()
+    return from_f_to_b, held, events, [own.grad, *(whole(p.grad) for p in model.parameters())]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tokens", [4, 6])
+def test_w_gathers_its_input_again(two_ranks: Any, tokens: int) -> None:
+    kept, again = (two_ranks.run(gather_rank, choice, tokens) for choice in (False, True))
+    saved = 2 * tokens * WIDTH * 8 // 2  # of float64: the other rank's half, shared by gate and up
+    for (f_kept, w_kept, none, expected), (f_again, w_again, gathers, found) in zip(kept, again, strict=True):
+        assert f_kept - f_again == saved
+        assert w_kept - w_again == saved
+        assert not none
+        assert gathers == ["gather"] * 4  # gate and up of two microbatches
+        for a, b in zip(found, expected, strict=True):
+            assert float((a - b).abs().max()) <= 1e-12 * float(b.abs().max())
+
+
+def second_derivative_rank() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, part = sequence_linear(init_device_mesh("cpu", (2,)))
+    x = part(torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)).requires_grad_()
+    with zbkern.WGradQueue(regather_inputs=True).defer():
+        y = model["mlp"](model["norm"](x))
+        try:
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.dist
+def test_what_was_not_kept_has_no_second_derivative(two_ranks: Any) -> None:
+    for message in two_ranks.run(second_derivative_rank):
+        assert "regather_inputs=False" in message

@@ -1,0 +1,105 @@
+"""Heads and losses of a vocabulary that is cut over ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.sharded_model import (
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    batches,
+    differences,
+    make,
+    parallelize,
+    whole,
+)
+
+
+def loss_parallel_rank(order: str, ranks: int) -> tuple[list[str], dict[str, float], float]:
+    """A head whose vocabulary is cut, with torch's loss_parallel: what did not wait, and the differences."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    model, twin = make(), make()
+    for step in ("convert", "parallelize") if order == "converted first" else ("parallelize", "convert"):
+        if step == "convert":
+            twin = zbkern.convert(twin)
+        else:
+            twin = parallelize(twin, "all but the head", mesh)
+            style = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+            twin.head = parallelize_module(twin.head, mesh, style)
+    queue, largest = zbkern.WGradQueue(), 0.0
+    for key, indices in enumerate(batches()):
+        targets = indices.roll(1, 1)
+        expected = nn.functional.cross_entropy(model(indices).flatten(0, 1), targets.flatten())
+        expected.backward()
+        with queue.defer(key), loss_parallel():
+            loss = nn.functional.cross_entropy(twin(indices).flatten(0, 1), targets.flatten())
+            loss.backward()
+        largest = max(largest, abs(float(whole(loss.detach()) - expected.detach())))
+    at_once = [name for name, p in twin.named_parameters() if p.grad is not None]
+    queue.run()
+    return at_once, differences(twin, model), largest
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("order", ["converted first", "parallelized first"])
+def test_a_vocabulary_that_is_cut(two_ranks: Any, order: str) -> None:
+    for at_once, found, loss in two_ranks.run(loss_parallel_rank, order, 2):
+        assert not at_once
+        assert max(found.values()) < 1e-10, found
+        assert loss < 1e-12
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_vocabulary_that_is_cut_in_four(four_ranks: Any) -> None:
+    for at_once, found, loss in four_ranks.run(loss_parallel_rank, "converted first", 4):
+        assert not at_once
+        assert max(found.values()) < 1e-10, found
+        assert loss < 1e-12
+
+
+def fused_head_rank(bias: bool) -> tuple[int, list[float]]:
+    """linear_cross_entropy whose vocabulary is cut: W that waited, and differences of loss and gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(0)
+    plain = zbkern.nn.LinearCrossEntropy(WIDTH, VOCABULARY, bias, dtype=torch.float64)
+    own = copy.deepcopy(plain)
+    for name, parameter in list(own.named_parameters()):
+        setattr(own, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[1, 2, -100, 4], [0, 7, 3, 3]])
+    expected, queue = plain(x, target), zbkern.WGradQueue()
+    expected.backward()
+    rows = distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_()
+    with queue.defer(), loss_parallel():
+        loss = own(rows, target)
+        loss.backward()
+    assert all(p.grad is None for p in own.parameters())
+    waiting = queue.pending()
+    queue.run()
+    pairs = [(loss.detach(), expected.detach()), (rows.grad, x.grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(own.parameters(), plain.parameters(), strict=True)]
+    return waiting, [float((whole(a) - b).abs().max()) for a, b in pairs]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_with_its_loss(two_ranks: Any, bias: bool) -> None:
+    for waiting, found in two_ranks.run(fused_head_rank, bias):
+        assert waiting == 1
+        assert max(found) < 1e-12
