@@ -72,7 +72,7 @@ class Compilers:
 
 def jobs(runs: Iterable[Callable[[], object]]) -> list[Job]:
     """What the runs would compile; none where kernels are interpreted."""
-    from zbkern.kernels.triton.common import INTERPRETED, Kernel
+    from zbkern.kernels.triton.common import INTERPRETED, Kernel, compile_options
     from zbkern.kernels.triton.replay import replay
 
     found: list[Job] = []
@@ -81,7 +81,7 @@ def jobs(runs: Iterable[Callable[[], object]]) -> list[Job]:
     def record(
         self: Any, grid: Any, arguments: Any, constants: Any, warps: int, stages: int, key: tuple | None = None
     ) -> None:
-        job = _job(self, arguments, constants, {"num_warps": warps, "num_stages": stages})
+        job = _job(self, arguments, constants, compile_options(warps, stages))
         if repr(job) not in seen:
             seen.add(repr(job))
             found.append(job)

@@ -147,12 +147,10 @@ def goal_met(row: Row, case: Case, result: dict[str, Any]) -> str:
         return ""
     value = result["rate"]
     if row.goal == "ratio":
-        first = next(iter(case.peers))
-        if row.name == "all W of a layer":
-            first = "ours, one by one"
-        if first not in result["peers"]:
+        baseline = case.baseline or next(iter(case.peers))
+        if baseline not in result["peers"]:
             return ""
-        value = result["peers"][first]["ratio"]
+        value = result["peers"][baseline]["ratio"]
     better = -1 if row.unit == "us" else 1
     for name, goal in (("target", case.target), ("floor", case.floor)):
         if better * value >= better * goal:

@@ -64,7 +64,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of a row. flops and bytes: of one run of `ours`, the least that the operation needs."""
+    """One shape of a row. flops and bytes: of one run of `ours`, the least that the operation needs. peers: `check`
+    compares with the first. baseline: the peer that goals are about, the first when not named."""
 
     label: str
     ours: Run
@@ -74,6 +75,7 @@ class Case:
     bytes: int = 0
     floor: float | None = None  # in the unit of the row's goal
     target: float | None = None
+    baseline: str | None = None
 
 
 @dataclass(frozen=True)

@@ -102,12 +102,16 @@ def to_prepare(rows: Sequence[str] = ()) -> Iterator[Run]:
     first, *others = DTYPES
     yield from kernels(first)
     for row in rows:
-        if row.startswith("AdamW"):  # which is not Triton's
-            continue
-        for run in gpu.ours(*row_and_bench(row, "cpu", "triton")):
-            yield row, run
+        if has_kernels(row):
+            for run in gpu.ours(*row_and_bench(row, "cpu", "triton")):
+                yield row, run
     for dtype in others:
         yield from kernels(dtype)
+
+
+def has_kernels(row: str) -> bool:
+    """Whether it runs kernels of Triton: AdamW is CUDA's, and the ceilings are torch's."""
+    return not row.startswith("AdamW") and not row.endswith("ceiling")
 
 
 def row_and_bench(name: str, device: str, impl: str, tiny: bool = False, written: bool = False) -> tuple[list, Any]:

@@ -40,7 +40,8 @@ from bench.gpu_jobs import REPLAYED, Job, Where
 from zbkern import reporting
 
 ROWS = (
-    *("W, fp32 added", "W of 4, merged", "all W of a layer", "dgrad with SwiGLU", "W of 8 experts"),
+    *("W, fp32 added", "W of 4, merged", "all W of a layer", "product, ceiling", "copy, ceiling"),
+    *("dgrad with SwiGLU", "W of 8 experts"),
     *("8 experts, forward", "RMSNorm forward", "RMSNorm backward", "attention forward", "attention backward"),
     *("linear + cross entropy", "AdamW, fp32", "AdamW, bf16 + masters", "host time of a W"),
 )
@@ -201,8 +202,8 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
     first, *others = arguments.dtype or gpu_prepare.DTYPES
     jobs = [Job("build", "extension", "", BUILD_LIMIT)]
     jobs += [Job("kernel", name, first, arguments.kernel_limit) for name in names]
-    compiled = [name for name in ROWS if not name.startswith("AdamW")]  # which is not Triton's
-    jobs += [Job("compile", f"compile {name}", "bfloat16", arguments.row_limit) for name in compiled]
+    compiled = [f"compile {name}" for name in ROWS if gpu_prepare.has_kernels(name)]
+    jobs += [Job("compile", name, "bfloat16", arguments.row_limit) for name in compiled]
     jobs += [Job("kernel", name, dtype, arguments.kernel_limit) for dtype in others for name in names]
     jobs += [Job("row", name, "bfloat16", arguments.row_limit) for name in ROWS]
     jobs += [Job("program", name, "", 2 * arguments.row_limit) for name in gpu_jobs.PROGRAMS]

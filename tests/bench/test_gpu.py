@@ -106,6 +106,14 @@ def test_goals(goal: str, unit: str, rate: float, ratio: float, expected: str) -
     assert gpu.goal_met(row(goal=goal, unit=unit), case(peer=lambda: None), result) == expected
 
 
+def test_goals_may_be_about_another_peer_than_results_are_checked_with() -> None:
+    result = {"rate": 0.0, "peers": {"peer": {"ratio": 0.1}, "library": {"ratio": 2.0}}}
+    about = Case("shape", fails, {"peer": fails, "library": fails}, fails, 1, 1, 0.9, 1.0, "library")
+    assert gpu.goal_met(row(), about, result) == "target"
+    del result["peers"]["library"]  # it failed
+    assert gpu.goal_met(row(), about, result) == ""
+
+
 def test_no_figure_without_a_gpu(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 1

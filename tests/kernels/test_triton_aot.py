@@ -32,6 +32,17 @@ def reports() -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def test_products_and_sums_are_joined_whatever_the_compiler_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    from zbkern.kernels.triton.common import compile_options
+
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # as it is from Triton 3.10 on
+    parsed = make_backend(GPUTarget("cuda", 90, 32)).parse_options(compile_options(8, 3))
+    assert (parsed.num_warps, parsed.num_stages, parsed.enable_fp_fusion) == (8, 3, True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", triton_aot.CAPABILITIES)
 def test_no_kernel_has_a_fault(reports: list[dict], capability: int) -> None:

@@ -193,10 +193,12 @@ def compiled(variant: Any, capability: int) -> Any:
     return triton_compile(_source(variant), target=target, options=options)
 
 
-def _target_and_options(variant: Any, capability: int) -> tuple[Any, dict[str, int]]:
+def _target_and_options(variant: Any, capability: int) -> tuple[Any, dict[str, Any]]:
     from triton.backends.compiler import GPUTarget
 
-    return GPUTarget("cuda", capability, 32), {"num_warps": variant.warps, "num_stages": variant.stages}
+    from zbkern.kernels.triton.common import compile_options
+
+    return GPUTarget("cuda", capability, 32), compile_options(variant.warps, variant.stages)
 
 
 def _compile(module: str, index: int, capability: int) -> Report:
