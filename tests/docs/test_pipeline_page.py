@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 import zbkern
+from zbkern import __main__
 from zbkern.pipeline import (
     Optimizer,
     Pipeline,
+    Schedule,
     StepOptions,
     cut,
     layers_of,
@@ -80,6 +82,22 @@ def test_cutting_a_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert zbkern.unconverted(names["chunks"][0]) == {}
     exported = type(whole).from_pretrained("trained")
     assert all(torch.equal(value, exported.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_a_plan_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llama(layers=32)
+    monkeypatch.chdir(tmp_path)
+    whole.save_pretrained("llama")
+    sizes = ["--stages", "4", "--microbatches", "8", "--chunks", "1", "--sequence", "64", "--effort", "0"]
+    assert __main__.main(["plan", "--config", "llama/config.json", *sizes, "--out", "plan.csv"]) == 0
+    names: dict[str, Any] = {"zbkern": zbkern, "Path": Path, "Schedule": Schedule, "config": whole.config}
+    names["cut"] = functools.partial(cut, rank=0)
+    exec(next(block for block in blocks() if "from_csv" in block), names)
+    assert names["schedule"].stages == 4
+    (chunk,) = names["chunks"]
+    state = whole.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in chunk.state_dict().items())
+    assert {int(name.split(".")[2]) for name in chunk.state_dict() if ".layers." in name} == {*range(8)}
 
 
 def logging_example(line: str) -> str:
@@ -236,5 +254,14 @@ def test_the_queue_in_an_engine_of_ones_own() -> None:
 
 
 def test_no_program_of_the_page_is_left_out() -> None:
-    told = ["torchrun", "cut(", "broadcast_object_list", "profile_layers", "bubble_rate", "drift", "queue.defer"]
+    told = [
+        "torchrun",
+        "cut(",
+        "broadcast_object_list",
+        "profile_layers",
+        "from_csv",
+        "bubble_rate",
+        "drift",
+        "queue.defer",
+    ]
     assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zbkern import __main__
-from zbkern.pipeline import LayerCosts, ModelCosts
+from zbkern.pipeline import LayerCosts, ModelCosts, Schedule
 from zbkern.pipeline.from_config import USABLE, Setting, assumptions, published_timelines
 from zbkern.pipeline.simulation.architecture import load_architecture
 from zbkern.pipeline.simulation.hardware import TABLE, load_hardware
@@ -41,13 +41,16 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     assert re.search(r"layer +block 16: F [\d.]+, B [\d.]+, W [\d.]+ ms; .* from F to B, 1.15 times that from B", text)
     (cut,) = re.findall(r"^cut +([\d ]+) layers", text, re.MULTILINE)
     assert sum(numbers(cut)) == 34
+    (partition,) = re.findall(r"^ +partition=\[(.*)\]$", text, re.MULTILINE)
+    assert numbers(partition) == [sum(numbers(cut)[:chunk]) for chunk in range(len(numbers(cut)))]
+    assert f"# partition: {partition.replace(',', '')}\n" in out.read_text()
+    assert Schedule.from_csv(out.read_text()).stages == 4
     rows = re.findall(r"^([a-z_0-9-]+) +\d+ +([\d.]+) s +[\d,]+ +[\d.]+%", text, re.MULTILINE)
     names, steps = [name for name, _ in rows], [float(step) for _, step in rows]
     assert {"one_f_one_b", "zb_v", "interleaved", "gpipe"} < set(names)
     assert steps == sorted(steps)
     assert "no measurement. It assumes that programs get 70% of the GPU's peak in matrix" in " ".join(text.split())
     assert "Peaks: NVIDIA H100 datasheet, SXM" in text
-    assert out.exists()
 
 
 def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.simulator import simulate
-from zbkern.pipeline.simulation.timeline import Timeline
 
 SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt")
 _Given = TypeVar("_Given", Costs, ModelCosts)
@@ -90,13 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
             progress = show_progress if sys.stderr.isatty() else _silent
             found = from_config.run(arguments, _width(), progress)
             for path in arguments.out:
-                print(f"wrote {_write(found.timeline, found.costs, path)}")
+                print(f"wrote {_write(found, path)}")
             return 0
         from_config.check_absent(arguments)
         costs = _costs(arguments.costs)
         found = _of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)
         for path in arguments.out:
-            print(f"wrote {_write(found.timeline, found.costs, path)}")
+            print(f"wrote {_write(found, path)}")
     except (_WrongArgument, from_config.WrongArgument) as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
@@ -301,16 +300,17 @@ def _check_outputs(paths: Sequence[Path]) -> None:
             )
 
 
-def _write(timeline: Timeline, costs: Costs, path: Path) -> Path:
-    schedule = timeline.schedule
+def _write(found: Plan, path: Path) -> Path:
+    schedule = found.schedule
     try:
         if path.suffix == ".txt":
             path.write_text(schedule.to_text() + "\n", encoding="utf-8")
         elif path.suffix == ".csv":
             dialect = "torch" if path.name.endswith(".torch.csv") else "zbkern"
-            path.write_text(schedule.to_csv(dialect), encoding="utf-8")
+            cut = f"# partition: {' '.join(map(str, found.partition))}\n" if found.partition else ""
+            path.write_text((cut if dialect == "zbkern" else "") + schedule.to_csv(dialect), encoding="utf-8")
         else:
-            draw.save([timeline], path, costs=[costs])
+            draw.save([found.timeline], path, costs=[found.costs])
     except OSError as error:
         raise _WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
     return path

@@ -259,7 +259,7 @@ def _title(arguments: argparse.Namespace, setting: Setting) -> str:
 
 
 def _step(found: Plan, setting: Setting, objective: str) -> str:
-    chunks = f"{report.cut(found, len(setting.costs.layers))}, with embedding, head and predictors"
+    chunks = report.cut(found, len(setting.costs.layers), ", with embedding, head and predictors")
     seconds, rate = _speed(found.timeline, setting, objective)
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops

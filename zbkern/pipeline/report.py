@@ -42,11 +42,11 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
-def cut(plan: Plan, layers: int) -> str:
-    """How many layers every chunk has."""
-    starts = plan.partition or ()
+def cut(plan: Plan, layers: int, which: str = "") -> str:
+    """How many layers every chunk has, and what `zbkern.pipeline.cut` takes for it; which: what counts as a layer."""
+    starts = list(plan.partition or ())
     sizes = [end - start for start, end in zip(starts, [*starts[1:], layers], strict=True)]
-    return f"{'cut':<9} {' '.join(map(str, sizes))} layers by chunk"
+    return f"{'cut':<9} {' '.join(map(str, sizes))} layers by chunk{which}\n{'':<9} partition={starts}"
 
 
 def fused_lines(schedule: Schedule) -> list[str]:
