@@ -1,29 +1,67 @@
-"""Inside torch.compile, too, W of modules that own parameters is deferred, without a graph break."""
+"""Inside torch.compile, too, W of modules that own parameters is deferred: without a graph break, and compiled once."""
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zbkern
 from tests.test_interception import CASES, backward, pair
 from zbkern import testing
 
 SEPARABLE = [
-    *("experts, batched", "experts, all at once", "experts times tokens", "linear, half of a matrix", "linear by name"),
+    *("experts, all at once", "experts times tokens", "linear, half of a matrix", "linear by name"),
     *("@ from the left", "@ of the transposed", "mm", "einsum with heads", "einsum, weight first", "split", "unbind"),
     *("conv1d, same, uneven", "conv1d, weight reshaped", "conv2d", "conv_transpose1d", "embedding"),
 ]
 IN_B = ["1 + weight", "positions", "decays", "masked weight", "matmul with a vector", "through an autograd function"]
-MIXED = ["in place on a product", "several uses", "sum of weights", "addmm", "linear, bias of two dimensions"]
+MIXED = [
+    "experts, batched",
+    "in place on a product",
+    "several uses",
+    "sum of weights",
+    "addmm",
+    "linear, bias of two dimensions",
+]
 
 
 def compiled(module: nn.Module, **options: object) -> nn.Module:
     torch._dynamo.reset()
     counters.clear()
     return torch.compile(module, **{"backend": "aot_eager", "fullgraph": True, **options})
+
+
+class Experts(nn.Module):
+    """As in the transformers library: tokens sorted by expert, three-dimensional weights."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(3, 8, dtype=dtype))
+        self.up = nn.Parameter(torch.randn(3, 16, 8, dtype=dtype))
+        self.down = nn.Parameter(torch.randn(3, 8, 16, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, experts = F.linear(x, self.router).softmax(-1).max(-1)
+        h = torch.bmm(self.up[experts], x.unsqueeze(-1))
+        return x + torch.bmm(self.down[experts], F.silu(h)).squeeze(-1) * scores.unsqueeze(-1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, dtype=torch.float64)
+        self.experts = Experts()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.experts(self.norm(x)))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -42,3 +80,112 @@ def test_compiled_gradients_are_torchs(name: str) -> None:
         assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
     assert (queue.run() > 0) == (name not in IN_B)
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
+def test_grouped_products_of_a_dtype_that_torch_does_not_compile() -> None:
+    """The transformers library has an operator of its own for these, whose B would compute the weight's gradient."""
+    moe = pytest.importorskip("transformers.integrations.moe")
+
+    def compute(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 2, 5], dtype=torch.int32)  # one group and one row have none of the other
+        h = moe._grouped_mm(x, p["w"].transpose(-2, -1), ends)
+        return moe._grouped_mm(h, p["v"], ends)
+
+    module, twin = pair({"w": (3, 16, 8), "v": (3, 16, 8)}, compute, torch.float32)
+    queue, x = zbkern.WGradQueue(), torch.randn(6, 8)
+    expected = backward(torch.compile(module, backend="aot_eager", fullgraph=True), x)
+    graph = compiled(twin)
+    with queue.defer():
+        testing.assert_close(backward(graph, x), expected, "dx", 1e-5)
+    assert all(p.grad is None for p in twin.parameters())
+    assert queue.run() == 2
+    testing.assert_same_gradients(twin, module, tolerance=1e-5)
+
+
+def test_neither_microbatches_nor_defer_compile_again() -> None:
+    queue = zbkern.WGradQueue()
+    module = Block()
+    twin = zbkern.convert(copy.deepcopy(module))
+    graph = compiled(twin)
+    for key in range(4):
+        x = torch.randn(6, 8, dtype=torch.float64)
+        backward(module, x)
+        if key % 2:
+            with queue.defer(key):
+                backward(graph, x)
+        else:
+            backward(graph, x)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert queue.run() > 0
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_blocks_compiled_in_place_before_and_after_conversion(before: bool) -> None:
+    module = nn.Sequential(Block(), Block())
+    twin = copy.deepcopy(module)
+    torch._dynamo.reset()
+    if not before:
+        zbkern.convert(twin)
+    for block in twin:
+        block.compile(backend="aot_eager", fullgraph=True)
+    if before:
+        zbkern.convert(twin)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    covered = zbkern.coverage(twin, lambda: twin(x).square().sum())
+    assert covered.share == 1.0
+    queue = zbkern.WGradQueue()
+    expected = backward(module, x)
+    with queue.defer():
+        testing.assert_close(backward(twin, x), expected, "dx", 1e-10)
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
+def save_products(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_selective_checkpoint_around_a_compiled_block() -> None:
+    module = Block()
+    twin = zbkern.convert(copy.deepcopy(module))
+    graph = compiled(twin)
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
+    expected = backward(module, x)
+    with queue.defer():
+        found = backward(lambda x: checkpoint(graph, x, use_reentrant=False, context_fn=contexts), x)
+    testing.assert_close(found, expected, "dx", 1e-10)
+    assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
+def test_compiled_experts_in_a_pipeline() -> None:
+    from zbkern.pipeline import Pipeline, schedules
+    from zbkern.pipeline.transport.local import LocalTransport
+
+    torch.manual_seed(0)
+    module = Block()
+    stage = zbkern.convert(copy.deepcopy(module))
+    inputs, targets = torch.randn(2, 8, 8, dtype=torch.float64)
+    F.mse_loss(module(inputs), targets).backward()
+    waited: list[int] = []
+    graph = compiled(stage)
+    with Pipeline([graph], schedules.zb_h1(1, 4), F.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+        pipe.queue.listeners.append(lambda tasks: waited.append(len(tasks)))
+        pipe.step(inputs, targets)
+    assert sum(waited) == 4 * 4  # router, two products of experts and a linear, by microbatches
+    testing.assert_same_gradients(stage, module, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped_linear"])
+def test_the_operators_pass_torchs_check(kind: str) -> None:
+    weight, x, dy = nn.Parameter(torch.randn(3, 5, 4)), torch.randn(6, 4), torch.randn(6, 5)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32) if kind == "grouped_linear" else None
+    part = [] if kind == "grouped_linear" else [5, 4, 4, 1, 20]
+    arguments = (kind, x, dy, weight, None, ends, part, [], True)
+    torch.library.opcheck(torch.ops.zbkern.product_gradient.default, arguments)
+    if ends is not None:
+        torch.library.opcheck(torch.ops.zbkern.grouped_product.default, (x, weight.detach().mT, ends))

@@ -90,7 +90,7 @@ def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]
     values = weight.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else weight
     y = kind.forward(x, values, *options) if ends is None else _grouped(x, values, ends)
     index = next((args[0] for step, args, _ in view.steps if step is Tensor.__getitem__), None)
-    part = [*weight.shape, *weight.stride(), weight.storage_offset()] if view.steps else []
+    part = [*weight.shape, *weight.stride(), weight.storage_offset()] if view.steps and index is None else []
     numbers = [] if ends is not None else products.numbers_of(options)
     return _ProductTap.apply(y, kind.name, x.detach(), parameter, index, ends, part, numbers)
 

@@ -39,7 +39,7 @@ class CompiledInterception(TorchFunctionMode):
             origins = tuple([origin for origin in found if origin is not None])
             if origins:
                 return _call(name, origins, args, kwargs)
-        elif name == "__getitem__" and _is_parameter(args[0]) and _are_rows(args[1]):
+        elif name == "__getitem__" and _is_parameter(args[0]) and args[0].dim() > 2 and _are_rows(args[1]):
             return _values(args[0], args[1], args[0].dtype)
         elif name in CASTS and _is_parameter(args[0]):
             cast = function(*args, **kwargs)
@@ -53,7 +53,7 @@ def _is_parameter(tensor: Any) -> bool:
 
 
 def _are_rows(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dim() > 0 and index.dtype in (torch.int32, torch.int64)
+    return isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int32, torch.int64)
 
 
 def _origin(operand: Any) -> tuple[Tensor, Tensor, bool] | None:
@@ -97,6 +97,8 @@ def _view(operand: Tensor, whole: Any, known: bool) -> ParameterView | None:
         if dtype != parameter.dtype:
             steps = (*steps, (Tensor.to, (dtype,), ()))
     if operand.shape != whole.shape or operand.stride() != whole.stride():
+        if not known and made.zbkern_index is not None:
+            return None  # outside of defer W runs within B's operator, where the gradient of such a view has no graph
         transposed = whole.dim() == 3 and operand.shape == whole.mT.shape and operand.stride() == whole.mT.stride()
         steps = (*steps, (last_exchanged if transposed else Tensor.as_strided, (), ()))
     return ParameterView(parameter, steps, operand.detach())
