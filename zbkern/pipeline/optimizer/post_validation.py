@@ -365,12 +365,11 @@ class Optimizer(OptimizerWrapper):
         self._sources += [(rank, "later") for rank in after if place >= end]
         counted = {name for rank in ranks[:place] for name in names[rank]}
         self._uncounted: set[int] = set()
-        for parameter, model_parameter in zip(parameters(self.optimizer), self._model_parameters(), strict=True):
-            name = shared.get(id(model_parameter))
+        for key, name in shared.items():  # also of parameters that come with a later group
             if name in counted:
-                self._uncounted |= {id(parameter), id(model_parameter)}
-            elif name is not None:
-                counted.add(name)
+                self._uncounted.add(key)
+            counted.add(name)
+        self._uncounted |= {id(master) for parameter, master in self.masters if id(parameter) in self._uncounted}
 
     def _pass_on(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The sum of squares of this rank and of those whose sums it receives, fp64 []; sent to the next rank."""
