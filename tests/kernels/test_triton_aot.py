@@ -91,6 +91,17 @@ def test_what_epilogues_read_is_called_to_l2(reports: list[dict]) -> None:
     assert [(r["name"], r["capability"]) for r in wanted if not r["instructions"]["calls to L2"]] == []
 
 
+@pytest.mark.slow
+def test_two_programs_of_a_norms_backward_fit_a_multiprocessor(reports: list[dict]) -> None:
+    """As many as `norm_partials` counts on: 65536 registers, handed to a thread in eights, and 1 KB that each program
+    takes of the shared memory beside its own."""
+    mine = [r for r in reports if r["module"] == "norm_backward" and r["name"].startswith("dgrad") and r["warps"] <= 8]
+    assert len(mine) > 5 * len(triton_aot.CAPABILITIES)
+    for report in mine:
+        assert 2 * 32 * report["warps"] * (-(-report["registers"] // 8) * 8) <= 65536, report
+        assert 2 * (report["shared"] + 1024) <= triton_aot.SHARED_MEMORY[report["capability"]] + 1024, report
+
+
 def test_faults_are_found() -> None:
     for capability, product in {80: "mma", 90: "wgmma", 100: "tcgen05"}.items():
         none, some = {product: 0, "bulk copies": 0}, {product: 1, "bulk copies": 1}
