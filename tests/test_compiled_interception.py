@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 
@@ -13,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zbkern
+from tests.test_compile import needs_compiler
 from tests.test_interception import CASES, backward, pair
 from zbkern import testing
 
@@ -30,6 +32,11 @@ MIXED = [
     "addmm",
     "linear, bias of two dimensions",
 ]
+OVERLAPPING = {
+    "expand": ({"w": (8, 8)}, lambda p, x: torch.bmm(x.view(2, 3, 8), p["w"].expand(2, 8, 8))),
+    "unfold": ({"w": (12,)}, lambda p, x: x @ p["w"].unfold(0, 8, 1).t()),
+}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def compiled(module: nn.Module, **options: object) -> nn.Module:
@@ -117,6 +124,52 @@ def test_neither_microbatches_nor_defer_compile_again() -> None:
             backward(graph, x)
     assert counters["stats"]["unique_graphs"] == 1
     assert queue.run() > 0
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor(dtype: torch.dtype) -> None:
+    """The default backend, which may write into memory that it believes to be free; bfloat16: by autocast."""
+    module = Experts(torch.float32)
+    twin = zbkern.convert(copy.deepcopy(module))
+    graph = compiled(twin, backend="inductor")
+    queue = zbkern.WGradQueue()
+    for key in range(2):
+        x = torch.randn(6, 8)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            expected = backward(module, x)
+            with queue.defer(key):
+                found = backward(graph, x)
+        testing.assert_close(found, expected, "dx", TOLERANCES[dtype])
+    assert all(p.grad is None for p in twin.parameters())
+    assert queue.run() == 2 * 3
+    testing.assert_same_gradients(twin, module, tolerance=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_a_view_of_a_parameter_whose_gradient_lies_in_another_order(deferred: bool) -> None:
+    module, twin = pair(*CASES["linear, half of a matrix"], torch.float64)
+    for parameter in (*module.parameters(), *twin.parameters()):
+        parameter.grad = torch.ones_like(parameter).t().contiguous().t()
+    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
+    backward(module, x)
+    graph = compiled(twin)
+    with queue.defer() if deferred else contextlib.nullcontext():
+        backward(graph, x)
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_views_whose_elements_share_memory_have_their_gradient_in_b(name: str) -> None:
+    module, twin = pair(*OVERLAPPING[name], torch.float64)
+    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
+    expected = backward(module, x)
+    graph = compiled(twin)
+    with queue.defer():
+        testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
+    assert queue.pending() == 0
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
 
 

@@ -96,12 +96,24 @@ def _view(operand: Tensor, whole: Any, known: bool) -> ParameterView | None:
             steps = ((Tensor.__getitem__, (index,), ()),)
         if dtype != parameter.dtype:
             steps = (*steps, (Tensor.to, (dtype,), ()))
+    if operand.dtype != whole.dtype or _overlaps(operand):
+        return None
     if operand.shape != whole.shape or operand.stride() != whole.stride():
         if not known and made.zbkern_index is not None:
             return None  # outside of defer W runs within B's operator, where the gradient of such a view has no graph
         transposed = whole.dim() == 3 and operand.shape == whole.mT.shape and operand.stride() == whole.mT.stride()
         steps = (*steps, (last_exchanged if transposed else Tensor.as_strided, (), ()))
     return ParameterView(parameter, steps, operand.detach())
+
+
+def _overlaps(view: Tensor) -> bool:
+    """Whether elements may share memory, as an expanded tensor's do: their gradients could not be added in one go."""
+    reach = 0
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 class _Traced(InterceptedFunctions):

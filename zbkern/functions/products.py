@@ -140,6 +140,11 @@ def add_to_part(gradient: Tensor, steps: Sequence[Step], value: Tensor) -> None:
     if (index := _rows_chosen(steps)) is not None:
         gradient.index_put_((index,), value.to(gradient.dtype), accumulate=True)  # counts from the end, too
         return
+    if not gradient.is_contiguous():  # in another order of memory the part may be none
+        whole = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
+        add_to_part(whole, steps, value)
+        gradient.add_(whole)
+        return
     with torch.enable_grad():
         whole = torch.zeros_like(gradient, requires_grad=True)
         (found,) = torch.autograd.grad(replay(steps, whole), whole, value)
