@@ -536,7 +536,7 @@ def test_an_optimizer_step_before_w_of_a_computed_weight_is_an_error(before_b: b
         loss.backward()
     if not before_b:
         optimizer.step()
-    with pytest.raises(RuntimeError, match="changed between the forward and W.*; run the queue before the optimizer"):
+    with pytest.raises(RuntimeError, match=r"changed between the forward and W.*; run the queue before the optimizer"):
         queue.run()
     queue.discard()
 

@@ -347,8 +347,6 @@ def _tensors(argument: Any) -> list[Tensor]:
     return found
 
 
-
-
 def _saved_tensors_hooks() -> Any:
     """What packs and unpacks the tensors that autograd saves, such as a checkpoint's; None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

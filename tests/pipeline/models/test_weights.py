@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.pipeline.models.test_cut import make, transformers
 import zbkern
+from tests.pipeline.models.test_cut import make, transformers
 from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading
 
