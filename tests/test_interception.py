@@ -522,6 +522,25 @@ def test_a_constant_of_a_computed_weight_that_has_changed_is_an_error() -> None:
     queue.discard()
 
 
+@pytest.mark.parametrize("before_b", [True, False])
+def test_an_optimizer_step_before_w_of_a_computed_weight_is_an_error(before_b: bool) -> None:
+    module = Module({"w": (8, 8), "scale": (8, 1)}, lambda p, x: F.linear(x, p["scale"] * p["w"]), torch.float32)
+    twin, queue = zbkern.convert(module), zbkern.WGradQueue()
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    for parameter in twin.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with queue.defer():
+        loss = twin(torch.randn(6, 8, requires_grad=True)).sum()
+        if before_b:
+            optimizer.step()
+        loss.backward()
+    if not before_b:
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"changed between the forward and W.*; run the queue before the optimizer"):
+        queue.run()
+    queue.discard()
+
+
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
 def test_parametrized_layers(kind: str) -> None:
     """What torch.nn.utils.parametrizations makes of them: the whole of W waits."""

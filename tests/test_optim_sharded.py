@@ -44,7 +44,9 @@ def stepped_where_placed() -> dict[str, tuple[float, float]]:
                 gradient = whole(step + 1)
                 ours.grad, theirs.grad = placed(gradient, Replicate()).redistribute(mesh, [parameter_at]), gradient
                 ours.main_grad = placed(gradient, gradient_at)
+                version = ours._version
                 optimizer.step()
+                assert ours._version > version  # a backward, or a W, that needed the old values raises
                 expected.step()
                 history.append(theirs.detach().clone())
             after = (ours.full_tensor() - history[-1]).abs().max().item()

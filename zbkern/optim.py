@@ -109,6 +109,7 @@ class AdamW(torch.optim.Optimizer):
         self._control = self._measure(batches)
         for batch in batches:
             batch.backend.adamw(*batch.tensors, batch.options, control=self._control, memory=batch.memory)
+        self._count_change()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -137,6 +138,13 @@ class AdamW(torch.optim.Optimizer):
                 )
         for batch in batches:
             batch.backend.adamw(*batch.tensors, batch.options, control=self._control, undo=True, memory=batch.memory)
+        self._count_change()
+
+    def _count_change(self) -> None:
+        """Tells autograd, and W that is still to run, that parameters changed: neither sees what a kernel writes, nor
+        what a DTensor's local part is given."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        torch.autograd.graph.increment_version([p for p in parameters if gradient_of(p) is not None])
 
     def _batches(self) -> list[_Batch]:
         """What is stepped together: of one group, device, dtype of parameters and of gradients."""

@@ -313,7 +313,7 @@ class Product(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.call, ctx.kind, ctx.options = call, kind, options
         if isinstance(view, ComputedWeight):
-            ctx.recipe = view.recipe
+            ctx.recipe, ctx.versions = view.recipe, _versions(call.params)
         else:
             ctx.recipe, ctx.steps, ctx.key = None, view.steps, view.key
         return y
@@ -337,7 +337,7 @@ class Product(torch.autograd.Function):
         if ctx.recipe is None:
             kernel = product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
         else:
-            kernel = _computed_wgrad(kind, ctx.recipe, call.params, weight, options)
+            kernel = _computed_wgrad(kind, ctx.recipe, call.params, ctx.versions, weight, options)
             if wgrad.current() is not None and _may_be_sharded_again():
                 segment += tuple(parameter.detach().clone() for parameter in call.params)
         weights = weight_gradients(call, kernel, segment, ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
@@ -395,11 +395,17 @@ def product_wgrad(
 
 
 def _computed_wgrad(
-    kind: Kind, recipe: Recipe, parameters: Sequence[Tensor], weight: Tensor, options: tuple[Any, ...]
+    kind: Kind,
+    recipe: Recipe,
+    parameters: Sequence[Tensor],
+    versions: Sequence[int],
+    weight: Tensor,
+    options: tuple[Any, ...],
 ) -> WGradKernel:
     """W of a product with a computed weight: the weight's gradient, and with it those of the parameters.
 
-    Segments: x, dy, and the parameters' values where they may be gone by now.
+    Segments: x, dy, and the parameters' values where they may be gone by now. versions: of the parameters in the
+    forward; where W reads them, they must have these still.
     """
     like = torch.empty_like(weight, device="meta")
 
@@ -408,6 +414,11 @@ def _computed_wgrad(
         gradient = kind.wgrad(x, dy, like, *options)
         for x, dy, *_ in others:
             gradient += kind.wgrad(x, dy, like, *options)
+        if not values and _versions(parameters) != versions:
+            raise RuntimeError(
+                f"{kind.name}: a parameter from which its weight was computed changed between the forward and W, which "
+                "computes the weight again; run the queue before the optimizer step"
+            )
         values = list(values or parameters)
         leaves = [value.detach().requires_grad_(o is not None) for value, o in zip(values, outputs, strict=True)]
         with torch.enable_grad():
@@ -421,6 +432,11 @@ def _computed_wgrad(
                 output.add_(value)
 
     return WGradKernel(run)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was modified in place; tensors of inference mode do not count it."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _may_be_sharded_again() -> bool:

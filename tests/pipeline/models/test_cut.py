@@ -374,6 +374,10 @@ def test_models_that_are_no_chain_are_refused() -> None:
         model = transformers.T5ForConditionalGeneration(config)
     with pytest.raises(ValueError, match="has an encoder and a decoder"):
         layers_of(model)
+    with pytest.raises(ValueError, match=r"cut: a model of T5Config has an encoder and a decoder.*: it is no chain"):
+        cut(config, schedules.zb_h1(2, 2), rank=0)
+    with pytest.raises(ValueError, match=r"AutoModelForCausalLM makes a decoder.*; got ViTConfig: Unrec[^\n]*$"):
+        cut(transformers.ViTConfig(), schedules.zb_h1(2, 2), rank=0)
     model = make("qwen3_moe")
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits must be False"):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zbkern
 from tests.pipeline.models.test_cut import make, transformers
 from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading
@@ -210,6 +211,31 @@ def test_an_export_right_after_a_step_has_its_validated_weights(two_ranks: Any, 
 def test_export_refuses_other_modules(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="chunks must be those that cut has made"):
         export(tmp_path, nn.Linear(2, 2))
+
+
+class Adapted(nn.Module):
+    """A linear with an adapter beside it, as LoRA has."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.a = base, nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+
+
+def test_export_refuses_names_that_the_model_does_not_have(tmp_path: Path) -> None:
+    (chunk,) = cut(make("llama").float(), ALONE)
+    attention = chunk.get_submodule("model.layers.1.self_attn")
+    base = attention.q_proj
+    attention.q_proj = Adapted(base)
+    expected = r"got 'model.layers.1.self_attn.q_proj.a.weight', .*b.weight', .* lack '.*q_proj.weight': merge adapters"
+    with pytest.raises(ValueError, match=expected):
+        export(tmp_path / "export", [chunk])
+    assert not (tmp_path / "export").exists()
+    attention.q_proj = base
+    export(tmp_path / "export", [zbkern.convert(chunk)])
+
+    adapted = nn.Sequential(nn.Linear(4, 4), Adapted(nn.Linear(4, 4)))  # before the cut: these are the model's names
+    export(tmp_path / "adapted", cut(adapted, ALONE, [0]))
 
 
 def test_files_of_the_model_without_its_head(tmp_path: Path) -> None:

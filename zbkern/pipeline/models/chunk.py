@@ -163,6 +163,7 @@ class Chunk(nn.Module):
         self.layer_names = names[first:last]
         self.all_layers, self._first, self._last, self.shared = names, first, last, dict(shared)
         self._flow = flow
+        self.tensor_names = frozenset(self.state_dict())  # what is wrapped later has others
         self._checked = False
         if last < len(names):
             whole.get_submodule(names[last - 1]).register_forward_hook(flow.leave)

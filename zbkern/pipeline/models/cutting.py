@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zbkern.pipeline.models import weights as loading
 from zbkern.pipeline.models.chunk import After, Before, Chunk, Entry, Flow, Outside
-from zbkern.pipeline.models.layers import Layer, layers_of, shared_parameters
+from zbkern.pipeline.models.layers import NO_CHAIN, Layer, layers_of, shared_parameters
 from zbkern.pipeline.schedules.layout import check_partition, read_layout
 from zbkern.pipeline.schedules.schedule import Schedule
 
@@ -121,8 +121,17 @@ def _built(model: Any) -> nn.Module:
         )
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(model)
+    except ValueError as error:
+        kind = type(model).__name__
+        if getattr(model, "is_encoder_decoder", False):
+            raise ValueError(f"cut: a model of {kind} {NO_CHAIN}") from error
+        raise ValueError(
+            "cut: model must be a configuration of which AutoModelForCausalLM makes a decoder, or the model itself, "
+            f"whose layers you may name; got {kind}: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _partition(plan: Any, given: Sequence[int] | str | None, layers: Sequence[Layer], chunks: int) -> Sequence[int]:

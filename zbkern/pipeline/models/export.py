@@ -42,7 +42,8 @@ def export(
     ranks that take part, None for all; where several hold a chunk, the first writes it. max_shard_bytes: a file is
     ended when it has more. Each rank holds a copy of one file on the CPU at a time. For a model of the transformers
     library its configuration is written, too, with the names and layouts that the library saves. Raises ImportError
-    without safetensors, TypeError for other chunks, OSError; on the other ranks PipelineError.
+    without safetensors, TypeError for other chunks, ValueError for chunks whose tensors have other names than the model
+    that was cut (adapters around layers, say), OSError; on the other ranks PipelineError. Nothing is written then.
     """
     with RankExchange("export", group, timeout) as ranks:
         save_file = safetensors("export").torch.save_file
@@ -76,7 +77,26 @@ def _chunks(given: Any) -> list[Chunk]:
     found = [found] if isinstance(found, nn.Module) or not isinstance(found, Iterable) else [*found]
     if not all(isinstance(chunk, Chunk) for chunk in found):
         raise TypeError(f"export: chunks must be those that cut has made, or a Pipeline of them; got {given!r}")
+    for chunk in found:
+        _check_names(chunk)
     return found
+
+
+def _check_names(chunk: Chunk) -> None:
+    """A reader of the files starts what it does not find in them at random, or refuses them."""
+    names = chunk.state_dict().keys()
+    others = sorted(names - chunk.tensor_names)
+    missing = sorted(chunk.tensor_names - names)
+    if others or missing:
+        raise ValueError(
+            f"export: chunks must have the tensors of the model that was cut, by its names; got {_few(others)}, which "
+            f"it does not have, and lack {_few(missing)}: merge adapters into their layers, or take wrappers and "
+            "parametrizations off, before you export; checkpoint.save writes the chunks as they are"
+        )
+
+
+def _few(names: list[str]) -> str:
+    return (", ".join(map(repr, names[:3])) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _first_holders(held: list[list[list[str]]]) -> list[set[str]]:

@@ -9,6 +9,11 @@ from torch import nn
 
 KINDS = {"embedding": "E", "block": "t", "mtp": "m", "norm": "L", "head": "L"}  # and Megatron's letters for them
 
+NO_CHAIN = (
+    "has an encoder and a decoder, and what the encoder gives goes to all layers of the decoder: it is no chain that "
+    "can be cut; cut decoders, or write the chunks by hand"
+)
+
 
 class Layer(NamedTuple):
     """One layer of a model: its name there, its kind, its number of parameters, and what it shares.
@@ -101,10 +106,7 @@ def _decoder_layers(model: nn.Module) -> dict[str, str]:
         raise ValueError(f"layers_of: {type(model).__name__} is no model of the transformers library; {remedy}")
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"layers_of: {type(model).__name__} has an encoder and a decoder, and what the encoder gives goes to all "
-            "layers of the decoder: it is no chain that can be cut; cut decoders, or write the chunks by hand"
-        )
+        raise ValueError(f"layers_of: {type(model).__name__} {NO_CHAIN}")
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "layers_of: config.output_router_logits must be False: the loss that it adds is computed from all layers, "
