@@ -36,15 +36,14 @@ def even_partitions(layers: int, chunks: int) -> list[Partition]:
     Also with the first layer and the last one or two (embedding, norm and head) beside an even division of the others,
     in the same chunks or the last ones in a chunk of their own.
     """
-    found: dict[Partition, None] = {}
+    found: list[Partition] = []
     for before, after in ((0, 0), (1, 1), (1, 2), (1, 0), (0, 1), (0, 2)):
-        for starts in _even(before, layers - before - after, chunks):
-            found[(0, *starts[1:])] = None
-    for before, after in ((0, 1), (1, 1), (0, 2), (1, 2)):
-        if chunks > 1:
-            for starts in _even(before, layers - before - after, chunks - 1):
-                found[(0, *starts[1:], layers - after)] = None
-    return list(found)
+        found += [(0, *starts[1:]) for starts in _even(before, layers - before - after, chunks)]
+    if chunks > 1:
+        for before, after in ((0, 1), (1, 1), (0, 2), (1, 2)):
+            alone = _even(before, layers - before - after, chunks - 1)
+            found += [(0, *starts[1:], layers - after) for starts in alone]
+    return list(dict.fromkeys(found))
 
 
 def _even(begin: int, layers: int, chunks: int) -> Iterator[list[int]]:

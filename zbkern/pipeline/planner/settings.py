@@ -96,7 +96,7 @@ class SearchSettings:
     layers_more_rules: tuple[int, int] = (600_000, 2)
     """Rules are tried on at most this many passes at the start of that round: with four chunks and 16 stages the rule
     that a search starts from matters more than its length."""
-    layers_fewer: float = 2.0
+    layers_fewer: float = 3.0
     """A search with fewer microbatches takes a third of the time: only where they are this many times fewer."""
     layers_few_rounds: int = 2
     """The most rounds at every other step of memory."""
