@@ -51,13 +51,20 @@ Known = tuple[Ordering, list[int]]  # orders with their cost, and the most that 
 class Work(NamedTuple):
     """How much is done at a level, in passes: rules that are tried, and the first rounds of the search.
 
-    Every round after these is twice as long as the one before. closes: the most that each round may gain, as a share of
-    the distance to the lower bound, those after the last one like it; see `Level._least_after`.
+    Every round after these is twice as long as the one before. gains: the most that each round may gain, relative, each
+    round after these half as much as the one before. closes: also as a share of the distance to the lower bound, those
+    after the last one like it; see `Level._least_after`. fewer: where this many times fewer microbatches are enough for
+    warm-up and cool-down, there is a search for those as well. more_rules: tried at the start of the round
+    `ruled_round`, as the first answer has no time for them.
     """
 
     rules: int
     rounds: Sequence[int]
+    gains: Sequence[float] = SETTINGS.gains
     closes: Sequence[float] = (1.0,)
+    fewer: float = 1.0
+    more_rules: int = 0
+    ruled_round: int = 0
 
     def passes(self, number: int) -> int:
         """Of the round of this number."""
@@ -125,8 +132,9 @@ class Level:
 
         So a level that is far behind can be left out although nobody knows what it would find.
         """
-        last, closes = len(SETTINGS.gains) - 1, self._work.closes
-        gain = SETTINGS.gains[min(number, last)] * 0.5 ** max(0, number - last)
+        gains, closes = self._work.gains, self._work.closes
+        last = len(gains) - 1
+        gain = gains[min(number, last)] * 0.5 ** max(0, number - last)
         share = closes[min(number, len(closes) - 1)]
         return max(reached * (1 - gain), self.bound + (reached - self.bound) * (1 - share))
 
@@ -161,6 +169,8 @@ class Level:
         if self._population is None:
             self._begin()
         assert self._population is not None
+        if self._work.more_rules and number == self._work.ruled_round:
+            self._population.offer(construct(problem, pool, budget, self._work.more_rules))
         if self._few is not None:
             population = self._few[1]
             population.round(passes // 2, base_seed, budget)
@@ -175,7 +185,7 @@ class Level:
 
     def _begin(self) -> None:
         problem, budget, patterns = self.problem, self._budget, self._work.rounds[0] // 8
-        few = _fewer(problem)
+        few = _fewer(problem, self._work.fewer)
         if few is not None:
             best = Pool(few, 1, cost_bound(few))
             for orders in self._published.orders(few.placement, few.microbatches):
@@ -187,13 +197,13 @@ class Level:
         self._population = Population(problem, self._candidates, self.pool, budget, patterns)
 
 
-def _fewer(problem: Problem) -> Problem | None:
-    """The problem with fewer microbatches, where that is worth a search of its own; None elsewhere.
+def _fewer(problem: Problem, times: float) -> Problem | None:
+    """The problem with so many times fewer microbatches, where that is worth a search of its own; None elsewhere.
 
     Warm-up and cool-down are the hard part, and nearly the same for any number of microbatches.
     """
     small = min(problem.microbatches, 3 * problem.ranks)
-    worth = problem.microbatches >= 4 * problem.ranks // 3 and small < problem.microbatches
+    worth = problem.microbatches >= max(4 * problem.ranks // 3, times * small) and small < problem.microbatches
     return problem.with_microbatches(small) if worth else None
 
 

@@ -80,6 +80,14 @@ def search(
 
     Raises ScheduleError when no candidate fits the memory.
     """
+    work = Work(
+        SETTINGS.layers_rules,
+        SETTINGS.layers_rounds,
+        SETTINGS.layers_gains,
+        SETTINGS.layers_closes,
+        SETTINGS.layers_fewer,
+        *SETTINGS.layers_more_rules,
+    )
     published, every = Published(), 1 if budget.allows(0) else SETTINGS.layers_rules_every
     cuts: list[Cut] = []
     refused: list[ScheduleError] = []
@@ -106,7 +114,6 @@ def search(
             if same is not None:  # as where equal layers are divided in another order
                 same.step = min(same.step, step)
             elif least_work(problem) < best():
-                work = Work(SETTINGS.layers_rules, SETTINGS.layers_rounds, SETTINGS.layers_closes)
                 here.append(Cut(each, name, costs, Ladder(problem, keep, work, budget, seed, published), step))
                 cuts.append(here[-1])
         _add_levels(question, here, lowest, every, usual)

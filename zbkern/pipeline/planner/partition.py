@@ -33,25 +33,30 @@ def work_of(layer: LayerCosts) -> float:
 def even_partitions(layers: int, chunks: int) -> list[Partition]:
     """Equal numbers of layers per chunk, as far as they go: with the larger chunks first, last, or in between.
 
-    Also with the first layer and the last one or two (embedding, norm and head) beside an even division of the others.
+    Also with the first layer and the last one or two (embedding, norm and head) beside an even division of the others,
+    in the same chunks or the last ones in a chunk of their own.
     """
-    found: dict[Partition, None] = {}
+    found: list[Partition] = []
     for before, after in ((0, 0), (1, 1), (1, 2), (1, 0), (0, 1), (0, 2)):
-        inner = layers - before - after
-        if inner < chunks:
-            continue
-        size, larger = divmod(inner, chunks)
-        starts = [before + index * size for index in range(chunks)]
-        shifts = (
-            [min(index, larger) for index in range(chunks)],
-            [max(0, index - (chunks - larger)) for index in range(chunks)],
-            [index * larger // chunks for index in range(chunks)],
-        )
-        for shift in shifts:
-            moved = [start + extra for start, extra in zip(starts, shift, strict=True)]
-            partition = (0, *moved[1:])
-            found[partition] = None
-    return list(found)
+        found += [(0, *starts[1:]) for starts in _even(before, layers - before - after, chunks)]
+    if chunks > 1:
+        for before, after in ((0, 1), (1, 1), (0, 2), (1, 2)):
+            alone = _even(before, layers - before - after, chunks - 1)
+            found += [(0, *starts[1:], layers - after) for starts in alone]
+    return list(dict.fromkeys(found))
+
+
+def _even(begin: int, layers: int, chunks: int) -> Iterator[list[int]]:
+    """The first layer of every chunk, where so many layers from `begin` on are divided evenly."""
+    if layers < chunks:
+        return
+    size, larger = divmod(layers, chunks)
+    for shift in (
+        [min(index, larger) for index in range(chunks)],
+        [max(0, index - (chunks - larger)) for index in range(chunks)],
+        [index * larger // chunks for index in range(chunks)],
+    ):
+        yield [begin + index * size + extra for index, extra in enumerate(shift)]
 
 
 def memory_steps(

@@ -99,6 +99,10 @@ class Population:
         plenty = min(problem.limit) > SETTINGS.plenty * held_by_1f1b(problem)
         self._long = self._warm is None and (plenty or problem.chunks > 2 * problem.ranks)
 
+    def offer(self, candidates: Sequence[Candidate]) -> None:
+        """Takes rules that were found among more, before those there are."""
+        self._candidates = [*candidates, *self._candidates][: 2 * SETTINGS.refined_rules]
+
     def round(self, passes: int, base_seed: int, budget: Budget) -> None:
         """Runs about `passes` passes, and where there is a pattern a quarter as many in the search for a better one."""
         pool = self.pool

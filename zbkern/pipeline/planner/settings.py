@@ -88,9 +88,16 @@ class SearchSettings:
     """Rules are tried on at most this many passes for each cut and level of memory."""
     layers_rounds: tuple[int, ...] = (500_000, 1_500_000, 5_000_000, 64_000_000)
     """Passes of the first rounds of each cut and level of memory: few are left for the long ones."""
+    layers_gains: tuple[float, ...] = (0.06, 0.04, 0.04, 0.04)
+    """As `gains`."""
     layers_closes: tuple[float, ...] = (0.7, 0.7, 0.7, 0.7)
     """The most of the distance to its lower bound that each round may gain at a level of memory: mostly it gains less,
     and the many levels that are about as good as each other would take most of the time."""
+    layers_more_rules: tuple[int, int] = (600_000, 2)
+    """Rules are tried on at most this many passes at the start of that round: with four chunks and 16 stages the rule
+    that a search starts from matters more than its length."""
+    layers_fewer: float = 3.0
+    """A search with fewer microbatches takes a third of the time: only where they are this many times fewer."""
     layers_few_rounds: int = 2
     """The most rounds at every other step of memory."""
     layers_rules_every: int = 4
