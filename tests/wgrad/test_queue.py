@@ -220,6 +220,49 @@ def test_threads_do_not_mix() -> None:
         testing.assert_same_gradients(twin, model)
 
 
+def test_a_step_that_lacks_the_w_of_its_parameters_warns_once() -> None:
+    queue, other = zbkern.WGradQueue(), zbkern.WGradQueue()
+    weight, another = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fill(other, recorder([]), [another], keys=2)  # waits past the step of other parameters
+        optimizer.step()
+    fill(queue, recorder([]), [weight], keys=2)
+    with pytest.warns(
+        RuntimeWarning, match=r"SGD.step: 2 W of its parameters still wait .* call the queue's run\(\)"
+    ) as found:
+        optimizer.step()
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    queue.discard()
+    other.discard()
+
+
+def test_an_optimizer_in_backward_steps_while_other_w_of_its_parameter_wait() -> None:
+    queue, weight = zbkern.WGradQueue(), torch.nn.Parameter(torch.zeros(2))
+    optimizer, steps = torch.optim.SGD([weight], 0.1), []
+    weight.register_post_accumulate_grad_hook(lambda _: steps.append(optimizer.step()))
+    fill(queue, recorder([]), [weight], keys=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        queue.run(queue.keys()[0])
+        assert len(steps) == len(queue) == 1
+    queue.discard()
+
+
+def test_a_compiled_step_looks_at_no_queue() -> None:
+    queue, weight = zbkern.WGradQueue(), torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    weight.grad = torch.ones(2)
+    fill(queue, recorder([]), [weight], keys=1)
+    torch.compile(optimizer.step, backend="eager")()
+    assert weight.tolist() == pytest.approx([-0.1, -0.1])
+    queue.discard()
+
+
 def test_what_is_left_over_is_not_lost_silently() -> None:
     queue = zbkern.WGradQueue()
     fill(queue, recorder([]), [torch.nn.Parameter(torch.zeros(2))], keys=2)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.wgrad import accumulation, grouping, side_stream
+from zbkern.wgrad import accumulation, forgotten, grouping, side_stream
 from zbkern.wgrad.task import WGradTask
 
 
@@ -82,6 +82,7 @@ class WGradQueue:
         self._lock = threading.RLock()
         _count(1)  # before what may raise: __del__ counts it out
         self.stream = stream
+        forgotten.watch(self)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
