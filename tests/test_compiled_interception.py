@@ -112,11 +112,12 @@ def test_grouped_products_of_a_dtype_that_torch_does_not_compile() -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-5)
 
 
-def test_neither_microbatches_nor_defer_compile_again() -> None:
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}])
+def test_neither_microbatches_nor_defer_compile_again(options: dict[str, object]) -> None:
     queue = zbkern.WGradQueue()
     module = Block()
     twin = zbkern.convert(copy.deepcopy(module))
-    graph = compiled(twin)
+    graph = compiled(twin, **options)
     for key in range(4):
         x = torch.randn(6, 8, dtype=torch.float64)
         backward(module, x)
