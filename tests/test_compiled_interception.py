@@ -32,6 +32,8 @@ MIXED = [
     "addmm",
     "linear, bias of two dimensions",
 ]
+OLD = torch.__version__.startswith("2.8.")  # does not tell what a tensor is a view of, so that W of views is in B
+OF_VIEWS = ["linear, half of a matrix", "mm", "split", "unbind", "conv1d, weight reshaped"]
 OVERLAPPING = {
     "expand": ({"w": (8, 8)}, lambda p, x: torch.bmm(x.view(2, 3, 8), p["w"].expand(2, 8, 8))),
     "unfold": ({"w": (12,)}, lambda p, x: x @ p["w"].unfold(0, 8, 1).t()),
@@ -83,12 +85,13 @@ def test_compiled_gradients_are_torchs(name: str) -> None:
         with queue.defer(key):
             testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
     assert counters["stats"]["unique_graphs"] == 1
-    if name in SEPARABLE:
+    if name in SEPARABLE and not (OLD and name in OF_VIEWS):
         assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
-    assert (queue.run() > 0) == (name not in IN_B)
+    assert (queue.run() > 0) == (name not in IN_B and not (OLD and name in OF_VIEWS))
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.8 does not tell what a tensor is a view of while it compiles")
 def test_grouped_products_of_a_dtype_that_torch_does_not_compile() -> None:
     """The transformers library has an operator of its own for these, whose B would compute the weight's gradient."""
     moe = pytest.importorskip("transformers.integrations.moe")
@@ -109,11 +112,12 @@ def test_grouped_products_of_a_dtype_that_torch_does_not_compile() -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-5)
 
 
-def test_neither_microbatches_nor_defer_compile_again() -> None:
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}])
+def test_neither_microbatches_nor_defer_compile_again(options: dict[str, object]) -> None:
     queue = zbkern.WGradQueue()
     module = Block()
     twin = zbkern.convert(copy.deepcopy(module))
-    graph = compiled(twin)
+    graph = compiled(twin, **options)
     for key in range(4):
         x = torch.randn(6, 8, dtype=torch.float64)
         backward(module, x)
@@ -210,6 +214,26 @@ def test_a_selective_checkpoint_around_a_compiled_block() -> None:
     with queue.defer():
         found = backward(lambda x: checkpoint(graph, x, use_reentrant=False, context_fn=contexts), x)
     testing.assert_close(found, expected, "dx", 1e-10)
+    assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("selective", [True, False])
+def test_a_checkpoint_within_what_is_compiled(selective: bool) -> None:
+    """As where a library wraps its blocks in checkpoints, then compiles them."""
+    module = Block()
+    twin = zbkern.convert(copy.deepcopy(module))
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+    options = {"context_fn": contexts} if selective else {}
+    torch._dynamo.reset()
+    graph = torch.compile(
+        lambda x: checkpoint(twin, x, use_reentrant=False, **options), backend="aot_eager", fullgraph=True
+    )
+    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
+    expected = backward(module, x)
+    with queue.defer():
+        testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
     assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-10)

@@ -48,6 +48,17 @@ class CompiledInterception(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def allow_within_checkpoints() -> None:
+    """The compiler refuses to change the stack of modes within a checkpoint, although the mode ends there, unless it
+    has seen such a change before."""
+    torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(_enter_and_leave)
+
+
+def _enter_and_leave() -> None:
+    with CompiledInterception():
+        pass
+
+
 def _is_parameter(tensor: Any) -> bool:
     return type(tensor) is torch.nn.Parameter and tensor.requires_grad
 

@@ -358,7 +358,8 @@ def check_linear_cross_entropy(
 
 
 def check_number(op: str, argument: str, value: float) -> None:
-    if not hasattr(value, "__float__"):  # what numpy and torch call a number has it, too
+    # What numpy and torch call a number has __float__; a compiler asked for dynamic numbers does not know hasattr
+    if not isinstance(value, int | float) and not hasattr(value, "__float__"):
         raise TypeError(f"{op}: {argument} must be a number; got {value!r}")
 
 
