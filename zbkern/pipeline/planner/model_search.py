@@ -47,6 +47,10 @@ class Question:
     memory_limit: Limit
     objective: str
 
+    @property
+    def is_large(self) -> bool:
+        return self.microbatches * self.stages > SETTINGS.layers_large
+
     def problem(self, costs: Costs, owners: Sequence[int]) -> Problem:
         return problem_of(costs, owners, self.microbatches, self.memory_limit, self.objective)
 
@@ -80,9 +84,10 @@ def search(
 
     Raises ScheduleError when no candidate fits the memory.
     """
+    *short, last = SETTINGS.layers_rounds
     work = Work(
         SETTINGS.layers_rules,
-        SETTINGS.layers_rounds,
+        (*short, last // 4 if question.is_large else last),
         SETTINGS.layers_gains,
         SETTINGS.layers_closes,
         SETTINGS.layers_fewer,
