@@ -50,8 +50,10 @@ class CompiledInterception(TorchFunctionMode):
 
 def allow_within_checkpoints() -> None:
     """The compiler refuses to change the stack of modes within a checkpoint, although the mode ends there, unless it
-    has seen such a change before."""
-    torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(_enter_and_leave)
+    has seen such a change before. Where a torch has no such call, a checkpoint breaks the graph."""
+    allow = getattr(torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer", None)
+    if allow is not None:
+        allow(_enter_and_leave)
 
 
 def _enter_and_leave() -> None:
