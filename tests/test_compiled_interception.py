@@ -132,7 +132,7 @@ def test_neither_microbatches_nor_defer_compile_again(options: dict[str, object]
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_inductor(dtype: torch.dtype) -> None:
     """The default backend, which may write into memory that it believes to be free; bfloat16: by autocast."""
     module = Experts(torch.float32)

@@ -9,6 +9,7 @@ import pytest
 from bench import models
 
 
+@pytest.mark.slow
 def test_a_row(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "figures", functools.cache(models.figures))
     assert models.main(["--only", "gemma-2-9b", "--per-stage", "1", "--effort", "0"]) == 0

@@ -111,7 +111,8 @@ def train_side_by_side(out: Path, sizes: dict[str, int]) -> None:
     train_gpt.train(asked, text.Text(str(EXAMPLES)), schedules.zb_h1(2, 4))
 
 
-@pytest.mark.parametrize("option", [pytest.param("replicas", marks=pytest.mark.slow), "tensor_parallel"])
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["replicas", "tensor_parallel"])
 def test_replicas_and_tensor_parallel_stages_train_and_save(four_ranks: Any, tmp_path: Path, option: str) -> None:
     four_ranks.run(train_side_by_side, tmp_path, {option: 2})
     assert [step for step, _ in losses(tmp_path)] == ["2", "4"]
@@ -161,6 +162,7 @@ def losses(out: Path) -> list[tuple[str, str]]:
     return [tuple(line.split()[1:4:2]) for line in (out / "train.log").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(two_ranks: Any, tmp_path: Path) -> None:
     two_ranks.run(trained, tmp_path / "whole", [6], ["zb_h1"])
     two_ranks.run(trained, tmp_path / "parts", [4, 6], ["zb_h1", "zb_h1"])

@@ -30,7 +30,7 @@ from zbkern.pipeline import (
 )
 
 STEPS, MICROBATCHES = 3, 4
-FAMILIES = ["llama", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_moe", "deepseek_v3"))]
 
 
 def measure(config: Any, **where: Any) -> ModelCosts:

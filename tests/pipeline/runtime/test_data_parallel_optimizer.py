@@ -96,7 +96,7 @@ def train_forced(kind: str, name: str, adaptive: bool) -> tuple[int, int, int]:
     ("kind", "name", "adaptive"),
     [
         ("ddp", "zb_h2", False),
-        ("fsdp", "zb_v", True),
+        pytest.param("fsdp", "zb_v", True, marks=pytest.mark.slow),
         pytest.param("ddp", "zb_v", True, marks=pytest.mark.slow),
         pytest.param("fsdp", "zb_h2", False, marks=pytest.mark.slow),
     ],

@@ -93,6 +93,7 @@ def resumed(folder: Path, layout: tuple[int, int, str], start: int) -> dict[str,
         return values(ours.named())
 
 
+@pytest.mark.slow
 def test_sizes_change_from_one_run_to_the_next(four_ranks: Any, tmp_path: Path) -> None:
     plain = OneProcess()
     for number, layout in enumerate(RUNS):

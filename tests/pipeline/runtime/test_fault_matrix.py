@@ -250,7 +250,6 @@ EVERY = [
     if fits(place, fault)
 ]
 SAMPLE = [
-    Case("before connecting", "kill", 2, 1),
     Case("F", "kill", 4, 3),
     Case("B", "interrupt", 3, 2),
     Case("between calls", "kill", 3, 1),
