@@ -358,8 +358,9 @@ def check_linear_cross_entropy(
 
 
 def check_number(op: str, argument: str, value: float) -> None:
-    # What numpy and torch call a number has __float__; a compiler asked for dynamic numbers does not know hasattr
-    if not isinstance(value, int | float) and not hasattr(value, "__float__"):
+    # What numpy and torch call a number has __float__. A compiler asked for dynamic numbers does not know hasattr, and
+    # that of torch 2.8 no union of types.
+    if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
         raise TypeError(f"{op}: {argument} must be a number; got {value!r}")
 
 
