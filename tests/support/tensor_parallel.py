@@ -130,7 +130,27 @@ class Trained:
         return losses, [*norms, self.optimizer.last_norm]
 
 
-class Stages(Trained):
+class TrainedStages(Trained):
+    """This rank's chunks, by number, under a Pipeline and its Optimizer."""
+
+    mine: dict[int, nn.Sequential]
+    pipe: Pipeline
+    first: bool
+    last: bool
+
+    def gradients(self, step: int) -> float | None:
+        """Forward and backward of a step; its loss on ranks of the last stage."""
+        inputs, targets = batch(step)
+        self.optimizer.zero_grad()
+        loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
+        return None if loss is None else loss.item()
+
+    def named(self) -> dict[str, Tensor]:
+        """This rank's parameters by their names in the model."""
+        return {name: p for module in self.mine.values() for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+class Stages(TrainedStages):
     """This rank's chunks under a Pipeline and its Optimizer: `stages` x `tensor` ranks."""
 
     def __init__(
@@ -161,17 +181,6 @@ class Stages(Trained):
         self.pipe = Pipeline(self.modules, self.schedule, loss_fn, self.group, **more)
         self.optimizer = Optimizer(make_optimizer(self.modules), self.pipe, max_norm=MAX_NORM)
         self.first, self.last = 0 in self.mine, count - 1 in self.mine
-
-    def gradients(self, step: int) -> float | None:
-        """Forward and backward of a step; its loss on ranks of the last stage."""
-        inputs, targets = batch(step)
-        self.optimizer.zero_grad()
-        loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
-        return None if loss is None else loss.item()
-
-    def named(self) -> dict[str, Tensor]:
-        """This rank's parameters by their names in the model."""
-        return {name: p for module in self.modules for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def tie(chunks: dict[int, nn.Sequential], count: int) -> dict[str, Tensor]:

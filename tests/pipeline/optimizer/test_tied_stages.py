@@ -17,7 +17,7 @@ from tests.support.tensor_parallel import (
     MAX_NORM,
     STEEP,
     OneProcess,
-    Trained,
+    TrainedStages,
     apart,
     batch,
     chunk,
@@ -46,7 +46,7 @@ class Declared(nn.Sequential):
         return {"embedding": found[0]} if found else {}
 
 
-class Stages(Trained):
+class Stages(TrainedStages):
     """Two stages of two ranks each, tensor-parallel or replicas of one batch, whose first and last weight are tied."""
 
     def __init__(self, schedule: str, kind: str, **options: Any) -> None:
@@ -80,15 +80,6 @@ class Stages(Trained):
         self.pipe = Pipeline(modules, plan, loss_fn, self.group, timeout=60)
         self.first, self.last = 0 in self.mine, count - 1 in self.mine
         self.optimizer = Optimizer(make_optimizer([*self.mine.values()]), self.pipe, max_norm=MAX_NORM, **options)
-
-    def gradients(self, step: int) -> float | None:
-        inputs, targets = batch(step)
-        self.optimizer.zero_grad()
-        loss = self.pipe.step(inputs if self.first else None, targets if self.last else None)
-        return None if loss is None else loss.item()
-
-    def named(self) -> dict[str, Tensor]:
-        return {name: p for module in self.mine.values() for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 @functools.cache
@@ -147,7 +138,7 @@ def poisoned(output: Tensor, target: Tensor) -> Tensor:
 
 
 def poisoned_batch(step: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = tensor_parallel.batch(step)
+    inputs, targets = batch(step)
     if step == NAN:
         targets[:, -1], targets[0, -1] = 100, -1
     return inputs, targets
@@ -168,7 +159,7 @@ def partly_frozen(
     """listed: the optimizer has frozen parameters, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "loss_fn", poisoned)
-        patch.setitem(globals(), "batch", poisoned_batch)
+        patch.setattr(tensor_parallel, "batch", poisoned_batch)
         ours = Stages(schedule, kind)
         ours.pipe.detach()
         freeze(ours.named(), names)
