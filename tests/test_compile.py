@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import zbkern
 from zbkern import compiled as compiled_layers
@@ -103,6 +104,37 @@ def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pyte
         compiled_layers.weight_gradient, "register_effect"
     )  # else Inductor calls the operator its own way
     assert (x.untyped_storage().data_ptr() in addresses) == lowered  # held where they are, not copied
+
+
+GPT_OSS = {"bias": True, "transposed": True, "interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
+@pytest.mark.parametrize("given", ["counts", "offsets"])
+def test_compiled_experts(given: str, options: dict[str, object], dtype: torch.dtype) -> None:
+    """Counts and offsets on the device; of offsets, the last rows belong to no expert. Compiled once for two batches."""
+    torch.manual_seed(0)
+    model = zbkern.nn.Experts(8, 16, 3, dtype=dtype, **options)
+    twin = copy.deepcopy(model)
+    torch._dynamo.reset()
+    counters.clear()
+    graph = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    queue = zbkern.WGradQueue()
+    for key, numbers in enumerate(([2, 0, 5], [0, 6, 1] if given == "counts" else [0, 3, 1])):
+        counts = torch.tensor(numbers)
+        routing = {"counts": counts} if given == "counts" else {"offsets": counts.cumsum(0, dtype=torch.int32)}
+        x, own = (torch.randn(7, 8, generator=torch.Generator().manual_seed(key)).to(dtype) for _ in range(2))
+        y, found = model(x.requires_grad_(), **routing), graph(own.requires_grad_(), **routing)
+        y.float().square().sum().backward()
+        with queue.defer(key):
+            found.float().square().sum().backward()
+        for wanted, got in ((y, found), (x.grad, own.grad)):
+            testing.assert_close(got, wanted, "compiled", 1e-10 if dtype == torch.float64 else 3e-2)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert all(p.grad is None for p in twin.parameters())
+    assert queue.run() == 2 * 2
+    testing.assert_same_gradients(twin, model, tolerance=1e-10 if dtype == torch.float64 else 3e-2)
 
 
 def test_one_product_used_twice_is_two_w() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from types import ModuleType
 
 import pytest
 import torch
@@ -110,6 +111,32 @@ def test_grouped_products_of_a_dtype_that_torch_does_not_compile() -> None:
     assert all(p.grad is None for p in twin.parameters())
     assert queue.run() == 2
     testing.assert_same_gradients(twin, module, tolerance=1e-5)
+
+
+@pytest.mark.skipif(OLD, reason="torch 2.8 has no product of groups on the CPU")
+@pytest.mark.parametrize("cast", [True, False])
+@pytest.mark.parametrize("of", [torch, F], ids=["torch._grouped_mm", "F.grouped_mm"])
+def test_grouped_products_in_bfloat16(of: ModuleType, cast: bool) -> None:
+    """As torchtitan's experts and, on GPUs, the transformers library's; cast: of parameters in float32."""
+    grouped_mm = F.grouped_mm if of is F else torch._grouped_mm
+
+    def compute(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+        w1, w2, w3 = (p[name].to(torch.bfloat16) if cast else p[name] for name in ("w1", "w2", "w3"))
+        x = x.to(torch.bfloat16)
+        h = F.silu(grouped_mm(x, w1.transpose(-2, -1), offs=ends)) * grouped_mm(x, w3.mT, offs=ends)
+        return grouped_mm(h, w2.transpose(-2, -1), offs=ends)
+
+    shapes = {"w1": (3, 16, 8), "w2": (3, 8, 16), "w3": (3, 16, 8)}
+    module, twin = pair(shapes, compute, torch.float32 if cast else torch.bfloat16)
+    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float32 if cast else torch.bfloat16)
+    graph = compiled(twin)
+    expected = backward(module, x)
+    with queue.defer():
+        testing.assert_close(backward(graph, x), expected, "dx", 3e-2)
+    assert all(p.grad is None for p in twin.parameters())
+    assert queue.run() == 3
+    testing.assert_same_gradients(twin, module, tolerance=3e-2)
 
 
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}])
@@ -262,7 +289,7 @@ def test_the_operators_pass_torchs_check(kind: str) -> None:
     weight, x, dy = nn.Parameter(torch.randn(3, 5, 4)), torch.randn(6, 4), torch.randn(6, 5)
     ends = torch.tensor([2, 2, 6], dtype=torch.int32) if kind == "grouped_linear" else None
     part = [] if kind == "grouped_linear" else [5, 4, 4, 1, 20]
-    arguments = (kind, x, dy, weight, None, ends, part, [], True)
+    arguments = (kind, x, dy, weight, None, None, ends, part, [], True)
     torch.library.opcheck(torch.ops.zbkern.product_gradient.default, arguments)
     if ends is not None:
         torch.library.opcheck(torch.ops.zbkern.grouped_product.default, (x, weight.detach().mT, ends))

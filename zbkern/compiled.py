@@ -28,6 +28,8 @@ from zbkern.functions import products
 from zbkern.functions._shapes import as_rows
 from zbkern.functions.products import Kind, ParameterView
 from zbkern.kernels import dispatch, reference
+from zbkern.kernels.reference import grouped as grouped_reference
+from zbkern.kernels.spec import GateOptions
 from zbkern.wgrad import accumulation, queue
 
 
@@ -75,12 +77,24 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tenso
     return torch.where(padding, y.detach(), y)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """functional.grouped_linear of whole parameters without biases; ends: the row at which every group ends."""
-    matrices = weight.detach().to(x.dtype)
-    y = _grouped(x, matrices if transposed else matrices.mT, ends)
-    kind = "grouped_linear transposed" if transposed else "grouped_linear"
-    return _ProductTap.apply(y, kind, x.detach(), weight, None, ends, [], [])
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, transposed: bool, every_row: bool = True
+) -> Tensor:
+    """functional.grouped_linear; ends: the row at which every group ends. every_row: each belongs to a group."""
+    matrices, kind = weight.detach().to(x.dtype), "grouped_linear transposed" if transposed else "grouped_linear"
+    y = _grouped(x, matrices if transposed else matrices.mT, ends, every_row)
+    if bias is not None:
+        y = y + _of_rows(bias.detach().to(x.dtype), ends, x, every_row)
+    return _ProductTap.apply(y, kind, x.detach(), weight, bias, None, ends, [], [])
+
+
+def grouped_mlp(
+    x: Tensor, params: Sequence[Any], ends: Tensor, options: GateOptions, transposed: bool, every_row: bool
+) -> Tensor:
+    """functional.grouped_mlp; params: gate_up and down, then their biases."""
+    gate_up, down, gate_up_bias, down_bias = params
+    z = grouped_linear(x, gate_up, gate_up_bias, ends, transposed, every_row)
+    return grouped_linear(grouped_reference.gated(z, options), down, down_bias, ends, transposed, every_row)
 
 
 def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]) -> Tensor:
@@ -92,14 +106,26 @@ def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]
     index = next((args[0] for step, args, _ in view.steps if step is Tensor.__getitem__), None)
     part = [*weight.shape, *weight.stride(), weight.storage_offset()] if view.steps and index is None else []
     numbers = [] if ends is not None else products.numbers_of(options)
-    return _ProductTap.apply(y, kind.name, x.detach(), parameter, index, ends, part, numbers)
+    return _ProductTap.apply(y, kind.name, x.detach(), parameter, None, index, ends, part, numbers)
 
 
-def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor, every_row: bool = True) -> Tensor:
     """Rows of group e times weight[e], [K, N]: by torch where a compiler knows how, else by an operator of ours."""
-    if x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and weight.shape[1] % 8 == weight.shape[2] % 8 == 0:
+    if x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm") or weight.shape[1] % 8 or weight.shape[2] % 8:
+        return torch.ops.zbkern.grouped_product(x, weight, ends)
+    if every_row:
         return F.grouped_mm(x, weight, offs=ends)
-    return torch.ops.zbkern.grouped_product(x, weight, ends)
+    in_group = grouped_reference.group_of_rows(ends, x) < weight.shape[0]  # torch leaves the others as they are
+    return torch.where(in_group, F.grouped_mm(torch.where(in_group, x, 0), weight, offs=ends), 0)
+
+
+def _of_rows(bias: Tensor, ends: Tensor, x: Tensor, every_row: bool) -> Tensor:
+    """[M, N]: of every row of x the bias of its group, 0 where it has none."""
+    groups = grouped_reference.group_of_rows(ends, x)
+    if every_row:
+        return bias[groups[:, 0]]
+    last = bias.shape[0] - 1
+    return torch.where(groups > last, 0, bias[groups[:, 0].clamp(max=last)])
 
 
 @torch.library.custom_op("zbkern::grouped_product", mutates_args=())
@@ -156,20 +182,23 @@ class _ProductTap(torch.autograd.Function):
         kind: str,
         x: Tensor,
         parameter: Tensor,
+        bias: Tensor | None,
         index: Tensor | None,
         ends: Tensor | None,
         part: list[int],
         numbers: list[int],
     ) -> Tensor:
-        ctx.save_for_backward(x, parameter, index, ends)
+        ctx.save_for_backward(x, parameter, bias, index, ends)
         ctx.kind, ctx.part, ctx.numbers = kind, part, numbers
         return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets nobody modify a view from here in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, parameter, index, ends = ctx.saved_tensors
-        torch.ops.zbkern.product_gradient(ctx.kind, x, dy, parameter, index, ends, ctx.part, ctx.numbers, True)
-        return dy, None, None, None, None, None, None, None
+        x, parameter, bias, index, ends = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        wanted = parameter if needs[3] else None, bias if needs[4] else None
+        torch.ops.zbkern.product_gradient(ctx.kind, x, dy, *wanted, index, ends, ctx.part, ctx.numbers, True)
+        return dy, *[None] * 8
 
 
 @torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -202,7 +231,8 @@ def product_gradient(
     kind: str,
     x: Tensor,
     dy: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     index: Tensor | None,
     ends: Tensor | None,
     part: Sequence[int],
@@ -210,13 +240,13 @@ def product_gradient(
     copy: bool,
 ) -> None:
     """Defers or runs W of a product with a part of a parameter: kind, the name of a `products.Kind`, or
-    "grouped_linear", "grouped_linear transposed".
+    "grouped_linear", "grouped_linear transposed", which alone have a bias, and may do without a weight's gradient.
 
     index: the product is with weight[index]. part: size, stride and offset of the operand in the parameter's memory, or
     in that of weight[index]; empty for all of it. ends: where groups of rows end. numbers: of a convolution.
     """
-    parameter = _parameter(weight)
-    if parameter is None:
+    params = (_parameter(weight), _parameter(bias))
+    if params == (None, None):
         return
     if copy and wgrad.current() is not None:
         x, dy = x.clone(), dy.clone()
@@ -225,17 +255,16 @@ def product_gradient(
         assert ends is not None
         backend = dispatch.resolve("grouped_linear", "auto", x.device, x.dtype)
         kernel = grouped_functions.grouped_wgrad(backend, kind.endswith("transposed"), False)
-        task = wgrad.WGradTask(
-            kernel, (x, dy, ends), (parameter, None), linear_functions.linear_flops, "compiled experts"
-        )
+        task = wgrad.WGradTask(kernel, (x, dy, ends), params, linear_functions.linear_flops, "compiled experts")
     else:
+        assert weight is not None
         steps = products.strided_steps(index, part)
         shape = [*part[: len(part) // 2]] or ([*index.shape, *weight.shape[1:]] if index is not None else weight.shape)
         like = torch.empty(shape, dtype=x.dtype, device="meta")
         options = (ends,) if ends is not None else products.convolution_options(numbers)
         backend = dispatch.resolve("linear", "auto", x.device, x.dtype)
         kernel = products.product_wgrad(products.kind(kind), repr(steps), steps, like, options, backend)
-        task = wgrad.WGradTask(kernel, (x, dy), (parameter,), 2 * dy.numel() * x.shape[-1], "compiled product")
+        task = wgrad.WGradTask(kernel, (x, dy), params[:1], 2 * dy.numel() * x.shape[-1], "compiled product")
     _defer(task)
 
 

@@ -48,6 +48,17 @@ class CompiledInterception(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+@torch.compiler.assume_constant_result
+def reach_grouped_mm() -> bool:
+    """Lets modes see torch._grouped_mm in what is compiled, which they do elsewhere: the compiler has a list of the
+    functions that it shows to them, and as of torch 2.13 this one, which F.grouped_mm calls, is missing there."""
+    listed = getattr(torch._dynamo.variables.torch, "get_overridable_functions", None)
+    if listed is None or not hasattr(torch, "_grouped_mm"):
+        return False
+    listed().add(torch._grouped_mm)
+    return True
+
+
 def allow_within_checkpoints() -> None:
     """The compiler refuses to change the stack of modes within a checkpoint, although the mode ends there, unless it
     has seen such a change before. Where a torch has no such call, a checkpoint breaks the graph."""
@@ -159,7 +170,7 @@ class _Traced(InterceptedFunctions):
         return compiled.linear(_in_autocasts_dtype(x), weight, bias, None, False)
 
     def whole_grouped_linear(self, x: Tensor, view: ParameterView, ends: Tensor, transposed: bool) -> Tensor:
-        return compiled.grouped_linear(x, view.parameter, ends, transposed)
+        return compiled.grouped_linear(x, view.parameter, None, ends, transposed)
 
     def whole_embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         return compiled.embedding(indices, weight, padding_idx)

@@ -153,6 +153,9 @@ def grouped_linear(
     own_weight, own_bias = _parts("grouped_linear", params)
     functional_checks.check_grouped_linear("grouped_linear", x, own_weight, own_bias, transposed)
     ends = functional_checks.group_ends("grouped_linear", x, own_weight.shape[0], counts, offsets)
+    if torch.compiler.is_compiling() and compiled.can_defer(x, *params):
+        x = _autocast("grouped_linear", x, weight, bias)
+        return compiled.grouped_linear(x, weight, bias, ends, transposed, offsets is None)
     if not _plain(x, own_weight):
         return grouped_functions.grouped_linear_with_torch(*params, x, ends, transposed)
     x = _autocast("grouped_linear", x, own_weight, own_bias)
@@ -191,6 +194,9 @@ def grouped_mlp(
     functional_checks.check_grouped_mlp(x, parts[0], parts[1], parts[2], parts[3], transposed)
     options = functional_checks.gate_options(activation, interleaved, limit, alpha, up_offset)
     ends = functional_checks.group_ends(op, x, parts[0].shape[0], counts, offsets)
+    if torch.compiler.is_compiling() and compiled.can_defer(x, *params):
+        x = _autocast(op, x, *params)
+        return compiled.grouped_mlp(x, params, ends, options, transposed, offsets is None)
     if not _plain(x, parts[0]):
         return grouped_functions.grouped_mlp_with_torch(*params, x, ends, options, transposed)
     x = _autocast(op, x, *parts)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
 from zbkern import autograd, compiled, functional, wgrad
-from zbkern.compiled_interception import CompiledInterception, allow_within_checkpoints
+from zbkern.compiled_interception import CompiledInterception, allow_within_checkpoints, reach_grouped_mm
 from zbkern.functions import products, sharded
 from zbkern.functions.grouped import GroupedLinear
 from zbkern.functions.products import ComputedWeight, Kind, ParameterView, Product, Recipe, Source, Use
@@ -66,6 +66,7 @@ def intercepted(
     if torch.compiler.is_compiling():
         if not compiled.may_defer():
             return forward(*args, **kwargs)
+        reach_grouped_mm()
         allow_within_checkpoints()
         with CompiledInterception():
             return forward(*args, **kwargs)
