@@ -62,7 +62,7 @@ class InterceptedFunctions(ABC):
         if self._is_sharded(weight):
             return self.whole_linear(input, weight, bias)
         view = self._weight(weight)
-        if view is None or self._is_parameter(input, view) or view.value.dim() != 2:
+        if view is None or self._is_parameter(input, view) or view.value.dim() != 2 or input.layout != torch.strided:
             return None
         if _is_whole(view) and (bias is None or _is_whole(self._view(bias))):
             return self.whole_linear(input, weight, bias)
@@ -72,6 +72,8 @@ class InterceptedFunctions(ABC):
     def matmul(self, left: Tensor, right: Tensor) -> Tensor | None:
         views = self._weight(left), self._weight(right)
         if (views[0] is None) == (views[1] is None) or left.dim() < 2 or right.dim() < 2:
+            return None
+        if not left.layout == right.layout == torch.strided:
             return None
         if views[1] is None:
             assert views[0] is not None

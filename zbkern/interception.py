@@ -40,11 +40,13 @@ QUESTIONS = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr"),
     *("is_floating_point", "is_complex", "is_contiguous", "get_device", "is_pinned", "is_inference", "has_names"),
     *("__len__", "__repr__", "__format__", "__hash__", "__bool__", "__reduce_ex__", "item", "tolist", "numpy"),
-    *("detach", "untyped_storage", "requires_grad_", "retain_grad", "register_hook", "is_tensor", "is_nonzero"),
+    *("detach", "untyped_storage", "requires_grad_", "is_tensor", "is_nonzero"),
     *("is_same_size", "equal", "allclose", "isnan", "isinf", "isfinite", "broadcast_tensors"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),
     *("new_ones", "new_full", "new_tensor"),
 }
+# Functions that ask for the gradient of this very tensor, which W computes for none but parameters
+GRADIENT_OF = {"register_hook", "retain_grad"}
 # Functions whose gradient of a matrix is a product, which B computes: they have no W here
 PRODUCTS = {
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
@@ -91,6 +93,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
         self._sharded = "torch.distributed.tensor" in sys.modules
         self._saving = _saved_tensors_hooks()
         self._views: dict[int, ParameterView] = {}  # by id of the tensor that stands for it
+        self._versions: dict[int, int] = {}  # of those that are no parameters: written into, they stand for nothing
         self._computed: dict[int, _Computed] = {}  # by id, too: tensors made of parameters alone
         self._kept: list[Tensor] = []  # so that no other tensor gets that id meanwhile
 
@@ -106,6 +109,9 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
         if name == "__get__":
             return self._attribute(function, args)
         if name in QUESTIONS or kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        if name in GRADIENT_OF:
+            self._forget(args[0])
             return function(*args, **kwargs)
         if name in VIEWS and (view := self._view(args[0])) is not None:
             return self._follow(view, function, args, kwargs)
@@ -151,10 +157,14 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
     def _view(self, tensor: Any) -> ParameterView | None:
         """The view that a tensor stands for, if it is a parameter that takes a gradient or a view of one."""
         view = self._views.get(id(tensor))
-        if view is None and type(tensor) is torch.nn.Parameter and tensor.requires_grad:
+        if view is not None:
+            version = self._versions.get(id(tensor))
+            return view if version is None or version == _version(tensor) else None
+        if type(tensor) is torch.nn.Parameter and tensor.requires_grad:
             view = ParameterView(tensor, (), tensor.detach())
-            self._remember(tensor, view)
-        elif view is None and self._sharded and type(tensor) is Tensor and tensor.grad_fn is not None:
+            self._views[id(tensor)] = view
+            self._kept.append(tensor)
+        elif self._sharded and type(tensor) is Tensor and tensor.grad_fn is not None:
             parameter = sharded.parameter_of(tensor)
             if parameter is not None:
                 view = ParameterView(parameter, ((products.to_local, (), ()),), tensor.detach())
@@ -162,8 +172,15 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
         return view
 
     def _remember(self, tensor: Tensor, view: ParameterView) -> None:
-        self._views[id(tensor)] = view
+        self._views[id(tensor)], self._versions[id(tensor)] = view, _version(tensor)
         self._kept.append(tensor)
+
+    def _forget(self, tensor: Tensor) -> None:
+        """From now on a view, or what was computed, is a tensor of autograd's like any other."""
+        if not tensor.is_leaf:
+            self._is_multiplied(tensor)
+            self._views.pop(id(tensor), None)
+            self._computed.pop(id(tensor), None)
 
     def _attribute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         view = self._view(args[0])
@@ -214,11 +231,14 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
         operands = _tensors((args, kwargs))
         multiplies = name in HANDLERS or name in PRODUCTS
         alone = self._parameters_alone(operands, multiplies)
-        computes = alone and name != "__setitem__" and (not name.endswith("_") or name.endswith("__"))
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        computes = alone and not writes
         product = not computes and (alone or multiplies)
         uses: list[Use] = []
+        written = args[:1] if writes else ()  # what is written into has to be this tensor
         found = function(
-            *self._values(args, product, uses),
+            *written,
+            *self._values(args[len(written) :], product, uses),
             **{key: self._values(value, product, uses) for key, value in kwargs.items()},
         )
         if computes:
@@ -245,7 +265,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
         for tensor in operands:
             if (earlier := self._computed.get(id(tensor))) is not None:
                 uses.extend(earlier.uses)
-        versions = [0 if tensor.is_inference() else tensor._version for tensor in operands]
+        versions = [_version(tensor) for tensor in operands]
         if isinstance(found, Tensor):
             self._computed[id(found)] = _Computed(found, found._version, call, operands, versions, uses)
             return
@@ -257,7 +277,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
     def _recipe(self, computed: _Computed, parameters: dict[int, Tensor]) -> Recipe | None:
         """How W makes it again, and of which parameters; None where it cannot, or something was modified in place."""
         function, args, kwargs, index = computed.call
-        versions = [0 if tensor.is_inference() else tensor._version for tensor in computed.operands]
+        versions = [_version(tensor) for tensor in computed.operands]
         changed = versions != computed.versions or computed.tensor._version != computed.version
         if changed or function.__name__ in RANDOM:
             return None
@@ -336,6 +356,11 @@ class _Computed(NamedTuple):
     operands: list[Tensor]
     versions: list[int]
     uses: list[Use]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was modified in place; tensors of inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors(argument: Any) -> list[Tensor]:

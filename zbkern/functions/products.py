@@ -225,9 +225,16 @@ def einsum(equation: str) -> Kind | None:
     return Kind(
         f"einsum {equation}",
         lambda a, b: torch.einsum(f"{x},{w}->{y}", a, b),
-        lambda dy, a, b: torch.einsum(f"{y},{w}->{x}", dy, b),
-        lambda a, dy, b: torch.einsum(f"{x},{y}->{w}", a, dy),
+        lambda dy, a, b: _of_shape(torch.einsum(f"{y},{w}->{x}", dy, b), a.shape),
+        lambda a, dy, b: _of_shape(torch.einsum(f"{x},{y}->{w}", a, dy), b.shape),
     )
+
+
+def _of_shape(gradient: Tensor, shape: Sequence[int]) -> Tensor:
+    """The gradient of an operand of this shape where axes of one element, in it or in the other, were repeated."""
+    if gradient.shape == shape:
+        return gradient
+    return gradient.expand(torch.broadcast_shapes(gradient.shape, shape)).sum_to_size(shape)
 
 
 def _convolution(name: str, transposed: bool) -> Kind:
