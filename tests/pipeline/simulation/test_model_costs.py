@@ -12,7 +12,7 @@ import torch
 
 from tests.bench.test_split import LLAMA, held_and_saved
 from zbkern.pipeline import ModelCosts
-from zbkern.pipeline.simulation.architecture import KINDS, Attention, Experts, architecture, load_architecture
+from zbkern.pipeline.simulation.architecture import DEFAULTS, KINDS, Attention, Experts, architecture, load_architecture
 from zbkern.pipeline.simulation.hardware import TABLE, Hardware, load_hardware
 from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters
 
@@ -126,6 +126,58 @@ def test_kinds_of_layers() -> None:
     assert architecture(pictures).tied
 
 
+def test_what_the_part_for_text_leaves_out_is_the_librarys_default() -> None:
+    """As in google/gemma-3-4b-pt, whose file has no heads and no vocabulary."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    found = architecture({"model_type": "gemma3", "text_config": {**text, "sliding_window": 1024}})
+    assert found.blocks[0].attention == Attention(8, 4, 256, 1024)
+    assert (found.vocabulary, found.tied, len(found.blocks)) == (262208, True, 34)
+    untied = {"model_type": "gemma3", "tie_word_embeddings": False, "text_config": text}
+    assert not architecture(untied).tied
+    with pytest.raises(ValueError, match="num_attention_heads must be a whole number"):
+        architecture(text)  # a file for text alone is complete
+
+
+@pytest.mark.parametrize("kind", list(json.loads(DEFAULTS.read_text())))
+def test_defaults_are_those_of_the_library(kind: str) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="defaults are those of version 5")
+    library = transformers.CONFIG_MAPPING[kind]
+    for name, value in json.loads(DEFAULTS.read_text())[kind].items():
+        assert getattr(library, name) == value, name
+
+
+def windowed() -> list[str]:
+    return [kind for kind, found in json.loads(DEFAULTS.read_text()).items() if "sliding_window" in found]
+
+
+@pytest.mark.parametrize("kind", [*windowed(), "qwen3_vl_text"])
+@pytest.mark.parametrize("use", [None, True])
+def test_windows_are_those_of_the_library(kind: str, use: bool | None) -> None:
+    """The library names the kind of every layer, which files of earlier versions do not have."""
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="kinds are those of version 5")
+    told = {"use_sliding_window": use} if use and kind.startswith("qwen") else {}
+    library = transformers.CONFIG_MAPPING[kind](num_experts_per_tok=2, sliding_window=16, num_hidden_layers=30, **told)
+    config = json.loads(library.to_json_string(use_diff=False))
+    config["sliding_window"] = 16  # which the library clears where it is not used
+    expected = config.pop("layer_types", None)
+    if expected is None:
+        expected = ["full_attention" if kind.startswith("qwen") and not told else "sliding_attention"] * 30
+    found = [block.attention.window for block in architecture(config).blocks]
+    assert found == [16 if each == "sliding_attention" else None for each in expected]
+
+
+def test_one_group_of_experts_limits_no_nodes() -> None:
+    """Kimi K2 and GLM-4.5 choose 1 group of 1, DeepSeek-V3 4 of 8: of a token's experts on 16 nodes 8 and 8 copies."""
+    config = json.loads((CONFIGURATIONS / "deepseek-v3.json").read_text())
+    job = Job(4096, expert_parallel=128)
+
+    def times(**routing: int) -> float:
+        return model_costs(architecture({**config, **routing}), H100, job).layers[-4].forward
+
+    assert times(n_group=1, topk_group=1) == times(n_group=8, topk_group=8) == times(n_group=8, topk_group=4)
+    assert times(n_group=16, topk_group=4) < times(n_group=8, topk_group=4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -133,6 +185,12 @@ def test_kinds_of_layers() -> None:
         ({"hidden_size": None}, "hidden_size must be a whole number, at least 1; got None"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number, at least 1; got 2.5"),
         ({"sliding_window": 4, "layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
+        ({"sliding_window": 4, "layer_types": 3}, "layer_types must be a list; got 3"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers must be a list; got 1"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok must be at most the number of experts, 4; got 5",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_read(change: dict[str, Any], message: str) -> None:
@@ -192,7 +250,7 @@ def test_copies_to_the_host_take_the_hosts_link() -> None:
     assert unknown.offload_bandwidth is None
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "kimi_k2"])  # which the library has not
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "kimi_k2" and "_vl_" not in k])  # not models of their own
 def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="kinds are those of version 5")
     sizes = {"num_hidden_layers": 4, **({"num_experts_per_tok": 6} if kind == "deepseek_v2" else {})}

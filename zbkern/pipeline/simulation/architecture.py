@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+DEFAULTS = Path(__file__).parent / "config_defaults.json"
+"""By model type, the numbers of version 5 of the transformers library that are not None."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,16 @@ class LatentAttention:
 class Experts:
     """`count` gated MLPs of `hidden` features, of which every token takes `chosen`.
 
-    shared: hidden features of the MLP that all tokens take. nodes: the most nodes that a token's experts are on, 0 for
-    no limit.
+    shared: hidden features of the MLP that all tokens take. A token's experts are of `chosen_groups` of the `groups` of
+    neighbours that the experts are divided into.
     """
 
     count: int
     chosen: int
     hidden: int
     shared: int = 0
-    nodes: int = 0
+    groups: int = 1
+    chosen_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
     Raises ValueError for a model_type that is not in KINDS, and for a number that is missing or not a whole number.
     """
-    if isinstance(config, Mapping) and isinstance(config.get("text_config"), Mapping):  # beside one for pictures
-        config = config["text_config"]
+    if isinstance(config, Mapping) and isinstance(config.get("text_config"), Mapping):
+        config = _with_defaults(config)
     kind = config.get("model_type") if isinstance(config, Mapping) else None
     if kind not in KINDS:
         raise ValueError(
@@ -114,17 +118,31 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     )
 
 
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part for text of a model that takes pictures, too.
+
+    In such a part the library leaves out what is the default of its class; in the file of a model for text nothing.
+    """
+    text = config["text_config"]
+    defaults = json.loads(DEFAULTS.read_text(encoding="utf-8")).get(str(text.get("model_type")), {})
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return {**defaults, **tied, **text}
+
+
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
 _DENSE = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", *_GEMMA, "phi3", "granite", "olmo", "olmo2", "olmo3"),
     *("smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
+    *("qwen2_5_vl_text", "qwen3_vl_text"),
 )
 _SPARSE = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"),
-    *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2"),
+    *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2", "qwen3_vl_moe_text"),
 )
 _FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
 _TIED = (*_GEMMA, "smollm3", "ernie4_5")  # where config.json does not say
+_NO_WINDOW = ("smollm3", *(kind for kind in (*_DENSE, *_SPARSE) if kind.startswith("qwen")))  # where it does not say
+_EVERY = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4, "exaone4": 4}  # of so many layers the last sees all
 KINDS = (*_DENSE, *_SPARSE)
 """The model types whose shapes are known."""
 
@@ -149,22 +167,37 @@ class _Numbers:
         """The first of these names that is there."""
         return self[next((name for name in names if self.config.get(name)), names[0])]
 
+    def list(self, name: str) -> Sequence[Any]:
+        """Nothing where the name is missing or null."""
+        value = self.config.get(name) or []
+        if not isinstance(value, list):
+            raise ValueError(f"architecture: {name} must be a list; got {value!r}")
+        return value
+
 
 def _windows(numbers: _Numbers, kind: str) -> list[int | None]:
     """The window of every layer."""
     config, count = numbers.config, numbers["num_hidden_layers"]
     window = numbers.get("sliding_window", 0)
-    if not window or config.get("use_sliding_window") is False:
+    if not window or not config.get("use_sliding_window", kind not in _NO_WINDOW):
         return [None] * count
-    kinds = config.get("layer_types")
-    if kinds is None:
-        every = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": numbers.get("sliding_window_pattern", 6)}.get(kind)
-        if every is None:
-            return [window] * count
-        kinds = ["full_attention" if index % every == every - 1 else "sliding_attention" for index in range(count)]
+    kinds = numbers.list("layer_types")
+    if not kinds:
+        return [window if _has_window(numbers, kind, index) else None for index in range(count)]
     if len(kinds) != count:
         raise ValueError(f"architecture: layer_types must name {count} layers, num_hidden_layers; got {len(kinds)}")
     return [window if each == "sliding_attention" else None for each in kinds]
+
+
+def _has_window(numbers: _Numbers, kind: str, index: int) -> bool:
+    """Of a layer whose kind the file does not say, as in files of earlier versions of the library."""
+    if kind in _EVERY:
+        every = numbers.get("sliding_window_pattern", _EVERY[kind])
+        return index % every != every - 1
+    if kind in ("qwen2", "qwen2_moe", "qwen3", "qwen2_5_vl_text"):
+        border = 28 if numbers.config.get("max_window_layers") is None else numbers.get("max_window_layers", 0)
+        return index < border and index % 2 == 0 if kind == "qwen2_moe" else index >= border
+    return True
 
 
 def _attention(numbers: _Numbers, kind: str, window: int | None) -> Attention | LatentAttention:
@@ -177,11 +210,15 @@ def _attention(numbers: _Numbers, kind: str, window: int | None) -> Attention | 
 
 
 def _mlp(numbers: _Numbers, kind: str, index: int) -> int | Experts:
-    config = numbers.config
-    dense = index < numbers.get("first_k_dense_replace", 0) or index in (config.get("mlp_only_layers") or ())
+    dense = index < numbers.get("first_k_dense_replace", 0) or index in numbers.list("mlp_only_layers")
     if kind in _DENSE or dense or (index + 1) % numbers.get("decoder_sparse_step", 1):
         return numbers["intermediate_size"]
     hidden = numbers.first("moe_intermediate_size", "intermediate_size")
     count = numbers.first("n_routed_experts", "num_experts", "num_local_experts")
     shared = numbers.get("shared_expert_intermediate_size", numbers.get("n_shared_experts", 0) * hidden)
-    return Experts(count, numbers["num_experts_per_tok"], hidden, shared, numbers.get("topk_group", 0))
+    chosen, groups = numbers["num_experts_per_tok"], numbers.get("n_group", 1)
+    if chosen > count:
+        raise ValueError(
+            f"architecture: num_experts_per_tok must be at most the number of experts, {count}; got {chosen}"
+        )
+    return Experts(count, chosen, hidden, shared, groups, numbers.get("topk_group", groups))

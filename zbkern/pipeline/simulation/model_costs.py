@@ -166,7 +166,7 @@ class _Layer:
         ranks, size = self.job.expert_parallel, _WIDTH * tokens * features
         inside = min(ranks, self.hardware.gpus_per_node)
         nodes = -(-ranks // inside)
-        copies = min(experts.chosen, experts.nodes or nodes, nodes)
+        copies = min(experts.chosen, experts.chosen_groups * -(-nodes // experts.groups), nodes)
         time = max(
             copies * size * (nodes - 1) / nodes / self.hardware.network_bandwidth,
             experts.chosen * size * (inside - 1) / inside / self.hardware.link_bandwidth,
