@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import make_data, make_model, on_threads, plain
-from zbkern.pipeline import Pipeline, StepOptions, checkpoint, schedules
+from tests.support.chunks import make_data, make_model, on_threads, plain, results_on_threads
+from zbkern.pipeline import Pipeline, Schedule, StepOptions, checkpoint, schedules
+from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport import distributed
 from zbkern.pipeline.transport.base import PipelineError, Tag
 from zbkern.pipeline.transport.local import LocalTransport
@@ -97,6 +99,51 @@ def test_a_batch_that_is_refused_on_one_rank_is_known_to_all_and_the_pipeline_go
     reason = "Pipeline.step: dimension 0 of targets must be a multiple of the 4 microbatches; got [7, 5, 3]"
     assert last.startswith(f"ValueError: {reason}")
     assert first.startswith(f"PipelineError: rank 1: {reason}")
+
+
+class BrokenPlanner:
+    every = 1
+
+    def memory_limits(self, schedule: Schedule) -> list[float]:
+        return [1.0] * schedule.stages
+
+    def propose(self, timeline: Timeline, limits: Sequence[float]) -> Schedule | None:
+        raise ArithmeticError("no plan")
+
+
+def test_a_replanner_that_raises_is_known_to_all_at_once() -> None:
+    def rank_steps(transport: LocalTransport) -> tuple[str, float]:
+        module = zbkern.convert(make_model(2)[transport.rank])
+        arguments = schedules.zb_h1(2, 4), nn.functional.mse_loss, transport
+        with Pipeline(module, *arguments, timeout=20, replanner=BrokenPlanner()) as pipe:
+            start = time.monotonic()
+            with pytest.raises(PipelineError) as caught:
+                pipe.step(*make_data(4))
+            return str(caught.value), time.monotonic() - start
+
+    for message, seconds in results_on_threads(2, rank_steps):
+        assert message == "rank 0, action replanning: ArithmeticError: no plan"
+        assert seconds < 10
+
+
+def gathering_what_cannot_be_sent() -> list[Any]:
+    rank = torch.distributed.get_rank()
+    module = zbkern.convert(make_model(2)[rank])
+    with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, timeout=20) as pipe:
+        start = time.monotonic()
+        with pytest.raises(PipelineError) as caught:
+            pipe.gather(rank if rank == 0 else threading.Lock())
+        waited = time.monotonic() - start
+        pipe.step(*make_data(4))
+    with pytest.raises(RuntimeError, match=r"Pipeline\.gather: this pipeline was closed"):
+        pipe.gather(rank)
+    return [str(caught.value), waited]
+
+
+def test_a_value_that_cannot_be_sent_is_known_to_all_at_once(two_ranks: Any) -> None:
+    for message, seconds in two_ranks.run(gathering_what_cannot_be_sent):
+        assert message.startswith("rank 1, action none: TypeError: cannot pickle")
+        assert seconds < 10
 
 
 @pytest.mark.parametrize("loads", [False, True])

@@ -21,6 +21,10 @@ class PipelineLike(Protocol):
     def modules(self) -> dict[int, nn.Module]:
         """This rank's modules by the number of their chunk."""
 
+    @property
+    def optimizer(self) -> object | None:
+        """The Optimizer that is attached, None where there is none."""
+
 
 @runtime_checkable
 class OptimizerLike(Protocol):

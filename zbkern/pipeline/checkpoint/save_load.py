@@ -62,13 +62,14 @@ def save(
     """Writes `folder`/step-00000042 and returns its path on every rank once it is complete and on the disk; collective.
 
     folder: on a file system that all ranks share. modules: a Pipeline; or {chunk number in model order: module} of this
-    rank; or one module, the whole model. optimizer: an Optimizer or a torch optimizer of their parameters. extra: what
-    else a run needs to go on, the same on all ranks, such as the data position: numbers, strings, tensors, and lists
-    and dicts of them. rename: rename(chunk, key) is the name in the whole model of what the chunk's module calls `key`;
-    needed where every chunk numbers its layers from zero. keep: how many checkpoints stay, the newest. group: the ranks
-    that take part, None for all of the world, also where the Pipeline runs on some of them; without torch.distributed
-    this process alone. timeout: seconds that ranks wait for each other before and after they write; None for the
-    Pipeline's, or 1800. States of random number generators (torch's, Python's) are saved by rank.
+    rank; or one module, the whole model. optimizer: an Optimizer or a torch optimizer of their parameters; the last
+    step of a Pipeline's own is validated first, given or not. extra: what else a run needs to go on, the same on all
+    ranks, such as the data position: numbers, strings, tensors, and lists and dicts of them. rename: rename(chunk, key)
+    is the name in the whole model of what the chunk's module calls `key`; needed where every chunk numbers its layers
+    from zero. keep: how many checkpoints stay, the newest. group: the ranks that take part, None for all of the world,
+    also where the Pipeline runs on some of them; without torch.distributed this process alone. timeout: seconds that
+    ranks wait for each other before and after they write; None for the Pipeline's, or 1800. States of random number
+    generators (torch's, Python's) are saved by rank.
     Raises ValueError when two tensors get one name, when a parameter of the optimizer is in no module, or when ranks
     have different steps or folders, TypeError for an `extra` that could not be read again, and OSError: on the rank
     that finds it, PipelineError with the rank and the error on the others, and on all when a rank does not come. The
@@ -81,8 +82,9 @@ def save(
         _check_count("keep", keep, 1)
         state = NamedState(modules, optimizer, rename, ranks.rank)
         ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
-        if isinstance(optimizer, OptimizerLike):
-            optimizer.validate()  # before a weight is read
+        stepping = _stepping(modules, optimizer)
+        if stepping is not None:
+            stepping.validate()  # before a weight is read
         tensors = state.tensors()
         tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
         pack(extra, "extra")  # checked on every rank, although rank 0's is saved
@@ -121,8 +123,9 @@ def load(
 ) -> Loaded | None:
     """Loads the newest checkpoint, or that of `step`, into modules and optimizer; None where there is none; collective.
 
-    Arguments as for `save`; stages, schedule and placement may differ from those that saved. Random number generators
-    go on where those of the same rank stopped; a rank that did not exist keeps its own.
+    Arguments as for `save`; stages, schedule and placement may differ from those that saved. A step of the Pipeline's
+    own Optimizer that awaits its validation is given up; where that one is not loaded, its masters take the weights.
+    Random number generators go on where those of the same rank stopped; a rank that did not exist keeps its own.
     Raises ValueError when there is no checkpoint of `step`, when it does not hold this model or the state of this kind
     of optimizer, when a checksum does not fit, or when it was written without checksums; on other ranks as `save`.
     Nothing has been changed then on any rank: the model's tensors are read twice, and verified on all ranks before one
@@ -174,8 +177,9 @@ def load(
         random_state = unpack(wanted.pop(own_random)) if own_random in wanted else None
         state.check_kind(wanted)
         ranks.exchange("checkpoint verified")
-        if isinstance(optimizer, OptimizerLike):
-            optimizer.abandon()
+        stepping = _stepping(modules, optimizer)
+        if stepping is not None:
+            stepping.abandon()
         if isinstance(modules, PipelineLike):  # from here its ranks are at the same step again
             modules.completed = 0
         with _warning_of_a_partial_load(path, state.rank):
@@ -183,6 +187,8 @@ def load(
             state.take(wanted)
         if isinstance(optimizer, OptimizerLike):
             optimizer.load_common_state(common["optimizer"])
+        elif stepping is not None:
+            _renew_masters(stepping)
         if random_state is not None:
             _set_random_state(random_state, state.device)
         else:
@@ -194,6 +200,19 @@ def load(
 def latest(folder: str | os.PathLike) -> Path | None:
     """The newest checkpoint of a folder, None where there is none. Raises ValueError for what is no folder."""
     return directory.find(_path(folder), None)
+
+
+def _stepping(modules: Modules, optimizer: AnyOptimizer | None) -> OptimizerLike | None:
+    """The Optimizer whose last step may await its validation: the one given, or else the Pipeline's own."""
+    attached = modules.optimizer if isinstance(modules, PipelineLike) else None
+    return next((found for found in (optimizer, attached) if isinstance(found, OptimizerLike)), None)
+
+
+@torch.no_grad()
+def _renew_masters(optimizer: OptimizerLike) -> None:
+    """After a load of weights alone, which its next step would replace by what its masters hold."""
+    for parameter, master in optimizer.masters:
+        master.copy_(parameter)
 
 
 # ---- arguments, and what ranks must agree on

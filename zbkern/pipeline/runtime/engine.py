@@ -7,7 +7,8 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -113,6 +114,7 @@ class Pipeline:
         self._use(schedule)
         self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
+        self._in_flight = 0  # microbatches that were begun, and are not through their B
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
 
@@ -129,13 +131,12 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
         self._begin("step", inputs, targets, side)
-        begun = self._run_ahead()
-        self._tied.begin()
-        self._run(self._program[begun:], self._reduce)
-        if self._updates is not None and self._updates.due():
-            better = self._updates.agree(self.gather_timeline(), self.gather, self.rank)
-            if better is not None:
-                self._use(better)
+        with self._failing_together():
+            begun = self._run_ahead()
+            self._tied.begin()
+            self._run(self._program[begun:])
+            self._reduce()
+            self._replan()
         return self._loss()
 
     def evaluate(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
@@ -148,7 +149,7 @@ class Pipeline:
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
             self._begin("evaluate", inputs, targets, side)
-            with torch.no_grad(), evaluation_mode(self.modules.values()):
+            with self._failing_together(), torch.no_grad(), evaluation_mode(self.modules.values()):
                 self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
             self._recorder = recorder
@@ -204,11 +205,9 @@ class Pipeline:
 
     def gather(self, value: Any) -> list[Any]:
         """One picklable value of every rank, by rank; collective. Raises PipelineError as a step does."""
-        try:
+        self._check_open("gather")
+        with self._failing_together():
             return self._transport.gather(value, self.timeout)
-        except PipelineError:
-            self.abandon()
-            raise
 
     def gather_timeline(self) -> Timeline:
         """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective.
@@ -279,9 +278,12 @@ class Pipeline:
         self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
 
-    def _begin(self, call: str, inputs: Any, targets: Any, side: Any) -> None:
+    def _check_open(self, call: str) -> None:
         if self._closed:
             raise RuntimeError(f"Pipeline.{call}: this pipeline was closed; construct another, on every rank")
+
+    def _begin(self, call: str, inputs: Any, targets: Any, side: Any) -> None:
+        self._check_open(call)
         if self.queue.pending():
             raise RuntimeError(
                 f"Pipeline.{call}: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
@@ -362,19 +364,22 @@ class Pipeline:
         self._transport.activity.begin("sum over tied weights")
         self._tied.sum_gradients(self._step, self.timeout)
 
-    def _run(self, program: Iterable[tuple[Action, ...]], finish: Callable[[], object] | None = None) -> None:
-        activity, recorder = self._transport.activity, self._recorder
+    def _replan(self) -> None:
+        """Has a better schedule take over, where it is time to plan and there is one."""
+        if self._updates is None or not self._updates.due():
+            return
+        timeline = self.gather_timeline()
+        self._transport.activity.begin("replanning")
+        better = self._updates.agree(timeline, self.gather, self.rank)
+        if better is not None:
+            self._use(better)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """What raises inside is a PipelineError on all ranks; Ctrl-C and sys.exit stay what they are on this one."""
+        activity = self._transport.activity
         try:
-            for group in program:
-                action = group[0]
-                activity.begin(action)
-                with recorder.label(action):
-                    self._HANDLERS[action.kind](self, *group)
-            while self.queue.pending():  # eager: W that ran in no wait
-                self._run_oldest()
-            self.queue.join()
-            if finish is not None:
-                finish()
+            yield
             activity.begin("none")
         except PipelineError as error:
             self.abandon()
@@ -386,9 +391,21 @@ class Pipeline:
             reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{more}"
             self.abandon()
             self._transport.fail(reason)
-            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: as it is here, a PipelineError on the others
+            if not isinstance(error, Exception):
                 raise
             raise PipelineError(reason) from error
+
+    def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
+        activity, recorder = self._transport.activity, self._recorder
+        for group in program:
+            action = group[0]
+            activity.begin(action)
+            with recorder.label(action):
+                self._HANDLERS[action.kind](self, *group)
+        while self.queue.pending():  # eager: W that ran in no wait
+            self._run_oldest()
+        self.queue.join()
+        activity.begin("none")
 
     def _forward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
