@@ -72,6 +72,34 @@ def test_compiled_gradients_are_equal_without_a_graph_break(deferred: bool) -> N
 
 @needs_compiler
 @pytest.mark.slow
+def test_inductor_compiles_heads_and_experts() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = zbkern.nn.Experts(16, 32, 3, bias=True)
+            self.head = zbkern.nn.LinearCrossEntropy(16, 11)
+
+        def forward(self, x: Tensor, counts: Tensor, target: Tensor) -> Tensor:
+            return self.head(x + self.experts(x, counts), target)
+
+    torch.manual_seed(0)
+    model = Model()
+    twin = copy.deepcopy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(twin, fullgraph=True)
+    queue, counts = zbkern.WGradQueue(), torch.tensor([4, 0, 8])
+    for key in range(2):
+        x, target = torch.randn(12, 16), torch.randint(11, (12,))
+        model(x, counts, target).backward()
+        with queue.defer(key):
+            compiled(x, counts, target).backward()
+    assert all(p.grad is None for p in twin.parameters())
+    assert queue.run() == 2 * 3
+    testing.assert_same_gradients(twin, model)
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor reuses memory after the last use that it knows of; it must know of W's."""
     torch.manual_seed(0)
@@ -113,7 +141,7 @@ GPT_OSS = {"bias": True, "transposed": True, "interleaved": True, "limit": 7.0, 
 @pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
 @pytest.mark.parametrize("given", ["counts", "offsets"])
 def test_compiled_experts(given: str, options: dict[str, object], dtype: torch.dtype) -> None:
-    """Counts and offsets on the device; of offsets, the last rows belong to no expert. Compiled once for two batches."""
+    """Two batches and one compilation; given offsets, the last rows belong to no expert."""
     torch.manual_seed(0)
     model = zbkern.nn.Experts(8, 16, 3, dtype=dtype, **options)
     twin = copy.deepcopy(model)
@@ -135,6 +163,68 @@ def test_compiled_experts(given: str, options: dict[str, object], dtype: torch.d
     assert all(p.grad is None for p in twin.parameters())
     assert queue.run() == 2 * 2
     testing.assert_same_gradients(twin, model, tolerance=1e-10 if dtype == torch.float64 else 3e-2)
+
+
+class LanguageModel(nn.Module):
+    """zbkern's own layers, to the loss."""
+
+    def __init__(self, bias: bool = False, **options: object) -> None:
+        super().__init__()
+        self.body = Net()
+        self.body.head = zbkern.nn.Linear(8, 8)
+        self.head = zbkern.nn.LinearCrossEntropy(8, 11, bias, ignore_index=3, z_loss=1e-3, **options)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.head(self.body(indices), indices.roll(-1, 1))
+
+
+HEADS = {"mean": {}, "sum": {"bias": True, "label_smoothing": 0.1, "reduction": "sum"}, "none": {"reduction": "none"}}
+
+
+@pytest.mark.parametrize(("name", "dynamic"), [("mean", True), ("sum", None), ("none", None)])
+def test_a_compiled_model_with_its_head(name: str, dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    model = zbkern.convert(LanguageModel(**HEADS[name]))
+    twin = copy.deepcopy(model)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert zbkern.coverage(twin, lambda: compiled(indices(9)).mean()).share == 1.0
+    queue = zbkern.WGradQueue()
+    for key in range(2):
+        loss = model(indices(key))
+        loss.mean().backward()
+        with queue.defer(key):
+            found = compiled(indices(key))
+            found.mean().backward()
+        testing.assert_close(found, loss, "loss")
+    assert counters["stats"]["unique_graphs"] == 1
+    assert twin.head.weight.grad is None
+    queue.run()
+    testing.assert_same_gradients(twin, model)
+
+
+def test_a_compiled_head_whose_weight_changes_before_w() -> None:
+    head = zbkern.nn.LinearCrossEntropy(8, 11)
+    torch._dynamo.reset()
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        torch.compile(head, backend="aot_eager", fullgraph=True)(torch.randn(6, 8), indices(0)[0]).backward()
+    with torch.no_grad():
+        head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="its weight changed between B and W"):
+        queue.run()
+    queue.discard()
+
+
+def test_the_operators_of_the_head_pass_torchs_check() -> None:
+    weight, bias, x = nn.Parameter(torch.randn(11, 8)), nn.Parameter(torch.randn(11)), torch.randn(6, 8)
+    target, numbers = indices(0)[0], (3, 0.1, 1e-3, 128)
+    values = (x, weight.detach(), bias.detach(), target, *numbers)
+    torch.library.opcheck(torch.ops.zbkern.head_loss.default, values)
+    loss, lse, _ = torch.ops.zbkern.head_loss(*values)
+    arguments = (x, target, lse, torch.ones_like(loss), weight, bias, *numbers, True)
+    torch.library.opcheck(torch.ops.zbkern.head_gradient.default, arguments)
 
 
 def test_one_product_used_twice_is_two_w() -> None:

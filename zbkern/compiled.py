@@ -24,12 +24,13 @@ from zbkern import autograd, wgrad
 from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import grouped as grouped_functions
 from zbkern.functions import linear as linear_functions
+from zbkern.functions import loss as loss_functions
 from zbkern.functions import products
 from zbkern.functions._shapes import as_rows
 from zbkern.functions.products import Kind, ParameterView
 from zbkern.kernels import dispatch, reference
 from zbkern.kernels.reference import grouped as grouped_reference
-from zbkern.kernels.spec import GateOptions
+from zbkern.kernels.spec import CrossEntropyOptions, GateOptions
 from zbkern.wgrad import accumulation, queue
 
 
@@ -50,6 +51,11 @@ def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
         return False
     trainable = [w for w in weights if w is not None and w.requires_grad]
     return len(trainable) > 0 and all(w.is_leaf for w in trainable)
+
+
+def can_defer_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """The same where W reads the weights, so that each must be one of those that the compiled backward knows."""
+    return can_defer(x, weight, bias) and weight.requires_grad and (bias is None or bias.requires_grad)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, transposed: bool) -> Tensor:
@@ -95,6 +101,16 @@ def grouped_mlp(
     gate_up, down, gate_up_bias, down_bias = params
     z = grouped_linear(x, gate_up, gate_up_bias, ends, transposed, every_row)
     return grouped_linear(grouped_reference.gated(z, options), down, down_bias, ends, transposed, every_row)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: CrossEntropyOptions
+) -> Tensor:
+    """functional.linear_cross_entropy of rows [M, K], for parameters that all take a gradient: the loss of each."""
+    values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
+    numbers = options.ignore_index, options.label_smoothing, options.z_loss, options.chunk
+    loss, lse, _ = torch.ops.zbkern.head_loss(x, *values, target, *numbers)
+    return _HeadTap.apply(loss, x.detach(), target, lse.detach(), weight, bias, numbers)
 
 
 def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]) -> Tensor:
@@ -153,6 +169,43 @@ def _grouped_dgrad(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 grouped_product.register_autograd(_grouped_dgrad, setup_context=_grouped_context)
 
 
+@torch.library.custom_op("zbkern::head_loss", mutates_args=())
+def head_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cross_entropy_fwd of kernels/spec.py: loss [M], log-sum-exp [M], and dx [M, K] of every row's own loss."""
+    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, chunk)
+    loss, lse, dx = _head_results(x)
+    backend = dispatch.resolve("linear_cross_entropy", "auto", x.device, x.dtype)
+    backend.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx)
+    return loss, lse, dx
+
+
+def _head_results(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape[0], dtype=wide), x.new_empty(x.shape[0], dtype=wide), x.new_empty(x.shape)
+
+
+def _head_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[2])
+
+
+def _head_dgrad(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    (dx,) = ctx.saved_tensors
+    return dx * dloss.to(dx.dtype).unsqueeze(1), *[None] * 7
+
+
+head_loss.register_fake(_head_results)
+head_loss.register_autograd(_head_dgrad, setup_context=_head_context)
+
+
 class _Tap(torch.autograd.Function):
     """y, whose gradient is also W's: x is the other operand, weight and bias (or None) what W is for."""
 
@@ -199,6 +252,31 @@ class _ProductTap(torch.autograd.Function):
         wanted = parameter if needs[3] else None, bias if needs[4] else None
         torch.ops.zbkern.product_gradient(ctx.kind, x, dy, *wanted, index, ends, ctx.part, ctx.numbers, True)
         return dy, *[None] * 8
+
+
+class _HeadTap(torch.autograd.Function):
+    """The same for the loss of a head; numbers: of `CrossEntropyOptions`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        x: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        numbers: tuple[Any, ...],
+    ) -> Tensor:
+        ctx.save_for_backward(x, target, lse, weight, bias)
+        ctx.numbers = numbers
+        return torch.ops.aten._unsafe_view(loss, loss.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
+        x, target, lse, weight, bias = ctx.saved_tensors
+        torch.ops.zbkern.head_gradient(x, target, lse, dloss, weight, bias, *ctx.numbers, True)
+        return dloss, *[None] * 6
 
 
 @torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -268,6 +346,35 @@ def product_gradient(
     _defer(task)
 
 
+@torch.library.custom_op("zbkern::head_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def head_gradient(
+    x: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int,
+    copy: bool,
+) -> None:
+    """Defers or runs W of a head: the loss of every row of x [M, K], of which dloss [M] is the gradient."""
+    params = (_parameter(weight), _parameter(bias))
+    if params == (None, None):
+        return
+    segment = (x, target, lse, dloss)
+    if copy and wgrad.current() is not None:
+        segment = (x.clone(), target.clone(), lse.clone(), dloss.clone())
+    values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
+    backend = dispatch.resolve("linear_cross_entropy", "auto", x.device, x.dtype)
+    call = autograd.OpCall((weight if params[0] is None else params[0], params[1]), backend, "compiled head")
+    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, chunk)
+    kernel = wgrad.WGradKernel(loss_functions.HeadW(call, *values, options))
+    _defer(wgrad.WGradTask(kernel, segment, params, 4 * x.shape[0] * weight.numel(), call.name))
+
+
 def _defer(task: wgrad.WGradTask) -> None:
     scope = wgrad.current()
     if scope is None:
@@ -276,6 +383,7 @@ def _defer(task: wgrad.WGradTask) -> None:
         scope[0].add(task, scope[1])
 
 
+@head_gradient.register_fake
 @product_gradient.register_fake
 @weight_gradient.register_fake
 def _(*_: Any) -> None:
@@ -285,7 +393,8 @@ def _(*_: Any) -> None:
 
 
 def _operators() -> tuple[Any, ...]:
-    return torch.ops.zbkern.weight_gradient.default, torch.ops.zbkern.product_gradient.default
+    operators = torch.ops.zbkern
+    return operators.weight_gradient.default, operators.product_gradient.default, operators.head_gradient.default
 
 
 def _keep_every_call() -> bool:
@@ -294,8 +403,8 @@ def _keep_every_call() -> bool:
         if hasattr(weight_gradient, "register_effect"):
             from torch._library.effects import EffectType
 
-            weight_gradient.register_effect(EffectType.ORDERED)
-            product_gradient.register_effect(EffectType.ORDERED)
+            for operator in (weight_gradient, product_gradient, head_gradient):
+                operator.register_effect(EffectType.ORDERED)
         else:
             from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 

@@ -443,6 +443,9 @@ def linear_cross_entropy(
     if _defers_sharded(rows, weight, bias):  # torch's loss, within loss_parallel() without gathering the logits
         logits = linear(rows, weight, bias, impl=impl, name=name)
         loss = loss_functions.cross_entropy_with_torch(logits, targets, options)
+    elif torch.compiler.is_compiling() and compiled.can_defer_head(rows, weight, bias):
+        rows = _autocast("linear_cross_entropy", rows, weight, bias)
+        loss = compiled.linear_cross_entropy(rows, weight, bias, targets, options)
     elif not _plain(x, weight):
         loss = loss_functions.linear_cross_entropy_with_torch(weight, bias, rows, targets, options)
     else:
