@@ -343,6 +343,24 @@ def test_a_state_loads_with_and_without_a_loss_scale() -> None:
     assert scaler.get_scale() == 4.0
 
 
+def test_a_step_that_a_load_gives_up_leaves_the_scale_alone() -> None:
+    """Only rank 0 has seen that it is not finite: a scale that backs off there alone would make its gradients wrong."""
+
+    def rank_loop(transport: LocalTransport) -> float:
+        parameter, scaler = nn.Parameter(torch.ones(3)), torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = Optimizer(torch.optim.SGD([parameter], lr=0.1), transport, scaler=scaler, timeout=20)
+        state = copy.deepcopy(optimizer.state_dict())
+        parameter.grad = torch.full((3,), math.inf if transport.rank == 0 else 0.1)
+        optimizer.step()
+        optimizer.load_state_dict(state)
+        parameter.grad = torch.full((3,), 0.1)
+        optimizer.step()
+        optimizer.validate()
+        return scaler.get_scale()
+
+    assert results_on_threads(2, rank_loop) == [8.0, 8.0]
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded", "adaptive", "undone"),
     [(3.0, 0.1, True, 0), (0.1, 3.0, True, 1), (3.0, 0.1, False, 1), (None, 3.0, True, 0)],

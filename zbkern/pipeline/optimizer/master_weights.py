@@ -72,6 +72,11 @@ def unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor], device: torch
     return found
 
 
+def forget(scaler: torch.amp.GradScaler, unscaled: Gradients) -> None:
+    """Without the `update_scale` of a step that is given up: the next one would count what this rank alone had found."""
+    scaler._per_optimizer_states.pop(id(unscaled), None)
+
+
 def update_scale(scaler: torch.amp.GradScaler, unscaled: Gradients, found: bool, device: torch.device) -> None:
     """The scaler's `update` with what all ranks have found in the place of what this rank has."""
     # By device; where torch's sharded scaler writes what its ranks have found, too.

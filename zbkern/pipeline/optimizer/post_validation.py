@@ -37,6 +37,7 @@ from zbkern.pipeline.optimizer.clipping import (
 from zbkern.pipeline.optimizer.master_weights import (
     Gradients,
     copy_masters_to_params,
+    forget,
     install_masters,
     unscale,
     update_scale,
@@ -319,6 +320,8 @@ class Optimizer(OptimizerWrapper):
     def abandon(self) -> None:
         """Forgets a pending step, because everything is about to be loaded; on all ranks."""
         self._pending, self._settled = None, self._number
+        if self._scaler is not None:
+            forget(self._scaler, self._unscaled)
         self._taken = self.clipped + self.skipped
 
     def recover(self) -> None:
