@@ -56,6 +56,9 @@ PRELOADED = (
 BUILD_LIMIT = 150.0
 """Seconds for the extension, beside the kernels that are checked: half a minute where its own are prepared."""
 
+CHECKING = 0.4
+"""Of the time: after so much of it no check begins until the rows are measured, or have had their time."""
+
 Active = dict[Connection, tuple[Job, Any, float, Path]]
 
 
@@ -170,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def session(jobs: Sequence[Job], workers: int, end: float, where: Where, record: Record) -> None:
     """All jobs. Without an answer from the GPU nothing else begins."""
+    begin = time.monotonic()
     of_kind = {kind: [job for job in jobs if job.kind == kind] for kind in ("versions", "probe", "row", "program")}
     run(of_kind["versions"], 1, end, where, record)
     if any(job.status != "ok" for job in of_kind["versions"]):
@@ -179,8 +183,11 @@ def session(jobs: Sequence[Job], workers: int, end: float, where: Where, record:
         if probe.status != "ok":
             where = replace(where, replay=False)
             record.environment[REPLAYED] = f"off from here on: {probe.status} {probe.detail}"
-    run([job for job in jobs if job.kind in ("build", "kernel", "compile")], workers, end, where, record)
+    checks = [job for job in jobs if job.kind in ("build", "kernel", "compile")]
+    run(checks, workers, end, where, record, until=begin + CHECKING * (end - begin))
     run(of_kind["row"], 1, end, where, record)
+    left = [job for job in checks if job.kind == "kernel" and job.status == "not reached"]
+    run(left, workers, end, where, record)
     run(of_kind["program"], 1, end, where, record)
 
 
@@ -212,15 +219,21 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
     return [*first_of_all, *chosen]
 
 
-def run(jobs: Sequence[Job], workers: int, end: float, where: Where, record: Record) -> None:
-    """Runs jobs, so many at a time, as long as there is time; writes the record after each message of one."""
+def run(
+    jobs: Sequence[Job], workers: int, end: float, where: Where, record: Record, until: float | None = None
+) -> None:
+    """Runs jobs, so many at a time, as long as there is time; writes the record after each message of one.
+
+    until: when the last may begin, `end` where it is None. Both are of time.monotonic().
+    """
+    until = end if until is None else min(until, end)
     context = multiprocessing.get_context("forkserver")  # its children have torch from the start, and no CUDA context
     context.set_forkserver_preload(list(PRELOADED))
     waiting = list(jobs)
     active: Active = {}
     try:
         while waiting or active:
-            while waiting and len(active) < workers and time.monotonic() < end:
+            while waiting and len(active) < workers and time.monotonic() < until:
                 job = waiting.pop(0)
                 ours, theirs = context.Pipe(duplex=False)
                 log = record.folder / "logs" / f"{job.name} {job.dtype}.txt".replace(" ", "_")

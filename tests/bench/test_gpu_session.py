@@ -135,7 +135,7 @@ def test_without_an_answer_from_the_gpu_nothing_begins(tmp_path: Path, monkeypat
     planned = gpu_session.plan(arguments)
     began = []
 
-    def run(some: list, workers: int, end: float, where: Where, record: gpu_session.Record) -> None:
+    def run(some: list, workers: int, end: float, where: Where, record: gpu_session.Record, **_: float) -> None:
         began.extend(some)
         for job in some:
             job.status = "timed out"
@@ -153,7 +153,7 @@ def test_launches_are_replayed_only_where_that_is_right(
     planned = gpu_session.plan(arguments)
     replayed = {}
 
-    def run(some: list, workers: int, end: float, where: Where, record: gpu_session.Record) -> None:
+    def run(some: list, workers: int, end: float, where: Where, record: gpu_session.Record, **_: float) -> None:
         for job in some:
             job.status = fate if job.kind == "probe" else "ok"
             replayed[job.name] = where.replay
@@ -163,6 +163,38 @@ def test_launches_are_replayed_only_where_that_is_right(
     gpu_session.session(planned, 1, 0.0, Where(tmp_path, None, {}), record)
     assert replayed == {"versions": True, REPLAYED: True, "rotary_fwd": fate == "ok"}
     assert (REPLAYED in record.environment) == (fate != "ok")
+
+
+def test_rows_do_not_wait_until_everything_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels have to be compiled first, checks of all of them can take all of the time."""
+    arguments = SimpleNamespace(only="", dtype=None, kernel_limit=1.0, row_limit=1.0)
+    planned = gpu_session.plan(arguments)
+    began, real = [], gpu_session.run
+
+    def run(
+        some: list, workers: int, end: float, where: Where, record: gpu_session.Record, until: float | None = None
+    ) -> None:
+        if until is None:
+            taken = some
+        else:  # as if only so many of them could begin
+            assert 0 < until - time.monotonic() < 0.5 * (end - time.monotonic())
+            taken = some[:60]
+            real(some[60:], workers, end, where, record, until=0.0)
+        for job in taken:
+            assert job.status == "not reached"
+            job.status = "ok"
+            began.append(job)
+
+    monkeypatch.setattr(gpu_session, "run", run)
+    record = gpu_session.Record(tmp_path, {}, planned)
+    gpu_session.session(planned, 1, time.monotonic() + 100.0, Where(tmp_path, None, {}), record)
+    assert sorted(map(id, began)) == sorted(map(id, planned))
+    kinds = [job.kind for job in began]
+    first, last = kinds.index("row"), len(kinds) - kinds[::-1].index("row")
+    assert {"build", "kernel"} <= set(kinds[:first])
+    assert set(kinds[first:last]) == {"row"}
+    assert "kernel" in kinds[last:]
+    assert kinds[-len(gpu_session.gpu_jobs.PROGRAMS) :] == ["program"] * len(gpu_session.gpu_jobs.PROGRAMS)
 
 
 def test_rows_are_those_of_the_benchmark() -> None:

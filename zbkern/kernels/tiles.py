@@ -155,8 +155,8 @@ _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
     ("tcgen05", "dq"): ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
     ("tcgen05", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
     ("tf32x3", "fwd"): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2, False, 32)),
-    ("tf32x3", "dq"): ((32, 16, 4, 2), (32, 16, 8, 2, False, 32), (32, 16, 8, 2, False, 32)),
-    ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (16, 16, 4, 2, True), (16, 32, 8, 2, True, 32)),
+    ("tf32x3", "dq"): ((64, 16, 8, 2), (32, 16, 8, 2, False, 32), (32, 16, 8, 2, False, 32)),
+    ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (32, 16, 4, 2, True), (16, 32, 8, 2, True, 32)),
 }
 # Where descriptors read on into the next sequence (from 9.0 on), those of different lengths have code for the end of
 # each, and fewer registers left. With Triton 3.9 a forward of 128 x 128 spills (9.0, 10.0), as does dq of heads of 64
@@ -172,6 +172,7 @@ _ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
     ("tcgen05", "fwd", 128): (128, 64, 8, 3),
     ("tcgen05", "dq", 64): (128, 32, 8, 3),
     ("tcgen05", "dkdv", 256): (32, 64, 8, 2, True),
+    ("tf32x3", "fwd", 64): (64, 16, 4, 2),
     ("tf32x3", "dq", 64): (32, 16, 8, 2, False, 32),
     ("tf32x3", "dkdv", 64): (32, 32, 8, 2, True, 32),
     ("tf32x3", "dkdv", 128): (16, 32, 8, 2, True, 32),

@@ -10,19 +10,27 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton import knobs
 from triton.runtime import driver
 
 
-class Direct(NamedTuple):
-    """launch(*grid, stream, *rest). It keeps no tensor alive."""
+class Direct:
+    """A launch of `function` in C, with all that it is passed but the stream. It keeps no tensor alive."""
 
-    launch: Callable[..., object]
-    grid: Sequence[int]
-    rest: tuple[Any, ...]
+    __slots__ = ("_arguments", "function")
+
+    def __init__(self, function: Callable[..., object], grid: Sequence[int], rest: Sequence[Any]) -> None:
+        self.function = function
+        self._arguments = (*grid, 0, *rest)
+
+    def __call__(self, stream: int) -> None:
+        arguments = self._arguments
+        if arguments[3] != stream:  # the tuple is kept: to make one of a hundred values takes as long as to pass it on
+            arguments = self._arguments = (*arguments[:3], stream, *arguments[4:])
+        self.function(*arguments)
 
 
 def direct(compiled: Any, grid: Sequence[int], arguments: Sequence[Any], constants: Sequence[Any]) -> Direct | None:
@@ -76,6 +84,6 @@ def launch_all(launches: Sequence[Direct], device: int) -> None:
         with torch.cuda.device(device):
             return launch_all(launches, device)
     stream = driver.active.get_current_stream(device)
-    for launch, grid, rest in launches:
-        launch(*grid, stream, *rest)
+    for launch in launches:
+        launch(stream)
     return None

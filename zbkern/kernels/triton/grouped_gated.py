@@ -226,7 +226,7 @@ def grouped_gated_dgrad(
     _grouped_gated_dgrad(
         programs,
         (*factors, z, dz, h, ends, rows, groups, hidden, r, *strides, z.stride(0), dz.stride(0), h.stride(0)),
-        (*flags, tile.m, tile.n, tile.k, tile.group, _parts(tile.n)),
+        (*flags, tile.m, tile.n, tile.k, tile.group, _parts(tile.n, dy.dtype, options.interleaved)),
         tile.warps,
         tile.stages,
     )
@@ -264,9 +264,10 @@ def _regular(tensor: Tensor, hidden: int) -> bool:
     return inner == 1 and stride % 16 == hidden % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
-def _parts(columns: int) -> int:
-    """In how many the dgrad writes its tile: registers hold five tensors of a piece beside the tile itself."""
-    return 8 if columns >= 256 else 4
+def _parts(columns: int, dtype: torch.dtype, interleaved: bool) -> int:
+    """In how many the dgrad writes its tile: registers hold five tensors of a piece beside the tile itself, so that a
+    piece reads 64 bytes of a row of z at a time."""
+    return 8 if columns * dtype.itemsize * (2 if interleaved else 1) >= 512 else 4
 
 
 def variants(capability: int) -> list[Variant]:
@@ -285,9 +286,10 @@ def variants(capability: int) -> list[Variant]:
             *(stride, stride, stride),
         )
         flags = (transposed, bulk, "tf32x3" if dtype == "fp32" else "ieee", *_gate_constants(options), groups)
-        constants = (*flags, tile.m, tile.n, tile.k, tile.group, _parts(tile.n))
-        name = f"grouped_gated_dgrad {dtype} {options.activation}" + " interleaved" * options.interleaved
         half = dtype == "bf16"
+        parts = _parts(tile.n, torch.bfloat16 if half else torch.float32, options.interleaved)
+        constants = (*flags, tile.m, tile.n, tile.k, tile.group, parts)
+        name = f"grouped_gated_dgrad {dtype} {options.activation}" + " interleaved" * options.interleaved
         return Variant(name, _grouped_gated_dgrad, types, constants, tile.warps, tile.stages, half, bulk)
 
     def gate(options: GateOptions, backward: bool) -> Variant:

@@ -1,6 +1,7 @@
 """The gradients of linear layers that are sums of matmuls: W of one weight or several, and dx of several layers."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -53,13 +54,17 @@ def linear_wgrads(
     max_tiles: int = 0,
 ) -> None:
     """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
-    layers = list(layers)
-    operands = [tensor for segments, outputs in layers for group in (*segments, outputs) for tensor in group]
-    lengths = tuple([len(segments) for segments, _ in layers])
+    layers, lengths = list(layers), []
+    operands: list[Any] = []
+    for segments, outputs in layers:  # as one comprehension this takes half as much again, of what is the host's time
+        lengths.append(len(segments))
+        for segment in segments:
+            operands += segment
+        operands += outputs
     if not operands or operands[0] is None:
         _wgrads(layers, accumulate, num_sms, max_tiles)
     else:
-        options = ("wgrad", lengths, accumulate, num_sms, max_tiles, precision(operands[0].dtype))
+        options = ("wgrad", *lengths, accumulate, num_sms, max_tiles, precision(operands[0].dtype))
         replay.run(lambda: _wgrads(layers, accumulate, num_sms, max_tiles), operands, options)
 
 
