@@ -330,6 +330,12 @@ def test_converted_norms_are_copied_and_pickled() -> None:
         assert type(zbkern.restore(other)[0]) is OwnNorm
 
 
+def test_modules_that_leave_out_of_pickles_what_cannot_be_in_them() -> None:
+    model, x = zbkern.convert(nn.LSTM(4, 3)), torch.randn(5, 2, 4)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x)[0], model(x)[0])
+
+
 def test_impl_goes_with_the_modules() -> None:
     model = nn.Sequential(OwnNorm(), nn.Linear(16, 4), zbkern.nn.MLP(4, 4), nn.Conv1d(1, 1, 1))
     assert zbkern.convert(model, impl="torch") is model

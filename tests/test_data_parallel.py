@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -229,6 +230,7 @@ def computed_weights(sharded: bool, reshard: bool) -> None:
     products = [task for task in queue.tasks() if sum(p is not None for p in task.parameters) == 2]
     computed = [task for task in products if not any(p.dim() == 1 for p in task.parameters)]
     assert len(computed) == 2 * 3 * (2 if sharded else 4)  # with weight and gain, or magnitude and direction
+    assert {len(task.tensors) for task in computed} == ({4} if sharded else {2})  # values that FSDP2 may free
     queue.run()
     if sharded:
         reduction.finish()
@@ -239,6 +241,29 @@ def computed_weights(sharded: bool, reshard: bool) -> None:
 @pytest.mark.parametrize(("sharded", "reshard"), [(False, False), (True, False), (True, True)])
 def test_w_of_computed_weights_waits(two_ranks: Any, sharded: bool, reshard: bool) -> None:
     two_ranks.run(computed_weights, sharded, reshard)
+
+
+def forgotten_run() -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    model, other = zbkern.convert(make("plain")), nn.Linear(2, 2)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        model(data(1, 1)[0][0][dist.get_rank()]).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.optim.SGD(other.parameters(), 0.1).step()
+        optimizer.step()
+    queue.discard()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+
+
+def test_a_step_of_shards_while_w_of_what_was_gathered_waits_is_a_warning(two_ranks: Any) -> None:
+    for messages in two_ranks.run(forgotten_run):
+        assert len(messages) == 1
+        assert "W of its parameters still wait in a WGradQueue" in messages[0]
 
 
 def fsdp_order() -> list[str]:

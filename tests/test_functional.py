@@ -427,6 +427,23 @@ def test_head_says_so_when_its_weight_changed_before_w() -> None:
     queue.discard()
 
 
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_sparse_inputs_of_a_linear(layout: str) -> None:
+    """As torch has them: a bag of words, say."""
+    words, queue = torch.eye(5).repeat(2, 1), zbkern.WGradQueue()
+    words = words.to_sparse() if layout == "coo" else words.to_sparse_csr()
+    ours, torchs = ((torch.ones(4, 5).requires_grad_(), torch.ones(4).requires_grad_()) for _ in range(2))
+    expected = F.linear(words, *torchs)
+    expected.square().sum().backward()
+    with queue.defer():
+        found = Z.linear(words, *ours)
+        found.square().sum().backward()
+    queue.run()
+    testing.assert_close(found, expected)
+    for own, other in zip(ours, torchs, strict=True):
+        testing.assert_close(own.grad, other.grad)
+
+
 def test_vmap_and_functional_gradients_see_through() -> None:
     weight, bias = torch.randn(4, 5), torch.randn(4)
     x = torch.randn(6, 3, 5)

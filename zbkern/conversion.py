@@ -243,7 +243,8 @@ def _subclass(behaviour: type[Module], kind: type[Module]) -> type[Module]:
 
 def _reduce(module: Module, protocol: Any) -> tuple[Any, ...]:
     """For copies and pickles of a module whose class is nowhere to be imported from."""
-    return _unpickled, type(module).__bases__, vars(module)
+    state = getattr(module, "__getstate__", None)  # Python 3.10 has it of those alone that leave something out
+    return _unpickled, type(module).__bases__, vars(module) if state is None else state()
 
 
 def _unpickled(behaviour: type[Module], kind: type[Module]) -> Module:

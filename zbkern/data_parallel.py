@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.wgrad import WGradQueue, WGradTask
+from zbkern.wgrad import WGradQueue, WGradTask, fsdp
 
 
 class ShardedReduction:
@@ -75,13 +75,7 @@ def end_backward(root: Any) -> None:
 
 def parameter_groups(root: Any) -> list[Any]:
     """What FSDP2 gathers and reduces together under this root, in the order of the model; none before it has run."""
-    found = []
-    for state in state_of(root)._state_ctx.all_states:
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch before 2.12 keeps one per state under another name
-            groups = [state._fsdp_param_group]
-        found += [group for group in groups if group is not None]
-    return found
+    return [group for state in state_of(root)._state_ctx.all_states for group in fsdp.groups_of(state)]
 
 
 def unsharded(group: Any) -> list[Tensor]:

@@ -473,12 +473,13 @@ def check_recipe(caller: str, recipe: str | None) -> str | None:
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
-    """False for tensor subclasses, under function transforms and inside torch.compile: these need operations that torch
-    can see through. There the whole backward is one piece, and its W does not wait."""
+    """False for tensor subclasses, sparse tensors, under function transforms and inside torch.compile: these need
+    operations that torch can see through. There the whole backward is one piece, and its W does not wait."""
     return (
         not torch.compiler.is_compiling()
         and type(x) in _TENSORS
         and type(weight) in _TENSORS
+        and x.layout is torch.strided
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 

@@ -10,7 +10,6 @@ more, with the graph through which its gradient reaches them.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from zbkern import wgrad
 from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.functions._shapes import as_rows
 from zbkern.functions.sharded import is_sharded, local_part
-from zbkern.wgrad import Segment, WGradKernel
+from zbkern.wgrad import Segment, WGradKernel, fsdp
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
@@ -345,7 +344,7 @@ class Product(torch.autograd.Function):
             kernel = product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
         else:
             kernel = _computed_wgrad(kind, ctx.recipe, call.params, ctx.versions, weight, options)
-            if wgrad.current() is not None and _may_be_sharded_again():
+            if wgrad.current() is not None and _are_gathered(call.params):
                 segment += tuple(parameter.detach().clone() for parameter in call.params)
         weights = weight_gradients(call, kernel, segment, ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
         return None, dx, None, None, None, *weights
@@ -446,9 +445,10 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _may_be_sharded_again() -> bool:
-    """Whether the values of parameters may be gone when W runs, as those that FSDP2 has gathered are after B."""
-    return "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized()
+def _are_gathered(parameters: Sequence[Tensor]) -> bool:
+    """Whether FSDP2 has gathered any of these: their values may be gone when W runs."""
+    gathered = fsdp.shards()
+    return any(id(parameter) in gathered for parameter in parameters)
 
 
 def _sum_wgrad(key: Any, steps: Sequence[Step], product: bool) -> WGradKernel:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zbkern.wgrad import fsdp
 from zbkern.wgrad.task import WGradTask
 
 
@@ -36,11 +37,12 @@ def _register() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    own: set[int] = set()
     for queue in [*_watched]:
         waiting = [*queue._tasks]  # without its lock: threads whose hooks step could wait for each other's
         if not waiting:
             continue
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = own or _parameters_of(optimizer)
         # Those with hooks may step inside of a hook, a parameter at a time, with another backward of it still to come.
         lost = [task for task in waiting if own.intersection(map(id, task.parameters)) and not task.has_hooks]
         if lost:
@@ -52,3 +54,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of its parameters, and of those that FSDP2 gathers from them."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return own | {gathered for gathered, shard in fsdp.shards().items() if id(shard) in own}
