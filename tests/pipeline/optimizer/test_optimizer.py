@@ -129,6 +129,31 @@ def test_masters_take_over_what_state_there_is(name: str) -> None:
     assert torch.equal(optimizer.masters[0][1], plain)
 
 
+def test_masters_stay_with_an_optimizer_that_another_one_drives() -> None:
+    layer = nn.Linear(3, 3, dtype=torch.bfloat16)
+    inner, transport = torch.optim.SGD(layer.parameters(), lr=0.1), LocalTransport.ring(1)[0]
+    first = Optimizer(inner, transport, master_weights=True)
+    with pytest.raises(ValueError, match=r"SGD has the fp32 masters of an Optimizer before .* weights=True"):
+        Optimizer(inner, transport)
+    second = Optimizer(inner, transport, master_weights=True, max_norm=1.0)
+    before = layer.weight.detach().clone()
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    second.step()
+    assert second.masters == first.masters
+    assert not torch.equal(layer.weight, before)
+
+
+def test_a_parameter_that_has_a_master_is_not_added_again() -> None:
+    layer = nn.Linear(3, 3, dtype=torch.bfloat16)
+    optimizer = Optimizer(torch.optim.SGD([layer.weight], lr=0.1), LocalTransport.ring(1)[0], master_weights=True)
+    with pytest.raises(ValueError, match=r"SGD has a parameter of shape \[3, 3\] twice"):
+        optimizer.add_param_group({"params": [layer.bias, layer.weight]})
+    assert len(optimizer.param_groups) == len(optimizer.masters) == 1
+    optimizer.add_param_group({"params": [layer.bias]})
+    assert len(optimizer.masters) == 2
+
+
 def test_quantised_weights_have_no_masters() -> None:
     codes, small = torch.ones(2, dtype=torch.int8), torch.ones(2).bfloat16()
     optimizer = Optimizer(torch.optim.SGD([codes, small]), LocalTransport.ring(1)[0], master_weights=True)

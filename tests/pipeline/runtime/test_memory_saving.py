@@ -484,6 +484,15 @@ def test_what_slices_of_w_leave_is_not_copied_again() -> None:
     assert [str(event.action) for event in copies[0]] == ["0O0", "0L0"]
 
 
+def test_slices_of_w_leave_nothing_for_the_next_step() -> None:
+    found = []
+    for row in ("0F0 0F1 0B0 0W0 0B1 0W1", "0F0 0O0 0F1 0L0 0B0 0W0:0/2 0W0:1/2 0B1 0W1"):
+        module = deep(3)
+        with step([module], row, steps=2):
+            found.append([p.grad for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("saving", ["0F0 0F1 0R0 0BW0 0R1 0BW1", "0F0 0O0 0F1 0O1 0L0 0BW0 0L1 0BW1"])
 def test_random_numbers_and_buffers_are_as_without(saving: str) -> None:
     found = []
@@ -556,6 +565,15 @@ def test_a_step_that_fails_leaves_no_copies_behind() -> None:
     pipe.step(data, data)
     assert all(torch.equal(p.grad, e) for p, e in zip(module.parameters(), expected, strict=True))
     pipe.close()
+
+
+def test_a_step_that_fails_before_its_first_copy_has_a_timeline() -> None:
+    module = deep(1)
+    with step([module], "0F0 0O0 0L0 0BW0", microbatches=1) as pipe:
+        module.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(PipelineError, match="ZeroDivisionError"):
+            pipe.step(torch.ones(2, 8), torch.ones(2, 8))
+        assert not any(pipe.last_timeline.copies)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import zbkern
 from tests.support.chunks import results_on_threads
 from zbkern.pipeline import Costs, ModelCosts, Timeline, plan, profile, profile_layers, schedules, simulate
 from zbkern.pipeline.runtime import profiling
+from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
 
 
@@ -81,6 +82,11 @@ def test_gradients_and_random_state_stay_as_they_were() -> None:
     torch.random.set_rng_state(expected)
     measure([block])
     assert torch.equal(torch.random.get_rng_state(), after)
+    assert torch.equal(block.linear.weight.grad, torch.ones(16, 16))
+    broken = block.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(PipelineError, match="ZeroDivisionError"):
+        measure([block])
+    broken.remove()
     assert torch.equal(block.linear.weight.grad, torch.ones(16, 16))
 
 

@@ -9,15 +9,21 @@ from torch import Tensor
 
 from zbkern.pipeline.optimizer.params import copy_, local_part
 
+MASTERS = "masters_of_pipeline"  # an attribute of the torch optimizer
+
 Pairs = list[tuple[Tensor, Tensor]]  # a parameter below fp32, its fp32 master
 
 
-def install_masters(optimizer: torch.optim.Optimizer) -> Pairs:
+def masters_of(optimizer: torch.optim.Optimizer) -> Pairs:
+    """Those in this optimizer, which keeps the list itself: whoever drives it next has to know whose they are."""
+    return vars(optimizer).setdefault(MASTERS, [])
+
+
+def install_masters(optimizer: torch.optim.Optimizer) -> None:
     """Puts fp32 copies in the place of the optimizer's parameters below fp32, with the state that these have, in fp32.
 
     Raises ValueError for an optimizer that keeps such copies itself.
     """
-    pairs = []
     for group in optimizer.param_groups:
         if group.get("master_weights"):
             raise ValueError(
@@ -32,8 +38,7 @@ def install_masters(optimizer: torch.optim.Optimizer) -> Pairs:
             if parameter in optimizer.state:
                 state = optimizer.state.pop(parameter)
                 optimizer.state[master] = {name: _widened(value, parameter) for name, value in state.items()}
-            pairs.append((parameter, master))
-    return pairs
+            masters_of(optimizer).append((parameter, master))
 
 
 def _widened(value: Any, parameter: Tensor) -> Any:
@@ -73,7 +78,7 @@ def unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor], device: torch
 
 
 def forget(scaler: torch.amp.GradScaler, unscaled: Gradients) -> None:
-    """Without the `update_scale` of a step that is given up: the next one would count what this rank alone had found."""
+    """For a step that is given up: the next `update_scale` would count what this rank alone had found."""
     scaler._per_optimizer_states.pop(id(unscaled), None)
 
 

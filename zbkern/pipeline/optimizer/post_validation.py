@@ -39,6 +39,7 @@ from zbkern.pipeline.optimizer.master_weights import (
     copy_masters_to_params,
     forget,
     install_masters,
+    masters_of,
     unscale,
     update_scale,
 )
@@ -123,11 +124,10 @@ class Optimizer(OptimizerWrapper):
                 f"Optimizer: {type(optimizer).__name__}(max_norm={own}) clips by the norm of its own "
                 "parameters, not of those of all ranks; give max_norm to Optimizer instead"
             )
-        if (twice := duplicate(parameters(optimizer))) is not None:
+        if not master_weights and masters_of(optimizer):
             raise ValueError(
-                f"Optimizer: {type(optimizer).__name__} has a parameter of shape {list(twice.shape)} twice and would "
-                "update it twice, a weight that two chunks share for example; give it "
-                "torch.nn.ModuleList(chunks).parameters(), which has each parameter once"
+                f"Optimizer: {type(optimizer).__name__} has the fp32 masters of an Optimizer before this one, and "
+                "without them the model's parameters would stay as they are; give master_weights=True"
             )
         pipeline = pipe if isinstance(pipe, PipelineLike) else None
         if pipeline is not None and pipeline.optimizer is not None:
@@ -149,10 +149,13 @@ class Optimizer(OptimizerWrapper):
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._unscaled = Gradients([])
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
-        candidates = [*parameters(optimizer), *(() if pipeline is None else pipeline.tied.values())]
+        self.masters = masters_of(optimizer)
+        self._check_unique()
+        candidates = [*self._model_parameters(), *(() if pipeline is None else pipeline.tied.values())]
         shared = tied_names(candidates, tied)
         self._has_masters = master_weights
-        self.masters = install_masters(optimizer) if master_weights else []
+        if master_weights:
+            install_masters(optimizer)
         self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
         self._pipe = pipeline
         self._transport = connect_row(pipe, self._device) if pipeline is None else pipeline.transport
@@ -259,10 +262,14 @@ class Optimizer(OptimizerWrapper):
         """As the torch optimizer's; validates the last step first. Other ranks call this or `validate`."""
         self.validate()
         self.optimizer.add_param_group(param_group)
+        try:
+            self._check_unique()
+        except ValueError:
+            self.optimizer.param_groups.pop()
+            raise
         if self._has_masters:
-            new = install_masters(self.optimizer)
-            self.masters += new
-            self._uncounted |= {id(master) for parameter, master in new if id(parameter) in self._uncounted}
+            install_masters(self.optimizer)
+            self._uncounted |= {id(master) for parameter, master in self.masters if id(parameter) in self._uncounted}
         if self._undo is not None:
             self._undo = type(self._undo)(self.optimizer)
 
@@ -488,6 +495,14 @@ class Optimizer(OptimizerWrapper):
         if self._scaler is not None:
             self._unscaled = unscale(self._scaler, [gradient for _, gradient in found], self._device)
         return found
+
+    def _check_unique(self) -> None:
+        if (twice := duplicate(self._model_parameters())) is not None:
+            raise ValueError(
+                f"Optimizer: {type(self.optimizer).__name__} has a parameter of shape {list(twice.shape)} twice and "
+                "would update it twice, a weight that two chunks share for example; give it "
+                "torch.nn.ModuleList(chunks).parameters(), which has each parameter once"
+            )
 
     def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}

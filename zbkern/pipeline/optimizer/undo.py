@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbkern.pipeline.optimizer.master_weights import MASTERS
 from zbkern.pipeline.optimizer.params import copied, copy_, hyperparameters, parameters
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
@@ -69,7 +70,8 @@ class Snapshot:
 
 
 # What every torch optimizer has and no step changes, or what others keep.
-_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)]))) | {"step", "_opt_called", "grad_scale", "found_inf"}
+_OTHERS = {"step", "_opt_called", "grad_scale", "found_inf", MASTERS}
+_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)]))) | _OTHERS
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

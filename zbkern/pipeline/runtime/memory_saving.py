@@ -134,7 +134,9 @@ class MemorySavingStage(Stage):
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
         self._end_load_of_held(microbatch)
         super().weight_part(microbatch, index, count)
-        self._waiting[microbatch] = self._held(microbatch, offload=False)
+        self._waiting.pop(microbatch)
+        if index < count - 1:
+            self._waiting[microbatch] = self._held(microbatch, offload=False)
 
     def prepare(self, microbatch: int) -> None:
         for transfer in self._loads.get(microbatch, [])[:1]:  # it waits for the others as it comes to their tensors

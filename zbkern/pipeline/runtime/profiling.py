@@ -209,6 +209,7 @@ def _measured(
     here = [target] if target.type == "cuda" else []  # by default of all GPUs, with a warning
     criterion = None if loss_fn is None else loss
     with ExitStack() as stack:
+        stack.callback(_set_gradients, parameters, gradients)
         for module in counted:
             stack.enter_context(module.layers_apart())
         stack.enter_context(torch.random.fork_rng(here))
@@ -248,8 +249,6 @@ def _measured(
         details = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
         chunks = [details[chunk] for chunk in range(len(placement))]
         link = slowest_link(pipe, [chunk.output for chunk in chunks]) if names else (0.0, math.inf)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
     times = drift.costs(separate)
     flat, one, several = (drift.costs(each).per_chunk(len(placement)) for each in (separate, fused, merged))
     whole = [b + w for b, w in zip(one.backward, one.weight, strict=True)]  # of a BW
@@ -284,6 +283,11 @@ def _measured(
             ],
         )
     return costs, chunks, link
+
+
+def _set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _communication(timelines: Sequence[Timeline], chunks: int) -> float | list[float]:

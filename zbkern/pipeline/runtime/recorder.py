@@ -71,6 +71,8 @@ class Recorder:
         together; waits for the last."""
         found = []
         for action, transfers in self._copies:
+            if not transfers:  # of a forward that has failed
+                continue
             marks = [copy.marks() for copy in transfers]
             times = [(self._clock.seconds(begun), self._clock.seconds(ended)) for begun, ended in marks]
             end = max(ended for _, ended in times)
