@@ -290,7 +290,7 @@ def parts(rounds: int) -> dict[str, list[Row]]:
             lambda: call_row(nn.RMSNorm, 64, rounds=many),
             lambda: call_row(ScaledLinear, 64, 64, rounds=many),
         ],
-        "heads": [functools.partial(head_row, *sizes, max(3, rounds // 2)) for sizes in heads],
+        "heads": [functools.partial(head_row, *sizes, max(3, rounds // 4)) for sizes in heads],
         "merge": [functools.partial(merge_row, *sizes) for sizes in merges],
     }
 
