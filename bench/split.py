@@ -30,6 +30,7 @@ from bench.split_models import (
     Looped,
     OwnLinear,
     OwnNorm,
+    ScaledLinear,
     Shared,
     TorchMLP,
     attention_block,
@@ -141,13 +142,15 @@ OWN = {nn.Linear: OwnLinear, nn.RMSNorm: OwnNorm}
 
 
 def call_row(kind: type[nn.Module], *sizes: int, rounds: int) -> dict:
-    """What one call of a tiny layer costs the host, F, B and W: plain, recognised by `convert`, and intercepted."""
+    """What one call of a tiny layer costs the host, F, B and W: plain, recognised by `convert` unless it is of no kind
+    that `convert` knows, and intercepted."""
     plain, x = nn.Sequential(*[kind(*sizes) for _ in range(CALLS)]), torch.randn(16, sizes[0])
     dy, queue = torch.randn(16, sizes[-1]), zbkern.WGradQueue()
-    recognised = zbkern.convert(copy.deepcopy(plain))
-    intercepted = nn.Sequential(*[OWN[kind](*sizes) for _ in range(CALLS)])
+    intercepted = nn.Sequential(*[OWN.get(kind, kind)(*sizes) for _ in range(CALLS)])
     intercepted.load_state_dict(plain.state_dict())
-    models = {"plain": plain, "recognised": recognised, "intercepted": zbkern.convert(intercepted)}
+    models = {"plain": plain, "intercepted": zbkern.convert(intercepted)}
+    if kind in OWN:
+        models["recognised"] = zbkern.convert(copy.deepcopy(plain))
 
     def step(model: nn.Module) -> list[Callable]:
         def f_and_b() -> None:
@@ -162,8 +165,8 @@ def call_row(kind: type[nn.Module], *sizes: int, rounds: int) -> dict:
     for model in models.values():
         for function in step(model):
             function()
-    for name in ("recognised", "intercepted"):
-        testing.assert_same_gradients(models[name], plain)
+    for model in models.values():
+        testing.assert_same_gradients(model, plain)
     timings = testing.measure({n: functools.partial(step, m) for n, m in models.items()}, rounds=rounds, warmup=5)
     return {"case": kind.__name__, **{f"{name}_us": timings[name].median * 1e6 / CALLS for name in models}}
 
@@ -282,8 +285,12 @@ def parts(rounds: int) -> dict[str, list[Row]]:
     merges = ((512, 8, rounds), (512, 32, rounds), (512, 256, rounds), (64, 16, many))
     return {
         "split": split_rows(rounds),
-        "calls": [lambda: call_row(nn.Linear, 64, 64, rounds=many), lambda: call_row(nn.RMSNorm, 64, rounds=many)],
-        "heads": [functools.partial(head_row, *sizes, max(3, rounds // 2)) for sizes in heads],
+        "calls": [
+            lambda: call_row(nn.Linear, 64, 64, rounds=many),
+            lambda: call_row(nn.RMSNorm, 64, rounds=many),
+            lambda: call_row(ScaledLinear, 64, 64, rounds=many),
+        ],
+        "heads": [functools.partial(head_row, *sizes, max(3, rounds // 4)) for sizes in heads],
         "merge": [functools.partial(merge_row, *sizes) for sizes in merges],
     }
 
@@ -300,7 +307,8 @@ def split_table(rows: list[dict]) -> str:
 def calls_table(rows: list[dict]) -> str:
     header = ["layer", "torch", "zbkern, recognised", "zbkern, intercepted"]
     models = ("plain", "recognised", "intercepted")
-    cells = [[r["case"], *(f"{r[f'{model}_us']:.1f}" for model in models)] for r in rows]
+    times = [[r.get(f"{model}_us") for model in models] for r in rows]
+    cells = [[r["case"], *("" if t is None else f"{t:.1f}" for t in of)] for r, of in zip(rows, times, strict=True)]
     title = "Host time of one call, us: F, B and W of a layer with 64 features and 16 tokens"
     return f"{title}\n\n{markdown_table(header, cells)}"
 

@@ -11,6 +11,17 @@ from torch import Tensor, nn
 import zbkern
 
 
+class ScaledLinear(nn.Linear):
+    """A linear whose weight is computed: W waits, too, and computes it once more."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scale = nn.Parameter(torch.ones(outputs, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.scale * self.weight, self.bias)
+
+
 class OwnLinear(nn.Linear):
     """A layer that `convert` does not know: its forward is intercepted."""
 

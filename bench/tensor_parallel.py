@@ -54,24 +54,30 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def parallelized(model: nn.Module, blocks: int, mesh: Any) -> nn.Module:
+def sequence_styles() -> dict[str, Any]:
+    """How a module of norm and mlp (gate, up, down) is cut over ranks: weights, and tokens where none needs all."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         PrepareModuleInput,
         RowwiseParallel,
         SequenceParallel,
-        parallelize_module,
     )
 
     tokens = Shard(1)
-    styles: dict[str, Any] = {
+    return {
         "norm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),)),
         "mlp.gate": ColwiseParallel(),
         "mlp.up": ColwiseParallel(),
         "mlp.down": RowwiseParallel(output_layouts=tokens),
     }
+
+
+def parallelized(model: nn.Module, blocks: int, mesh: Any) -> nn.Module:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    styles = sequence_styles()
     return parallelize_module(model, mesh, {f"{i}.{name}": s for i in range(blocks) for name, s in styles.items()})
 
 

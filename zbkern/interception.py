@@ -228,7 +228,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
     def _call_on_values(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the function returns for the values of parameters and views, remembered if it has seen nothing else."""
         name = function.__name__
-        operands = _tensors((args, kwargs))
+        operands = products.tensors_in((args, kwargs))
         multiplies = name in HANDLERS or name in PRODUCTS
         alone = self._parameters_alone(operands, multiplies)
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -283,8 +283,10 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
             return None
         possible = True
 
-        def ingredient(tensor: Tensor) -> ParameterView | Recipe | Tensor | None:
+        def ingredient(tensor: Any) -> Any:
             nonlocal possible
+            if not isinstance(tensor, Tensor):
+                return tensor
             if (view := self._view(tensor)) is not None:
                 parameters[id(view.parameter)] = view.parameter
                 return view
@@ -294,7 +296,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
             possible = possible and recipe is not None
             return recipe
 
-        args, kwargs = pytree.tree_map_only(Tensor, ingredient, (args, kwargs))
+        args, kwargs = products.replaced((args, kwargs), ingredient)
         return Recipe(function, args, kwargs, index) if possible else None
 
     def _is_multiplied(self, tensor: Tensor) -> None:
@@ -361,17 +363,6 @@ class _Computed(NamedTuple):
 def _version(tensor: Tensor) -> int:
     """How often it was modified in place; tensors of inference mode do not count it."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _tensors(argument: Any) -> list[Tensor]:
-    """The tensors among arguments or results, as deep as torch's functions take them."""
-    found = []
-    for value in argument.values() if isinstance(argument, dict) else argument:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list | dict) and value:
-            found += _tensors(value)
-    return found
 
 
 def _saved_tensors_hooks() -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
+from bench.tensor_parallel import sequence_styles
 from tests.support.sharded_model import (
     TOKENS,
     WIDTH,
@@ -19,26 +20,11 @@ from tests.support.sharded_model import (
 
 def sequence_linear(mesh: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """A norm and two linears of its output under sequence parallelism; and this rank's part of a [batch, tokens, K]."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import parallelize_module
 
     torch.manual_seed(0)
     model = zbkern.convert(nn.ModuleDict({"norm": nn.RMSNorm(WIDTH), "mlp": GatedBlock()}).double())
-    tokens = Shard(1)
-    styles: dict[str, Any] = {
-        "norm": SequenceParallel(),
-        "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),)),
-        "mlp.gate": ColwiseParallel(),
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=tokens),
-    }
-    return parallelize_module(model, mesh, styles), lambda x: x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+    return parallelize_module(model, mesh, sequence_styles()), lambda x: x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
 
 
 class GatedBlock(nn.Module):

@@ -22,8 +22,8 @@ def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Ten
     """Rows of group e: y = x weight[e]^T + bias[e]; 0 in rows of no group."""
     biases = [None] * weight.shape[0] if bias is None else bias.unbind()
     if readable(ends):
-        for group, (rows, out) in enumerate(split(ends, x, y)):
-            linear_fwd(rows, weight[group], biases[group], out)
+        for (rows, out), part, vector in zip(split(ends, x, y), weight.unbind(), biases, strict=True):
+            linear_fwd(rows, part, vector, out)
         rest(ends, y).zero_()
         return
     groups = group_of_rows(ends, x)
@@ -35,8 +35,8 @@ def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Ten
 def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor) -> None:
     """Rows of group e: dx = dy weight[e]; 0 in rows of no group."""
     if readable(ends):
-        for group, (rows, out) in enumerate(split(ends, dy, dx)):
-            linear_dgrad(rows, weight[group], out)
+        for (rows, out), part in zip(split(ends, dy, dx), weight.unbind(), strict=True):
+            linear_dgrad(rows, part, out)
         rest(ends, dx).zero_()
     else:
         grouped_linear_fwd(dy, weight.mT, None, ends, dx)
@@ -130,10 +130,11 @@ def readable(ends: Tensor) -> bool:
 
 def split(ends: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The rows of every group, of each of the tensors; ends must be readable."""
-    begin = 0
-    for end in ends.tolist():
-        yield tuple(tensor[begin:end] for tensor in tensors)
-        begin = end
+    places = ends.tolist()
+    if not places:
+        return iter(())
+    sizes = [end - begin for begin, end in zip([0, *places], places, strict=False)]
+    return zip(*[tensor[: places[-1]].split(sizes) for tensor in tensors], strict=True)
 
 
 def rest(ends: Tensor, tensor: Tensor) -> Tensor:
