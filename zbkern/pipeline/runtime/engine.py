@@ -144,13 +144,15 @@ class Pipeline:
 
         Timelines and samples stay those of the last step.
         """
-        if self._ahead.validator is not None:
-            self._ahead.validator.validate()
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
             self._begin("evaluate", inputs, targets, side)
-            with self._failing_together(), torch.no_grad(), evaluation_mode(self.modules.values()):
-                self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
+            with self._failing_together():
+                if self._ahead.validator is not None:
+                    self._ahead.validator.validate()
+                self._skip_rolled_back()
+                with torch.no_grad(), evaluation_mode(self.modules.values()):
+                    self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
             self._recorder = recorder
             self._replicas.discard()
