@@ -4,7 +4,7 @@
 
 Versions; whether launches without Triton's Python are right, without which the rest goes on where they are not; then
 every kernel of ours in three dtypes against float64, and beside them the CUDA extension where none loads; the rows of
-`bench.gpu` that matter; other programs of ours (gpu_jobs.PROGRAMS). Each job is a process of its own with a time limit:
+`bench.gpu` that matter, once CHECKING of the time is over at the latest; other programs of ours (gpu_jobs.PROGRAMS). Each job is a process of its own with a time limit:
 one that hangs, dies or corrupts the GPU's context costs only its own result. After each result FOLDER/session.json and
 FOLDER/session.md are rewritten, so that nothing is lost when this is killed; what the jobs print is in FOLDER/log.txt,
 and of those that run in FOLDER/logs.
