@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from zbkern.pipeline.schedules.actions import Action
@@ -126,8 +127,15 @@ class Problem:
     def saves(self) -> bool:
         return any(self.merge_saving)
 
-    def chunks_of(self, rank: int) -> list[int]:
-        return [chunk for chunk, owner in enumerate(self.placement) if owner == rank]
+    def chunks_of(self, rank: int) -> Sequence[int]:
+        return self._chunks_by_rank[rank]
+
+    @cached_property
+    def _chunks_by_rank(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        for chunk, rank in enumerate(self.placement):
+            found[rank].append(chunk)
+        return found
 
     def work(self, rank: int) -> int:
         """The least time that `rank` can spend in passes."""
