@@ -29,7 +29,7 @@ from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
 EFFORT = 4
-"""The rounds of a search where nothing else is said: one to some twenty seconds on one core."""
+"""The rounds of a search where nothing else is said: mostly three to fifteen seconds on one core."""
 
 _ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
 

@@ -148,11 +148,16 @@ class Problem:
         return total
 
     def limit_of(self, totals: Sequence[float]) -> tuple[int, ...]:
-        """Limits for what each rank holds, `static` included, in the unit of the costs, as `limit` has them."""
-        unlimited = self.microbatches * sum(map(max, self.activation, self.held))
+        """Limits for what each rank holds, `static` included, in the unit of the costs, as `limit` has them.
+
+        No limit is more than a rank can hold, so that limits that allow the same are the same.
+        """
+        most = [0] * self.ranks
+        for chunk, rank in enumerate(self.placement):
+            most[rank] += self.microbatches * max(self.activation[chunk], self.held[chunk])
         return tuple(
             round(min(total * self.memory_scale - always, unlimited) * (1 + _SLACK))
-            for total, always in zip(totals, self.static, strict=True)
+            for total, always, unlimited in zip(totals, self.static, most, strict=True)
         )
 
     def with_limit(self, limit: Sequence[int]) -> Problem:
