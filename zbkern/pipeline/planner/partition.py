@@ -19,7 +19,7 @@ Partition = tuple[int, ...]  # the first layer of every chunk
 STEPS = 16
 """Steps of memory in what 1F1B holds for its microbatches; see `memory_steps`."""
 
-_MORE = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # steps of memory above what 1F1B holds: up to three times that
+_MORE = (1, 2, 3, 4, 6, 8, 12, 16)  # steps of memory above what 1F1B holds
 _UNEVEN = 1.25  # times what a rank holds on an even partition
 _PARTITIONS_EVERY = 2  # so many steps of memory partitions are made that leave room
 _IN_FLIGHT = (1.0, 0.75, 0.5, 0.35, 0.2, 0.0)  # of what 1F1B holds: partitions that leave room for so many microbatches
@@ -66,8 +66,8 @@ def memory_steps(
     """Every so many-th of the steps of a rank's memory that do not exceed `limit`, the largest first.
 
     They depend on the model alone: what 1F1B holds on stages of equal work, sixteenths of what it holds there for its
-    microbatches less, and more (`_MORE`: further apart the more there is, as the more gains less); what everything
-    holds that there is, and some more, as other partitions are less even; and infinity.
+    microbatches less, and more (further apart the more there is, and up to twice that, as it gains less and less); what
+    everything holds that there is, and some more, as other partitions are less even; and infinity.
     """
     ranks = _Ranks(model, range(stages), microbatches, [math.inf] * stages, 1.0)
     ranks.fill(balanced_chunks([work_of(layer) for layer in model.layers], stages))
