@@ -53,6 +53,21 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     assert "Peaks: NVIDIA H100 datasheet, SXM" in text
 
 
+def test_no_line_is_wider_than_the_terminal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    wide = ["--stages", "8", "--microbatches", "8", "--chunks", "4", "--placement", "loop"]
+    assert __main__.main([*LLAMA[:3], *wide, *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    (partition,) = re.findall(r"partition=(\[[\d,\s]*\])", text)
+    assert len(json.loads(partition)) == 32  # pasted into a program as it is
+
+
+def test_a_folder_without_the_file_is_named(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert __main__.main(["plan", "--config", str(tmp_path), "--stages", "2", "--microbatches", "4"]) == 2
+    assert f"cannot read {tmp_path / 'config.json'}: No such file" in capsys.readouterr().err
+
+
 def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     table = json.loads(TABLE.read_text())
     own = tmp_path / "own.json"
