@@ -33,17 +33,16 @@ class Layer(NamedTuple):
         return KINDS[self.kind]
 
 
-def layers_of(model: nn.Module, layers: Sequence[str] | Mapping[str, str] | None = None) -> tuple[Layer, ...]:
+def layers_of(model: nn.Module | Any, layers: Sequence[str] | Mapping[str, str] | None = None) -> tuple[Layer, ...]:
     """The layers at which `cut` can cut this model, in the order in which they run.
 
-    model: on any device, "meta" included. layers: names of modules in
+    model: on any device, "meta" included, or a configuration of the transformers library. layers: names of modules in
     that order, `blocks.*` for all children of `blocks`; or {name: kind}; each is called once in a forward and gets all
     it needs of the layers before from the output of the one before it. None for a decoder of the transformers library:
     embedding, blocks, norm, head. Raises TypeError for what is no model or no names, ValueError for a name that the
     model has not, for layers inside each other, and for a model whose layers are to be named.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"layers_of: model must be a torch.nn.Module; got {type(model).__name__}")
+    model = built("layers_of", model)
     if isinstance(layers, str) or not isinstance(layers, Sequence | Mapping | None):
         raise TypeError(f"layers_of: layers must be a list of names of modules, or {{name: kind}}; got {layers!r}")
     named = _decoder_layers(model) if layers is None else _named_layers(model, layers)
