@@ -109,6 +109,24 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": "80 GB"}, "memory must be a number; got '80 GB'"),
+        ({"memroy": 80e9}, "must be an object with .* got .*'memroy'"),
+        ({"matmul_share": 60}, "matmul_share must be above 0 and at most 1; got 60"),
+        ({"gpus_per_node": 2.5}, "gpus_per_node must be a whole number; got 2.5"),
+    ],
+)
+def test_a_table_of_hardware_with_a_wrong_field(
+    change: dict[str, object], message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"h100": {**json.loads(TABLE.read_text())["h100"], **change}}))
+    assert __main__.main([*LLAMA, "--hardware", str(own)]) == 2
+    assert re.search(f"argument --hardware: .*{message}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     ("job", "offload", "recompute", "said", "not_said"),
     [
         ({}, False, False, "nothing is offloaded", "experts|tensor|pipeline holds its"),

@@ -218,7 +218,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     except OSError as error:
         raise WrongArgument(f"--hardware: cannot read {arguments.hardware}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
-        raise WrongArgument(f"--gpu: {error}") from error
+        raise WrongArgument(f"{'--gpu' if arguments.hardware is None else '--hardware'}: {error}") from error
     try:
         job = Job(
             arguments.sequence or 4096,
