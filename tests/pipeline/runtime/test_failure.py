@@ -193,6 +193,7 @@ def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
         second.fail("broken")
     waiting.join(10)
     assert gathered == [["a", "b"]] * 2
+    assert not first._ring._boards, "what all have taken is kept"
     with pytest.raises(PipelineError, match="broken"):
         first.gather("c")
 
