@@ -11,7 +11,7 @@ from torch import nn
 import zbkern
 from tests.support.chunks import results_on_threads
 from zbkern.pipeline import Costs, ModelCosts, Timeline, plan, profile, profile_layers, schedules, simulate
-from zbkern.pipeline.runtime import profiling
+from zbkern.pipeline.runtime.measured_costs import communication
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -208,5 +208,5 @@ def test_edges_that_differ_have_a_time_each() -> None:
     def timeline(times: list[float]) -> Timeline:
         return simulate(schedules.gpipe(3, 2), Costs(communication=times))
 
-    assert profiling._communication([timeline([1, 1.5])], 3) == 1
-    assert profiling._communication([timeline([1, 5])], 3) == [1, 5]
+    assert communication([timeline([1, 1.5])], 3) == 1
+    assert communication([timeline([1, 5])], 3) == [1, 5]
