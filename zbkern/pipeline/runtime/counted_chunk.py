@@ -24,8 +24,9 @@ class CountedChunk(torch.nn.Module):
     parameters, buffers, side inputs, and on the first and last chunk the batch.
     """
 
-    def __init__(self, module: torch.nn.Module, side: Any, clock: EventClock) -> None:
+    def __init__(self, module: torch.nn.Module, side: Any, clock: EventClock, name: str = "") -> None:
         super().__init__()
+        self.name = name
         self._clock = clock
         self._marks: list[Any] = []  # of the forward that runs: it begins, its first layer does, its last one ends
         self._forwards: list[tuple[Any, ...]] = []  # those of all forwards, and their ends
@@ -44,6 +45,12 @@ class CountedChunk(torch.nn.Module):
     def saved_bytes(self) -> int:
         """What one microbatch holds from F to B."""
         return sum(self._saved())
+
+    def static_bytes(self, bytes_per_parameter: float | None) -> float:
+        """What stays: of every parameter so much, by default for weight, gradient and two moments; and the buffers."""
+        each = bytes_per_parameter
+        weights = sum(p.numel() * (4 * p.element_size() if each is None else each) for p in self.parameters())
+        return weights + sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
     def transfer(self, copy_size: int) -> float:
         """Bytes of a transfer to the host that begins once copy_size have been saved: the mean of two neighbours, those
@@ -141,15 +148,6 @@ class _Saved:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-
-def static_bytes(modules: Sequence[torch.nn.Module], bytes_per_parameter: float | None) -> list[float]:
-    found = []
-    for module in modules:
-        each = bytes_per_parameter
-        weights = sum(p.numel() * (4 * p.element_size() if each is None else each) for p in module.parameters())
-        found.append(weights + sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()))
-    return found
 
 
 def tied_names(modules: Sequence[torch.nn.Module], rank: int) -> list[str | None]:

@@ -31,7 +31,7 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorder
 from zbkern.pipeline.runtime.run_ahead import SpeculativeForwards, StepValidator
 from zbkern.pipeline.runtime.schedule_updates import ReplannerLike, ScheduleUpdates
-from zbkern.pipeline.runtime.stage import evaluation_mode
+from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
@@ -111,7 +111,7 @@ class Pipeline:
             self._tied = TiedWeights(copies, self._transport, self.modules)
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
         self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
-        self._use(schedule)
+        self.use(schedule)
         self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
         self._in_flight = 0  # microbatches that were begun, and are not through their B
@@ -270,15 +270,26 @@ class Pipeline:
         """
         return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
-    # ---- the loop
-
-    def _use(self, schedule: Schedule) -> None:
+    def use(self, schedule: Schedule) -> None:
         """From the next step on, this schedule; of the same chunks in the same places."""
         self.schedule = schedule
         actions = schedule.actions[self.rank]
         self._program = list(merge_neighbours(actions))
         self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
+
+    def rebuild_stages(
+        self,
+        modules: Mapping[int, torch.nn.Module],
+        schedule: Schedule,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        options: StepOptions,
+    ) -> Mapping[int, Stage]:
+        """Stages of these modules, by chunk, with what the schedule's R, O and L need: from the next step on."""
+        self._stages = make_stages(modules, schedule, self.rank, loss_fn, self.queue, self._recorder, options)
+        return self._stages
+
+    # ---- the loop
 
     def _check_open(self, call: str) -> None:
         if self._closed:
@@ -374,7 +385,7 @@ class Pipeline:
         self._transport.activity.begin("replanning")
         better = self._updates.agree(timeline, self.gather, self.rank)
         if better is not None:
-            self._use(better)
+            self.use(better)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
-from zbkern.pipeline.runtime.memory_saving import MemorySavingStage
 from zbkern.pipeline.simulation import drift
+from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 from zbkern.pipeline.simulation.timeline import Timeline
 
 
@@ -15,10 +18,6 @@ class MeasuredParts(NamedTuple):
 
     kept: int
     output: int
-
-    @classmethod
-    def of(cls, stage: MemorySavingStage | None) -> MeasuredParts | None:
-        return None if stage is None else cls(stage.kept_bytes, stage.output_again_bytes)
 
 
 class MeasuredChunk(NamedTuple):
@@ -39,6 +38,83 @@ class MeasuredChunk(NamedTuple):
     def kept(self) -> int:
         """By an F with an R of named parts."""
         return self.activation if self.parts is None else min(self.activation, self.parts.kept)
+
+
+class Measurements(NamedTuple):
+    """The steps of every kind, in milliseconds, the same on all ranks; and what their ranks know of the chunks."""
+
+    chunks: list[MeasuredChunk]
+    separate: list[Timeline]  # all F, all B, all W
+    merged: list[Timeline]  # the same with all W of a chunk at once
+    fused: list[Timeline]  # with BW
+    recomputing: list[Timeline] | None  # with an R of named parts; None where none were asked for
+    link: tuple[float, float] | None  # latency and bandwidth, in ms and bytes per ms; None where not asked for
+
+
+def chunk_costs(found: Measurements) -> Costs:
+    """What `profile` returns."""
+    chunks, count = found.chunks, len(found.chunks)
+    alone, merged, fused = (drift.costs(t).per_chunk(count) for t in (found.separate, found.merged, found.fused))
+    whole = [b + w for b, w in zip(fused.backward, fused.weight, strict=True)]  # of a BW
+    overhead = [max(0.0, b + w - bw) for b, w, bw in zip(alone.backward, alone.weight, whole, strict=True)]
+    microbatches = found.separate[0].schedule.microbatches
+    share = microbatches / max(1, microbatches - 1)  # of m W in a row, m - 1 follow another one
+    saving = [min(w, max(0.0, w - each) * share) for w, each in zip(alone.weight, merged.weight, strict=True)]
+    costs = replace(
+        drift.costs(found.separate),
+        communication=communication(found.separate, count),
+        activation=[chunk.activation for chunk in chunks],
+        held=[chunk.held for chunk in chunks],
+        static=[chunk.static for chunk in chunks],
+        checkpoint=[0, *(chunk.output for chunk in chunks[:-1])],
+        split_overhead=overhead,
+        merge_saving=saving,
+        copy_size=max(chunk.transfer for chunk in chunks),
+        memory_unit="bytes",
+    )
+    if found.recomputing is None:
+        return costs
+    lengths = drift.costs(found.recomputing).per_chunk(count).recompute
+    return replace(
+        costs,
+        recompute=[length if chunk.parts else 0.0 for length, chunk in zip(lengths, chunks, strict=True)],
+        checkpoint=[chunk.kept for chunk in chunks],
+    )
+
+
+def layer_costs(found: Measurements) -> ModelCosts:
+    """What `profile_layers` returns: every chunk is a layer."""
+    assert found.link is not None
+    costs = chunk_costs(found)
+    flat = costs.per_chunk(len(found.chunks))
+    layers = [
+        LayerCosts(
+            name=chunk.name,
+            forward=max(chunk.within, flat.forward[at] - chunk.besides),
+            backward=flat.backward[at],
+            weight=flat.weight[at],
+            activation=flat.activation[at],
+            held=flat.held[at],
+            split_overhead=max(0.0, flat.backward[at] + flat.weight[at] - flat.fused[at]),
+            merge_saving=flat.merge_saving[at],
+            output=chunk.output,
+            static=flat.static[at],
+            tied=chunk.tied,
+        )
+        for at, chunk in enumerate(found.chunks)
+    ]
+    if found.recomputing is not None:
+        layers = [
+            replace(
+                layer,
+                recompute=time,
+                checkpoint=chunk.kept,
+                output_again=0 if chunk.parts is None else chunk.parts.output,
+            )
+            for layer, time, chunk in zip(layers, flat.recompute, found.chunks, strict=True)
+        ]
+    overhead = median(chunk.besides for chunk in found.chunks)
+    return ModelCosts(tuple(layers), *found.link, "ms", "bytes", copy_size=costs.copy_size, forward_overhead=overhead)
 
 
 def communication(timelines: Sequence[Timeline], chunks: int) -> float | list[float]:
