@@ -22,6 +22,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, on_threads, plain, results_on_threads
+from tests.support.saving import saved_in_turn, with_actions
 from zbkern.pipeline import Pipeline, Schedule, StepOptions, checkpoint, schedules
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport import distributed
@@ -101,28 +102,55 @@ def test_a_batch_that_is_refused_on_one_rank_is_known_to_all_and_the_pipeline_go
     assert first.startswith(f"PipelineError: rank 1: {reason}")
 
 
-class BrokenPlanner:
+class Proposing:
+    """A replanner that proposes what it is given, or raises it."""
+
     every = 1
+
+    def __init__(self, proposal: Any) -> None:
+        self.proposal = proposal
 
     def memory_limits(self, schedule: Schedule) -> list[float]:
         return [1.0] * schedule.stages
 
-    def propose(self, timeline: Timeline, limits: Sequence[float]) -> Schedule | None:
-        raise ArithmeticError("no plan")
+    def propose(self, timeline: Timeline, limits: Sequence[float]) -> Any:
+        if isinstance(self.proposal, Exception):
+            raise self.proposal
+        return self.proposal
 
 
-def test_a_replanner_that_raises_is_known_to_all_at_once() -> None:
+_RUNS = r"must have the placement \(0, 1\) and 4 microbatches of the schedule that runs, <Schedule zb_h1: .*>; got "
+_CANNOT_RUN = Schedule(((), ()), (0, 1), 4)
+_RECOMPUTING = with_actions(schedules.zb_h1(2, 4), saved_in_turn("recomputed"))
+
+
+@pytest.mark.parametrize(
+    ("proposal", "message"),
+    [
+        (ArithmeticError("no plan"), "ArithmeticError: no plan"),
+        ("1F1B", "TypeError: .*propose: must return a zbkern.pipeline.Schedule or None; got str"),
+        (schedules.zb_h1(2, 8), f"ValueError: .*{_RUNS}.* 8 microbatches>.*"),
+        (schedules.zb_v(2, 4), rf"ValueError: .*{_RUNS}.*\(0, 1, 1, 0\).*"),
+        (schedules.zb_h1(3, 4), rf"ValueError: .*{_RUNS}.*\(0, 1, 2\).*"),
+        (_CANNOT_RUN, "ScheduleError: .*"),
+        (_RECOMPUTING, r"ValueError: .*must not offload or recompute \(R, O, L\).*"),
+    ],
+)
+def test_a_replanner_that_raises_or_is_wrong_is_known_to_all_at_once(proposal: Any, message: str) -> None:
     def rank_steps(transport: LocalTransport) -> tuple[str, float]:
         module = zbkern.convert(make_model(2)[transport.rank])
-        arguments = schedules.zb_h1(2, 4), nn.functional.mse_loss, transport
-        with Pipeline(module, *arguments, timeout=20, replanner=BrokenPlanner()) as pipe:
+        first = schedules.zb_h1(2, 4)
+        with Pipeline(
+            module, first, nn.functional.mse_loss, transport, timeout=20, replanner=Proposing(proposal)
+        ) as pipe:
             start = time.monotonic()
             with pytest.raises(PipelineError) as caught:
                 pipe.step(*make_data(4))
+            assert pipe.schedule is first
             return str(caught.value), time.monotonic() - start
 
-    for message, seconds in results_on_threads(2, rank_steps):
-        assert message == "rank 0, action replanning: ArithmeticError: no plan"
+    for found, seconds in results_on_threads(2, rank_steps):
+        assert re.fullmatch(f"rank 0, action replanning: {message}", found, re.DOTALL), found
         assert seconds < 10
 
 
