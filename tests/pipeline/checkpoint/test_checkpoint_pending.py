@@ -70,21 +70,30 @@ def test_a_load_gives_up_the_step(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded, first, rtol=0, atol=0)
 
 
-def test_masters_take_the_weights_of_a_model_that_is_loaded_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_masters_take_the_weights_of_a_model_that_is_loaded_alone(tmp_path: Path, inside: bool) -> None:
+    """Those of an Optimizer, and those that its AdamW keeps in its state; betas of 0 have no memory of gradients."""
+
     def make() -> tuple[nn.Module, Pipeline, Optimizer]:
         module = zbkern.convert(nn.Linear(4, 4, dtype=torch.bfloat16))
         pipe = Pipeline(module, schedules.gpipe(1, 1), squared, LocalTransport.ring(1)[0])
-        return module, pipe, Optimizer(torch.optim.SGD(module.parameters(), lr=0.01), pipe, master_weights=True)
+        inner = zbkern.optim.AdamW(module.parameters(), lr=0.01, betas=(0, 0), master_weights=inside)
+        return module, pipe, Optimizer(inner, pipe, master_weights=not inside)
 
     def squared(output: Any, target: Tensor) -> Tensor:
         return (output - target).square().mean()
+
+    def train(pipe: Pipeline, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        pipe.step(data, data)
+        optimizer.step()
 
     data = torch.ones(2, 4, dtype=torch.bfloat16)
     module, pipe, optimizer = make()
     checkpoint.save(tmp_path, 1, module)
     other, other_pipe, other_optimizer = make()
+    train(other_pipe, other_optimizer)  # from here masters are in the state, too
     checkpoint.load(tmp_path, other_pipe)
     for one, stepping in ((pipe, optimizer), (other_pipe, other_optimizer)):
-        one.step(data, data)
-        stepping.step()
+        train(one, stepping)
     torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)

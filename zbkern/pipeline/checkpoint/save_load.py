@@ -124,7 +124,8 @@ def load(
     """Loads the newest checkpoint, or that of `step`, into modules and optimizer; None where there is none; collective.
 
     Arguments as for `save`; stages, schedule and placement may differ from those that saved. A step of the Pipeline's
-    own Optimizer that awaits its validation is given up; where that one is not loaded, its masters take the weights.
+    own Optimizer that awaits its validation is given up; where that one is not loaded, its masters, or those that its
+    torch optimizer keeps, take the weights.
     Random number generators go on where those of the same rank stopped; a rank that did not exist keeps its own.
     Raises ValueError when there is no checkpoint of `step`, when it does not hold this model or the state of this kind
     of optimizer, when a checksum does not fit, or when it was written without checksums; on other ranks as `save`.
@@ -210,8 +211,14 @@ def _stepping(modules: Modules, optimizer: AnyOptimizer | None) -> OptimizerLike
 
 @torch.no_grad()
 def _renew_masters(optimizer: OptimizerLike) -> None:
-    """After a load of weights alone, which its next step would replace by what its masters hold."""
-    for parameter, master in optimizer.masters:
+    """After a load of weights alone, which its next step would replace by what its masters hold.
+
+    They are its own, or those that its torch optimizer keeps in the state, as zbkern.optim.AdamW does.
+    """
+    inner = optimizer.optimizer
+    keeping = (p for group in inner.param_groups if group.get("master_weights") for p in group["params"])
+    kept = [(p, inner.state[p]["master"]) for p in keeping if "master" in inner.state.get(p, {})]
+    for parameter, master in (*optimizer.masters, *kept):
         master.copy_(parameter)
 
 
