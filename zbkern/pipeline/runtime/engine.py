@@ -271,7 +271,10 @@ class Pipeline:
         return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
     def use(self, schedule: Schedule) -> None:
-        """From the next step on, this schedule; of the same chunks in the same places."""
+        """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank.
+
+        For replanning and measuring, which see to that: nothing is checked.
+        """
         self.schedule = schedule
         actions = schedule.actions[self.rank]
         self._program = list(merge_neighbours(actions))
@@ -285,7 +288,10 @@ class Pipeline:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         options: StepOptions,
     ) -> Mapping[int, Stage]:
-        """Stages of these modules, by chunk, with what the schedule's R, O and L need: from the next step on."""
+        """Stages of these modules, by chunk, with what the schedule's R, O and L need: from the next step on.
+
+        For measuring: nothing is checked, and gradients are reduced as for the modules before.
+        """
         self._stages = make_stages(modules, schedule, self.rank, loss_fn, self.queue, self._recorder, options)
         return self._stages
 
