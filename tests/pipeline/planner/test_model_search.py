@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,8 +127,10 @@ def test_what_1f1b_holds_on_even_and_balanced_partitions_is_a_level_of_memory() 
 @needs_core
 def test_the_same_plan_however_busy_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the search is work: time that passes elsewhere does not matter."""
-    from zbkern.pipeline.planner import incumbents
+    from zbkern.pipeline.planner import incumbents, model_search
 
+    short = replace(model_search.SETTINGS, layers_rounds=(5_000, 10_000), layers_rules=3_000)
+    monkeypatch.setattr(model_search, "SETTINGS", short)
     model = llama(7)
     first = plan(model, 2, 4, 2, "v", 60.0, effort=1)
     hours = iter(range(0, 10**9, 3600))
