@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 GRACE = 15  # seconds that ranks get to end after another one has failed
+ENDED = "its process ended"
 PRELOAD = ["tests.support.preloaded"]  # of the process that ranks are forked from
 
 
@@ -24,9 +25,13 @@ class Ranks:
         self._start()
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-        """Raises AssertionError with the traceback of every rank that raised or did not answer in time."""
-        for pipe in self._pipes:
-            pipe.send((function, arguments))
+        """Raises AssertionError with the traceback of every rank that raised or did not answer in time.
+
+        Where one has died or does not answer, the next call has new ones.
+        """
+        if not self._processes:
+            self._start()
+        self._send((function, arguments))
         values: dict[int, Any] = {}
         failed: dict[int, str] = {}
         deadline = time.monotonic() + timeout
@@ -37,28 +42,30 @@ class Ranks:
                 try:
                     good, answer = pipe.recv()
                 except EOFError:
-                    good, answer = False, "its process ended"
+                    good, answer = False, ENDED
                 if good:
                     values[rank] = answer
                 else:
                     failed[rank] = answer
                     deadline = min(deadline, time.monotonic() + GRACE)
         silent = [rank for rank in range(self._size) if rank not in values and rank not in failed]
-        if silent:  # they wait for somebody, and always will
+        failed.update(dict.fromkeys(silent, f"no answer from {function.__name__}"))
+        if silent or ENDED in failed.values():  # who is silent waits for somebody, and always will
             self._kill()
-            self._start()
-            failed.update(dict.fromkeys(silent, f"no answer from {function.__name__}"))
         if failed:
             raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())))
         return [values[rank] for rank in range(self._size)]
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # a test has ended that rank
-                pipe.send(None)
+        self._send(None)
         for process in self._processes:
             process.join(10)
         self._kill()
+
+    def _send(self, task: tuple[Callable[..., Any], tuple[Any, ...]] | None) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # a test has ended that rank
+                pipe.send(task)
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
@@ -79,6 +86,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
             process.join()
+        self._processes = self._pipes = ()
 
 
 def _serve(rank: int, size: int, port: int, end: Any) -> None:

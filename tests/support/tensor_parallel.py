@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zbkern
 from zbkern.pipeline import Optimizer, Pipeline, Schedule, schedules
 
-WIDTH, HEADS, TOKENS, VOCABULARY, BLOCKS = 16, 4, 4, 12, 4
+WIDTH, HEADS, TOKENS, VOCABULARY, BLOCKS = 16, 4, 4, 12, 2
 MICROBATCHES, MAX_NORM = 4, 4.0
 STEEP = (3, 4, 11, 17)  # steps whose gradients are clipped
 
@@ -61,8 +61,8 @@ def layers(numbers: range) -> nn.Sequential:
 
 
 def chunk(index: int, count: int) -> nn.Sequential:
-    share = BLOCKS // count
-    return layers(range(1 + index * share - (index == 0), 1 + (index + 1) * share + (index == count - 1)))
+    share = (BLOCKS + 2) // count
+    return layers(range(index * share, (index + 1) * share))
 
 
 def parallelize(module: nn.Sequential, mesh: DeviceMesh, sequence: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -123,8 +124,12 @@ def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
+Forces = tuple[tuple[tuple[int, int], float], ...]  # ((chunk, step), the gradient of its gain)
+
+
+@functools.cache
 def plain_steps(
-    chunks: int, steps: int, forced: dict[tuple[int, int], float] | None = None
+    chunks: int, steps: int, forces: Forces = ()
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[float]]:
     """One process and both replicas' data: gradients and weights after every step, losses of replica 0."""
     model = make_model(chunks)
@@ -136,7 +141,7 @@ def plain_steps(
         for replica in range(2):
             for index, (x, y) in enumerate(zip(*(part.split(1) for part in batch(step, replica)), strict=True)):
                 for chunk, module in enumerate(model):
-                    value = (forced or {}).get((chunk, step))  # the mean over replicas halves it
+                    value = dict(forces).get((chunk, step))  # the mean over replicas halves it
                     module[1].force = value / 2 if value is not None and (replica, index) == (1, 2) else None
                 loss = mean_square(nn.Sequential(*model)(x), y) / MICROBATCHES
                 (loss / 2).backward()
@@ -144,7 +149,7 @@ def plain_steps(
                     losses = [*losses, 0.0] if index == 0 else losses
                     losses[-1] += loss.item()
         gradients.append({name: p.grad.clone() for name, p in named.items()})
-        if forced is None or math.isfinite(clip_in_float64(list(named.values()), MAX_NORM)):
+        if not forces or math.isfinite(clip_in_float64(list(named.values()), MAX_NORM)):
             optimizer.step()
         weights.append({name: p.detach().clone() for name, p in named.items()})
     return gradients, weights, losses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -157,8 +158,10 @@ def test_a_long_round_may_gain_more_than_a_short_one_and_less_after_little() -> 
 @needs_core
 def test_the_same_plan_however_busy_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the search is work: time that passes elsewhere does not matter."""
-    from zbkern.pipeline.planner import incumbents
+    from zbkern.pipeline.planner import incumbents, model_search
 
+    short = replace(model_search.SETTINGS, layers_rounds=(5_000, 10_000), layers_rules=3_000)
+    monkeypatch.setattr(model_search, "SETTINGS", short)
     model = llama(7)
     first = plan(model, 2, 4, 2, "v", 60.0, effort=1)
     hours = iter(range(0, 10**9, 3600))

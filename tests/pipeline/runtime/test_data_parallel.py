@@ -45,7 +45,7 @@ def train(
     "time": the first replica runs all of them in every wait, the second none.
     """
     setup = Setup(kind, name, **options)
-    expected, weights, losses = plain_steps(len(setup.schedule.placement), 3)
+    expected, weights, losses = plain_steps(len(setup.schedule.placement), 2)
     optimizer = make_optimizer(setup.parameters())
     with setup.pipe(fill=fill, **planned) as pipe:
         if disagree == "order" and setup.replica == 1:
@@ -53,7 +53,7 @@ def train(
             pipe._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
         if disagree == "time":
             pipe._ready = lambda tag: setup.replica == 1
-        for step in range(3):
+        for step in range(2):
             optimizer.zero_grad()
             loss = pipe.step(*setup.data(step))
             if loss is not None and setup.replica == 0:

@@ -81,7 +81,7 @@ def train_forced(kind: str, name: str, adaptive: bool) -> tuple[int, int, int]:
     """Equal to the plain loop up to rounding, and bit for bit to steps that wait."""
     at_once = Trained(kind, name, BAD, adaptive=adaptive)
     chunks = len(Setup(kind, name).schedule.placement)
-    _, expected, losses = plain_steps(chunks, 7, BAD)
+    _, expected, losses = plain_steps(chunks, 7, tuple(BAD.items()))
     assert_close(at_once.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(at_once.losses, losses if at_once.losses else [], rtol=1e-6, atol=0)
     waited = Trained(kind, name, BAD, undo=None)
@@ -111,7 +111,7 @@ def test_optimizer_of_replicas_equals_one_process(four_ranks: Any, kind: str, na
 
 def train_wrapped(kind: str, wrapper: dict[str, Any]) -> int:
     trained = Trained(kind, "zb_v", BAD, wrapper=wrapper, adaptive=False)
-    _, expected, _ = plain_steps(4, 7, BAD)
+    _, expected, _ = plain_steps(4, 7, tuple(BAD.items()))
     assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
     return trained.counts[0]
 
@@ -126,7 +126,7 @@ def test_optimizer_with_options_of_the_wrappers(four_ranks: Any, kind: str, wrap
 
 def train_inverse(kind: str) -> int:
     trained = Trained(kind, "zb_h2", BAD, undo="inverse", adaptive=False)
-    _, expected, _ = plain_steps(2, 7, BAD)
+    _, expected, _ = plain_steps(2, 7, tuple(BAD.items()))
     assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
     return trained.counts[0]
 

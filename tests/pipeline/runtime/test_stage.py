@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zbkern
-from tests.support.chunks import on_threads
+from tests.support.chunks import on_threads, results_on_threads
+from tests.support.saving import saved_in_turn, with_actions
 from zbkern.pipeline import Pipeline, PipelineError, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -149,6 +151,57 @@ def conjugates_step() -> None:
 @pytest.mark.dist
 def test_conjugates_over_gloo(two_ranks: Any) -> None:
     two_ranks.run(conjugates_step)
+
+
+class InFlight(torch.autograd.Function):
+    """x, and its gradient, as a collective gives them that nobody has waited for: wrappers without memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return AsyncCollectiveTensor(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        assert type(gradient) is torch.Tensor
+        return AsyncCollectiveTensor(gradient.clone())
+
+
+class BetweenCollectives(nn.Module):
+    def __init__(self, collective: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+        self._collective = collective
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert type(x) is type(y) is torch.Tensor
+        product = self._collective(x) * self._collective(self.weight)
+        return self._collective(product), self._collective(y * y)
+
+
+def sum_of_squares(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return ((outputs[0] + outputs[1] - target) ** 2).sum()
+
+
+def step_between_collectives(transport: LocalTransport | None, offload: bool) -> None:
+    """One microbatch: a second one would add its gradient to the first one's, in memory."""
+    schedule = schedules.zb_h1(2, 1)
+    if offload:
+        schedule = with_actions(schedule, saved_in_turn("copied"))
+    inputs, target = (ONES, 2 * ONES), 3 * ONES
+    model = nn.ModuleList(BetweenCollectives(lambda x: x) for _ in range(2))
+    model[1].weight = model[0].weight
+    sum_of_squares(model[1](*model[0](*inputs)), target).backward()
+    chunk = BetweenCollectives(InFlight.apply)
+    with Pipeline(chunk, schedule, sum_of_squares, transport, tied={"weight": chunk.weight}, timeout=60) as pipe:
+        pipe.step(inputs if pipe.rank == 0 else None, target if pipe.rank == 1 else None)
+    torch.testing.assert_close(chunk.weight.grad + 0, model[0].weight.grad)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_a_collective_brings_is_sent_once_it_is_there(two_ranks: Any, offload: bool) -> None:
+    results_on_threads(2, lambda transport: step_between_collectives(transport, offload))
+    two_ranks.run(step_between_collectives, None, offload)
 
 
 def tensor_parallel_step() -> list[str]:

@@ -210,6 +210,7 @@ def last_words(log: Path, function: Any, *arguments: Any) -> str:
     ranks = Ranks(2)
     with pytest.raises(AssertionError, match="its process ended"):
         ranks.run(function, *arguments, log)
+    assert len(ranks.run(os.getpid)) == 2  # of new ranks
     ranks.close()
     seconds, _, message = log.read_text().partition(" ")
     assert float(seconds) < 5

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.runtime.storages import wait_for
 from zbkern.wgrad import WGradQueue
 
 logger = logging.getLogger("zbkern")
@@ -231,8 +232,9 @@ def _detach(tensor: Tensor) -> Tensor:
 
 
 def _resolved(tensor: Tensor) -> Tensor:
-    """What travels is memory: a conjugate or negative that torch has only noted on the tensor would be lost."""
-    return tensor.resolve_conj().resolve_neg()
+    """What travels is memory: a collective must have filled it, and a conjugate or negative that torch has only noted
+    on the tensor would be lost."""
+    return wait_for(tensor).resolve_conj().resolve_neg()
 
 
 def _take_gradient(leaf: Any) -> Tensor | None:

@@ -36,6 +36,7 @@ class Storages:
 
     def place(self, tensor: Tensor) -> Place | None:
         """Where this tensor is in one of these storages, which it adds to them; None for one that does not move."""
+        tensor = wait_for(tensor)
         if is_traceable_wrapper_subclass(tensor):
             return self._place_wrapper(tensor)
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
@@ -88,8 +89,6 @@ class Storages:
             self.group_bytes += moved.memory.nbytes
 
     def _place_wrapper(self, tensor: Any) -> Place | None:
-        if hasattr(tensor, "trigger_wait"):  # of a collective, whose memory is there once it has been waited for
-            return self.place(tensor.trigger_wait())
         names, context = tensor.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}  # not all are tensors: a DTensor names its mesh
         places = {name: self.place(part) if isinstance(part, Tensor) else None for name, part in inner.items()}
@@ -257,6 +256,11 @@ class Resident:
             if groups and all(len(unsharded(group)) == len(group.fsdp_params) for group in groups):
                 self._roots = []  # all are known
         return storage in self._keys
+
+
+def wait_for(tensor: Any) -> Tensor:
+    """The tensor itself, whose memory can be read: a collective's AsyncCollectiveTensor has none of its own."""
+    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
 def parts(tensor: Any) -> Iterator[Tensor]:

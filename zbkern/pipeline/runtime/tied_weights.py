@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from zbkern.pipeline.runtime.storages import wait_for
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.connect import mark_tied
 from zbkern.wgrad import accumulation
@@ -119,7 +120,7 @@ def _local_gradient(parameter: Tensor) -> Tensor:
         gradient = accumulation.empty_gradient(parameter).zero_()
         if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
             parameter.grad = gradient
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return wait_for(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
 
 
 def _fingerprint(parameter: Tensor) -> tuple[list[int], float] | None:
