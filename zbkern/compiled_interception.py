@@ -57,24 +57,26 @@ class InOnePiece:
     def __exit__(self, *_: object) -> None: ...
 
 
+_traced = False
+
+
 def traced() -> bool:
     """Whether a compiler has traced an intercepted forward in this process."""
-    return bool(_TRACED)
-
-
-_TRACED: list[bool] = []
+    return _traced
 
 
 @torch.compiler.assume_constant_result
-def reach_grouped_mm() -> bool:
-    """Lets modes see torch._grouped_mm in what is compiled, which they do elsewhere: the compiler has a list of the
-    functions that it shows to them, and as of torch 2.13 this one, which F.grouped_mm calls, is missing there."""
-    _TRACED[:] = [True]
+def begin_tracing() -> None:
+    """Called by the compiler, once for every trace. Lets modes see torch._grouped_mm, as they do in eager execution.
+
+    The compiler has a list of functions that it shows to modes. As of torch 2.13 this one, which F.grouped_mm calls, is
+    missing there.
+    """
+    global _traced
+    _traced = True
     listed = getattr(torch._dynamo.variables.torch, "get_overridable_functions", None)
-    if listed is None or not hasattr(torch, "_grouped_mm"):
-        return False
-    listed().add(torch._grouped_mm)
-    return True
+    if listed is not None and hasattr(torch, "_grouped_mm"):
+        listed().add(torch._grouped_mm)
 
 
 def allow_within_checkpoints() -> None:

@@ -26,7 +26,7 @@ from zbkern.compiled_interception import (
     CompiledInterception,
     InOnePiece,
     allow_within_checkpoints,
-    reach_grouped_mm,
+    begin_tracing,
     traced,
 )
 from zbkern.functions import products, sharded
@@ -78,7 +78,7 @@ def intercepted(
     if torch.compiler.is_compiling():
         if not compiled.may_defer():
             return forward(*args, **kwargs)
-        reach_grouped_mm()
+        begin_tracing()
         allow_within_checkpoints()
         if _has_all_parameters(module):
             with InOnePiece(), CompiledInterception():
