@@ -110,7 +110,8 @@ SECTIONS = {"one": one_chunk, "v": v_shape, "unit": unit, "zigzag": zigzag, "sca
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.planner", description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], help="which tables (default: all)")
+    tables = f"{', '.join(SECTIONS)} (default: all)"
+    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], metavar="TABLE", help=tables)
     parser.add_argument("--seconds", type=float, help="time limit of every plan (default: none)")
     parser.add_argument("--effort", type=int, help=f"rounds of every plan (default: {EFFORT})")
     parser.add_argument("--stages", type=int, help="only cells with this many stages")

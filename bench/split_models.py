@@ -128,5 +128,5 @@ LLAMA = {"width": 512, "heads": 8, "key_heads": 2, "hidden": 1792}
 
 
 def not_of_attention(name: str, module: nn.Module) -> bool:
-    """For convert(defer=...): W of attention's products runs in B. Of all W they hold most bytes for their flops."""
+    """For convert(defer=...): W of attention's projections runs in B. Of all W they hold most bytes for their flops."""
     return not isinstance(module, zbkern.nn.Attention)

@@ -12,7 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     from zbkern.pipeline import cli
 
-    parser = argparse.ArgumentParser(prog="zbkern", description="Pipelines without bubbles.")
+    parser = argparse.ArgumentParser(prog="zbkern", description="Zero-bubble pipeline parallelism for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="what this machine can run, and how to get what is missing")
     info.set_defaults(run=_info)

@@ -43,10 +43,11 @@ def _devices() -> list[str]:
 
     from zbkern.kernels.reference import matmul as reference_matmul
 
+    threads = torch.get_num_threads()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
     return [
-        _row("devices", f"CPU with {torch.get_num_threads()} threads" + "".join(f", {gpu}" for gpu in gpus)),
+        _row("devices", f"CPU with {threads} thread{'s' * (threads > 1)}" + "".join(f", {gpu}" for gpu in gpus)),
         _row("fp32 on a CPU", reference_matmul.library()),
         _row("GPU", "visible" if gpus else "none is visible: ops run through torch on the CPU"),
         _row(

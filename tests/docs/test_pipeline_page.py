@@ -246,19 +246,10 @@ def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
         assert (tmp_path / f"{rank}.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_queue_in_an_engine_of_ones_own() -> None:
-    layer, queue = zbkern.nn.Linear(3, 2), zbkern.WGradQueue()
-    x = torch.randn(4, 3)
-    names = {"torch": torch, "queue": queue, "chunk": 0, "microbatch": 1}
-    exec(blocks()[-1], names | {"outputs": layer(x), "gradients": torch.ones(4, 2)})
-    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 3))
-    assert queue.pending() == 0
-
-
 @pytest.mark.parametrize(
     ("page", "told"),
     [
-        ("pipeline.md", ["torchrun", "bubble_rate", "drift", "queue.defer"]),
+        ("pipeline.md", ["torchrun", "bubble_rate", "drift"]),
         ("models.md", ["cut(", "broadcast_object_list", "profile_layers", "from_csv"]),
     ],
 )

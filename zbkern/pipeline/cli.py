@@ -53,11 +53,17 @@ _HELP = {
     "--out": "files to write, by suffix: .svg .html .png (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
     "(for torch.distributed.pipelining), .txt (the whole grid)",
 }
+_ABOUT = (
+    "Finds the order of forwards (F), input gradients (B) and weight gradients (W) with the least idle time within a "
+    "memory limit, and prints it with a lower bound; --compare shows published schedules beside it. Costs are measured "
+    "(--costs), or computed from a model's configuration (--config)."
+)
 
 
 def add_to(commands: Any) -> None:
     """Adds `plan` to the subparsers of the command line."""
-    parser = commands.add_parser("plan", help="find a schedule, compare schedules, draw them")
+    what = "find a schedule for given costs and memory, compare schedules, draw them"
+    parser = commands.add_parser("plan", help=what, description=_ABOUT)
 
     def add(name: str, **keywords: Any) -> None:
         parser.add_argument(name, help=_HELP[name], **keywords)

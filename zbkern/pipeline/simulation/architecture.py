@@ -119,7 +119,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part for text of a model that takes pictures, too.
+    """The text decoder of a model that also takes images.
 
     In such a part the library leaves out what is the default of its class; in the file of a model for text nothing.
     """
