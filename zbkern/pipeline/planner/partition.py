@@ -13,17 +13,20 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
+from zbkern.pipeline.simulation.needs import need_of_all_layers
 
 Partition = tuple[int, ...]  # the first layer of every chunk
 
 STEPS = 16
 """Steps of memory in what 1F1B holds for its microbatches; see `memory_steps`."""
 
+_MOST_STEPS = 64  # from what 1F1B holds down to what no partition fits, of which mostly fewer than twenty are needed
 _MORE = (1, 2, 3, 4, 6, 8, 12, 16)  # steps of memory above what 1F1B holds
 _UNEVEN = 1.25  # times what a rank holds on an even partition
 _PARTITIONS_EVERY = 2  # so many steps of memory partitions are made that leave room
 _IN_FLIGHT = (1.0, 0.75, 0.5, 0.35, 0.2, 0.0)  # of what 1F1B holds: partitions that leave room for so many microbatches
 _ROUNDING = 1e-12
+_LEAST_ROUNDING = 1e-6  # relative: what no partition fits is less than the least by this
 _STEP_ROUNDING = 1e-10  # relative: a limit that is a step but for rounding is no smaller than it
 
 
@@ -67,16 +70,18 @@ def memory_steps(
 
     They depend on the model alone: what 1F1B holds on stages of equal work, sixteenths of what it holds there for its
     microbatches less, and more (further apart the more there is, and up to twice that, as it gains less and less); what
-    everything holds that there is, and some more, as other partitions are less even; and infinity.
+    everything holds that there is, and some more, as other partitions are less even; and infinity. They end where no
+    partition fits, and are further apart where weights are so uneven that there were too many of them.
     """
     ranks = _Ranks(model, range(stages), microbatches, [math.inf] * stages, 1.0)
     ranks.fill(balanced_chunks([work_of(layer) for layer in model.layers], stages))
     unit, peak, everything = ranks.held_by_1f1b(), ranks.peak(1), _UNEVEN * ranks.peak(microbatches)
     steps = [math.inf, everything]
     if unit > 0:
-        least = -math.floor(peak * STEPS / unit)
-        indices = (*reversed(_MORE), *range(0, least - 1, -1))
-        steps += [peak + unit * index / STEPS for index in indices if index % every == 0]
+        less = peak - need_of_all_layers(model).total / stages * (1 - _LEAST_ROUNDING)
+        distance = max(unit / STEPS, less / _MOST_STEPS)
+        indices = (*reversed(_MORE), *range(0, -math.floor(less / distance) - 1, -1))
+        steps += [peak + distance * index for index in indices if index % every == 0]
     return [step for step in (step * (1 - _STEP_ROUNDING) for step in steps) if 0 < step <= limit]
 
 
