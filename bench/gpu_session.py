@@ -4,10 +4,10 @@
 
 Versions; whether launches without Triton's Python are right, without which the rest goes on where they are not; then
 every kernel of ours in three dtypes against float64, and beside them the CUDA extension where none loads; the rows of
-`bench.gpu` that matter; other programs of ours (gpu_jobs.PROGRAMS). Each job is a process of its own with a time limit:
-one that hangs, dies or corrupts the GPU's context costs only its own result. After each result FOLDER/session.json and
-FOLDER/session.md are rewritten, so that nothing is lost when this is killed; what the jobs print is in FOLDER/log.txt,
-and of those that run in FOLDER/logs.
+`bench.gpu` that matter, once CHECKING of the time is over at the latest; other programs of ours (gpu_jobs.PROGRAMS).
+Each job is a process of its own with a time limit: one that hangs, dies or corrupts the GPU's context costs only its
+own result. After each result FOLDER/session.json and FOLDER/session.md are rewritten, so that nothing is lost when this
+is killed; what the jobs print is in FOLDER/log.txt, and of those that run in FOLDER/logs.
 
 --rehearse runs all of it on a machine without a GPU, over a driver whose launches are checked and do nothing
 (fake_driver.py), and --fault makes jobs fail, to see that this program does not. --prepare compiles, on a machine

@@ -160,7 +160,7 @@ Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::ve
   Block now;
   for (int count = 1; count <= std::min(4 * problem.ranks, problem.microbatches); count++) {
     const Block at = even(problem, count);
-    const Time cost = blocks.run(at, kForever);
+    const Time cost = blocks.run(at, best.cost - 1);
     if (cost < best.cost) best.cost = cost, best.rows = blocks.rows(), now = at;
     if (best.cost < kForever && deadline.passed()) break;
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -388,3 +389,36 @@ def test_compiled_chunks_in_a_pipeline(fill: str) -> None:
         pipe.step(inputs, targets)
     assert sum(finished) == 4 * 4  # linear layers by microbatches; norms stay in B
     testing.assert_same_gradients(nn.Sequential(*chunks), expected)
+
+
+def compiled_sharded_rank(sequence: bool) -> tuple[float, int, list[float]]:
+    """The share that waits, how much a queue got, and how far gradients are from those of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
+    twin = zbkern.convert(copy.deepcopy(model))
+    cut = Shard(1) if sequence else None
+    plan = {"0": ColwiseParallel(input_layouts=cut), "2": RowwiseParallel(output_layouts=cut)}
+    parallelize_module(twin, mesh, plan)
+    graph = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    own = x.chunk(2, 1)[torch.distributed.get_rank()].contiguous() if sequence else x
+    share = zbkern.coverage(twin, lambda: graph(own).square().sum()).share
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        graph(own).square().sum().backward()
+    model(x).square().sum().backward()
+    pairs = zip(twin.parameters(), model.parameters(), strict=True)
+    return share, queue.pending(), [float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_compiled_dtensors_have_their_gradients_in_b(two_ranks: Any, sequence: bool) -> None:
+    for share, pending, differences in two_ranks.run(compiled_sharded_rank, sequence):
+        assert (share, pending) == (0.0, 0)
+        assert max(differences) < 1e-10

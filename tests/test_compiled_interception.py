@@ -139,6 +139,50 @@ def test_grouped_products_in_bfloat16(of: ModuleType, cast: bool) -> None:
     testing.assert_same_gradients(twin, module, tolerance=3e-2)
 
 
+class LoopOverExperts(Experts):
+    """As the transformers library's "eager" experts: which experts run, and for how many rows, depends on the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, experts = F.linear(x, self.router).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for expert in experts.unique():
+            (rows,) = torch.where(experts == expert)
+            h = F.silu(F.linear(x[rows], self.up[expert]))
+            y.index_add_(0, rows, F.linear(h, self.down[expert]) * scores[rows, None])
+        return y
+
+
+def test_a_loop_over_experts_waits_as_it_does_uncompiled() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), LoopOverExperts())
+    twin = zbkern.convert(copy.deepcopy(module))
+    graph = compiled(twin, fullgraph=False)
+    queue = zbkern.WGradQueue()
+    for key in range(2):
+        x = torch.randn(6, 8, dtype=torch.float64)
+        expected = backward(module, x)
+        with queue.defer(key):
+            testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
+    assert all(p.grad is None for p in twin.parameters())
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
+def test_one_expert_chosen_by_a_tensor() -> None:
+    def compute(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+        return F.linear(x, p["w"][(x.detach().sum() > 0).long()])
+
+    module, twin = pair({"w": (2, 16, 8)}, compute, torch.float64)
+    graph = compiled(twin)
+    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
+    expected = backward(module, x)
+    with queue.defer():
+        testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
+    assert all(p.grad is None for p in twin.parameters())
+    queue.run()
+    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+
+
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}])
 def test_neither_microbatches_nor_defer_compile_again(options: dict[str, object]) -> None:
     queue = zbkern.WGradQueue()
@@ -282,6 +326,39 @@ def test_compiled_experts_in_a_pipeline() -> None:
         pipe.step(inputs, targets)
     assert sum(waited) == 4 * 4  # router, two products of experts and a linear, by microbatches
     testing.assert_same_gradients(stage, module, tolerance=1e-10)
+
+
+def test_two_ranks_whose_stages_are_compiled_in_place() -> None:
+    """No microbatch and no step after the first compiles again; W runs from the queue."""
+    from tests.support.chunks import results_on_threads
+    from zbkern.pipeline import Pipeline, schedules
+    from zbkern.pipeline.transport.local import LocalTransport
+
+    torch.manual_seed(0)
+    module = nn.Sequential(Block(), Block())
+    stages = [zbkern.convert(copy.deepcopy(block)) for block in module]
+    torch._dynamo.reset()
+    counters.clear()
+    batches = torch.randn(2, 2, 12, 8, dtype=torch.float64)
+    for inputs, targets in batches:
+        F.mse_loss(module(inputs), targets).backward()
+    graphs: list[list[int]] = [[], []]
+    waited: list[list[int]] = [[], []]
+
+    def run(transport: LocalTransport) -> None:
+        rank = transport.rank
+        stages[rank].compile(backend="aot_eager", fullgraph=True)
+        with Pipeline([stages[rank]], schedules.zb_h1(2, 4), F.mse_loss, transport) as pipe:
+            pipe.queue.listeners.append(lambda tasks: waited[rank].append(len(tasks)))
+            for inputs, targets in batches:
+                pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+                graphs[rank].append(counters["stats"]["unique_graphs"])
+
+    results_on_threads(2, run)
+    assert [sum(tasks) for tasks in waited] == [2 * 4 * 4] * 2  # steps, microbatches, products of a block
+    assert graphs[0][0] == graphs[0][1] == graphs[1][1] == counters["stats"]["unique_graphs"] <= 2
+    for stage, block in zip(stages, module, strict=True):
+        testing.assert_same_gradients(stage, block, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped_linear"])

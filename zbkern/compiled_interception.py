@@ -48,15 +48,35 @@ class CompiledInterception(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+class InOnePiece:
+    """Around a forward that the compiler traces as a whole or not at all: where a graph breaks within a context manager
+    that it does not know, it leaves the function that entered it to Python."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_traced = False
+
+
+def traced() -> bool:
+    """Whether a compiler has traced an intercepted forward in this process."""
+    return _traced
+
+
 @torch.compiler.assume_constant_result
-def reach_grouped_mm() -> bool:
-    """Lets modes see torch._grouped_mm in what is compiled, which they do elsewhere: the compiler has a list of the
-    functions that it shows to them, and as of torch 2.13 this one, which F.grouped_mm calls, is missing there."""
+def begin_tracing() -> None:
+    """Called by the compiler, once for every trace. Lets modes see torch._grouped_mm, as they do in eager execution.
+
+    The compiler has a list of functions that it shows to modes. As of torch 2.13 this one, which F.grouped_mm calls, is
+    missing there.
+    """
+    global _traced
+    _traced = True
     listed = getattr(torch._dynamo.variables.torch, "get_overridable_functions", None)
-    if listed is None or not hasattr(torch, "_grouped_mm"):
-        return False
-    listed().add(torch._grouped_mm)
-    return True
+    if listed is not None and hasattr(torch, "_grouped_mm"):
+        listed().add(torch._grouped_mm)
 
 
 def allow_within_checkpoints() -> None:
@@ -77,7 +97,7 @@ def _is_parameter(tensor: Any) -> bool:
 
 
 def _are_rows(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int32, torch.int64)
+    return isinstance(index, Tensor) and index.dim() < 2 and index.dtype in (torch.int32, torch.int64)
 
 
 def _origin(operand: Any) -> tuple[Tensor, Tensor, bool] | None:
@@ -192,7 +212,9 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, index: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.zbkern_parameter, ctx.zbkern_index = parameter, index
-        return (parameter.clone() if index is None else parameter[index]).to(dtype)
+        # As an operator: Python's brackets would read the number that a tensor without dimensions holds
+        chosen = parameter.clone() if index is None else torch.ops.aten.index(parameter, [index])
+        return chosen.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -170,7 +170,8 @@ def group_ends(
 
 
 def _integers(op: str, argument: str, values: Sequence[int] | Tensor | None) -> Tensor:
-    if isinstance(values, str) or not hasattr(values, "__len__"):
+    sized = isinstance(values, torch.Tensor) or hasattr(values, "__len__")  # torch 2.8's compiler sees none of a tensor
+    if isinstance(values, str) or not sized:
         raise TypeError(f"{op}: {argument} must be a list or a tensor of integers; got {values!r}")
     tensor = torch.as_tensor(values)
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):

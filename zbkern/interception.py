@@ -22,7 +22,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
 from zbkern import autograd, compiled, functional, wgrad
-from zbkern.compiled_interception import CompiledInterception, allow_within_checkpoints, reach_grouped_mm
+from zbkern.compiled_interception import (
+    CompiledInterception,
+    InOnePiece,
+    allow_within_checkpoints,
+    begin_tracing,
+    traced,
+)
 from zbkern.functions import products, sharded
 from zbkern.functions.grouped import GroupedLinear
 from zbkern.functions.products import ComputedWeight, Kind, ParameterView, Product, Recipe, Source, Use
@@ -62,14 +68,21 @@ LOOKS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_v
 
 
 def intercepted(
-    forward: Callable[..., Any], name: str, impl: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    forward: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """forward(*args, **kwargs), intercepted where W may be deferred and no module around it is intercepted already."""
+    """forward(*args, **kwargs), intercepted where W may be deferred and no module around it is intercepted already.
+
+    A compiled forward that breaks the graph, of a module without parameters inside modules of its own, runs as if it
+    were not compiled.
+    """
     if torch.compiler.is_compiling():
         if not compiled.may_defer():
             return forward(*args, **kwargs)
-        reach_grouped_mm()
+        begin_tracing()
         allow_within_checkpoints()
+        if _has_all_parameters(module):
+            with InOnePiece(), CompiledInterception():
+                return forward(*args, **kwargs)
         with CompiledInterception():
             return forward(*args, **kwargs)
     if (
@@ -78,9 +91,24 @@ def intercepted(
         or (isinstance(around := _get_current_function_mode(), Interception) and around.reaches())
     ):
         return forward(*args, **kwargs)
-    with Interception(name, impl) as mode:
+    if traced() and _has_all_parameters(module):
+        return _without_compiler(forward, module, args, kwargs)
+    return _run(forward, module, args, kwargs)
+
+
+def _has_all_parameters(module: torch.nn.Module) -> bool:
+    """Whether the modules inside it have none."""
+    return all(next(child.parameters(), None) is None for child in module.children())
+
+
+def _run(forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with Interception(module.zbkern_name, module.zbkern_impl) as mode:
         output = forward(*args, **kwargs)
     return mode.results(output)
+
+
+# For a forward that the compiler has given up: else it would compile every function that the mode sees
+_without_compiler = torch.compiler.disable(_run)
 
 
 class Interception(InterceptedFunctions, TorchFunctionMode):

@@ -187,7 +187,7 @@ class Intercepted(Layer):
     """Behaviour of any other module with parameters of its own: its forward as it is, intercepted. See `convert`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return intercepted(super().forward, self.zbkern_name, self.zbkern_impl, args, kwargs)
+        return intercepted(super().forward, self, args, kwargs)
 
 
 def eps_of(norm: torch.nn.Module) -> float | None:

@@ -1,4 +1,4 @@
-"""The examples of docs/pipeline.md run: the first on two ranks, up to its first checkpoint."""
+"""The examples of docs/pipeline.md and docs/models.md run: the first on two ranks, up to its first checkpoint."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from zbkern.pipeline import (
 )
 from zbkern.pipeline.transport.local import LocalTransport
 
-PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def blocks(page: str = "pipeline.md") -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
 def make_chunk(number: int) -> nn.Module:
@@ -75,7 +75,7 @@ def test_cutting_a_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     names: dict[str, Any] = {"zbkern": zbkern, "tokens": tokens, "mask": mask, "labels": labels}
     names["schedule"] = schedules.one_f_one_b(1, 4)
     names["Pipeline"] = functools.partial(Pipeline, group=LocalTransport.ring(1)[0])
-    exec(next(block for block in blocks() if "cut(" in block), names)
+    exec(next(block for block in blocks("models.md") if "cut(" in block), names)
     logits = whole(tokens, attention_mask=mask).logits
     expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(names["loss"], expected.detach())
@@ -92,7 +92,7 @@ def test_a_plan_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert __main__.main(["plan", "--config", "llama/config.json", *sizes, "--out", "plan.csv"]) == 0
     names: dict[str, Any] = {"zbkern": zbkern, "Path": Path, "Schedule": Schedule, "config": whole.config}
     names["cut"] = functools.partial(cut, rank=0)
-    exec(next(block for block in blocks() if "from_csv" in block), names)
+    exec(next(block for block in blocks("models.md") if "from_csv" in block), names)
     assert names["schedule"].stages == 4
     (chunk,) = names["chunks"]
     state = whole.state_dict()
@@ -142,7 +142,9 @@ def planned_example(code: str) -> tuple[str, bool]:
 
 @pytest.mark.dist
 def test_the_measured_plan(two_ranks: Any) -> None:
-    (first, nothing), (second, loss) = two_ranks.run(planned_example, next(b for b in blocks() if "broadcast" in b))
+    (first, nothing), (second, loss) = two_ranks.run(
+        planned_example, next(b for b in blocks("models.md") if "broadcast" in b)
+    )
     assert first == second
     assert (nothing, loss) == (False, True)
 
@@ -178,7 +180,7 @@ def test_a_plan_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "cut": functools.partial(cut, rank=1),
         "dist": SimpleNamespace(broadcast_object_list=lambda found: asked.append(len(found))),
     }
-    block = next(block for block in blocks() if "profile_layers" in block)
+    block = next(block for block in blocks("models.md") if "profile_layers" in block)
     exec(block.replace("memory_limit=70e9", "memory_limit=70e9, effort=0"), names)
     found = names["found"][0]
     assert [layer.name for layer in names["costs"].layers] == [layer.name for layer in layers_of(whole)]
@@ -253,15 +255,12 @@ def test_the_queue_in_an_engine_of_ones_own() -> None:
     assert queue.pending() == 0
 
 
-def test_no_program_of_the_page_is_left_out() -> None:
-    told = [
-        "torchrun",
-        "cut(",
-        "broadcast_object_list",
-        "profile_layers",
-        "from_csv",
-        "bubble_rate",
-        "drift",
-        "queue.defer",
-    ]
-    assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        ("pipeline.md", ["torchrun", "bubble_rate", "drift", "queue.defer"]),
+        ("models.md", ["cut(", "broadcast_object_list", "profile_layers", "from_csv"]),
+    ],
+)
+def test_no_program_of_the_pages_is_left_out(page: str, told: list[str]) -> None:
+    assert [mark in block for mark, block in zip(told, blocks(page), strict=True)] == [True] * len(told)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,6 +112,21 @@ def test_faults_are_found() -> None:
         assert len(bad.faults()) == (6 if capability >= 90 else 5)  # before 9.0 there are no bulk copies to miss
         assert f"multiplies matrices without {product}" in bad.faults()
         assert not triton_aot.Report("m", "n", capability, 8, 3, 255, 0, 1024, some, True, True, 3, 512).faults()
+
+
+@pytest.mark.parametrize(("ptx", "expected"), [("wgmma.mma_async", ["(C7515) serialised"]), ("mma.sync", [])])
+def test_warnings_are_of_whatever_has_wgmma(monkeypatch: pytest.MonkeyPatch, ptx: str, expected: list[str]) -> None:
+    """Not only of variants that must have it: float32 is multiplied by it where its tile allows."""
+    variant = SimpleNamespace(name="some fp32", warps=4, stages=2, wgmma=False, bulk=False, aligned=True)
+    module = SimpleNamespace(variants=lambda capability: [variant])
+    kernel = SimpleNamespace(asm={"cubin": b"", "ptx": ptx}, metadata=SimpleNamespace(shared=0))
+    monkeypatch.setattr(triton_aot.importlib, "import_module", lambda name: module)
+    for name, value in (
+        ("compiled", kernel), ("_resources", (32, 0)), ("_ptxas_log", "ptxas info : (C7515) serialised"),
+    ):  # fmt: skip
+        monkeypatch.setattr(triton_aot, name, lambda *_, value=value: value)
+    monkeypatch.setattr(triton_aot.triton_sass, "disassembler", lambda: None)
+    assert triton_aot._compile("some.module", 0, 90).warnings == expected
 
 
 COPY, DOT = "%a = ttng.async_tma_copy_global_to_local", "%c = ttng.warp_group_dot %x, %y"

@@ -5,6 +5,7 @@ Configurations are tiny and weights random; shares are by elements of parameters
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import zbkern
+from tests.support.small_families import OWN
 from zbkern import testing
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="families are those of version 5 and later")
@@ -102,6 +104,12 @@ def small(name: str, without: tuple[str, ...], other: dict[str, Any]) -> nn.Modu
         and isinstance(getattr(default, key, ""), int | float | None)
         and not isinstance(getattr(kind, key, None), property)
     }
+    return configured(name, values)
+
+
+def configured(name: str, values: dict[str, Any]) -> nn.Module:
+    """The family's model of these settings; skips what is not small."""
+    kind = transformers.CONFIG_MAPPING[name]
     config = kind(**values)
     with torch.device("meta"):
         size = sum(p.numel() for p in transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind](config).parameters())
@@ -135,14 +143,15 @@ def at_most(seconds: int) -> Iterator[None]:
 def models_of(name: str) -> tuple[nn.Module, nn.Module]:
     """Two equal small models of the family that compute a loss; skips where none of the attempts gives one."""
     reasons = []
-    for without, other in ATTEMPTS:
+    attempts = [functools.partial(small, name, *attempt) for attempt in ATTEMPTS]
+    for make in [functools.partial(configured, name, OWN[name])] if name in OWN else attempts:
         torch.manual_seed(0)
         try:
-            loss_of(small(name, without, other).float())
+            loss_of(make().float())
         except Exception as error:  # whatever a configuration that does not fit raises
             reasons.append(f"{type(error).__name__}: {error}")
             continue
-        model, twin = (small(name, without, other).float().train() for _ in range(2))
+        model, twin = (make().float().train() for _ in range(2))
         twin.load_state_dict(model.state_dict())
         return model, twin
     pytest.skip(f"no small configuration: {reasons[0]}")

@@ -53,6 +53,21 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     assert "Peaks: NVIDIA H100 datasheet, SXM" in text
 
 
+def test_no_line_is_wider_than_the_terminal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    wide = ["--stages", "8", "--microbatches", "8", "--chunks", "4", "--placement", "loop"]
+    assert __main__.main([*LLAMA[:3], *wide, *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    (partition,) = re.findall(r"partition=(\[[\d,\s]*\])", text)
+    assert len(json.loads(partition)) == 32  # pasted into a program as it is
+
+
+def test_a_folder_without_the_file_is_named(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert __main__.main(["plan", "--config", str(tmp_path), "--stages", "2", "--microbatches", "4"]) == 2
+    assert f"cannot read {tmp_path / 'config.json'}: No such file" in capsys.readouterr().err
+
+
 def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     table = json.loads(TABLE.read_text())
     own = tmp_path / "own.json"
@@ -91,6 +106,24 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     with contextlib.suppress(SystemExit):  # of argparse, for what is no number
         assert __main__.main([*LLAMA, *arguments, *QUICK]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": "80 GB"}, "memory must be a number; got '80 GB'"),
+        ({"memroy": 80e9}, "must be an object with .* got .*'memroy'"),
+        ({"matmul_share": 60}, "matmul_share must be above 0 and at most 1; got 60"),
+        ({"gpus_per_node": 2.5}, "gpus_per_node must be a whole number; got 2.5"),
+    ],
+)
+def test_a_table_of_hardware_with_a_wrong_field(
+    change: dict[str, object], message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"h100": {**json.loads(TABLE.read_text())["h100"], **change}}))
+    assert __main__.main([*LLAMA, "--hardware", str(own)]) == 2
+    assert re.search(f"argument --hardware: .*{message}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

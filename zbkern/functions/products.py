@@ -171,12 +171,12 @@ def add_to_part(gradient: Tensor, steps: Sequence[Step], value: Tensor) -> None:
 
 
 def _rows_chosen(steps: Sequence[Step]) -> Tensor | None:
-    """The index of parameter[index], where it is a vector of numbers."""
+    """The index of parameter[index], where it is a vector of numbers, or one."""
     kept = [step for step in steps if step[0] not in (*CASTS, to_local)]
     if len(kept) != 1 or kept[0][0] is not Tensor.__getitem__:
         return None
     index = kept[0][1][0]
-    return index if isinstance(index, Tensor) and index.dim() == 1 and index.dtype != torch.bool else None
+    return index if isinstance(index, Tensor) and index.dim() < 2 and index.dtype != torch.bool else None
 
 
 CASTS = (

@@ -140,7 +140,7 @@ def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
     found = _searched(arguments, arguments.chunks, costs, limit)
     whole = 0.0 if any(layer.static for layer in costs.layers) else whole
     print(report.describe(found, arguments.objective, limit, whole, _width()))
-    print(report.cut(found, len(costs.layers)))
+    print(report.cut(found, len(costs.layers), _width()))
     if arguments.compare:
         published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
         print("\n" + report.table([*published, found.timeline], arguments.objective, limit, whole))

@@ -111,10 +111,10 @@ def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], Non
         raise WrongArgument(f"--stages: {error}") from error
     print(_title(arguments, setting))
     print("\n" + report.describe(found, arguments.objective, limit, 0.0, width))
-    print(_step(found, setting, arguments.objective))
+    print(_step(found, setting, arguments.objective, width))
     published = published_timelines(costs, arguments.stages, arguments.microbatches, limit)
     print("\n" + _table([*published, found.timeline], setting, arguments.objective, limit))
-    print("\n" + assumptions(setting, costs, arguments.offload is not None, arguments.recompute))
+    print("\n" + assumptions(setting, costs, arguments.offload is not None, arguments.recompute, width))
     return found
 
 
@@ -136,7 +136,9 @@ def _why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> s
     return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
 
 
-def assumptions(setting: Setting, costs: ModelCosts, offload: bool = False, recompute: bool = False) -> str:
+def assumptions(
+    setting: Setting, costs: ModelCosts, offload: bool = False, recompute: bool = False, width: int = 118
+) -> str:
     """What no datasheet says, with its figures, and what is left out; then where the peaks are from."""
     gpu, job = setting.hardware, setting.job
     experts = any(isinstance(block.mlp, Experts) for block in setting.architecture.blocks)
@@ -168,7 +170,7 @@ def assumptions(setting: Setting, costs: ModelCosts, offload: bool = False, reco
         "machine."
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."
-    return "\n".join(textwrap.fill(each, 118) for each in (text, source))
+    return "\n".join(textwrap.fill(each, min(width, 118)) for each in (text, source))
 
 
 def published_timelines(costs: ModelCosts, stages: int, microbatches: int, limit: float | None) -> list[Timeline]:
@@ -208,7 +210,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     try:
         architecture = load_architecture(arguments.config)
     except OSError as error:
-        raise WrongArgument(f"--config: cannot read {arguments.config}: {error.strerror}") from error
+        raise WrongArgument(f"--config: cannot read {error.filename}: {error.strerror}") from error
     except ValueError as error:
         raise WrongArgument(f"--config: {arguments.config}: {error}") from error
     try:
@@ -216,7 +218,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     except OSError as error:
         raise WrongArgument(f"--hardware: cannot read {arguments.hardware}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
-        raise WrongArgument(f"--gpu: {error}") from error
+        raise WrongArgument(f"{'--gpu' if arguments.hardware is None else '--hardware'}: {error}") from error
     try:
         job = Job(
             arguments.sequence or 4096,
@@ -258,8 +260,8 @@ def _title(arguments: argparse.Namespace, setting: Setting) -> str:
     )
 
 
-def _step(found: Plan, setting: Setting, objective: str) -> str:
-    chunks = report.cut(found, len(setting.costs.layers), ", with embedding, head and predictors")
+def _step(found: Plan, setting: Setting, objective: str, width: int) -> str:
+    chunks = report.cut(found, len(setting.costs.layers), width, ", with embedding, head and predictors")
     seconds, rate = _speed(found.timeline, setting, objective)
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from zbkern.pipeline.planner import IdleTime, Plan
@@ -9,6 +10,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration, number
 from zbkern.pipeline.simulation.timeline import Timeline
 
+_MARGIN = 10  # columns of the names of figures
 _SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
@@ -38,15 +40,27 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
     peaks = [amount(peak, timeline.memory_unit) for peak in timeline.peak_memory]
     memory = f"{_joined(peaks)} by rank ({capacity})"
     figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
-    lines = [f"{name:<9} {text}" for name, text in figures.items()] + fused_lines(schedule) + idle_lines(plan.idle)
+    lines = [figure(name, text, width) for name, text in figures.items()]
+    lines += fused_lines(schedule) + idle_lines(plan.idle)
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
-def cut(plan: Plan, layers: int, which: str = "") -> str:
+def figure(name: str, text: str, width: int) -> str:
+    """`name`, and `text` beside it, in lines of `width`; no word is divided."""
+    room = max(width, 2 * _MARGIN)
+    indented = " " * _MARGIN
+    first = f"{name:<{_MARGIN - 1}} "
+    return textwrap.fill(
+        text, room, initial_indent=first, subsequent_indent=indented, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def cut(plan: Plan, layers: int, width: int, which: str = "") -> str:
     """How many layers every chunk has, and what `zbkern.pipeline.cut` takes for it; which: what counts as a layer."""
     starts = list(plan.partition or ())
     sizes = [end - start for start, end in zip(starts, [*starts[1:], layers], strict=True)]
-    return f"{'cut':<9} {' '.join(map(str, sizes))} layers by chunk{which}\n{'':<9} partition={starts}"
+    text = f"{' '.join(map(str, sizes))} layers by chunk{which}"
+    return figure("cut", text, width) + "\n" + figure("", f"partition={starts}", width)
 
 
 def fused_lines(schedule: Schedule) -> list[str]:

@@ -224,6 +224,20 @@ def test_a_model_that_is_a_part_of_what_was_saved_is_told(tmp_path: Path, caplog
     assert "holds 7 tensors that no rank's model has: 'layer1.0.weight', 'layer1.0.bias'" in caplog.text
 
 
+def test_a_buffer_of_bytes_that_does_not_fit_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    def make(count: int) -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.register_buffer("mask", torch.ones(count, dtype=torch.uint8))
+        return module
+
+    checkpoint.save(tmp_path, 1, make(3))
+    module = make(4)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"'mask' is \[4\] here and \[3\] in it"):
+        checkpoint.load(tmp_path, module)
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
 def test_rename_gives_chunks_that_count_from_zero_their_names(tmp_path: Path) -> None:
     def name(chunk: int, key: str) -> str:
         number, _, rest = key.partition(".")

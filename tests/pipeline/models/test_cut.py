@@ -185,6 +185,13 @@ def test_checkpoints_have_the_models_names(tmp_path: Path) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in parts[1].state_dict().items())
 
 
+def test_a_configuration_has_the_layers_of_its_model() -> None:
+    model = make("gemma2")
+    assert layers_of(model.config) == layers_of(model)
+    with pytest.raises(TypeError, match=r"layers_of: model must be a torch\.nn\.Module or a configuration of"):
+        layers_of("llama")
+
+
 def test_layers_and_ties_are_those_of_the_model() -> None:
     layers = layers_of(make("llama"))
     assert [layer.letter for layer in layers] == [*"EttttLL"]

@@ -213,6 +213,24 @@ def test_export_refuses_other_modules(tmp_path: Path) -> None:
         export(tmp_path, nn.Linear(2, 2))
 
 
+def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, names = safetensors.torch.save_file, []
+
+    def fills_the_disk(tensors: Any, path: Path, **more: Any) -> None:
+        save(tensors, path, **more)
+        names.append(path.name)
+        if len(names) == 2:
+            raise OSError("no space left on device")
+
+    export(tmp_path, cut(make("llama").float(), ALONE))
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(safetensors.torch, "save_file", fills_the_disk)
+    with pytest.raises(OSError, match="no space left"):
+        export(tmp_path, cut(make("llama").float(), ALONE), max_shard_bytes=10_000)
+    assert len(names) == 2
+    assert sorted(tmp_path.iterdir()) == before
+
+
 class Adapted(nn.Module):
     """A linear with an adapter beside it, as LoRA has."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan, schedules, simulate
 from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.levels import Ladder
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
+from zbkern.pipeline.planner.rounds import Work
 from zbkern.pipeline.simulation.comparison import INTERLEAVED
 
 needs_core = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
@@ -122,6 +126,33 @@ def test_what_1f1b_holds_on_even_and_balanced_partitions_is_a_level_of_memory() 
     for partition in (even_partitions(19, 4)[0], balanced_partitions(model, range(4), 8, None)[0]):
         peak = max(simulate(schedule, model.chunk_costs(partition)).peak_memory)
         assert any(each == pytest.approx(peak) for each in held), (partition, peak, held)
+
+
+def test_no_level_of_memory_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that differ by rounding, or by more than a rank can hold, are one level: a level costs a search."""
+    from zbkern.pipeline.planner import model_search
+
+    ladders: list[Ladder] = []
+    monkeypatch.setattr(model_search, "search_ladders", lambda found, budget, progress: ladders.extend(found) or 0)
+    plan(llama(18, head=1.0), 4, 8, effort=1)
+    assert len(ladders) > 3
+    for ladder in ladders:
+        limits = [max(level.problem.limit) for level in ladder.levels]
+        assert all(less < more * (1 - 1e-6) for more, less in pairwise(limits)), limits
+        problem = ladder.problem
+        for rank in range(problem.ranks):
+            all_ = 8 * sum(max(problem.activation[each], problem.held[each]) for each in problem.chunks_of(rank))
+            assert all(level.problem.limit[rank] <= all_ * (1 + 1e-8) for level in ladder.levels)
+
+
+def test_a_long_round_may_gain_more_than_a_short_one_and_less_after_little() -> None:
+    work = Work(1, (10, 1000), gains=(0.1, 0.06), closes=(0.5, 0.9), long_runs=10)
+    assert work.most_gain(0, 1000, 0.0) == (0.1, 0.5)
+    assert work.most_gain(1, 100, math.inf) == work.most_gain(1, 100, 0.05) == (0.06, 0.9)
+    assert work.most_gain(1, 100, 0.0) == pytest.approx((0.04, 0.9))
+    assert work.most_gain(1, 200, math.inf) == pytest.approx((0.03, 0.45))
+    assert work.most_gain(2, 400, math.inf) == pytest.approx((0.015, 0.45))
+    assert Work(1, (10,), gains=(0.06,)).most_gain(3, 10**9, 0.0) == pytest.approx((0.06 / 8, 1.0))
 
 
 @needs_core

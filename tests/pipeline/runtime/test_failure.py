@@ -126,26 +126,6 @@ def test_a_replanner_that_raises_is_known_to_all_at_once() -> None:
         assert seconds < 10
 
 
-def gathering_what_cannot_be_sent() -> list[Any]:
-    rank = torch.distributed.get_rank()
-    module = zbkern.convert(make_model(2)[rank])
-    with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, timeout=20) as pipe:
-        start = time.monotonic()
-        with pytest.raises(PipelineError) as caught:
-            pipe.gather(rank if rank == 0 else threading.Lock())
-        waited = time.monotonic() - start
-        pipe.step(*make_data(4))
-    with pytest.raises(RuntimeError, match=r"Pipeline\.gather: this pipeline was closed"):
-        pipe.gather(rank)
-    return [str(caught.value), waited]
-
-
-def test_a_value_that_cannot_be_sent_is_known_to_all_at_once(two_ranks: Any) -> None:
-    for message, seconds in two_ranks.run(gathering_what_cannot_be_sent):
-        assert message.startswith("rank 1, action none: TypeError: cannot pickle")
-        assert seconds < 10
-
-
 @pytest.mark.parametrize("loads", [False, True])
 def test_ranks_that_had_completed_what_failed_elsewhere_are_told(loads: bool, tmp_path: Path) -> None:
     """Another batch, and weights of another step, would go on with the others' in silence."""
@@ -181,35 +161,6 @@ def test_ranks_that_had_completed_what_failed_elsewhere_are_told(loads: bool, tm
         assert loads or "step after 0, step after 1" in errors[1]
 
 
-def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
-    """One rank goes on and fails before the other one wakes up: that is not a failure of the gather."""
-    first, second = LocalTransport.ring(2)
-    gathered: list[Any] = []
-    waiting = threading.Thread(target=lambda: gathered.append(first.gather("a")))
-    with first._ring._written:  # held, so that the other thread sleeps until both have happened
-        waiting.start()
-        assert first._ring._written.wait_for(lambda: first._ring._boards, 10)
-        gathered.append(second.gather("b"))
-        second.fail("broken")
-    waiting.join(10)
-    assert gathered == [["a", "b"]] * 2
-    with pytest.raises(PipelineError, match="broken"):
-        first.gather("c")
-
-
-def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
-    def rank_gathers(transport: LocalTransport) -> None:
-        model = zbkern.convert(make_model(3)[transport.rank])
-        with Pipeline([model], schedules.zb_h1(3, 3), nn.functional.mse_loss, transport, timeout=1) as pipe:
-            if transport.rank == 1:
-                time.sleep(3)
-            pipe.gather(transport.rank)
-
-    for error in on_threads(3, rank_gathers):
-        assert isinstance(error, PipelineError)
-        assert "rank 1, action none: stuck for" in str(error)
-
-
 def constructing_late() -> list[Any]:
     """The error of a rank that waits a second for one that comes later, and of that one; what both gather after it."""
     rank = torch.distributed.get_rank()
@@ -233,17 +184,6 @@ def test_a_rank_that_does_not_construct_its_pipeline_is_named(two_ranks: Any) ->
     for message, gathered in two_ranks.run(constructing_late, timeout=30):
         assert message.startswith("Pipeline: global ranks [1] did not come to connect in 1 s"), message
         assert gathered == [{"rank": 0}, {"rank": 1}]
-
-
-def gathering(size: int) -> list[Any]:
-    with Pipeline([zbkern.convert(make_model(4)[0])], schedules.zb_h1(4, 4), nn.functional.mse_loss) as pipe:
-        return [pipe.gather(torch.full((size,), pipe.rank).tolist()) for _ in range(3)]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("size", [0, 1, 100_000])
-def test_a_gather_brings_the_values_of_all_ranks_in_order(four_ranks: Any, size: int) -> None:
-    assert four_ranks.run(gathering, size) == [[[[rank] * size for rank in range(4)]] * 3] * 4
 
 
 def failing_over_gloo() -> tuple[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import on_threads, results_on_threads
+from tests.support.chunks import results_on_threads
 from zbkern.pipeline import Pipeline, PipelineError, profile, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -77,17 +77,40 @@ def test_all_arguments_may_be_side_inputs() -> None:
     assert results_on_threads(2, step)[1] > 0
 
 
-def test_ranks_with_other_side_inputs_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "called"),
+    [
+        (lambda side: {"mask": side["mask"]}, "step with side mask (8 rows)"),
+        (lambda side: {**side, "scale": None}, "step with side mask (8 rows)"),
+        (lambda side: None, "step"),
+        # of one row each, which every chunk takes as the same for all rows
+        (
+            lambda side: {name: value[:4] for name, value in side.items()},
+            "step with side mask (4 rows), scale (4 rows)",
+        ),
+        (
+            lambda side: [{"mask": side["mask"][:2], "scale": side["scale"][:2]}] * 3 + [{"mask": side["mask"][:2]}],
+            "step with side mask (8 rows), scale (2+2+2+0 rows)",
+        ),
+    ],
+)
+def test_ranks_with_other_side_inputs_are_refused(change: Callable[[dict[str, Tensor]], Any], called: str) -> None:
     model, x, targets, side = model_and_batch()
     schedule = schedules.zb_h1(2, 4)
+    plain = f"step with side mask (8 rows), scale (8 rows) on rank 0 and {called} on rank 1"
 
     def step(transport: LocalTransport) -> Any:
         with Pipeline(model[transport.rank], schedule, nn.functional.mse_loss, transport, timeout=5) as pipe:
-            return pipe.step(x, targets, side if transport.rank else {"mask": side["mask"]})
+            try:
+                pipe.step(x, targets, change(side) if transport.rank else side)
+            except PipelineError as error:
+                return str(error), pipe.step(x, targets, side)  # nothing is lost
+            return "no error", None
 
-    for error in on_threads(2, step):
-        assert isinstance(error, PipelineError)
-        assert re.search("step with side mask on rank 0 and step with side mask, scale on rank 1", str(error))
+    found = results_on_threads(2, step)
+    for message, _ in found:
+        assert plain in message
+    assert [loss is not None for _, loss in found] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,9 @@ def _compile(module: str, index: int, capability: int) -> Report:
     kernel = compiled(variant, capability)
     cubin, ptx = kernel.asm["cubin"], kernel.asm["ptx"]
     registers, stack = _resources(cubin)
-    log, code = "", None
-    if variant.wgmma and _PRODUCTS[capability] == "wgmma":
-        log = _ptxas_log(ptx, capability)
+    instructions = {name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()}
+    log = _ptxas_log(ptx, capability) if instructions["wgmma"] else ""  # float32 may be multiplied by it, too
+    code = None
     if capability == SCANNED and triton_sass.disassembler() is not None:
         code = triton_sass.scan(triton_sass.disassemble(cubin))
     return Report(
@@ -220,7 +220,7 @@ def _compile(module: str, index: int, capability: int) -> Report:
         registers=registers,
         stack=stack,
         shared=kernel.metadata.shared,
-        instructions={name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()},
+        instructions=instructions,
         wgmma=variant.wgmma,
         bulk=variant.bulk,
         ahead=_ahead(kernel.asm["ttgir"]) if variant.wgmma else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,13 +92,14 @@ class NamedState:
         that is not stored so.
         """
         found = self._model()
+        packed = {f"model.{name}" for name, value in self._entries() if not isinstance(value, Tensor)}
         others = {f"model.{name}" for names in self._names.values() for name in names if name != names[0]}
         for key, tensor in found.items():
             if key not in stored:
                 raise ValueError(
                     f"checkpoint: {key.partition('.')[2]!r} is not in it; saved were {some(_of_model(stored))}"
                 )
-            if tensor.dtype == torch.uint8 and tensor.dim() == 1:  # packed: as long as it was then
+            if key in packed:  # as long as it was then
                 found[key] = torch.empty(stored[key].size, dtype=torch.uint8)
             elif stored[key].size != tensor.shape:
                 raise ValueError(
@@ -189,10 +190,15 @@ class NamedState:
 
     def _model(self) -> dict[str, Tensor]:
         return {
-            f"model.{self._rename(chunk, key)}": value if isinstance(value, Tensor) else pack(value, key)
-            for chunk, module in self._chunks.items()
-            for key, value in module.state_dict().items()
+            f"model.{name}": value if isinstance(value, Tensor) else pack(value, name)
+            for name, value in self._entries()
         }
+
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        """(name in the whole model, value) of all that the modules' state dicts have."""
+        for chunk, module in self._chunks.items():
+            for key, value in module.state_dict().items():
+                yield self._rename(chunk, key), value
 
     def _check_unique(self) -> None:
         for chunk, module in self._chunks.items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zbkern.pipeline.models import weights as loading
 from zbkern.pipeline.models.chunk import After, Before, Chunk, Entry, Flow, Outside
-from zbkern.pipeline.models.layers import NO_CHAIN, Layer, layers_of, shared_parameters
+from zbkern.pipeline.models.layers import Layer, built, layers_of, shared_parameters
 from zbkern.pipeline.schedules.layout import check_partition, read_layout
 from zbkern.pipeline.schedules.schedule import Schedule
 
@@ -51,7 +51,7 @@ def cut(
     schedule = plan if isinstance(plan, Schedule) else getattr(plan, "schedule", None)
     if not isinstance(schedule, Schedule):
         raise TypeError(f"cut: plan must be a Plan or a Schedule; got {type(plan).__name__}")
-    model = _built(model)
+    model = built("cut", model)
     found = layers_of(model, layers)
     partition = _partition(plan, partition, found, len(schedule.placement))
     bounds = [*pairwise(partition), (partition[-1], len(found))]
@@ -86,7 +86,7 @@ def layer_chunks(
     if rank is None and dist.is_available() and dist.is_initialized():
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     rank, ranks = rank or 0, ranks or 1
-    model = _built(model)
+    model = built("layer_chunks", model)
     names = [layer.name for layer in layers_of(model, layers)]
     if not 0 <= rank < ranks <= len(names):
         raise ValueError(
@@ -108,30 +108,6 @@ def even_partition(layers: Sequence[Layer], chunks: int) -> tuple[int, ...]:
             f"{chunks} chunks"
         )
     return (0, *(blocks[len(blocks) * number // chunks] for number in range(1, chunks)))
-
-
-def _built(model: Any) -> nn.Module:
-    """A configuration of the transformers library as a model on the meta device; a module as it is."""
-    if isinstance(model, nn.Module):
-        return model
-    if not hasattr(model, "model_type"):
-        raise TypeError(
-            "cut: model must be a torch.nn.Module or a configuration of the transformers library; got "
-            f"{type(model).__name__}"
-        )
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model)
-    except ValueError as error:
-        kind = type(model).__name__
-        if getattr(model, "is_encoder_decoder", False):
-            raise ValueError(f"cut: a model of {kind} {NO_CHAIN}") from error
-        raise ValueError(
-            "cut: model must be a configuration of which AutoModelForCausalLM makes a decoder, or the model itself, "
-            f"whose layers you may name; got {kind}: {str(error).partition(chr(10))[0]}"
-        ) from error
 
 
 def _partition(plan: Any, given: Sequence[int] | str | None, layers: Sequence[Layer], chunks: int) -> Sequence[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,20 +56,37 @@ def export(
         if optimizer is not None:
             optimizer.validate()  # before a weight is read
         shards: list[Shard] = []
-        for chunk in mine:
-            for number, tensors in enumerate(_files_of(chunk, max_shard_bytes)):
-                if chunk.layer_names[0] not in writes:
-                    continue  # a shard of another rank's tensor took part in gathering it
-                path = folder / f".{chunk.layer_names[0]}-{number}-of-rank-{ranks.rank}.safetensors"
-                save_file(tensors, path, metadata={"format": "pt"})
-                size = sum(tensor.nbytes for tensor in tensors.values())
-                order = chunk.all_layers.index(chunk.layer_names[0])
-                shards.append(Shard((order, number), str(path), sorted(tensors), size))
 
         def finish(found: list[list[Shard]]) -> None:
             _finish(folder, sorted(shard for of_rank in found for shard in of_rank), mine)
 
-        ranks.exchange("tensors written", shards, finish)
+        with _deleting_on_error(folder, ranks.rank):
+            for chunk in mine:
+                for number, tensors in enumerate(_files_of(chunk, max_shard_bytes)):
+                    if chunk.layer_names[0] not in writes:
+                        continue  # a shard of another rank's tensor took part in gathering it
+                    path = folder / f".{chunk.layer_names[0]}-{number}{_unfinished(ranks.rank)}"
+                    save_file(tensors, path, metadata={"format": "pt"})
+                    size = sum(tensor.nbytes for tensor in tensors.values())
+                    order = chunk.all_layers.index(chunk.layer_names[0])
+                    shards.append(Shard((order, number), str(path), sorted(tensors), size))
+            ranks.exchange("tensors written", shards, finish)
+
+
+def _unfinished(rank: int) -> str:
+    """How the names of files end that a rank is writing."""
+    return f"-of-rank-{rank}.safetensors"
+
+
+@contextmanager
+def _deleting_on_error(folder: Path, rank: int) -> Iterator[None]:
+    """A disk that is full would stay so."""
+    try:
+        yield
+    except BaseException:
+        for path in folder.glob(f".*{_unfinished(rank)}"):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _chunks(given: Any) -> list[Chunk]:

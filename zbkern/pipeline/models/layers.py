@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 KINDS = {"embedding": "E", "block": "t", "mtp": "m", "norm": "L", "head": "L"}  # and Megatron's letters for them
@@ -32,17 +33,16 @@ class Layer(NamedTuple):
         return KINDS[self.kind]
 
 
-def layers_of(model: nn.Module, layers: Sequence[str] | Mapping[str, str] | None = None) -> tuple[Layer, ...]:
+def layers_of(model: nn.Module | Any, layers: Sequence[str] | Mapping[str, str] | None = None) -> tuple[Layer, ...]:
     """The layers at which `cut` can cut this model, in the order in which they run.
 
-    model: on any device, "meta" included. layers: names of modules in that order, `blocks.*` for all children of
-    `blocks`; or {name: kind}; each is called once in a forward and gets all it needs of the layers before from the
-    output of the one before it. None for a decoder of the transformers library: embedding, blocks, norm, head. Raises
-    TypeError for what is no model or no names, ValueError for a name that the model has not, for layers inside each
-    other, and for a model whose layers are to be named.
+    model: on any device, "meta" included, or a configuration of the transformers library. layers: names of modules in
+    that order, `blocks.*` for all children of `blocks`; or {name: kind}; each is called once in a forward and gets all
+    it needs of the layers before from the output of the one before it. None for a decoder of the transformers library:
+    embedding, blocks, norm, head. Raises TypeError for what is no model or no names, ValueError for a name that the
+    model has not, for layers inside each other, and for a model whose layers are to be named.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"layers_of: model must be a torch.nn.Module; got {type(model).__name__}")
+    model = built("layers_of", model)
     if isinstance(layers, str) or not isinstance(layers, Sequence | Mapping | None):
         raise TypeError(f"layers_of: layers must be a list of names of modules, or {{name: kind}}; got {layers!r}")
     named = _decoder_layers(model) if layers is None else _named_layers(model, layers)
@@ -52,6 +52,30 @@ def layers_of(model: nn.Module, layers: Sequence[str] | Mapping[str, str] | None
         Layer(name, kind, sum(p.numel() for p in modules[name].parameters()), next(iter(ties.get(name, ())), None))
         for name, kind in named.items()
     )
+
+
+def built(caller: str, model: Any) -> nn.Module:
+    """A configuration of the transformers library as a model on the meta device; a module as it is."""
+    if isinstance(model, nn.Module):
+        return model
+    if not hasattr(model, "model_type"):
+        raise TypeError(
+            f"{caller}: model must be a torch.nn.Module or a configuration of the transformers library; got "
+            f"{type(model).__name__}"
+        )
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(model)
+    except ValueError as error:
+        kind = type(model).__name__
+        if getattr(model, "is_encoder_decoder", False):
+            raise ValueError(f"{caller}: a model of {kind} {NO_CHAIN}") from error
+        raise ValueError(
+            f"{caller}: model must be a configuration of which AutoModelForCausalLM makes a decoder, or the model "
+            f"itself, whose layers you may name; got {kind}: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def shared_parameters(model: nn.Module, names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -28,7 +28,9 @@ _INFINITE = 2**62
 def cost_bound(problem: Problem) -> int:
     """No schedule of `problem` costs less (its makespan, when that is minimised)."""
     ranks = range(problem.ranks)
-    bound = max(_chain(problem), _work_in_between(problem), *(_memory_over_time(problem, rank) for rank in ranks))
+    returns = _returns(problem)
+    over_time = (_memory_over_time(problem, rank, returns) for rank in ranks)
+    bound = max(_chain(problem), _work_in_between(problem), *over_time)
     if problem.placement == tuple(ranks) and not problem.makespan:
         bound = _joint_warm_up_bound(problem, bound)
     return bound
@@ -99,17 +101,18 @@ def _work_in_between(problem: Problem) -> int:
     most = 0
     for waiting in range(problem.ranks):
         home = problem.chunks_of(waiting)[0]
-        begin = 0 if problem.makespan else home
+        to_first, from_last = ways.to_first(0 if problem.makespan else home), ways.from_last(home)
         for working, (work, openings, closings) in enumerate(rows):
-            heads = sorted(((ways.to_first(begin, each) - each.work, each) for each in openings), reverse=True)
-            tails = sorted(((ways.from_last(each, home) - each.work, each) for each in closings), reverse=True)
+            heads = [to_first[each.kind][each.chunk] - each.work for each in openings]
+            tails = [from_last[each.kind][each.chunk] - each.work for each in closings]
+            head = max(heads)
             if waiting == working or problem.makespan:  # the time ends no sooner than `working` does
-                most = max(most, work + heads[0][0])
-            for head, first in heads:
-                for tail, last in tails:
-                    if head + work + tail <= most:
-                        break
-                    if _in_order(problem, working, first, last):
+                most = max(most, work + head)
+            if head + work + max(tails) <= most:
+                continue
+            for head, first in zip(heads, openings, strict=True):
+                for tail, last in zip(tails, closings, strict=True):
+                    if head + work + tail > most and _in_order(problem, working, first, last):
                         most = head + work + tail
     return most
 
@@ -124,25 +127,35 @@ class _Ways:
         for chunk in range(1, problem.chunks):
             self._down.append(self._down[-1] + _backward(problem, chunk) + problem.communication[chunk - 1])
 
-    def to_first(self, begin: int, event: _Event) -> int:
-        """From the start of the first F of chunk `begin` to the start of `event`; -inf if it need not come after."""
-        chunk = event.chunk
-        if event.kind == FORWARD:
-            return self._arrivals[chunk] - self._arrivals[begin] if chunk >= begin else -_INFINITE
-        turn = max(chunk, begin)  # forward to there, through the last chunk, and back
-        there_and_back = self._problem.forward[turn] + self._returns[turn]
-        return self._arrivals[turn] - self._arrivals[begin] + there_and_back + self._down[turn] - self._down[chunk]
+    def to_first(self, begin: int) -> tuple[list[int], list[int]]:
+        """From the start of the first F of chunk `begin` to the start of the first F, and B, of every chunk.
 
-    def from_last(self, event: _Event, end: int) -> int:
-        """From the end of the last F, or the start of the last B, to the end of chunk `end`'s W; -inf as above."""
-        chunk = event.chunk
+        -inf if that need not come after.
+        """
+        arrivals, down, forward = self._arrivals, self._down, self._problem.forward
+        forwards, backwards = [-_INFINITE] * begin, []
+        for chunk in range(self._problem.chunks):
+            if chunk >= begin:
+                forwards.append(arrivals[chunk] - arrivals[begin])
+            turn = max(chunk, begin)  # forward to there, through the last chunk, and back
+            there_and_back = forward[turn] + self._returns[turn]
+            backwards.append(arrivals[turn] - arrivals[begin] + there_and_back + down[turn] - down[chunk])
+        return forwards, backwards
+
+    def from_last(self, end: int) -> tuple[list[int], list[int]]:
+        """From the end of every chunk's last F, and the start of its last B, to the end of chunk `end`'s W; -inf as
+        above.
+        """
+        arrivals, down, forward = self._arrivals, self._down, self._problem.forward
         weight = _backward_and_weight(self._problem, end)
-        if event.kind == FORWARD:
+        forwards, backwards = [], [-_INFINITE] * end
+        for chunk in range(self._problem.chunks):
             turn = max(chunk, end)
-            there = self._arrivals[turn] + self._problem.forward[turn]
-            there -= self._arrivals[chunk] + self._problem.forward[chunk]
-            return there + self._returns[turn] + self._down[turn] - self._down[end] + weight
-        return self._down[chunk] - self._down[end] + weight if chunk >= end else -_INFINITE
+            there = arrivals[turn] + forward[turn] - arrivals[chunk] - forward[chunk]
+            forwards.append(there + self._returns[turn] + down[turn] - down[end] + weight)
+            if chunk >= end:
+                backwards.append(down[chunk] - down[end] + weight)
+        return forwards, backwards
 
 
 def _openings(problem: Problem, rank: int) -> list[_Event]:
@@ -194,7 +207,7 @@ def _in_order(problem: Problem, rank: int, first: _Event, last: _Event) -> bool:
     return problem.microbatches * problem.activation[kept] > problem.limit[rank]
 
 
-def _memory_over_time(problem: Problem, rank: int) -> int:
+def _memory_over_time(problem: Problem, rank: int, returns: Sequence[int]) -> int:
     """Memory times time: what all microbatches need at least, by what the rank has.
 
     A chunk's activation is there from the start of F to the end of B, and then what W needs, or for a fused backward
@@ -202,7 +215,7 @@ def _memory_over_time(problem: Problem, rank: int) -> int:
     what the passes of t fill (F, or F and B where that leaves more) and `largest`, for a pass that is running; and
     before the end likewise, what the passes yet to come free.
     """
-    returns, limit, microbatches = _returns(problem), problem.limit[rank], problem.microbatches
+    limit, microbatches = problem.limit[rank], problem.microbatches
     needed = largest = 0
     fills, frees = [], []  # (memory, time)
     for chunk in problem.chunks_of(rank):

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from operator import add
-from typing import NamedTuple
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.annealing import extended, measured
@@ -34,6 +33,7 @@ from zbkern.pipeline.planner.portfolio import (
 )
 from zbkern.pipeline.planner.problem import Ordering, Problem, within
 from zbkern.pipeline.planner.published import Published
+from zbkern.pipeline.planner.rounds import Work
 
 logger = logging.getLogger("zbkern")
 
@@ -46,30 +46,6 @@ _SUMS = 20_000  # of activations and held tensors on a rank: with more, limits s
 
 Limits = tuple[int, ...]  # one per rank
 Known = tuple[Ordering, list[int]]  # orders with their cost, and the most that each rank holds
-
-
-class Work(NamedTuple):
-    """How much is done at a level, in passes: rules that are tried, and the first rounds of the search.
-
-    Every round after these is twice as long as the one before. gains: the most that each round may gain, relative, each
-    round after these half as much as the one before. closes: also as a share of the distance to the lower bound, those
-    after the last one like it; see `Level._least_after`. fewer: where this many times fewer microbatches are enough for
-    warm-up and cool-down, there is a search for those as well. more_rules: tried at the start of the round
-    `ruled_round`, as the first answer has no time for them.
-    """
-
-    rules: int
-    rounds: Sequence[int]
-    gains: Sequence[float] = SETTINGS.gains
-    closes: Sequence[float] = (1.0,)
-    fewer: float = 1.0
-    more_rules: int = 0
-    ruled_round: int = 0
-
-    def passes(self, number: int) -> int:
-        """Of the round of this number."""
-        last = len(self.rounds) - 1
-        return self.rounds[min(number, last)] * 2 ** max(0, number - last)
 
 
 class Level:
@@ -95,6 +71,7 @@ class Level:
         self._most_rounds = most_rounds
         self.constructed: list[Ordering] = []
         self._rounds, self._started = 0, False
+        self._gained = math.inf  # by the last round, relative
         self._known, self._work, self._budget = known, work, budget
         self._seed, self._published = seed, published
         self._candidates: list[Candidate] = []
@@ -132,10 +109,8 @@ class Level:
 
         So a level that is far behind can be left out although nobody knows what it would find.
         """
-        gains, closes = self._work.gains, self._work.closes
-        last = len(gains) - 1
-        gain = gains[min(number, last)] * 0.5 ** max(0, number - last)
-        share = closes[min(number, len(closes) - 1)]
+        before = self._gained if number == self._rounds else math.inf
+        gain, share = self._work.most_gain(number, self.problem.passes, before)
         return max(reached * (1 - gain), self.bound + (reached - self.bound) * (1 - share))
 
     def start(self, lower: Sequence[Level]) -> None:
@@ -156,11 +131,12 @@ class Level:
     def rounds(self, count: int) -> None:
         """Runs what is left of so many rounds, each twice as long as the one before."""
         for number in range(self._rounds, min(count, self._most_rounds)):
-            self.pool.bound = self.bound
+            before, self.pool.bound = self.pool.reached, self.bound
             self.pool.refuse_below(math.ceil(self._least_after(number, self.pool.reached)))
             if not self.pool.optimal:
                 self._round(number)
             self._rounds += self._budget.left > 0
+            self._gained = 1 - self.pool.reached / before if before else 0.0
 
     def _round(self, number: int) -> None:
         problem, pool, budget = self.problem, self.pool, self._budget
@@ -265,21 +241,20 @@ class Ladder:
         self.levels.append(level)
 
     def construct(self, best: Callable[[], float]) -> None:
-        for level in self._worth_it(best):
+        for level in self._worth_it(best, [level for level in self.levels if level.ruled]):
             if self.pool.orders and not self._budget.left:
                 break
-            if level.ruled:
-                level.construct()
-                self._take(level)
-        if not self.pool.orders:
+            level.construct()
+            self._take(level)
+        if not self.pool.orders and self.levels and self._beats(self.levels[0].bound, best):
             add_serial(self.problem, self.pool, self._budget)
 
     def open(self, best: float) -> bool:
         """Whether some level may come to something better than this."""
-        return any(self._beats(level.least, lambda: best) for level in self._worth_it(lambda: best))
+        return any(self._beats(level.least, lambda: best) for level in self._worth_it(lambda: best, self.levels))
 
     def rounds(self, count: int, best: Callable[[], float]) -> None:
-        for index, level in enumerate(self._worth_it(best)):
+        for index, level in enumerate(self._worth_it(best, self.levels)):
             if not self._budget.left:
                 break
             level.start(self.levels[index + 1 :])
@@ -291,9 +266,11 @@ class Ladder:
         for orders in level.pool.orders:
             self.pool.add_grouped(orders)
 
-    def _worth_it(self, best: Callable[[], float]) -> Iterator[Level]:
-        """The levels up to the first whose lower bound is no better than the best known: with less memory, none is."""
-        for level in self.levels:
+    def _worth_it(self, best: Callable[[], float], levels: Sequence[Level]) -> Iterator[Level]:
+        """Of these levels those before the first whose lower bound is no better than the best known: with less memory,
+        none is.
+        """
+        for level in levels:
             if not self._beats(level.bound, best):
                 return
             yield level

@@ -339,16 +339,17 @@ def forward_caps(problem: Problem, slope: int) -> Each:
 
     slope: how fast they fall towards the last chunk, in percent of what fits the memory; 0 for no caps.
     """
-    caps = [_FREE] * problem.chunks
     if slope == 0:
-        return tuple(caps)
+        return (_FREE,) * problem.chunks
+    tightest: tuple[int, int] | None = None  # of all ranks: what is spare, and what that is divided by
     for rank in range(problem.ranks):
         own_chunks = problem.chunks_of(rank)
         weighted = sum(problem.activation[chunk] * (problem.chunks - 1 - chunk) for chunk in own_chunks)
-        if weighted == 0:
-            continue
         spare = max(0, problem.limit[rank] - sum(problem.activation[chunk] for chunk in own_chunks))
-        for chunk in range(problem.chunks):
-            cap = 1 + slope * spare * (problem.chunks - 1 - chunk) // (100 * weighted)
-            caps[chunk] = min(caps[chunk], cap)
-    return tuple(caps)
+        if weighted and (tightest is None or spare * tightest[1] < tightest[0] * weighted):
+            tightest = spare, weighted
+    if tightest is None:
+        return (_FREE,) * problem.chunks
+    spare, weighted = tightest
+    further = range(problem.chunks - 1, -1, -1)
+    return tuple(min(_FREE, 1 + slope * spare * each // (100 * weighted)) for each in further)

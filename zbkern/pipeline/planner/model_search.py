@@ -17,17 +17,17 @@ from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.annealing import measured
 from zbkern.pipeline.planner.arguments import Limit, placement_of, problem_of, rank_limits
 from zbkern.pipeline.planner.incumbents import Budget
-from zbkern.pipeline.planner.levels import ROUNDING, Ladder, Limits, Work, least_limit, least_work, search_ladders
+from zbkern.pipeline.planner.levels import ROUNDING, Ladder, Limits, least_limit, least_work, search_ladders
 from zbkern.pipeline.planner.partition import (
     Partition,
     balanced_by_step,
-    balanced_partitions,
     even_partitions,
     memory_steps,
 )
 from zbkern.pipeline.planner.portfolio import SETTINGS
 from zbkern.pipeline.planner.problem import Problem, ordering_of
 from zbkern.pipeline.planner.published import Published
+from zbkern.pipeline.planner.rounds import Work
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import Costs
@@ -90,6 +90,7 @@ def search(
         (*short, last // 4 if question.is_large else last),
         SETTINGS.layers_gains,
         SETTINGS.layers_closes,
+        SETTINGS.layers_long_runs,
         SETTINGS.layers_fewer,
         *SETTINGS.layers_more_rules,
     )
@@ -187,7 +188,7 @@ def _least_step(question: Question, best: float) -> float:
     return (in_flight + static) / question.stages * (1 - ROUNDING)
 
 
-def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: int, usual: set[float]) -> None:
+def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: int, usual: Sequence[float]) -> None:
     """The levels of memory of one placement: each to the ladder of the partition that is best for it.
 
     Which that is depends on the level alone: the best published schedule that fits it decides, or else the order of the
@@ -233,20 +234,24 @@ def _best_for(cuts: Sequence[Cut], step: float | None) -> list[tuple[Cut, Limits
     return [each[2:] for each in found[: SETTINGS.partitions]]
 
 
-def _held_by_1f1b(question: Question) -> set[float]:
+def _held_by_1f1b(question: Question) -> list[float]:
     """What 1F1B holds on an even partition, on the balanced one, and on the fastest: limits often asked for."""
     question, placement = replace(question, memory_limit=None), tuple(range(question.stages))
     orders = ordering_of(schedules.one_f_one_b(question.stages, question.microbatches))
     even = even_partitions(len(question.model.layers), question.stages)
-    balanced = balanced_partitions(question.model, placement, question.microbatches, None)
+    _, balanced = next(balanced_by_step(question.model, placement, question.microbatches, None))
     found: list[tuple[float, float]] = []  # the objective, and the most that a rank holds
-    for partition in [balanced[0], *even]:
+    for partition in [balanced, *even]:
         problem = question.problem(question.model.chunk_costs(partition, placement), placement)
         timed = measured(problem, orders)
         if timed is not None:
             most = max(map(add, timed[1], problem.static))
             found.append((timed[0].cost / problem.time_scale, most / problem.memory_scale))
-    return {held for _, held in (*found[:2], min(found))}
+    steps: list[float] = []
+    for _, held in (*found[:2], min(found)):
+        if not any(math.isclose(held, step) for step in steps):
+            steps.append(held)
+    return steps
 
 
 def _least(limits: Sequence[float] | None) -> float:

@@ -19,7 +19,8 @@ Partition = tuple[int, ...]  # the first layer of every chunk
 STEPS = 16
 """Steps of memory in what 1F1B holds for its microbatches; see `memory_steps`."""
 
-_MOST = 3  # times what 1F1B holds: up to there the steps go
+_MORE = (1, 2, 3, 4, 6, 8, 12, 16)  # steps of memory above what 1F1B holds
+_UNEVEN = 1.25  # times what a rank holds on an even partition
 _PARTITIONS_EVERY = 2  # so many steps of memory partitions are made that leave room
 _IN_FLIGHT = (1.0, 0.75, 0.5, 0.35, 0.2, 0.0)  # of what 1F1B holds: partitions that leave room for so many microbatches
 _ROUNDING = 1e-12
@@ -65,15 +66,16 @@ def memory_steps(
     """Every so many-th of the steps of a rank's memory that do not exceed `limit`, the largest first.
 
     They depend on the model alone: what 1F1B holds on stages of equal work, sixteenths of what it holds there for its
-    microbatches more and less, up to three times that; what everything holds that there is; and infinity.
+    microbatches less, and more (further apart the more there is, and up to twice that, as it gains less and less); what
+    everything holds that there is, and some more, as other partitions are less even; and infinity.
     """
     ranks = _Ranks(model, range(stages), microbatches, [math.inf] * stages, 1.0)
     ranks.fill(balanced_chunks([work_of(layer) for layer in model.layers], stages))
-    unit, peak, everything = ranks.held_by_1f1b(), ranks.peak(1), ranks.peak(microbatches)
+    unit, peak, everything = ranks.held_by_1f1b(), ranks.peak(1), _UNEVEN * ranks.peak(microbatches)
     steps = [math.inf, everything]
     if unit > 0:
         least = -math.floor(peak * STEPS / unit)
-        indices = range((_MOST - 1) * STEPS, least - 1, -1)
+        indices = (*reversed(_MORE), *range(0, least - 1, -1))
         steps += [peak + unit * index / STEPS for index in indices if index % every == 0]
     return [step for step in (step * (1 - _STEP_ROUNDING) for step in steps) if 0 < step <= limit]
 
@@ -234,11 +236,11 @@ class _Ranks:
 
     def cost(self) -> tuple[float, float, float]:
         """The memory that is missing, the most work of a rank, and how uneven the work is; less is better."""
-        return self.missing(), max(self.work), sum(each * each for each in self.work)
+        return self.missing(), max(self.work), sum([each * each for each in self.work])
 
     def missing(self) -> float:
         """The memory that all ranks miss together."""
-        return sum(each for each in self._missing() if each > 0)
+        return sum([each for each in self._missing() if each > 0])
 
     def _missing(self) -> list[float]:
         """By rank; negative where there is more than needed."""

@@ -29,7 +29,7 @@ from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
 EFFORT = 4
-"""The rounds of a search where nothing else is said: one to some twenty seconds on one core."""
+"""The rounds of a search where nothing else is said: mostly three to fifteen seconds on one core."""
 
 _ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
 
@@ -88,7 +88,8 @@ def plan(
     one rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up), "zigzag" (the V repeated), or the rank of every
     chunk; by default, for `Costs`, linear, v or zigzag for one, two and more chunks. memory_limit: of one rank's
     `peak_memory`, in the unit of `costs.activation` and including what the rank holds all the time, one number or one
-    per rank; None for none; the search rounds it down to a level of memory, mostly a sixteenth of what 1F1B holds.
+    per rank; None for none; the search rounds it down to a level of memory, mostly a sixteenth of what 1F1B holds
+    from the next; for layers there are fewer levels above what 1F1B holds, and above twice that only all there is.
     objective: what to minimise, "cost" or "makespan" (see `Timeline`). jitter, samples: the plan has the least mean
     over `samples` simulations in which every pass takes its cost times a normal variate of this deviation, of those
     found for these costs and for slower communication, which leave a late message some slack.

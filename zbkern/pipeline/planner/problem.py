@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from zbkern.pipeline.schedules.actions import Action
@@ -126,8 +127,15 @@ class Problem:
     def saves(self) -> bool:
         return any(self.merge_saving)
 
-    def chunks_of(self, rank: int) -> list[int]:
-        return [chunk for chunk, owner in enumerate(self.placement) if owner == rank]
+    def chunks_of(self, rank: int) -> Sequence[int]:
+        return self._chunks_by_rank[rank]
+
+    @cached_property
+    def _chunks_by_rank(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        for chunk, rank in enumerate(self.placement):
+            found[rank].append(chunk)
+        return found
 
     def work(self, rank: int) -> int:
         """The least time that `rank` can spend in passes."""
@@ -140,11 +148,16 @@ class Problem:
         return total
 
     def limit_of(self, totals: Sequence[float]) -> tuple[int, ...]:
-        """Limits for what each rank holds, `static` included, in the unit of the costs, as `limit` has them."""
-        unlimited = self.microbatches * sum(map(max, self.activation, self.held))
+        """Limits for what each rank holds, `static` included, in the unit of the costs, as `limit` has them.
+
+        No limit is more than a rank can hold, so that limits that allow the same are the same.
+        """
+        most = [0] * self.ranks
+        for chunk, rank in enumerate(self.placement):
+            most[rank] += self.microbatches * max(self.activation[chunk], self.held[chunk])
         return tuple(
             round(min(total * self.memory_scale - always, unlimited) * (1 + _SLACK))
-            for total, always in zip(totals, self.static, strict=True)
+            for total, always, unlimited in zip(totals, self.static, most, strict=True)
         )
 
     def with_limit(self, limit: Sequence[int]) -> Problem:

@@ -91,11 +91,13 @@ class SearchSettings:
     layers_large: int = 1500
     """With more microbatches times stages the last of these rounds is a quarter as long: the plan is up to 0.1% worse,
     and found in about half the time."""
-    layers_gains: tuple[float, ...] = (0.06, 0.04, 0.04, 0.04)
-    """As `gains`."""
-    layers_closes: tuple[float, ...] = (0.7, 0.7, 0.7, 0.7)
-    """The most of the distance to its lower bound that each round may gain at a level of memory: mostly it gains less,
-    and the many levels that are about as good as each other would take most of the time."""
+    layers_gains: tuple[float, ...] = (0.04, 0.02, 0.042, 0.06)
+    """As `gains`: not much more than what the levels that win gain, so that those that could not win are left out."""
+    layers_closes: tuple[float, ...] = (0.5, 0.2, 0.82, 0.95)
+    """The most of the distance to its lower bound that each round may gain at a level of memory."""
+    layers_long_runs: int = 10_000
+    """The last of these rounds may gain that where it is so many runs of all passes long, and less where it is
+    shorter."""
     layers_more_rules: tuple[int, int] = (600_000, 2)
     """Rules are tried on at most this many passes at the start of that round: with four chunks and 16 stages the rule
     that a search starts from matters more than its length."""

@@ -149,7 +149,22 @@ def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:
     return [dict(part) for part in parts]
 
 
-def names_of_side(side: Any) -> str:
-    """What the call is called besides, so that ranks see where theirs differ; nothing without side inputs."""
-    first = side[0] if isinstance(side, list) and side else side
-    return f" with side {', '.join(sorted(map(str, first)))}" if isinstance(first, Mapping) else ""
+def name_with_side(call: str, side: Any) -> str:
+    """The call, with names and rows of its side inputs: ranks that were given others make another call.
+
+    None is an input left out. Rows that differ between microbatches, as those of a list may, are named one by one.
+    """
+    parts = side if isinstance(side, list) else [side]
+    rows: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        for name, value in part.items() if isinstance(part, Mapping) else ():
+            leaves = [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
+            if leaves:
+                counts = rows.setdefault(str(name), [0] * len(parts))
+                counts[number] = sum(len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else 1 for leaf in leaves)
+    named = [f"{name} ({_summed(counts)} rows)" for name, counts in sorted(rows.items())]
+    return f"{call} with side {', '.join(named)}" if named else call
+
+
+def _summed(counts: list[int]) -> str:
+    return str(sum(counts)) if len(set(counts)) == 1 else "+".join(map(str, counts))

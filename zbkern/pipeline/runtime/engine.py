@@ -20,7 +20,7 @@ from zbkern.pipeline.runtime.arguments import (
     check_place,
     device_of,
     module_list,
-    names_of_side,
+    name_with_side,
     split,
     split_side,
 )
@@ -296,7 +296,7 @@ class Pipeline:
                 f'Pipeline.{call}: with fill="eager" ranks run W in different orders, and with queue.regather_inputs '
                 'W communicates; use fill="planned", or set pipe.queue.regather_inputs = False'
             )
-        announced = call + names_of_side(side)  # ranks that were given other side inputs make another call
+        announced = name_with_side(call, side)
         if self._failed:
             self._recover(announced)
         try:

@@ -55,6 +55,8 @@ class Hardware:
                 continue
             if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
                 raise TypeError(f"Hardware: {field.name} must be a number; got {value!r}")
+            if field.name == "gpus_per_node" and value % 1 != 0:  # infinity neither
+                raise ValueError(f"Hardware: {field.name} must be a whole number; got {value!r}")
             most = 1.0 if field.name.endswith("_share") else 1e30
             fits = 0 <= value <= most if field.name == "exposed_share" else 0 < value <= most
             if not fits:  # NaN neither

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import heapq
 import threading
 import time
@@ -86,7 +87,9 @@ class _Ring:
 
     def __init__(self, size: int, delay: Delay | None) -> None:
         self.mailboxes = [Mailbox(rank) for rank in range(size)]
-        self._boards: list[dict[int, Any]] = []  # what the ranks have given to the first gather, the second, ...
+        # what the ranks have given to a gather, by its number, until all have taken it
+        self._boards: collections.defaultdict[int, dict[int, Any]] = collections.defaultdict(dict)
+        self._taken: collections.Counter[int] = collections.Counter()
         self._given = [0] * size
         self._written = threading.Condition()
         self.members: list[Any] = []
@@ -135,14 +138,15 @@ class _Ring:
                 raise PipelineError(self.mailboxes[rank].failure)
             number = self._given[rank]
             self._given[rank] += 1
-            if number == len(self._boards):
-                self._boards.append({})
             board = self._boards[number]
             board[rank] = value
             self._written.notify_all()
             size = len(self.mailboxes)
             self._written.wait_for(lambda: len(board) == size or self.mailboxes[rank].failure, timeout)
             if len(board) == size:
+                self._taken[number] += 1
+                if self._taken[number] == size:
+                    del self._boards[number], self._taken[number]
                 return [board[r] for r in range(size)]
             if self.mailboxes[rank].failure is None:
                 missing = next(r for r in range(size) if r not in board)

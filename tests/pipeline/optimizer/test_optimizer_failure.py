@@ -1,0 +1,236 @@
+"""A failure beside an optimizer step that is not validated: it is settled, or a checkpoint is asked for."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.ahead import (
+    MAX_NORM,
+    MICROBATCHES,
+    batch,
+    force,
+    make_model,
+    make_optimizer,
+    plain_loop,
+)
+from tests.support.chunks import results_on_threads
+from zbkern.pipeline import Optimizer, Pipeline, schedules
+from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.local import LocalTransport
+
+
+def test_evaluation_after_a_failure_settles_the_step_that_was_not_validated() -> None:
+    """Rank 0 fails in a forward that runs ahead, when rank 1 knows the global norm."""
+    model = make_model(2)
+    begun, known = threading.Event(), threading.Event()
+
+    def fail(*_: Any) -> None:
+        begun.set()
+        assert known.wait(20)
+        raise ArithmeticError("a broken forward")
+
+    def rank_loop(transport: LocalTransport) -> Tensor | None:
+        module, data = zbkern.convert(model[transport.rank]), batch(0)
+        with Pipeline(module, schedules.zb_h2(2, MICROBATCHES), nn.functional.mse_loss, transport, timeout=5) as pipe:
+            optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM)
+            pipe.step(*data)
+            if transport.rank == 0:
+                optimizer.step()
+                broken = module.register_forward_pre_hook(fail)
+            else:
+                assert begun.wait(20)
+                optimizer.step()
+                known.set()
+            with pytest.raises(PipelineError, match="a broken forward"):
+                pipe.step(*data)
+            assert optimizer.pending == (transport.rank == 0)
+            if transport.rank == 0:
+                broken.remove()
+            module.eval()
+            return pipe.evaluate(*data)
+
+    _, loss = results_on_threads(2, rank_loop)
+    assert_trained(model, 1)
+    inputs, targets = batch(0)
+    with torch.no_grad():
+        torch.testing.assert_close(loss, nn.functional.mse_loss(nn.Sequential(*model)(inputs), targets))
+
+
+def nothing(*_: Any) -> None: ...
+
+
+def train_through_failures(
+    before_forward: Callable[[int, int], None],
+    before_update: Callable[[int, int, Optimizer], None] = nothing,
+    after_update: Callable[[int, int], None] = nothing,
+    forced: dict[tuple[int, int], float] | None = None,
+) -> tuple[list[nn.Module], list[list[str]]]:
+    """Four ranks, four steps; after a failure every rank tries its step again, after two it begins from the start.
+
+    The functions are called with rank and step where they say, and may raise. Returns every rank's errors, too.
+    """
+    model = make_model(4)
+
+    def rank_loop(transport: LocalTransport) -> list[str]:
+        rank, module, step, errors = transport.rank, zbkern.convert(model[transport.rank]), 0, []
+        module.register_forward_pre_hook(lambda *_: before_forward(rank, step))
+        with Pipeline(module, schedules.zb_h2(4, MICROBATCHES), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM)
+            start = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+            while step < 4:
+                inputs, targets = batch(step)
+                seen = module.seen.clone()
+                optimizer.zero_grad()
+                try:
+                    pipe.step(inputs if rank == 0 else None, targets if rank == 3 else None)
+                    force(module, (forced or {}).get((rank, step)))
+                    before_update(rank, step, optimizer)
+                    optimizer.step()
+                    after_update(rank, step)
+                    step += 1
+                except PipelineError as error:
+                    pipe.abandon()
+                    errors.append(str(error))
+                    module.seen.copy_(seen)
+                    if len(errors) == 2:
+                        module.load_state_dict(start[0])
+                        optimizer.load_state_dict(start[1])
+                        step = 0
+            optimizer.validate()
+        return errors
+
+    return model, results_on_threads(4, rank_loop)
+
+
+def assert_trained(model: list[nn.Module], steps: int = 4, forced: dict[tuple[int, int], float] | None = None) -> None:
+    expected, _ = plain_loop(len(model), steps, forced or {})
+    for ours, theirs in zip(model, expected, strict=True):
+        torch.testing.assert_close(ours.linear.weight, theirs.linear.weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("forced", [{}, {(3, 0): 100.0}])
+def test_a_step_not_yet_validated_is_settled_after_a_failure(forced: dict[tuple[int, int], float]) -> None:
+    """Rank 0 fails in its second forward that runs ahead; rank 3 knows the global norm, others may not yet."""
+    begun, known, failed = threading.Event(), threading.Event(), []
+
+    def before_forward(rank: int, step: int) -> None:
+        if rank != 0 or step != 1 or failed:
+            return
+        if not begun.is_set():
+            begun.set()
+            return
+        assert known.wait(20)
+        failed.append(rank)
+        raise ArithmeticError("a broken forward")
+
+    def after_update(rank: int, step: int) -> None:
+        if rank == 3:
+            known.set()
+
+    model, errors = train_through_failures(before_forward, after_update=after_update, forced=forced)
+    assert [len(found) for found in errors] == [1] * 4
+    assert "ArithmeticError: a broken forward" in errors[0][0]
+    assert_trained(model, forced=forced)
+
+
+def test_loading_gives_up_a_step_not_yet_validated() -> None:
+    """The last rank knows that it would have been clipped, the first has done it; then a failure, which is got over."""
+    model = make_model(2)
+
+    def rank_loop(transport: LocalTransport) -> None:
+        rank, module = transport.rank, zbkern.convert(model[transport.rank])
+        with Pipeline(module, schedules.zb_h1(2, MICROBATCHES), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM)
+
+            def step(number: int, forced: float | None = None) -> None:
+                inputs, targets = batch(number)
+                optimizer.zero_grad()
+                pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+                force(module, forced)
+                optimizer.step()
+
+            step(0)
+            optimizer.validate()
+            start = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+            step(1, 100.0 if rank == 1 else None)
+            module.load_state_dict(start[0])
+            optimizer.load_state_dict(start[1])
+            broken = module.register_forward_pre_hook(lambda *_: 1 / 0 if rank == 1 else None)
+            with pytest.raises(PipelineError, match="rank 1, action 1F0: ZeroDivisionError"):
+                step(1)
+            broken.remove()
+            module.load_state_dict(start[0])
+            step(1)
+            step(2)
+
+    results_on_threads(2, rank_loop)
+    assert_trained(model, 3)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) -> None:
+    """Rank 3 fails before or within its optimizer step, when rank 0 has done it and begun the next forwards.
+
+    Rank 0 fails right after the load, where ranks have counted different steps: that is got over.
+    """
+    ahead, stepped, failed, again = threading.Event(), threading.Event(), [], []
+    optimizers: dict[int, Optimizer] = {}
+
+    def before_forward(rank: int, step: int) -> None:
+        if rank == 0 and step == 2:
+            ahead.set()
+        if rank == 0 and step == 0 and failed and not again:
+            again.append(rank)
+            raise ArithmeticError("a broken forward")
+
+    def update(*_: Any) -> None:
+        if len(failed) == 1:
+            failed.append("within")
+            assert stepped.wait(20)
+            deadline = time.monotonic() + 20
+            while optimizers[2].pending and time.monotonic() < deadline:  # until a rank knows the global norm
+                time.sleep(0.001)
+            raise ArithmeticError("a broken update")
+
+    def after_update(rank: int, step: int) -> None:
+        if rank == 2 and step == 1:
+            stepped.set()
+
+    def before_update(rank: int, step: int, optimizer: Optimizer) -> None:
+        optimizers[rank] = optimizer
+        if rank == 3 and step == 1 and not failed:
+            failed.append("before")
+            assert ahead.wait(20)
+            if within:
+                optimizer.register_step_pre_hook(update)
+                return
+            transports[3].fail("rank 3: a broken W")
+            raise PipelineError("rank 3: a broken W")
+
+    transports: list[LocalTransport] = []
+    ring = LocalTransport.ring
+
+    def keep(size: int, delay: Any = None) -> list[LocalTransport]:
+        transports[:] = ring(size, delay)
+        return transports
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalTransport, "ring", keep)
+        model, errors = train_through_failures(before_forward, before_update, after_update)
+    for found in errors:
+        assert found == [
+            "rank 3, optimizer step 2: ArithmeticError: a broken update" if within else "rank 3: a broken W",
+            "optimizer step 2 may have been done on some ranks only when a rank failed; load a checkpoint, "
+            "or start again where there is none yet",
+            "rank 0, action 0F0: ArithmeticError: a broken forward",
+        ]
+    assert_trained(model)

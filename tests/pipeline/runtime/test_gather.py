@@ -1,0 +1,78 @@
+"""A value of every rank on all ranks: in their order, however large; and a rank that fails or hangs beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.chunks import make_data, make_model, on_threads
+from zbkern.pipeline import Pipeline, schedules
+from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.local import LocalTransport
+
+
+def gathering(size: int) -> list[Any]:
+    with Pipeline([zbkern.convert(make_model(4)[0])], schedules.zb_h1(4, 4), nn.functional.mse_loss) as pipe:
+        return [pipe.gather(torch.full((size,), pipe.rank).tolist()) for _ in range(3)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [0, 1, 100_000])
+def test_a_gather_brings_the_values_of_all_ranks_in_order(four_ranks: Any, size: int) -> None:
+    assert four_ranks.run(gathering, size) == [[[[rank] * size for rank in range(4)]] * 3] * 4
+
+
+def gathering_what_cannot_be_sent() -> list[Any]:
+    rank = torch.distributed.get_rank()
+    module = zbkern.convert(make_model(2)[rank])
+    with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, timeout=20) as pipe:
+        start = time.monotonic()
+        with pytest.raises(PipelineError) as caught:
+            pipe.gather(rank if rank == 0 else threading.Lock())
+        waited = time.monotonic() - start
+        pipe.step(*make_data(4))
+    with pytest.raises(RuntimeError, match=r"Pipeline\.gather: this pipeline was closed"):
+        pipe.gather(rank)
+    return [str(caught.value), waited]
+
+
+def test_a_value_that_cannot_be_sent_is_known_to_all_at_once(two_ranks: Any) -> None:
+    for message, seconds in two_ranks.run(gathering_what_cannot_be_sent):
+        assert message.startswith("rank 1, action none: TypeError: cannot pickle")
+        assert seconds < 10
+
+
+def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
+    """One rank goes on and fails before the other one wakes up: that is not a failure of the gather."""
+    first, second = LocalTransport.ring(2)
+    gathered: list[Any] = []
+    waiting = threading.Thread(target=lambda: gathered.append(first.gather("a")))
+    with first._ring._written:  # held, so that the other thread sleeps until both have happened
+        waiting.start()
+        assert first._ring._written.wait_for(lambda: first._ring._boards, 10)
+        gathered.append(second.gather("b"))
+        second.fail("broken")
+    waiting.join(10)
+    assert gathered == [["a", "b"]] * 2
+    assert not first._ring._boards, "what all have taken is kept"
+    with pytest.raises(PipelineError, match="broken"):
+        first.gather("c")
+
+
+def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
+    def rank_gathers(transport: LocalTransport) -> None:
+        model = zbkern.convert(make_model(3)[transport.rank])
+        with Pipeline([model], schedules.zb_h1(3, 3), nn.functional.mse_loss, transport, timeout=1) as pipe:
+            if transport.rank == 1:
+                time.sleep(3)
+            pipe.gather(transport.rank)
+
+    for error in on_threads(3, rank_gathers):
+        assert isinstance(error, PipelineError)
+        assert "rank 1, action none: stuck for" in str(error)
