@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import zbkern
+from tests.support.sharded_model import MICROBATCHES, batches, differences, loss_of, make, parallelize
 from zbkern import compiled as compiled_layers
 from zbkern import testing
 
@@ -323,7 +324,7 @@ def test_the_operator_passes_torchs_check(kind: str) -> None:
     x = torch.randint(5, (3,)) if kind == "embedding" else torch.randn(3, 5 if kind == "transposed" else 4)
     dy = torch.randn(3, 5 if kind == "linear" else 4)
     bias = None if kind == "embedding" else nn.Parameter(torch.randn(dy.shape[1]))
-    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, x, dy, weight, bias, True))
+    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, x, dy, weight, bias, [], True))
 
 
 def test_a_compiled_block_inside_an_eager_model_that_defers() -> None:
@@ -391,34 +392,111 @@ def test_compiled_chunks_in_a_pipeline(fill: str) -> None:
     testing.assert_same_gradients(nn.Sequential(*chunks), expected)
 
 
-def compiled_sharded_rank(sequence: bool) -> tuple[float, int, list[float]]:
-    """The share that waits, how much a queue got, and how far gradients are from those of one process."""
+def compiled_sharded_rank(kind: str) -> tuple[list[str], int, list[int], dict[str, float]]:
+    """What did not wait, how many W did, the collectives in torch's graphs and in ours, and how far gradients are from
+    those of one process."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
-    model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
-    twin = zbkern.convert(copy.deepcopy(model))
-    cut = Shard(1) if sequence else None
-    plan = {"0": ColwiseParallel(input_layouts=cut), "2": RowwiseParallel(output_layouts=cut)}
-    parallelize_module(twin, mesh, plan)
-    graph = torch.compile(twin, backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, 6, 8, dtype=torch.float64)
-    own = x.chunk(2, 1)[torch.distributed.get_rank()].contiguous() if sequence else x
-    share = zbkern.coverage(twin, lambda: graph(own).square().sum()).share
-    queue = zbkern.WGradQueue()
-    with queue.defer():
-        graph(own).square().sum().backward()
-    model(x).square().sum().backward()
-    pairs = zip(twin.parameters(), model.parameters(), strict=True)
-    return share, queue.pending(), [float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs]
+    model, torchs, twin = make(), parallelize(make(), kind, mesh), parallelize(zbkern.convert(make()), kind, mesh)
+    theirs = collectives_of(torchs)
+    loss_of(torchs, batches()[0]).backward()
+    queue, ours = zbkern.WGradQueue(), collectives_of(twin)
+    for key, indices in enumerate(batches()):
+        loss_of(model, indices).backward()
+        with queue.defer(key):
+            loss_of(twin, indices).backward()
+    at_once, waiting = [name for name, p in twin.named_parameters() if p.grad is not None], queue.pending()
+    queue.run()
+    for (name, p), other in zip(twin.named_parameters(), torchs.parameters(), strict=True):
+        assert getattr(p.grad, "placements", None) == getattr(other.grad, "placements", None), name
+    return at_once, waiting, [len(theirs), len(ours)], differences(twin, model)
+
+
+def collectives_of(model: nn.Module) -> list[str]:
+    """Compiles the model; the collectives in its graphs, once these have been traced."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[str] = []
+
+    def list_collectives(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        found.extend(name for name in names if name.startswith("_c10d_functional") and "wait" not in name)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=list_collectives, bw_compiler=list_collectives)
+    model.compile(backend=backend, fullgraph=True)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, True])
-def test_compiled_dtensors_have_their_gradients_in_b(two_ranks: Any, sequence: bool) -> None:
-    for share, pending, differences in two_ranks.run(compiled_sharded_rank, sequence):
-        assert (share, pending) == (0.0, 0)
-        assert max(differences) < 1e-10
+@pytest.mark.parametrize("kind", ["rows", "columns", "sequence"])
+def test_w_of_compiled_linears_of_dtensors_waits(two_ranks: Any, kind: str) -> None:
+    for at_once, waiting, (theirs, ours), found in two_ranks.run(compiled_sharded_rank, kind):
+        assert all("norm" in name or "embedding" in name for name in at_once)
+        assert waiting == (3 * 2 + 1) * MICROBATCHES  # of the blocks, and the head
+        assert ours == theirs > 0
+        assert max(found.values()) < 1e-10, found
+
+
+def compiled_linear_rank(case: str, backend: str) -> tuple[int, list[str], list[float]]:
+    """A compiled linear of DTensors: tasks that wait, the placements of gradients, and how far these and dx are from
+    those of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    weight_place, bias_place, x_place = {
+        "by outputs, uneven": (Shard(0), Shard(0), Replicate()),
+        "by inputs": (Shard(1), Replicate(), Shard(2)),
+        "by tokens": (Replicate(), Replicate(), Shard(1)),
+        "by tokens, a whole gradient exists": (Replicate(), Replicate(), Shard(1)),
+        "by tokens and outputs": (Shard(0), Shard(0), Shard(1)),
+    }[case]
+    torch.manual_seed(0)
+    plain, x = nn.Linear(8, 7, dtype=torch.float64), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+    layer = zbkern.convert(copy.deepcopy(plain))
+    layer.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, [weight_place]))
+    layer.bias = nn.Parameter(distribute_tensor(plain.bias.detach(), mesh, [bias_place]))
+    if case.endswith("exists"):
+        for p in layer.parameters():
+            p.grad = torch.zeros_like(p)
+    own = distribute_tensor(x.detach(), mesh, [x_place]).requires_grad_()
+    queue = zbkern.WGradQueue()
+    torch._dynamo.reset()
+    graph = torch.compile(layer, backend=backend, fullgraph=True)
+    plain(x).square().sum().backward()
+    with queue.defer():
+        graph(own).redistribute(mesh, [Replicate()]).to_local().square().sum().backward()
+    waiting = queue.pending()
+    queue.run()
+    pairs = zip((*layer.parameters(), own), (*plain.parameters(), x), strict=True)
+    distances = [float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs]
+    return waiting, [str(p.grad.placements[0]) for p in layer.parameters()], distances
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("case", "waits", "placements"),
+    [
+        ("by outputs, uneven", 1, ["S(0)", "S(0)"]),
+        ("by inputs", 1, ["S(1)", "R"]),
+        ("by tokens", 1, ["P(sum)", "P(sum)"]),
+        ("by tokens, a whole gradient exists", 1, ["R", "R"]),
+        ("by tokens and outputs", 0, ["S(0)", "S(0)"]),
+    ],
+)
+def test_a_compiled_linear_of_dtensors(two_ranks: Any, case: str, waits: int, placements: list[str]) -> None:
+    for waiting, found, distances in two_ranks.run(compiled_linear_rank, case, "aot_eager"):
+        assert (waiting, found) == (waits, placements)
+        assert max(distances) < 1e-12
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("case", ["by inputs", "by tokens"])
+def test_a_linear_of_dtensors_compiled_by_inductor(two_ranks: Any, case: str) -> None:
+    for waiting, _, distances in two_ranks.run(compiled_linear_rank, case, "inductor"):
+        assert waiting == 1
+        assert max(distances) < 1e-12

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -25,13 +25,16 @@ from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import grouped as grouped_functions
 from zbkern.functions import linear as linear_functions
 from zbkern.functions import loss as loss_functions
-from zbkern.functions import products
+from zbkern.functions import products, sharded
 from zbkern.functions._shapes import as_rows
 from zbkern.functions.products import Kind, ParameterView
 from zbkern.kernels import dispatch, reference
 from zbkern.kernels.reference import grouped as grouped_reference
 from zbkern.kernels.spec import CrossEntropyOptions, GateOptions
 from zbkern.wgrad import accumulation, queue
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def may_defer() -> bool:
@@ -64,6 +67,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
     y = F.linear(x, detached.t() if transposed else detached, None if bias is None else bias.detach().to(x.dtype))
     y = _Tap.apply(y, "transposed" if transposed else "linear", x.detach(), weight, bias)
     return y if activation is None else reference.activation_function(activation)(y)
+
+
+def can_defer_sharded(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """The same for DTensors, as far as one can see before their placements are known."""
+    if not (may_defer() and sharded.is_sharded(x, weight, bias)):
+        return False
+    trainable = [w for w in (weight, bias) if w is not None and w.requires_grad]
+    return len(trainable) > 0 and all(w.is_leaf for w in trainable)
+
+
+@torch.compiler.allow_in_graph
+def sharded_linear(x: Any, weight: Any, bias: Any) -> Any:
+    """functional.linear of DTensors: torch's F and B, and a tap for W of this rank's part, where that is a product of
+    local parts. One node until the compiler traces autograd, because the placements are known only there."""
+    placements = sharded.placements_for_w(x, weight, bias)
+    if placements is None:
+        return linear_functions.linear_with_torch(weight, bias, x, None, False)
+    y = F.linear(x, weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
+    own = weight.to_local(), None if bias is None else bias.to_local()
+    sums = [mine.is_shard() and whole.is_replicate() for mine, whole in zip(placements, weight.placements, strict=True)]
+    return _ShardedTap.apply(y, x.detach().to_local(), *own, placements, sums)
 
 
 def gated_mlp(x: Tensor, params: Sequence[Any], activation: str) -> Tensor:
@@ -219,10 +243,37 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight, bias = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        torch.ops.zbkern.weight_gradient(
-            ctx.kind, x, dy, weight if needs[3] else None, bias if needs[4] else None, True
-        )
-        return dy, None, None, None, None
+        wanted = weight if needs[3] else None, bias if needs[4] else None
+        torch.ops.zbkern.weight_gradient(ctx.kind, x, dy, *wanted, [], True)
+        return dy, *[None] * 4
+
+
+class _ShardedTap(torch.autograd.Function):
+    """The same for a DTensor y and this rank's part of the others. dy, cut as `placements` say, goes to W and to B, so
+    that W needs no communication of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: DTensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        placements: tuple[Placement, ...],
+        sums: list[bool],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.placements, ctx.sums = placements, sums
+        return torch.ops.aten._unsafe_view(y, y.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: DTensor) -> tuple[Any, ...]:
+        x, weight, bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dy = dy.redistribute(placements=ctx.placements)
+        wanted = weight if needs[2] else None, bias if needs[3] else None
+        torch.ops.zbkern.weight_gradient("linear", x, dy.to_local(), *wanted, ctx.sums, True)
+        return dy, *[None] * 5
 
 
 class _ProductTap(torch.autograd.Function):
@@ -280,14 +331,17 @@ class _HeadTap(torch.autograd.Function):
 
 
 @torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, copy: bool) -> None:
+def weight_gradient(
+    kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, sums: Sequence[bool], copy: bool
+) -> None:
     """Defers or runs W: kind "linear", "transposed" or "embedding"; x [..., K] or indices [...]; dy [..., N].
 
-    weight, bias: what W is for, None where it takes no gradient. copy: the caller may write into x and dy as soon as
-    this returns, so that what waits must be a copy.
+    weight, bias: what W is for, None where it takes no gradient; of DTensors, as x and dy, this rank's part. sums: of
+    DTensors, for every dimension of the mesh, whether W computes a term of a sum over its ranks. copy: the caller may
+    write into x and dy as soon as this returns, so that what waits must be a copy.
     """
     params = (_parameter(weight), _parameter(bias))
-    if params == (None, None):
+    if params[0] is None and params[1] is None:
         return
     scope = wgrad.current()
     if copy and scope is not None:
@@ -296,6 +350,9 @@ def weight_gradient(kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bia
     if kind == "embedding":
         kernel = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
         task = wgrad.WGradTask(kernel, (x.reshape(-1), dy), params[:1], dy.numel(), "compiled embedding")
+    elif any(parameter is not None and sharded.is_sharded(parameter) for parameter in params):
+        backend = dispatch.resolve("linear", "auto", dy.device.type)
+        task = sharded.linear_task(backend.linear_wgrad, (as_rows(x), dy), params, tuple(sums), "compiled linear")
     else:
         backend = dispatch.resolve("linear", "auto", dy.device.type)
         kernel = (linear_functions.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad)(backend)
@@ -483,4 +540,6 @@ def _accumulations(node: Any) -> Mapping[Any, Any]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
+    if sharded.is_sharded(tensor):  # the compiled graph knows this rank's part
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape

@@ -58,7 +58,11 @@ def linear(
         if _in_flight(x):
             x = collectives.Arrived.apply(x)
             return linear(x, weight, bias, activation, impl, transposed=transposed, name=name)
-        if activation is None and not transposed and _defers_sharded(x, weight, bias):
+        if activation is not None or transposed:
+            return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)
+        if torch.compiler.is_compiling() and compiled.can_defer_sharded(x, weight, bias):
+            return compiled.sharded_linear(_autocast("linear", x, weight, bias), weight, bias)
+        if _defers_sharded(x, weight, bias):
             call = autograd.OpCall((weight, bias), dispatch.resolve("linear", impl, x.device, x.dtype), name)
             return autograd.apply(sharded.ShardedLinear, call, x)
         return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)

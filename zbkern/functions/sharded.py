@@ -121,6 +121,17 @@ def local(kernel: WGradFunction, sums: Sums = ()) -> WGradKernel:
     return WGradKernel(run, empty=functools.partial(empty_terms, sums) if any(sums) else None)
 
 
+def linear_task(kernel: WGradFunction, segment: Segment, params: Params, sums: Sums, name: str) -> wgrad.WGradTask:
+    """W of a linear for params, DTensors or None, by `kernel` from this rank's rows of x and dy."""
+    if may_be_terms(params, sums):
+        return wgrad.WGradTask(
+            local(kernel, sums), segment, params, 2 * segment[1].numel() * segment[0].shape[-1], name
+        )
+    found: list[Any] = [None if p is None else empty_terms(sums, p) for p in params]
+    local(kernel, sums).run([segment], found, False)
+    return wgrad.WGradTask(_ADD, _whole_parts(params, found), params, 0, name)
+
+
 def parameter_of(part: Tensor) -> Any:
     """The parameter of which `part` is what to_local() returned, with a gradient cut as the parameter is; else None."""
     node: Any = part.grad_fn
@@ -158,9 +169,12 @@ def may_be_terms(params: Params, sums: Sums) -> bool:
 
 def as_computed(call: OpCall, found: Sequence[Any], needs: Sequence[bool]) -> Sequence[Tensor | None]:
     """Gradients that B has computed, brought to their parameters' placements: W adds them."""
-    pairs: list[tuple[Any, Any]] = list(zip(call.params_requiring_grad, found, strict=True))
-    parts = tuple(g.redistribute(p.device_mesh, p.placements).to_local() for p, g in pairs if p is not None)
-    return weight_gradients(call, _ADD, parts, needs)
+    return weight_gradients(call, _ADD, _whole_parts(call.params_requiring_grad, found), needs)
+
+
+def _whole_parts(params: Params, found: Sequence[Any]) -> tuple[Tensor, ...]:
+    pairs: list[tuple[Any, Any]] = list(zip(params, found, strict=True))
+    return tuple([g.redistribute(p.device_mesh, p.placements).to_local() for p, g in pairs if p is not None])
 
 
 @functools.cache
@@ -230,6 +244,18 @@ def _of_product(x: Placement, dy: Placement, last: int) -> int | None:
     if x.is_shard(last):
         return 1 if dy.is_replicate() else None
     return SUM if x.is_shard() and x == dy else None
+
+
+def placements_for_w(x: DTensor, weight: DTensor, bias: DTensor | None) -> tuple[Placement, ...] | None:
+    """How dy of linear(x, weight, bias) must be cut so that W is a product of local parts; None where it is not."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    last, placements = x.dim() - 1, list[Any]()
+    for rows, own in zip(x.placements, weight.placements, strict=True):
+        by_tokens = rows.is_shard() and not rows.is_shard(last)
+        placements.append(Shard(last) if own.is_shard(0) else rows if by_tokens else Replicate())
+    places = [_of_product(*pair, last) for pair in zip(x.placements, placements, strict=True)]
+    return tuple(placements) if all(_agrees(parameter, places) for parameter in (weight, bias)) else None
 
 
 def _agrees(parameter: Any, places: Sequence[int | None]) -> bool:
