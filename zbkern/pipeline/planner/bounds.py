@@ -308,7 +308,7 @@ def _work_left(
 _State = tuple[int, int]  # memory, work
 
 
-@lru_cache(maxsize=256)  # ranks are mostly alike
+@lru_cache(maxsize=16384)  # ranks are mostly alike, and levels of memory often
 def _most_work(
     states: tuple[_State, ...], limit: int, microbatches: int, weights: tuple[tuple[int, int, int], ...] = ()
 ) -> int:

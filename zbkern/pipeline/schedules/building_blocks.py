@@ -49,12 +49,19 @@ def _repeat(block: Sequence[Sequence[int]], microbatches: int) -> Times:
 
 def _passes(row: list[list[int]]) -> list[tuple[int, int, int]]:
     """(slot, phase, microbatch) of every pass of one rank, by slot."""
-    return sorted((slot, phase, index) for phase, slots in enumerate(row) for index, slot in enumerate(slots))
+    return sorted([(slot, phase, index) for phase, slots in enumerate(row) for index, slot in enumerate(slots)])
 
 
 def _all_passes(times: Times) -> list[tuple[int, int, int, int]]:
     """(slot, rank, phase, microbatch) of every pass of all ranks, by slot."""
-    return sorted((slot, rank, phase, index) for rank, row in enumerate(times) for slot, phase, index in _passes(row))
+    return sorted(
+        [
+            (slot, rank, phase, index)
+            for rank, row in enumerate(times)
+            for phase, slots in enumerate(row)
+            for index, slot in enumerate(slots)
+        ]
+    )
 
 
 def _steady_state(times: Times) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -69,7 +76,7 @@ def _with_weights(times: Times) -> Times:
     """A W in each free slot, for the oldest B that has none yet."""
     filled = []
     for row in times:
-        cells = {slot: phase for slot, phase, _ in _passes(row)}
+        cells = {slot: phase for phase, slots in enumerate(row) for slot in slots}
         weights: list[int] = []
         backwards = slot = 0
         while len(weights) < 2 * len(row[_B0]):
@@ -141,8 +148,9 @@ class _Placed:
         slots = 2 + max(slot for row in times for slots in row for slot in slots)
         for row in times:
             cells, held, now = [_IDLE] * (slots + 1), [], 0
-            for slot, phase, _ in _passes(row):
-                cells[slot : slot + lengths[phase]] = [phase] * lengths[phase]
+            for phase, starts in enumerate(row):
+                for start in starts:
+                    cells[start : start + lengths[phase]] = [phase] * lengths[phase]
             for slot, phase in enumerate(cells):
                 starts_release = phase == _W or (self._fused and phase in (_B1, _B0) and cells[slot - 1] == phase)
                 now += (phase in (_F0, _F1)) - starts_release
@@ -159,7 +167,9 @@ class _Placed:
                 lowest -= 1
             first = lowest
         cells[slot : slot + length] = [_IDLE] * length
-        start = next(at for at in range(first, slot + 1) if all(cell == _IDLE for cell in cells[at : at + length]))
+        start = cells.index(_IDLE, first)
+        while cells[start : start + length].count(_IDLE) < length:
+            start = cells.index(_IDLE, start + 1)
         cells[start : start + length] = [phase] * length
         change = 1 if phase in (_F0, _F1) else -1 if phase == _W or self._fused else 0
         for at in range(start + length - 1, slot + length - 1):
@@ -177,8 +187,9 @@ class _Filled:
         peak = 0
         for row in times:
             cells = [_IDLE] * slots
-            for slot, phase, _ in _passes(row):
-                cells[slot] = phase
+            for phase, starts in enumerate(row):
+                for start in starts:
+                    cells[start] = phase
             states = [(0, 0)]  # before each slot: microbatches held, and pending W
             for phase in cells:
                 states.append(_after(states[-1], phase))
