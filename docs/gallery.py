@@ -7,8 +7,8 @@ for SECONDS each.
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -205,8 +205,10 @@ def fill(text: str) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        search(float(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Draws the pictures of docs/schedules.md and fills in its figures.")
+    parser.add_argument("seconds", nargs="?", type=float, help="first search for better plans, so long for each")
+    if seconds := parser.parse_args().seconds:
+        search(seconds)
     for name in schedules.NAMES:
         (IMAGES / f"{name}.svg").write_text(picture(name), encoding="utf-8")
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -37,6 +37,17 @@ def test_it_says_how_many_backwards_are_one_pass() -> None:
     assert "backward  " not in report.describe(plan(costs, 4, 8, effort=0), "cost", None, 4, 80)
 
 
+def test_a_plan_that_offloads_is_not_told_to_offload() -> None:
+    costs = Costs(1, 1, 1, checkpoint=0.1, offload_bandwidth=0.5, reload_bandwidth=0.5)
+    short = {"memory_limit": 2.0, "effort": 0}
+    plain, saving = plan(costs, 4, 12, **short), plan(costs, 4, 12, offload=True, recompute=True, **short)
+    assert any(action.kind in "OR" for row in saving.schedule.actions for action in row)
+    assert min(plain.idle.memory, saving.idle.memory) > 0.001
+    advice = "forwards wait for memory: a higher limit"
+    assert f"{advice}, offloading or recomputation" in report.describe(plain, "cost", 2, 4, 120)
+    assert f"{advice}\n" in report.describe(saving, "cost", 2, 4, 120) + "\n"
+
+
 def test_idle_is_of_the_objective() -> None:
     timeline = simulate(schedules.zb_h2(3, 6))
     assert report.idle(timeline, "cost") == timeline.bubble_rate == 0

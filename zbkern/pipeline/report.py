@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from zbkern.pipeline.planner import IdleTime, Plan
+from zbkern.pipeline.schedules.program import offloads_or_recomputes
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration, number
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -41,7 +42,7 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
     memory = f"{_joined(peaks)} by rank ({capacity})"
     figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
     lines = [figure(name, text, width) for name, text in figures.items()]
-    lines += fused_lines(schedule) + idle_lines(plan.idle)
+    lines += fused_lines(schedule) + idle_lines(plan.idle, schedule)
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
@@ -72,11 +73,13 @@ def fused_lines(schedule: Schedule) -> list[str]:
     return [f"{'backward':<9} {fused} of {fused + kinds.count('B')} in one pass, BW, the others as B and W"]
 
 
-def idle_lines(idle: IdleTime) -> list[str]:
+def idle_lines(idle: IdleTime, schedule: Schedule) -> list[str]:
     """What the idle time comes from and what would remove it, the largest share first."""
+    saves_memory = any(offloads_or_recomputes(row) for row in schedule.actions)
+    room = "a higher limit" if saves_memory else "a higher limit, offloading or recomputation"
     causes = {
         f"rank {idle.busiest} has the most work: divide the model more evenly": idle.load,
-        "forwards wait for memory: a higher limit, offloading or recomputation": idle.memory,
+        f"forwards wait for memory: {room}": idle.memory,
         "messages are on their way: faster links, or fewer chunks per rank": idle.messages,
         "warm-up: more microbatches, or more chunks per rank": idle.warm_up,
         "cool-down: more microbatches, or more chunks per rank": idle.cool_down,
