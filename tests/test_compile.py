@@ -14,8 +14,7 @@ from torch._dynamo.utils import counters
 
 import zbkern
 from tests.support.sharded_model import MICROBATCHES, batches, differences, loss_of, make, parallelize
-from zbkern import compiled as compiled_layers
-from zbkern import testing
+from zbkern import compiled_operators, testing
 
 
 class Net(nn.Module):
@@ -131,7 +130,7 @@ def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pyte
     testing.assert_same_gradients(twin, model)
     assert len(addresses) == 12
     lowered = hasattr(
-        compiled_layers.weight_gradient, "register_effect"
+        compiled_operators.weight_gradient, "register_effect"
     )  # else Inductor calls the operator its own way
     assert (x.untyped_storage().data_ptr() in addresses) == lowered  # held where they are, not copied
 

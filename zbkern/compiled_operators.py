@@ -1,0 +1,307 @@
+"""The operators that compilers call without looking inside: W, deferred or run; products and heads that torch lacks.
+
+What a compiled graph cannot name, the parameters themselves, W's operators find as the edges of the autograd node that
+runs the compiled backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor
+
+from zbkern import autograd, wgrad
+from zbkern.functions import embedding as embedding_functions
+from zbkern.functions import grouped as grouped_functions
+from zbkern.functions import linear as linear_functions
+from zbkern.functions import loss as loss_functions
+from zbkern.functions import products, sharded
+from zbkern.functions._shapes import as_rows
+from zbkern.kernels import dispatch
+from zbkern.kernels.spec import CrossEntropyOptions
+from zbkern.wgrad import accumulation
+
+
+@torch.library.custom_op("zbkern::grouped_product", mutates_args=())
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of group e of x [M, K], which end at ends[e], times weight[e] [K, N]; zeros in rows of no group."""
+    y = x.new_empty(x.shape[0], weight.shape[2])
+    dispatch.resolve("grouped_linear", "auto", x.device, x.dtype).grouped_linear_fwd(x, weight.mT, None, ends, y)
+    return y
+
+
+@grouped_product.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _grouped_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _grouped_dgrad(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    weight, ends = ctx.saved_tensors
+    return torch.ops.zbkern.grouped_product(dy, weight.mT, ends), None, None
+
+
+grouped_product.register_autograd(_grouped_dgrad, setup_context=_grouped_context)
+
+
+@torch.library.custom_op("zbkern::head_loss", mutates_args=())
+def head_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cross_entropy_fwd of kernels/spec.py: loss [M], log-sum-exp [M], and dx [M, K] of every row's own loss."""
+    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, chunk)
+    loss, lse, dx = _head_results(x)
+    backend = dispatch.resolve("linear_cross_entropy", "auto", x.device, x.dtype)
+    backend.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx)
+    return loss, lse, dx
+
+
+def _head_results(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape[0], dtype=wide), x.new_empty(x.shape[0], dtype=wide), x.new_empty(x.shape)
+
+
+def _head_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[2])
+
+
+def _head_dgrad(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    (dx,) = ctx.saved_tensors
+    return dx * dloss.to(dx.dtype).unsqueeze(1), *[None] * 7
+
+
+head_loss.register_fake(_head_results)
+head_loss.register_autograd(_head_dgrad, setup_context=_head_context)
+
+
+@torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def weight_gradient(
+    kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, sums: Sequence[bool], copy: bool
+) -> None:
+    """Defers or runs W: kind "linear", "transposed" or "embedding"; x [..., K] or indices [...]; dy [..., N].
+
+    weight, bias: what W is for, None where it takes no gradient; of DTensors, as x and dy, this rank's part. sums: of
+    DTensors, for every dimension of the mesh, whether W computes a term of a sum over its ranks. copy: the caller may
+    write into x and dy as soon as this returns, so that what waits must be a copy.
+    """
+    params = (_parameter(weight), _parameter(bias))
+    if params[0] is None and params[1] is None:
+        return
+    scope = wgrad.current()
+    if copy and scope is not None:
+        x, dy = x.clone(), dy.clone()
+    dy = as_rows(dy)
+    if kind == "embedding":
+        kernel = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
+        task = wgrad.WGradTask(kernel, (x.reshape(-1), dy), params[:1], dy.numel(), "compiled embedding")
+    elif any(parameter is not None and sharded.is_sharded(parameter) for parameter in params):
+        backend = dispatch.resolve("linear", "auto", dy.device.type)
+        task = sharded.linear_task(backend.linear_wgrad, (as_rows(x), dy), params, tuple(sums), "compiled linear")
+    else:
+        backend = dispatch.resolve("linear", "auto", dy.device.type)
+        kernel = (linear_functions.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad)(backend)
+        segment = (as_rows(x), dy)
+        task = wgrad.WGradTask(kernel, segment, params, linear_functions.linear_flops, "compiled linear")
+    _defer(task)
+
+
+@torch.library.custom_op("zbkern::product_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def product_gradient(
+    kind: str,
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    ends: Tensor | None,
+    part: Sequence[int],
+    numbers: Sequence[int],
+    copy: bool,
+) -> None:
+    """Defers or runs W of a product with a part of a parameter: kind, the name of a `products.Kind`, or
+    "grouped_linear", "grouped_linear transposed", which alone have a bias, and may do without a weight's gradient.
+
+    index: the product is with weight[index]. part: size, stride and offset of the operand in the parameter's memory, or
+    in that of weight[index]; empty for all of it. ends: where groups of rows end. numbers: of a convolution.
+    """
+    params = (_parameter(weight), _parameter(bias))
+    if params == (None, None):
+        return
+    if copy and wgrad.current() is not None:
+        x, dy = x.clone(), dy.clone()
+        index, ends = (None if tensor is None else tensor.clone() for tensor in (index, ends))
+    if kind.startswith("grouped_linear"):
+        assert ends is not None
+        backend = dispatch.resolve("grouped_linear", "auto", x.device, x.dtype)
+        kernel = grouped_functions.grouped_wgrad(backend, kind.endswith("transposed"), False)
+        task = wgrad.WGradTask(kernel, (x, dy, ends), params, linear_functions.linear_flops, "compiled experts")
+    else:
+        assert weight is not None
+        steps = products.strided_steps(index, part)
+        shape = [*part[: len(part) // 2]] or ([*index.shape, *weight.shape[1:]] if index is not None else weight.shape)
+        like = torch.empty(shape, dtype=x.dtype, device="meta")
+        options = (ends,) if ends is not None else products.convolution_options(numbers)
+        backend = dispatch.resolve("linear", "auto", x.device, x.dtype)
+        kernel = products.product_wgrad(products.kind(kind), repr(steps), steps, like, options, backend)
+        task = wgrad.WGradTask(kernel, (x, dy), params[:1], 2 * dy.numel() * x.shape[-1], "compiled product")
+    _defer(task)
+
+
+@torch.library.custom_op("zbkern::head_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def head_gradient(
+    x: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int,
+    copy: bool,
+) -> None:
+    """Defers or runs W of a head: the loss of every row of x [M, K], of which dloss [M] is the gradient."""
+    params = (_parameter(weight), _parameter(bias))
+    if params == (None, None):
+        return
+    segment = (x, target, lse, dloss)
+    if copy and wgrad.current() is not None:
+        segment = (x.clone(), target.clone(), lse.clone(), dloss.clone())
+    values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
+    backend = dispatch.resolve("linear_cross_entropy", "auto", x.device, x.dtype)
+    call = autograd.OpCall((weight if params[0] is None else params[0], params[1]), backend, "compiled head")
+    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, chunk)
+    kernel = wgrad.WGradKernel(loss_functions.HeadW(call, *values, options))
+    _defer(wgrad.WGradTask(kernel, segment, params, 4 * x.shape[0] * weight.numel(), call.name))
+
+
+def _defer(task: wgrad.WGradTask) -> None:
+    scope = wgrad.current()
+    if scope is None:
+        wgrad.run_in_backward(task)
+    else:
+        scope[0].add(task, scope[1])
+
+
+@head_gradient.register_fake
+@product_gradient.register_fake
+@weight_gradient.register_fake
+def _(*_: Any) -> None:
+    _register_lowering()
+    if fx_traceback.has_preserved_node_meta():  # else torch 2.10 takes a call in a traced _Tap for one of the forward
+        fx_traceback.get_current_meta()["partitioner_tag"] = "is_backward"
+
+
+def _operators() -> tuple[Any, ...]:
+    operators = torch.ops.zbkern
+    return operators.weight_gradient.default, operators.product_gradient.default, operators.head_gradient.default
+
+
+def _keep_every_call() -> bool:
+    """Tells the compiler that calls do something: without, it would drop, or join, what has no result."""
+    try:
+        if hasattr(weight_gradient, "register_effect"):
+            from torch._library.effects import EffectType
+
+            for operator in (weight_gradient, product_gradient, head_gradient):
+                operator.register_effect(EffectType.ORDERED)
+        else:
+            from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+            for operator in _operators():
+                _register_effectful_op(operator, _EffectType.ORDERED)
+    except ImportError:
+        return False
+    return True
+
+
+AVAILABLE = _keep_every_call()
+"""Whether this torch can be told so."""
+
+
+@functools.cache
+def _register_lowering() -> None:
+    """Tells Inductor, once it is there, to leave x and dy alone after the call; copies are needed no more then."""
+    if "torch._inductor" not in sys.modules:
+        return
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+
+    def lower(operator: Any, *arguments: Any) -> None:
+        ir.FallbackKernel.create(operator, *arguments[:-1], False)  # copy
+        call: Any = V.graph.operations[-1]
+        V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in call.inputs)
+
+    for operator in _operators():
+        register_lowering(operator, type_promotion_kind=None)(functools.partial(lower, operator))
+
+
+def _parameter(weight: Tensor | None) -> Tensor | None:
+    """The parameter that a tensor of the compiled graph is, or None where this backward accumulates nothing into it."""
+    if weight is None:
+        return None
+    node = torch._C._current_autograd_node()
+    if node is None:  # called by hand
+        return weight if weight.is_leaf and weight.requires_grad else None
+    accumulator = _accumulations(node).get(_place(weight))
+    if accumulator is None:
+        raise RuntimeError(
+            f"a compiled backward has no edge to the weight {list(weight.shape)} of a zbkern layer: its gradient would "
+            "be lost; compile the model while no WGradQueue exists"
+        )
+    if not autograd.will_run(accumulator):
+        return None
+    if accumulation.has_hooks(accumulator.variable):  # the compiler cannot see them, and autograd runs them in B
+        raise RuntimeError(
+            f"a compiled zbkern layer's weight {list(weight.shape)} has hooks, whose gradient would not be there yet; "
+            "do not compile this layer, remove the hooks, or compile while no WGradQueue exists"
+        )
+    return accumulator.variable
+
+
+class _Edges(threading.local):
+    """Where the compiled node that runs on this thread sends weight gradients, by the place of the weight in memory."""
+
+    node: Any = None
+    accumulations: Mapping[Any, Any] = MappingProxyType({})
+
+    def clear(self) -> None:
+        self.__dict__.clear()
+
+
+_edges = _Edges()
+
+
+def _accumulations(node: Any) -> Mapping[Any, Any]:
+    key = (torch._C._current_graph_task_id(), node._sequence_nr())
+    if _edges.node != key:
+        following = [edge for edge, _ in node.next_functions if hasattr(edge, "variable")]
+        _edges.accumulations = {_place(edge.variable): edge for edge in following}
+        _edges.node = key
+        torch.autograd.Variable._execution_engine.queue_callback(_edges.clear)  # parameters are not kept any longer
+    return _edges.accumulations
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    if sharded.is_sharded(tensor):  # the compiled graph knows this rank's part
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
