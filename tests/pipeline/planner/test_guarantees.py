@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
@@ -91,6 +91,7 @@ def reached(given_plan: Callable[..., Plan], objective: str, **given_: object) -
     objective=st.sampled_from(["cost", "makespan"]),
     effort=st.sampled_from([0, 1, 2]),
 )
+@example(8, 3.0, 0.5, 0.0, 8, [1.0, 1.3125], "makespan", 0)  # the best orders are of cuts without a level
 def test_of_a_model_more_memory_and_more_choices_are_never_worse(
     blocks: int,
     head: float,
