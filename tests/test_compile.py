@@ -475,15 +475,20 @@ def compiled_linear_rank(case: str, backend: str) -> tuple[int, list[str], list[
     return waiting, [str(p.grad.placements[0]) for p in layer.parameters()], distances
 
 
+cut_tokens = pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="torch 2.8's own linear refuses DTensors whose tokens are cut"
+)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("case", "waits", "placements"),
     [
         ("by outputs, uneven", 1, ["S(0)", "S(0)"]),
         ("by inputs", 1, ["S(1)", "R"]),
-        ("by tokens", 1, ["P(sum)", "P(sum)"]),
-        ("by tokens, a whole gradient exists", 1, ["R", "R"]),
-        ("by tokens and outputs", 0, ["S(0)", "S(0)"]),
+        pytest.param("by tokens", 1, ["P(sum)", "P(sum)"], marks=cut_tokens),
+        pytest.param("by tokens, a whole gradient exists", 1, ["R", "R"], marks=cut_tokens),
+        pytest.param("by tokens and outputs", 0, ["S(0)", "S(0)"], marks=cut_tokens),
     ],
 )
 def test_a_compiled_linear_of_dtensors(two_ranks: Any, case: str, waits: int, placements: list[str]) -> None:
@@ -494,7 +499,7 @@ def test_a_compiled_linear_of_dtensors(two_ranks: Any, case: str, waits: int, pl
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("case", ["by inputs", "by tokens"])
+@pytest.mark.parametrize("case", ["by inputs", pytest.param("by tokens", marks=cut_tokens)])
 def test_a_linear_of_dtensors_compiled_by_inductor(two_ranks: Any, case: str) -> None:
     for waiting, _, distances in two_ranks.run(compiled_linear_rank, case, "inductor"):
         assert waiting == 1
