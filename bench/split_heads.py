@@ -47,12 +47,7 @@ def head_row(tokens: int, features: int, vocabulary: int, rounds: int) -> dict:
         "at_once": lambda: [lambda: backward(zbkern.functional.linear_cross_entropy(x, weight, target))],
         "deferred": deferred,
     }
-    found = {}
-    for name, prepare in candidates.items():
-        weight.grad = None
-        for function in prepare():
-            function()
-        found[name] = weight.grad
+    found = {name: gradient_of(weight, prepare()) for name, prepare in candidates.items()}
     for name, gradient in found.items():
         testing.assert_close(gradient, found["whole"], f"gradient of the head, {name}", tolerance=1e-5)
     timings = testing.measure(candidates, rounds=rounds, warmup=2)
@@ -72,6 +67,14 @@ def head_row(tokens: int, features: int, vocabulary: int, rounds: int) -> dict:
         "before_w": halves["before_w"].ratio(halves["torch"]),
         "peak_bytes": peaks,
     }
+
+
+def gradient_of(weight: Tensor, functions: list[Callable]) -> Tensor | None:
+    """What these leave in weight.grad. In a function of its own, so that no name keeps their queue alive."""
+    weight.grad = None
+    for function in functions:
+        function()
+    return weight.grad
 
 
 def peak_bytes(functions: list[Callable]) -> int:
