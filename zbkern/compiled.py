@@ -42,6 +42,11 @@ def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
         return False
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (x, *weights) if tensor is not None):
         return False
+    return _are_leaves(weights)
+
+
+def _are_leaves(weights: Sequence[Tensor | None]) -> bool:
+    """Whether some take a gradient, and all that do are leaves: parameters, into which W can accumulate."""
     trainable = [w for w in weights if w is not None and w.requires_grad]
     return len(trainable) > 0 and all(w.is_leaf for w in trainable)
 
@@ -61,10 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
 
 def can_defer_sharded(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """The same for DTensors, as far as one can see before their placements are known."""
-    if not (may_defer() and sharded.is_sharded(x, weight, bias)):
-        return False
-    trainable = [w for w in (weight, bias) if w is not None and w.requires_grad]
-    return len(trainable) > 0 and all(w.is_leaf for w in trainable)
+    return may_defer() and sharded.is_sharded(x, weight, bias) and _are_leaves((weight, bias))
 
 
 @torch.compiler.allow_in_graph

@@ -142,7 +142,7 @@ def product_gradient(
     in that of weight[index]; empty for all of it. ends: where groups of rows end. numbers: of a convolution.
     """
     params = (_parameter(weight), _parameter(bias))
-    if params == (None, None):
+    if params[0] is None and params[1] is None:
         return
     if copy and wgrad.current() is not None:
         x, dy = x.clone(), dy.clone()
@@ -180,7 +180,7 @@ def head_gradient(
 ) -> None:
     """Defers or runs W of a head: the loss of every row of x [M, K], of which dloss [M] is the gradient."""
     params = (_parameter(weight), _parameter(bias))
-    if params == (None, None):
+    if params[0] is None and params[1] is None:
         return
     segment = (x, target, lse, dloss)
     if copy and wgrad.current() is not None:

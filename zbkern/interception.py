@@ -187,7 +187,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
         view = self._views.get(id(tensor))
         if view is not None:
             version = self._versions.get(id(tensor))
-            return view if version is None or version == _version(tensor) else None
+            return view if version is None or version == products.version_of(tensor) else None
         if type(tensor) is torch.nn.Parameter and tensor.requires_grad:
             view = ParameterView(tensor, (), tensor.detach())
             self._views[id(tensor)] = view
@@ -200,7 +200,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
         return view
 
     def _remember(self, tensor: Tensor, view: ParameterView) -> None:
-        self._views[id(tensor)], self._versions[id(tensor)] = view, _version(tensor)
+        self._views[id(tensor)], self._versions[id(tensor)] = view, products.version_of(tensor)
         self._kept.append(tensor)
 
     def _forget(self, tensor: Tensor) -> None:
@@ -293,7 +293,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
         for tensor in operands:
             if (earlier := self._computed.get(id(tensor))) is not None:
                 uses.extend(earlier.uses)
-        versions = [_version(tensor) for tensor in operands]
+        versions = [products.version_of(tensor) for tensor in operands]
         if isinstance(found, Tensor):
             self._computed[id(found)] = _Computed(found, found._version, call, operands, versions, uses)
             return
@@ -305,7 +305,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
     def _recipe(self, computed: _Computed, parameters: dict[int, Tensor]) -> Recipe | None:
         """How W makes it again, and of which parameters; None where it cannot, or something was modified in place."""
         function, args, kwargs, index = computed.call
-        versions = [_version(tensor) for tensor in computed.operands]
+        versions = [products.version_of(tensor) for tensor in computed.operands]
         changed = versions != computed.versions or computed.tensor._version != computed.version
         if changed or function.__name__ in RANDOM:
             return None
@@ -386,11 +386,6 @@ class _Computed(NamedTuple):
     operands: list[Tensor]
     versions: list[int]
     uses: list[Use]
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was modified in place; tensors of inference mode do not count it."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _saved_tensors_hooks() -> Any:

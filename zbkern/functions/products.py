@@ -339,7 +339,7 @@ class Product(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.call, ctx.kind, ctx.options = call, kind, options
         if isinstance(view, ComputedWeight):
-            ctx.recipe, ctx.versions = view.recipe, _versions(call.params)
+            ctx.recipe, ctx.versions = view.recipe, [version_of(p) for p in call.params]
         else:
             ctx.recipe, ctx.steps, ctx.key = None, view.steps, view.key
         return y
@@ -440,7 +440,7 @@ def _computed_wgrad(
         gradient = kind.wgrad(x, dy, like, *options)
         for x, dy, *_ in others:
             gradient += kind.wgrad(x, dy, like, *options)
-        if not values and _versions(parameters) != versions:
+        if not values and [version_of(p) for p in parameters] != versions:
             raise RuntimeError(
                 f"{kind.name}: a parameter from which its weight was computed changed between the forward and W, which "
                 "computes the weight again; run the queue before the optimizer step"
@@ -460,9 +460,9 @@ def _computed_wgrad(
     return WGradKernel(run)
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was modified in place; tensors of inference mode do not count it."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+def version_of(tensor: Tensor) -> int:
+    """How often it was modified in place; tensors of inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _are_gathered(parameters: Sequence[Tensor]) -> bool:
