@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import random
+import re
 import threading
 import time
 import weakref
@@ -407,6 +409,59 @@ def test_random_numbers_and_buffers_are_as_without(saving: str) -> None:
         found[-1].append(torch.tensor(random.random()))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recompute", [(), (nn.BatchNorm1d, nn.Linear)])
+def test_a_recomputation_reads_and_leaves_buffers_as_without(recompute: Sequence[type]) -> None:
+    """Batch norm writes statistics without a sign; spectral norm computes with vectors that every forward changes."""
+    spectral = nn.utils.parametrizations.spectral_norm
+    found = []
+    for row in ("0F0 0F1 0F2 0BW0 0BW1 0BW2", "0F0 0F1 0F2 0R0 0BW0 0R1 0BW1 0BW2"):
+        torch.manual_seed(4)
+        module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), spectral(nn.Linear(8, 8)), nn.Tanh())
+        with step([module], row, microbatches=3, steps=2, options=StepOptions(recompute=recompute)):
+            found.append([*module.buffers(), *(p.grad for p in module.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("row", ["0F0 0F1 0BW0 0BW1", "0F0 0O0 0F1 0L0 0BW0 0BW1", "0F0 0F1 0R0 0BW0 0BW1"])
+def test_inputs_that_ask_for_a_gradient_get_it(row: str) -> None:
+    module, data = deep(1), torch.ones(4, 8, requires_grad=True)
+    schedule = Schedule.build([[Action.parse(text) for text in row.split()]], [0], 2)
+    with Pipeline([module], schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+        pipe.step([data[:2], 2 * data[2:]], list(data.detach().split(2)))
+    found, data.grad = data.grad, None
+    loss = nn.functional.mse_loss(module(torch.cat([data[:2], 2 * data[2:]])), data.detach())
+    torch.testing.assert_close(found, *torch.autograd.grad(loss, [data]))
+
+
+@pytest.mark.parametrize("broken", [1, 2])  # the copy out, and back
+def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_now, begun = host_copies.copy, itertools.count(1)
+
+    def copy_or_fail(pairs: host_copies.Pairs) -> None:
+        if next(begun) == broken:
+            raise MemoryError("the host has no more")
+        copy_now(pairs)
+
+    monkeypatch.setattr(host_copies, "copy", copy_or_fail)
+    rows = "0F0 0O0 0L0 0BW0 0F1 0BW1", "1F0 1BW0 1F1 1BW1"
+    schedule = Schedule.build([[Action.parse(text) for text in row.split()] for row in rows], [0, 1], 2)
+    data = torch.ones(4, 8)
+
+    def steps(transport: LocalTransport) -> list[str]:
+        with Pipeline([deep(1)], schedule, nn.functional.mse_loss, transport, timeout=5) as pipe:
+            with pytest.raises(PipelineError) as raised:
+                pipe.step(data, data)
+            pipe.step(data, data)
+        return [str(raised.value)]
+
+    first, second = results_on_threads(2, steps)
+    assert first == second
+    assert re.match(r"rank 0, action 0.*MemoryError: the host has no more", first[0])
 
 
 def test_a_forward_that_is_not_repeatable_is_told() -> None:

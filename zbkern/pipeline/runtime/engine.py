@@ -363,6 +363,7 @@ class Pipeline:
         if not self._skip_rolled_back() or before is None:
             return begun
         before.restore()
+        torch.clear_autocast_cache()  # casts of weights that have changed
         self._forget()
         self._recorder.clear()
         self._in_flight = 0

@@ -28,27 +28,28 @@ class ForwardState:
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
         self._entries = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
-        self._buffers = [buffer for module in modules for buffer in module.buffers()]
-        self._copies = [buffer.clone() for buffer in self._buffers]
-        self._versions = [buffer._version for buffer in self._buffers]
+        buffers = [buffer for module in modules for buffer in module.buffers() if not _is_expanded(buffer)]
+        self._copies = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
         self._random = RandomState(device)
 
-    def restore_after_recompute(self) -> None:
-        """The same for a forward that ran again; only buffers that it wrote, which no backward waits to read."""
-        for present, entries in self._entries:
-            present.update(entries)
-        with torch.no_grad():
-            for buffer, copy, version in zip(self._buffers, self._copies, self._versions, strict=True):
-                if buffer._version != version:
-                    buffer.copy_(copy)
-        self._random.restore()
+    def keep_written(self) -> None:
+        """After the forward: gives up the copies of buffers that it has not written."""
+        self._copies = [each for each in self._copies if each[0]._version != each[2]]
 
     def restore(self) -> None:
-        """Everything as it was when this was made; casts of weights by autocast are made anew."""
+        """Everything as it was when this was made, but for buffers that were given up."""
         for present, entries in self._entries:
             present.update(entries)
         with torch.no_grad():
-            for buffer, copy in zip(self._buffers, self._copies, strict=True):
-                buffer.copy_(copy)
+            for buffer, copy, version in self._copies:
+                # batch norm's kernels write running statistics, which its backward saves, and leave their version as
+                # it is: so must this
+                (buffer if buffer._version != version else buffer.data).copy_(copy)
         self._random.restore()
-        torch.clear_autocast_cache()
+
+
+def _is_expanded(buffer: torch.Tensor) -> bool:
+    """Whether elements share memory, as in stand-ins of `cut`: nothing can be written there."""
+    if buffer.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.runtime.forward_state import ForwardState, RandomState
+from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recomputed_parts import RecomputedParts, parts_of
@@ -104,7 +104,7 @@ class MemorySavingStage(Stage):
         if not torch.is_grad_enabled():
             return super().forward(microbatch, inputs, target, side)
         tensors = self._activations[microbatch] = self._saver(microbatch, inputs, target, side)
-        if tensors.travel is not None:
+        if tensors.travel is not None and self.chunk > 0:  # the batch stays, and the caller has its gradient
             self._given, inputs = inputs, pytree.tree_map(_stand_in, inputs)
         with tensors.saving():
             outputs = super().forward(microbatch, inputs, target, side)
@@ -115,6 +115,8 @@ class MemorySavingStage(Stage):
             tensors.travel.begin()
         if microbatch in self._recomputed:
             self.kept_bytes = tensors.nbytes
+        if microbatch in self._again:
+            self._again[microbatch].before.keep_written()
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
@@ -151,9 +153,9 @@ class MemorySavingStage(Stage):
         for each in (*self._activations.values(), *self._waiting.values()):
             if each.travel is not None:
                 each.travel.abandon()
-        for microbatch in [*self._loads]:
-            self._end_loads(microbatch)
-        for kept in (self._activations, self._again, self._waiting):
+        for transfer in [each for loads in self._loads.values() for each in loads]:
+            transfer.abandon()
+        for kept in (self._activations, self._again, self._waiting, self._loads):
             kept.clear()
         self._given = None
 
@@ -180,7 +182,7 @@ class MemorySavingStage(Stage):
             return SavedTensors(storages)
         if not whole:
             return RecomputedParts(storages, self._parts, self._lanes.device)
-        self._again[microbatch] = _Again(inputs, target, side or {}, RandomState(self._lanes.device))
+        self._again[microbatch] = _Again(inputs, target, side or {}, self._forward_state())
         return RecomputedTensors(kept, storages)
 
     def _resident(self, inputs: Any = None, target: Any = None, side: Any = None) -> Resident:
@@ -189,20 +191,28 @@ class MemorySavingStage(Stage):
 
     def _recompute(self, microbatch: int) -> None:
         tensors = self._activations[microbatch]
-        state = ForwardState([self.module], self._lanes.device)
-        if isinstance(tensors, RecomputedParts):
-            tensors.recompute(partial(self.queue.defer, (self.chunk, microbatch)))
-        else:
-            assert isinstance(tensors, RecomputedTensors)
-            again = self._again.pop(microbatch)
-            again.random.restore()
-            with self.queue.defer((self.chunk, microbatch)), tensors.filling():
-                outputs = self._call(again.inputs, again.side)
-                if self.loss_fn is not None:
-                    self._loss(outputs, again.target) / self.microbatches
-            del outputs
-            tensors.check()
-        state.restore_after_recompute()
+        present = self._forward_state()
+        try:
+            if isinstance(tensors, RecomputedParts):
+                tensors.recompute(partial(self.queue.defer, (self.chunk, microbatch)))
+            else:
+                assert isinstance(tensors, RecomputedTensors)
+                self._recompute_all(microbatch, tensors)
+        finally:
+            present.restore()
+
+    def _recompute_all(self, microbatch: int, tensors: RecomputedTensors) -> None:
+        again = self._again.pop(microbatch)
+        again.before.restore()
+        with self.queue.defer((self.chunk, microbatch)), tensors.filling():
+            outputs = self._call(again.inputs, again.side)
+            if self.loss_fn is not None:
+                self._loss(outputs, again.target) / self.microbatches
+        del outputs
+        tensors.check()
+
+    def _forward_state(self) -> ForwardState:
+        return ForwardState([self.module], self._lanes.device)
 
     def _held(self, microbatch: int, offload: bool) -> _HeldTensors:
         """What the W of a microbatch that has had its B need; offload: it goes to the host."""
@@ -268,7 +278,7 @@ class _Again(NamedTuple):
     inputs: Any
     target: Any
     side: Mapping[str, Any]
-    random: RandomState
+    before: ForwardState
 
 
 class _HeldTensors:

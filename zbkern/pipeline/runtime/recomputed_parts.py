@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.data_parallel import gathered, is_sharded
-from zbkern.pipeline.runtime.forward_state import RandomState
+from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.saved_tensors import Filling, Saved, SavedTensors, unpack
 from zbkern.pipeline.runtime.storages import Storages, key, keys
 
@@ -90,7 +90,7 @@ class _Run:
 
     def __init__(self, part: torch.nn.Module, given: Any, device: torch.device) -> None:
         self.part, self.given = part, given
-        self.random = RandomState(device)
+        self.before = ForwardState([part], device)
         self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         self.inside: list[Saved] = []
         self.later: list[_Later] = []
@@ -128,7 +128,7 @@ class RecomputedParts(SavedTensors):
         runs, self._runs = self._runs, []
         for run in runs:
             arguments, keywords = pytree.tree_map_only(_Input, lambda given: given.tensor, run.given)
-            run.random.restore()
+            run.before.restore()
             filling = Filling(run.inside, self.storages)
             enabled, dtype = run.autocast
             autocast = torch.autocast(self._device.type, dtype, enabled)
@@ -151,6 +151,7 @@ class RecomputedParts(SavedTensors):
         if self._within is not part:
             return
         given, self._given, self._within = self._given, [], None
+        self._runs[-1].before.keep_written()
         if any(tensor._version != version for tensor, version in given):
             raise RuntimeError(
                 f"{type(part).__name__} modifies what it is given in place, so that it cannot run again alone; name "

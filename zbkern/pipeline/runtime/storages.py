@@ -7,6 +7,7 @@ group with a tensor in it, as it can go early; on the way back to the last one, 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class Travel:
     def abandon(self) -> None:
         """Waits for copies to the host, whose memory may be given to others then."""
         for transfer in self._leaving:
-            transfer.copy.wait()
+            transfer.abandon()
 
 
 class Transfer:
@@ -147,6 +148,11 @@ class Transfer:
         storages, self.storages = self.storages, ()
         for moved in storages:
             moved.move()
+
+    def abandon(self) -> None:
+        """Waits until the copy has ended, or has failed: nothing comes of it."""
+        with suppress(Exception):
+            self.copy.wait()
 
 
 class Place:
