@@ -88,7 +88,7 @@ class Pipeline:
         check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill
         self.timeout = timeout
-        self._fill_with = options.fill_with
+        self._on_idle = options.on_idle
         self._raises_nonfinite = options.nonfinite == "raise"
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
@@ -503,8 +503,8 @@ class Pipeline:
         if self.fill == "eager":
             while self.queue.pending() and not self._ready(tag):
                 self._run_oldest()
-        if self._fill_with is not None:
-            while not self._ready(tag) and self._fill_with():
+        if self._on_idle is not None:
+            while not self._ready(tag) and self._on_idle():
                 pass
         placement = self.schedule.placement
         needed = producer(action, len(placement))
