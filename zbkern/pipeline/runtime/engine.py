@@ -111,7 +111,7 @@ class Pipeline:
             self._tied = TiedWeights(copies, self._transport, self.modules)
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
         self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
-        self.use(schedule)
+        self._use_schedule(schedule)
         self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
         self._in_flight = 0  # microbatches that were begun, and are not through their B
@@ -270,7 +270,7 @@ class Pipeline:
         """
         return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
-    def use(self, schedule: Schedule) -> None:
+    def _use_schedule(self, schedule: Schedule) -> None:
         """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank.
 
         For replanning and measuring, which see to that: nothing is checked.
@@ -281,7 +281,7 @@ class Pipeline:
         self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
 
-    def rebuild_stages(
+    def _rebuild_stages(
         self,
         modules: Mapping[int, torch.nn.Module],
         schedule: Schedule,
@@ -391,7 +391,7 @@ class Pipeline:
         self._transport.activity.begin("replanning")
         better = self._updates.agree(timeline, self.gather, self.rank)
         if better is not None:
-            self.use(better)
+            self._use_schedule(better)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
