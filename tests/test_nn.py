@@ -139,14 +139,14 @@ def test_attention_with_rotary_turns_queries_and_keys(size: int) -> None:
     x, angles = torch.randn(2, 6, 16, dtype=torch.float64), torch.randn(6, size // 2, dtype=torch.float64)
     rotary = angles.cos(), angles.sin()
 
-    def forward(m: nn.Module, x: torch.Tensor, sequences: None, rotary: Any) -> torch.Tensor:
+    def forward(m: nn.Module, x: torch.Tensor, cu_seqlens: None, rotary: Any) -> torch.Tensor:
         q, k, v = F.linear(x, m.qkv.weight).unflatten(-1, (8, 4)).split([4, 2, 2], -2)
         q, k = (zbkern.functional.rotary(t, *rotary) for t in (q, k))
         y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True)
         return F.linear(y.transpose(1, 2).flatten(-2), m.output.weight)
 
     check(module, forward, x, None, rotary)
-    packed = module(x.flatten(0, 1), sequences=[0, 6, 12], rotary=tuple(t.repeat(2, 1) for t in rotary))
+    packed = module(x.flatten(0, 1), cu_seqlens=[0, 6, 12], rotary=tuple(t.repeat(2, 1) for t in rotary))
     testing.assert_close(packed, module(x, rotary=rotary).flatten(0, 1))
 
 
@@ -155,10 +155,10 @@ def test_attention_with_sinks_a_cap_and_values_of_another_size() -> None:
     x = torch.randn(6, 8, dtype=torch.float64)
     ends = torch.tensor([0, 2, 6])
 
-    def forward(m: nn.Module, x: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    def forward(m: nn.Module, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         q, k, v = F.linear(x, m.qkv.weight).split([8, 4, 10], -1)
         q, k, v = q.unflatten(-1, (4, 2)), k.unflatten(-1, (2, 2)), v.unflatten(-1, (2, 5))
-        y = zbkern.functional.attention(q, k, v, True, sequences=sequences, softcap=2.0, sinks=m.sinks)
+        y = zbkern.functional.attention(q, k, v, True, cu_seqlens=cu_seqlens, softcap=2.0, sinks=m.sinks)
         return F.linear(y.flatten(-2), m.output.weight)
 
     check(module, forward, x, ends)
@@ -168,7 +168,7 @@ def test_attention_with_sequences_is_attention_of_each() -> None:
     module = zbkern.nn.Attention(8, 4, 2, causal=True, window=2, dtype=torch.float64)
     x = torch.randn(7, 8, dtype=torch.float64)
     parts = torch.cat([module(x[None, :3])[0], module(x[None, 3:])[0]])
-    testing.assert_close(module(x, sequences=[0, 3, 7]), parts)
+    testing.assert_close(module(x, cu_seqlens=[0, 3, 7]), parts)
 
 
 def test_attention_refuses_heads_that_do_not_divide() -> None:

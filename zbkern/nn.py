@@ -249,7 +249,7 @@ class Attention(Layer):
     features: of input and output [batch, tokens, features]; heads; key_heads: fewer for grouped-query attention, heads
     when None; head_size: features / heads when None; causal, window, softcap: as in functional.attention;
     value_size: head size of the values where it is another; sinks: adds a parameter `sinks` [heads], 0 at first. With
-    `sequences`, forward takes [tokens, features] of sequences one after the other. rotary: (cos, sin), each
+    `cu_seqlens`, forward takes [tokens, features] of sequences one after the other. rotary: (cos, sin), each
     [tokens, up to head_size / 2], turns q and k as functional.rotary does.
     """
 
@@ -295,7 +295,7 @@ class Attention(Layer):
     def forward(
         self,
         x: Tensor,
-        sequences: Sequence[int] | Tensor | None = None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         sizes = [(self.heads + self.key_heads) * self.head_size, self.key_heads * self.value_size]
@@ -306,7 +306,7 @@ class Attention(Layer):
         q, k = turning.split([self.heads, self.key_heads], dim=-2)
         y = functional.attention(
             *(q, k, v, self.causal, self.window),
-            sequences=sequences,
+            cu_seqlens=cu_seqlens,
             impl=self.zbkern_impl,
             softcap=self.softcap,
             sinks=self.sinks,
