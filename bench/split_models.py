@@ -113,7 +113,7 @@ class LlamaBlock(nn.Module):
         self.mlp = mlp(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rotary=rotary_angles(x.shape[1], self.attention.head_size, x.dtype))
+        x = x + self.attention(self.input_norm(x), rotary=rotary_angles(x.shape[1], self.attention.head_dim, x.dtype))
         return x + self.mlp(self.mlp_norm(x))
 
 

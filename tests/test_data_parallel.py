@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zbkern
 from zbkern import testing
 from zbkern.data_parallel import ShardedReduction
+from zbkern.wgrad import fsdp
 
 pytestmark = pytest.mark.dist
 
@@ -223,10 +224,15 @@ def computed_weights(sharded: bool, reshard: bool) -> None:
             fully_shard(block, reshard_after_forward=reshard)
         reduction = ShardedReduction(model, queue)
     (step,) = data(1, 2)
-    for key, batch in enumerate(step):
-        for part in (batch[rank],) if sharded else batch:
-            with queue.defer(key):
-                (model(part).square().mean() / (1 if sharded else 2)).backward()
+    searches: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        shards = fsdp.shards
+        patch.setattr(fsdp, "shards", lambda: (searches.append(key), shards())[1])
+        for key, batch in enumerate(step):
+            for part in (batch[rank],) if sharded else batch:
+                with queue.defer(key):
+                    (model(part).square().mean() / (1 if sharded else 2)).backward()
+    assert set(searches) == {0}  # what FSDP2 gathers is known after the first B
     products = [task for task in queue.tasks() if sum(p is not None for p in task.parameters) == 2]
     computed = [task for task in products if not any(p.dim() == 1 for p in task.parameters)]
     assert len(computed) == 2 * 3 * (2 if sharded else 4)  # with weight and gain, or magnitude and direction

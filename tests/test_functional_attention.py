@@ -39,7 +39,7 @@ def test_attention(heads: tuple[int, int], causal: bool, window: int | None, len
         return torch.stack(parts) if lengths is None else torch.cat(parts)
 
     def ours(q, k, v):
-        return Z.attention(q, k, v, causal, window, sequences=ends)
+        return Z.attention(q, k, v, causal, window, cu_seqlens=ends)
 
     y, expected = ours(q, k, v), by_hand(q, k, v)
     testing.assert_close(y, expected)
@@ -77,11 +77,11 @@ def test_sinks_caps_and_values_of_another_size(
     rand = functools.partial(torch.randn, dtype=torch.float64, requires_grad=True)
     q, k, v = rand(tokens, 4, 6), rand(tokens, 2, 6), rand(tokens, 2, 3)
     inputs = (q, k, v, rand(4)) if sinks else (q, k, v)
-    sequences = torch.tensor(ends, dtype=torch.int32) if on_device else ends
+    ends_there = torch.tensor(ends, dtype=torch.int32) if on_device else ends
 
     def ours(*inputs: Tensor) -> Tensor:
         level = inputs[3] if sinks else None
-        return Z.attention(*inputs[:3], causal, sequences=sequences, softcap=softcap, sinks=level)
+        return Z.attention(*inputs[:3], causal, cu_seqlens=ends_there, softcap=softcap, sinks=level)
 
     y = ours(*inputs)
     expected = by_formula(q, k, v, causal, softcap, inputs[3] if sinks else None, ends)

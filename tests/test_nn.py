@@ -119,13 +119,13 @@ def test_mlp_calls_linears_that_are_more_than_their_products(change: str) -> Non
     torch.testing.assert_close(module(x), factor * expected, rtol=0.1, atol=0.05)
 
 
-@pytest.mark.parametrize("key_heads", [None, 2, 1])
-def test_attention(key_heads: int | None) -> None:
-    module = zbkern.nn.Attention(8, 4, key_heads, causal=True, bias=True, dtype=torch.float64)
+@pytest.mark.parametrize("num_kv_heads", [None, 2, 1])
+def test_attention(num_kv_heads: int | None) -> None:
+    module = zbkern.nn.Attention(8, 4, num_kv_heads, causal=True, bias=True, dtype=torch.float64)
     x = torch.randn(2, 6, 8, dtype=torch.float64)
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = F.linear(x, m.qkv.weight, m.qkv.bias).split([8, m.key_heads * 2, m.key_heads * 2], -1)
+        q, k, v = F.linear(x, m.qkv.weight, m.qkv.bias).split([8, m.num_kv_heads * 2, m.num_kv_heads * 2], -1)
         q, k, v = (t.unflatten(-1, (-1, 2)).transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return F.linear(y.transpose(1, 2).flatten(-2), m.output.weight, m.output.bias)
@@ -139,26 +139,26 @@ def test_attention_with_rotary_turns_queries_and_keys(size: int) -> None:
     x, angles = torch.randn(2, 6, 16, dtype=torch.float64), torch.randn(6, size // 2, dtype=torch.float64)
     rotary = angles.cos(), angles.sin()
 
-    def forward(m: nn.Module, x: torch.Tensor, sequences: None, rotary: Any) -> torch.Tensor:
+    def forward(m: nn.Module, x: torch.Tensor, cu_seqlens: None, rotary: Any) -> torch.Tensor:
         q, k, v = F.linear(x, m.qkv.weight).unflatten(-1, (8, 4)).split([4, 2, 2], -2)
         q, k = (zbkern.functional.rotary(t, *rotary) for t in (q, k))
         y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True)
         return F.linear(y.transpose(1, 2).flatten(-2), m.output.weight)
 
     check(module, forward, x, None, rotary)
-    packed = module(x.flatten(0, 1), sequences=[0, 6, 12], rotary=tuple(t.repeat(2, 1) for t in rotary))
+    packed = module(x.flatten(0, 1), cu_seqlens=[0, 6, 12], rotary=tuple(t.repeat(2, 1) for t in rotary))
     testing.assert_close(packed, module(x, rotary=rotary).flatten(0, 1))
 
 
 def test_attention_with_sinks_a_cap_and_values_of_another_size() -> None:
-    module = zbkern.nn.Attention(8, 4, 2, causal=True, value_size=5, softcap=2.0, sinks=True, dtype=torch.float64)
+    module = zbkern.nn.Attention(8, 4, 2, causal=True, v_head_dim=5, softcap=2.0, sinks=True, dtype=torch.float64)
     x = torch.randn(6, 8, dtype=torch.float64)
     ends = torch.tensor([0, 2, 6])
 
-    def forward(m: nn.Module, x: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    def forward(m: nn.Module, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         q, k, v = F.linear(x, m.qkv.weight).split([8, 4, 10], -1)
         q, k, v = q.unflatten(-1, (4, 2)), k.unflatten(-1, (2, 2)), v.unflatten(-1, (2, 5))
-        y = zbkern.functional.attention(q, k, v, True, sequences=sequences, softcap=2.0, sinks=m.sinks)
+        y = zbkern.functional.attention(q, k, v, True, cu_seqlens=cu_seqlens, softcap=2.0, sinks=m.sinks)
         return F.linear(y.flatten(-2), m.output.weight)
 
     check(module, forward, x, ends)
@@ -168,15 +168,15 @@ def test_attention_with_sequences_is_attention_of_each() -> None:
     module = zbkern.nn.Attention(8, 4, 2, causal=True, window=2, dtype=torch.float64)
     x = torch.randn(7, 8, dtype=torch.float64)
     parts = torch.cat([module(x[None, :3])[0], module(x[None, 3:])[0]])
-    testing.assert_close(module(x, sequences=[0, 3, 7]), parts)
+    testing.assert_close(module(x, cu_seqlens=[0, 3, 7]), parts)
 
 
 def test_attention_refuses_heads_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match="Attention: heads must divide features"):
+    with pytest.raises(ValueError, match="Attention: num_heads must divide dim"):
         zbkern.nn.Attention(8, 3)
-    for heads, key_heads in ((0, None), (4, 3), (4, 0)):
-        with pytest.raises(ValueError, match="Attention: heads must be a multiple of key_heads; got"):
-            zbkern.nn.Attention(8, heads, key_heads)
+    for num_heads, num_kv_heads in ((0, None), (4, 3), (4, 0)):
+        with pytest.raises(ValueError, match="Attention: num_heads must be a multiple of num_kv_heads; got"):
+            zbkern.nn.Attention(8, num_heads, num_kv_heads)
 
 
 def test_grouped_linear() -> None:

@@ -349,29 +349,30 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
-    sequences: Sequence[int] | Tensor | None = None,
-    key_sequences: Sequence[int] | Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
     impl: str = "auto",
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     name: str = "",
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v. But for sinks it has no weights: its whole backward is B.
+    """softmax(scale q k^T + mask) v. Only `sinks` is a parameter: the rest of the backward is B.
 
-    q: [batch, queries, heads, D]; k: [batch, keys, key_heads, D]; v: [batch, keys, key_heads, Dv], where heads is a
-    multiple of key_heads (grouped-query attention); returns [batch, queries, heads, Dv]. With `sequences`, tokens of
-    sequences of different lengths follow each other without a batch dimension: q [T, heads, D], sequences [0, end of
-    the first, ..., T] (key_sequences where the keys' differ). As an int32 or int64 tensor on q's device they are read
-    there, without waiting for it (impl="torch" waits); then their values are not checked on a GPU, and where they end
-    before T the rest of the result is 0.
-    causal: a query sees keys up to its own place, both ends lined up. window: with causal, how many keys it sees, its
-    own included. scale: 1/sqrt(D) when None. softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
-    sinks: [heads], the score of one more key per head, which every query sees and whose value is 0, as in gpt-oss;
-    their gradient is W. impl: on a GPU "auto" chooses among our core, torch's and an installed FlashAttention;
-    `zbkern info` says which.
+    q: [batch, queries, heads, D]; k: [batch, keys, kv_heads, D]; v: [batch, keys, kv_heads, Dv], where heads is a
+    multiple of kv_heads (grouped-query attention); returns [batch, queries, heads, Dv].
+    cu_seqlens: for packed sequences of different lengths, [0, end of the first, ..., T]; q is then [T, heads, D], k and
+    v likewise. cu_seqlens_k: the same for the keys, where their lengths differ from those of the queries. Both are
+    lists, or int32 or int64 tensors. Tensors on q's device are read there, and the host does not wait for them (except
+    with impl="torch"); on a GPU their values are not checked, and where they end before T the rest of the result is 0.
+    causal: a query sees keys up to its own place; the last query and the last key have the same place. window: with
+    causal, how many keys a query sees, its own included. scale: 1/sqrt(D) when None. softcap: scores become
+    softcap tanh(score / softcap), as in Gemma 2. sinks: [heads], the score of one more key per head, which every query
+    sees and whose value is 0, as in gpt-oss; their gradient is W. impl: on a GPU "auto" chooses among zbkern's core,
+    torch's and an installed FlashAttention; `zbkern info` says which.
+    Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
-    functional_checks.check_attention(q, k, v, causal, window, sequences, key_sequences, softcap, sinks)
+    functional_checks.check_attention(q, k, v, causal, window, cu_seqlens, cu_seqlens_k, softcap, sinks)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
     functional_checks.check_number("attention", "scale", scale)
@@ -380,10 +381,10 @@ def attention(
         raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     ends: tuple[int, ...] | Tensor
     key_ends: tuple[int, ...] | Tensor
-    if sequences is None:
+    if cu_seqlens is None:
         ends, key_ends = _even_ends(q.shape[0], q.shape[1]), _even_ends(k.shape[0], k.shape[1])
     else:
-        ends, key_ends = functional_checks.sequence_ends(q, k, sequences, key_sequences)
+        ends, key_ends = functional_checks.sequence_ends(q, k, cu_seqlens, cu_seqlens_k)
     cap = None if softcap is None else float(softcap)
     options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends, cap)
     if not _plain(q, k if sinks is None else sinks):

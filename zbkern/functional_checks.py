@@ -222,17 +222,17 @@ def check_attention(
     v: Tensor,
     causal: bool,
     window: int | None,
-    sequences: Sequence[int] | Tensor | None,
-    key_sequences: Sequence[int] | Tensor | None,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    cu_seqlens_k: Sequence[int] | Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
     """All but the dtypes, which autocast may change, and where sequences end: see `sequence_ends`."""
-    batched = sequences is None
+    batched = cu_seqlens is None
     _check_tensors("attention", q=q, k=k, v=v)
     for argument, value in (("q", q), ("k", k), ("v", v)):
         if value.dim() != (4 if batched else 3):
-            shape = "[batch, tokens, heads, D]" if batched else "[tokens, heads, D] with sequences"
+            shape = "[batch, tokens, heads, D]" if batched else "[tokens, heads, D] with cu_seqlens"
             raise ValueError(f"attention: {argument} must be {shape}; got {list(value.shape)}")
     heads, key_heads = q.shape[-2], k.shape[-2]
     divides = heads % key_heads == 0 if key_heads else heads == 0
@@ -247,8 +247,8 @@ def check_attention(
         check_integer("attention", "window", window)
     if window is not None and (not causal or window < 1):
         raise ValueError(f"attention: window must be at least 1 and needs causal=True; got {window}, causal={causal}")
-    if batched and key_sequences is not None:
-        raise ValueError("attention: key_sequences needs sequences, the ends of the queries' sequences; got None")
+    if batched and cu_seqlens_k is not None:
+        raise ValueError("attention: cu_seqlens_k needs cu_seqlens, the ends of the queries' sequences; got None")
     if softcap is not None:
         check_number("attention", "softcap", softcap)
         if not 0 < float(softcap) < float("inf"):
@@ -263,23 +263,23 @@ def check_attention(
 
 
 def sequence_ends(
-    q: Tensor, k: Tensor, sequences: Sequence[int] | Tensor, key_sequences: Sequence[int] | Tensor | None
+    q: Tensor, k: Tensor, cu_seqlens: Sequence[int] | Tensor, cu_seqlens_k: Sequence[int] | Tensor | None
 ) -> tuple[tuple[int, ...] | Tensor, tuple[int, ...] | Tensor]:
     """Where the sequences of q [T, ...] and k [T', ...] end, each beginning with 0: tensors where they are on q's
     device, and what is on a GPU is not looked at."""
-    if isinstance(sequences, Tensor) and sequences.device == q.device:
-        ends_there = _check_tensor_of_ends("sequences", sequences, q)
-        name, given = ("sequences", sequences) if key_sequences is None else ("key_sequences", key_sequences)
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.device == q.device:
+        ends_there = _check_tensor_of_ends("cu_seqlens", cu_seqlens, q)
+        name, given = ("cu_seqlens", cu_seqlens) if cu_seqlens_k is None else ("cu_seqlens_k", cu_seqlens_k)
         keys_there = _check_tensor_of_ends(name, given, k)
         if len(ends_there) != len(keys_there):
             raise ValueError(
-                "attention: key_sequences must have as many ends as sequences; "
+                "attention: cu_seqlens_k must have as many ends as cu_seqlens; "
                 f"got {len(keys_there)} and {len(ends_there)}"
             )
         return ends_there, keys_there
     queries, keys = q.shape[0], k.shape[0]
-    ends = _check_ends("sequences", sequences, queries)
-    key_ends = ends if key_sequences is None else _check_ends("key_sequences", key_sequences, keys)
+    ends = _check_ends("cu_seqlens", cu_seqlens, queries)
+    key_ends = ends if cu_seqlens_k is None else _check_ends("cu_seqlens_k", cu_seqlens_k, keys)
     if len(ends) != len(key_ends) or key_ends[-1] != keys:
         raise ValueError(f"attention: keys must have as many sequences as queries, to the end; got {key_ends}")
     return ends, key_ends
@@ -287,7 +287,7 @@ def sequence_ends(
 
 def _check_tensor_of_ends(argument: str, ends: Sequence[int] | Tensor | None, tokens: Tensor) -> Tensor:
     if not isinstance(ends, Tensor) or ends.device != tokens.device:
-        raise TypeError(f"attention: {argument} must be a tensor on {tokens.device}, as sequences is; got {ends!r}")
+        raise TypeError(f"attention: {argument} must be a tensor on {tokens.device}, as cu_seqlens is; got {ends!r}")
     if ends.dim() != 1 or not len(ends) or ends.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"attention: {argument} must be [sequences + 1] int32 or int64; got {ends.dtype} {list(ends.shape)}"

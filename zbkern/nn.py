@@ -199,17 +199,17 @@ def eps_of(norm: torch.nn.Module) -> float | None:
 
 
 class MLP(Layer):
-    """The gated MLP as one op: down(activation(gate(x)) * up(x)); input and output [..., features].
+    """The gated MLP as one op: down(activation(gate(x)) * up(x)); input and output [..., dim].
 
     activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU), "relu". bias: whether the three products have one.
-    Where the three linears are more than their products (they have hooks or DTensor weights, as under tensor
-    parallelism, a recipe, or were replaced), they are called one by one instead.
+    hidden_dim: outputs of gate and up. The three linears are called one by one where one of them is more than its
+    product: where it has hooks, DTensor weights (tensor parallelism) or a recipe, or was replaced by another module.
     """
 
     def __init__(
         self,
-        features: int,
-        hidden: int,
+        dim: int,
+        hidden_dim: int,
         activation: str = "silu",
         bias: bool = False,
         device: torch.device | str | None = None,
@@ -220,9 +220,9 @@ class MLP(Layer):
         super().__init__()
         self.zbkern_impl = functional.check_impl("MLP", impl)
         self.activation = activation
-        self.gate = Linear(features, hidden, bias, device, dtype, impl=impl)
-        self.up = Linear(features, hidden, bias, device, dtype, impl=impl)
-        self.down = Linear(hidden, features, bias, device, dtype, impl=impl)
+        self.gate = Linear(dim, hidden_dim, bias, device, dtype, impl=impl)
+        self.up = Linear(dim, hidden_dim, bias, device, dtype, impl=impl)
+        self.down = Linear(hidden_dim, dim, bias, device, dtype, impl=impl)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self.gate, self.up, self.down
@@ -246,67 +246,71 @@ def _is_product(linear: torch.nn.Module) -> bool:
 class Attention(Layer):
     """Self-attention with its projections: one product for q, k and v, the core, the output projection.
 
-    features: of input and output [batch, tokens, features]; heads; key_heads: fewer for grouped-query attention, heads
-    when None; head_size: features / heads when None; causal, window, softcap: as in functional.attention;
-    value_size: head size of the values where it is another; sinks: adds a parameter `sinks` [heads], 0 at first. With
-    `sequences`, forward takes [tokens, features] of sequences one after the other. rotary: (cos, sin), each
-    [tokens, up to head_size / 2], turns q and k as functional.rotary does.
+    dim: of input and output [batch, tokens, dim]. num_kv_heads: heads of keys and values, fewer than num_heads for
+    grouped-query attention; num_heads when None. head_dim: of queries and keys, dim / num_heads when None; v_head_dim:
+    of values, head_dim when None. causal, window, softcap: as in functional.attention. sinks: adds a parameter `sinks`
+    [num_heads], 0 at first.
+    forward: with cu_seqlens (as in functional.attention), x is [tokens, dim], sequences one after the other. rotary:
+    (cos, sin), each [tokens, up to head_dim / 2], turns q and k as functional.rotary does.
+    Raises TypeError or ValueError for sizes that do not fit.
     """
 
     def __init__(
         self,
-        features: int,
-        heads: int,
-        key_heads: int | None = None,
-        head_size: int | None = None,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         causal: bool = False,
         window: int | None = None,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        value_size: int | None = None,
+        v_head_dim: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
         impl: str = "auto",
     ) -> None:
         super().__init__()
         self.zbkern_impl = functional.check_impl("Attention", impl)
-        sizes = {"heads": heads, "key_heads": key_heads, "head_size": head_size, "value_size": value_size}
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
         for argument, value in sizes.items():
             if value is not None and not isinstance(value, int):
                 raise TypeError(f"Attention: {argument} must be an int; got {value!r}")
-        self.heads = heads
-        self.key_heads = heads if key_heads is None else key_heads
-        if self.heads < 1 or self.key_heads < 1 or self.heads % self.key_heads:
-            raise ValueError(f"Attention: heads must be a multiple of key_heads; got {heads} and {self.key_heads}")
-        if head_size is None and features % heads:
-            raise ValueError(f"Attention: heads must divide features when head_size is None; got {heads}, {features}")
-        self.head_size = features // heads if head_size is None else head_size
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"Attention: num_heads must be a multiple of num_kv_heads; got {num_heads} and {self.num_kv_heads}"
+            )
+        if head_dim is None and dim % num_heads:
+            raise ValueError(f"Attention: num_heads must divide dim when head_dim is None; got {num_heads}, {dim}")
+        self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.causal = causal
         self.window = window
-        self.value_size = self.head_size if value_size is None else value_size
+        self.v_head_dim = self.head_dim if v_head_dim is None else v_head_dim
         self.softcap = softcap
-        turning, values = (heads + self.key_heads) * self.head_size, self.key_heads * self.value_size
-        self.qkv = Linear(features, turning + values, bias, device, dtype, impl=impl)
-        self.output = Linear(heads * self.value_size, features, bias, device, dtype, impl=impl)
-        self.sinks = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
+        turning, values = (num_heads + self.num_kv_heads) * self.head_dim, self.num_kv_heads * self.v_head_dim
+        self.qkv = Linear(dim, turning + values, bias, device, dtype, impl=impl)
+        self.output = Linear(num_heads * self.v_head_dim, dim, bias, device, dtype, impl=impl)
+        self.sinks = torch.nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None
 
     def forward(
         self,
         x: Tensor,
-        sequences: Sequence[int] | Tensor | None = None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        sizes = [(self.heads + self.key_heads) * self.head_size, self.key_heads * self.value_size]
+        sizes = [(self.num_heads + self.num_kv_heads) * self.head_dim, self.num_kv_heads * self.v_head_dim]
         turning, values = self.qkv(x).split(sizes, dim=-1)
-        turning, v = turning.unflatten(-1, (-1, self.head_size)), values.unflatten(-1, (-1, self.value_size))
+        turning, v = turning.unflatten(-1, (-1, self.head_dim)), values.unflatten(-1, (-1, self.v_head_dim))
         if rotary is not None:
             turning = functional.rotary(turning, *rotary, impl=self.zbkern_impl)
-        q, k = turning.split([self.heads, self.key_heads], dim=-2)
+        q, k = turning.split([self.num_heads, self.num_kv_heads], dim=-2)
         y = functional.attention(
             *(q, k, v, self.causal, self.window),
-            sequences=sequences,
+            cu_seqlens=cu_seqlens,
             impl=self.zbkern_impl,
             softcap=self.softcap,
             sinks=self.sinks,
@@ -316,11 +320,14 @@ class Attention(Layer):
 
 
 class GroupedLinear(Layer):
-    """A linear per group of rows: input [M, in_features] sorted by group, counts of each, output [M, out_features]."""
+    """A linear per group of rows: input [M, in_features] sorted by group, output [M, out_features].
+
+    counts or offsets: which rows belong to which group, as in functional.grouped_linear.
+    """
 
     def __init__(
         self,
-        groups: int,
+        num_groups: int,
         in_features: int,
         out_features: int,
         bias: bool = True,
@@ -331,8 +338,10 @@ class GroupedLinear(Layer):
     ) -> None:
         super().__init__()
         self.zbkern_impl = functional.check_impl("GroupedLinear", impl)
-        self.weight = torch.nn.Parameter(torch.empty(groups, out_features, in_features, device=device, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(groups, out_features, device=device, dtype=dtype)) if bias else None
+        self.weight = torch.nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
+        self.bias = (
+            torch.nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -330,7 +330,7 @@ def test_sequence_parallel(two_ranks: Any) -> None:
 
 
 def expert_parallel(code: str) -> tuple[int, bool]:
-    names: dict[str, Any] = {"features": 6, "hidden": 10, "tokens": torch.randn(2, 5, 6), "torch": torch}
+    names: dict[str, Any] = {"dim": 6, "hidden_dim": 10, "tokens": torch.randn(2, 5, 6), "torch": torch}
     exec(code, names | {"zbkern": zbkern}, names)
     layer = names["layer"]
     return layer.experts.num_experts, all(p.grad is not None for p in layer.parameters())

@@ -364,7 +364,7 @@ class Product(torch.autograd.Function):
             kernel = product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
         else:
             kernel = _computed_wgrad(kind, ctx.recipe, call.params, ctx.versions, weight, options)
-            if wgrad.current() is not None and _are_gathered(call.params):
+            if wgrad.current() is not None and any(map(fsdp.is_gathered, call.params)):
                 segment += tuple(parameter.detach().clone() for parameter in call.params)
         weights = weight_gradients(call, kernel, segment, ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
         return None, dx, None, None, None, *weights
@@ -463,12 +463,6 @@ def _computed_wgrad(
 def version_of(tensor: Tensor) -> int:
     """How often it was modified in place; tensors of inference mode do not count it."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _are_gathered(parameters: Sequence[Tensor]) -> bool:
-    """Whether FSDP2 has gathered any of these: their values may be gone when W runs."""
-    gathered = fsdp.shards()
-    return any(id(parameter) in gathered for parameter in parameters)
 
 
 def _sum_wgrad(key: Any, steps: Sequence[Step], product: bool) -> WGradKernel:

@@ -25,7 +25,7 @@ def attention(impl: str, x: Tensor) -> Tensor:
 
 def packed_attention(impl: str, x: Tensor) -> Tensor:
     q, k, v = x.view(18, 4, 8).split((2, 1, 1), 1)
-    return functional.attention(q, k, v, sequences=[0, 5, 18], impl=impl)
+    return functional.attention(q, k, v, cu_seqlens=[0, 5, 18], impl=impl)
 
 
 def block(impl: str, x: Tensor, gain: Tensor, shift: Tensor, table: Tensor, head: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def one_rank(**changes: Any) -> Pipeline:
         ({"modules": [nn.Linear]}, "each a torch.nn.Module; got type"),
         ({"tied": [torch.ones(1)]}, "tied must be {name: parameter}"),
         ({"tied": {"table": "weight"}}, "tied must be {name: parameter}"),
-        ({"options": {"fill_with": 3}}, "options must be a zbkern.pipeline.StepOptions, as in"),
+        ({"options": {"on_idle": 3}}, "options must be a zbkern.pipeline.StepOptions, as in"),
         (
             {"replanner": 100},
             r"replanner must be a zbkern.pipeline.Replanner, as in .*; got 100",
@@ -398,7 +398,7 @@ def test_work_of_the_user_fills_what_w_leaves(fill: str) -> None:
         time.sleep(0.001)
         return True
 
-    steps_on_threads(schedule, lambda *_: 0.005, fill=fill, options=StepOptions(fill_with=work))
+    steps_on_threads(schedule, lambda *_: 0.005, fill=fill, options=StepOptions(on_idle=work))
     assert len(set(waiting)) == 2  # both ranks waited, and worked meanwhile
 
 

@@ -88,7 +88,7 @@ class Pipeline:
         check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill
         self.timeout = timeout
-        self._fill_with = options.fill_with
+        self._on_idle = options.on_idle
         self._raises_nonfinite = options.nonfinite == "raise"
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
@@ -111,7 +111,7 @@ class Pipeline:
             self._tied = TiedWeights(copies, self._transport, self.modules)
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
         self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
-        self.use(schedule)
+        self._use_schedule(schedule)
         self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
         self._in_flight = 0  # microbatches that were begun, and are not through their B
@@ -270,7 +270,7 @@ class Pipeline:
         """
         return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
-    def use(self, schedule: Schedule) -> None:
+    def _use_schedule(self, schedule: Schedule) -> None:
         """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank.
 
         For replanning and measuring, which see to that: nothing is checked.
@@ -281,7 +281,7 @@ class Pipeline:
         self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
 
-    def rebuild_stages(
+    def _rebuild_stages(
         self,
         modules: Mapping[int, torch.nn.Module],
         schedule: Schedule,
@@ -392,7 +392,7 @@ class Pipeline:
         self._transport.activity.begin("replanning")
         better = self._updates.agree(timeline, self.gather, self.rank)
         if better is not None:
-            self.use(better)
+            self._use_schedule(better)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -504,8 +504,8 @@ class Pipeline:
         if self.fill == "eager":
             while self.queue.pending() and not self._ready(tag):
                 self._run_oldest()
-        if self._fill_with is not None:
-            while not self._ready(tag) and self._fill_with():
+        if self._on_idle is not None:
+            while not self._ready(tag) and self._on_idle():
                 pass
         placement = self.schedule.placement
         needed = producer(action, len(placement))

@@ -12,7 +12,7 @@ from zbkern.pipeline.simulation.costs import COPY_SIZE
 class StepOptions:
     """What a Pipeline does in a step besides its actions; on each rank as it likes.
 
-    fill_with: called where the rank would wait and no W is left; it does a little work of yours and returns True while
+    on_idle: called where the rank would wait and no W is left; it does a little work of yours and returns True while
     there is more. nonfinite: "raise" ends the step with the microbatch whose loss is not finite (it waits for the
     device once per loss), "ignore" leaves that to an Optimizer, which skips the step. record: keep samples of the W
     queue and of memory (`Pipeline.samples`). copy_size: bytes of activations after which an offload begins to copy
@@ -21,17 +21,15 @@ class StepOptions:
     where there are none. Raises TypeError or ValueError for anything else.
     """
 
-    fill_with: Callable[[], bool] | None = None
+    on_idle: Callable[[], bool] | None = None
     nonfinite: str = "ignore"
     record: bool = False
     copy_size: int = COPY_SIZE
     recompute: Sequence[str | type] = ()
 
     def __post_init__(self) -> None:
-        if self.fill_with is not None and not callable(self.fill_with):
-            raise TypeError(
-                f"StepOptions: fill_with must be callable without arguments, or None; got {self.fill_with!r}"
-            )
+        if self.on_idle is not None and not callable(self.on_idle):
+            raise TypeError(f"StepOptions: on_idle must be callable without arguments, or None; got {self.on_idle!r}")
         if self.nonfinite not in ("ignore", "raise"):
             raise ValueError(f'StepOptions: nonfinite must be "ignore" or "raise"; got {self.nonfinite!r}')
         if not isinstance(self.record, bool):

@@ -88,7 +88,7 @@ class ProbeSteps:
     def _steps(self, pipe: Pipeline, schedule: Schedule, merge: bool = False) -> list[Timeline]:
         """Those of `repeats` steps of this schedule, after one to warm up."""
         pipe.queue.merge = merge
-        pipe.use(schedule)
+        pipe._use_schedule(schedule)
         timelines = []
         for _ in range(1 + self.repeats):
             for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
@@ -105,7 +105,7 @@ class ProbeSteps:
         inner = {chunk: _by_its_own_name(module) for chunk, module in zip(mine, counted, strict=True)}
         here = [chunk for chunk, module in inner.items() if names_of_parts(module, self.options.recompute)]
         schedule = _recomputing(schedule, {chunk for found in pipe.gather(here) for chunk in found})
-        stages = pipe.rebuild_stages(inner, schedule, self.loss_fn, self.options)
+        stages = pipe._rebuild_stages(inner, schedule, self.loss_fn, self.options)
         return schedule, {chunk: stages[chunk] for chunk in here}  # type: ignore[misc]
 
     def _chunks(
