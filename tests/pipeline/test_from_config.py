@@ -135,7 +135,7 @@ def test_a_table_of_hardware_with_a_wrong_field(
         ({}, True, False, "copies run at 40 GB/s .* no activation is recomputed", "is offloaded"),
         ({}, True, True, "recomputed costs .* copies run at 40 GB/s", "no activation|is offloaded"),
         ({"data_parallel": 4}, False, False, "of which every pipeline holds its part", "experts"),
-        ({"expert_parallel": 8}, False, False, "every expert gets as many tokens", "tensor parallelism does"),
+        ({"expert_parallel": 8}, False, False, "as many tokens .* sent once to every GPU", "tensor parallelism does"),
     ],
     ids=str,
 )

@@ -155,6 +155,9 @@ def assumptions(
         if job.tensor_parallel > 1
         else "",
         "every expert gets as many tokens as the others" if experts else "",
+        "a token is sent once to every GPU that has some of its experts (zbkern.nn.ExpertParallel: once per expert)"
+        if job.expert_parallel > 1
+        else "",
         "products are in bf16, none in FP8; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
         + (", of which every pipeline holds its part" if job.replicas > 1 else ""),
         "layers are zbkern's own, for which the split into B and W costs nothing",

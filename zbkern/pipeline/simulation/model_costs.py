@@ -6,7 +6,8 @@ A model, and no measurement. It assumes:
 - bf16, and zbkern's own layers: B and W apart cost nothing, the gated MLP and FlashAttention recompute what they can,
   logits never exist as a whole, W accumulates in fp32 in place, and nothing else is recomputed or offloaded;
 - what is between the layers of tensor parallelism is split among its GPUs, too (sequence parallelism); of its messages
-  and those of experts `Hardware.exposed_share` takes time, and every expert gets as many tokens as the others;
+  and those of experts `Hardware.exposed_share` takes time; every expert gets as many tokens as the others, and a
+  token is sent once to every GPU that has some of its experts (`zbkern.nn.ExpertParallel` sends it once per expert);
 - 18 bytes per parameter: bf16 weight, fp32 gradient, and 12 of AdamW, which data-parallel ranks share.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from zbkern.pipeline.simulation.architecture import Architecture, Attention, Block, Experts, LatentAttention
 from zbkern.pipeline.simulation.costs import COPY_SIZE
+from zbkern.pipeline.simulation.expert_traffic import reached
 from zbkern.pipeline.simulation.hardware import Hardware
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 
@@ -161,15 +163,21 @@ class _Layer:
     def dispatch_and_combine(self, tokens: float, experts: Experts, features: int) -> None:
         """Expert parallelism: tokens go to the GPUs of their experts and return, forward and backward.
 
-        Between nodes a token travels once per node, and is handed on inside while the next ones travel.
+        A token travels once to every node that has some of its experts, to the GPU with its own GPU's place there, and
+        is handed on to every GPU there that has some while the next ones travel (arXiv 2412.19437, section 3.2.2). What
+        goes to its own node or GPU takes no time.
         """
         ranks, size = self.job.expert_parallel, _WIDTH * tokens * features
-        inside = min(ranks, self.hardware.gpus_per_node)
-        nodes = -(-ranks // inside)
-        copies = min(experts.chosen, experts.chosen_groups * -(-nodes // experts.groups), nodes)
+        inside, here = int(min(ranks, self.hardware.gpus_per_node)), experts.count // ranks
+        gpus = sum(reached(experts, (here,) * ranks))
+        places = [here * min(inside, ranks - first) for first in range(0, ranks, inside)]
+        nodes = sum(
+            share * (1 - place / experts.count)
+            for share, place in zip(reached(experts, tuple(places)), places, strict=True)
+        )
         time = max(
-            copies * size * (nodes - 1) / nodes / self.hardware.network_bandwidth,
-            experts.chosen * size * (inside - 1) / inside / self.hardware.link_bandwidth,
+            nodes * size / self.hardware.network_bandwidth,
+            gpus * size * (inside - 1) / inside / self.hardware.link_bandwidth,
         )
         self._message(2 * time)
 
