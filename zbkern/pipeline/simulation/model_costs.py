@@ -14,6 +14,7 @@ A model, and no measurement. It assumes:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 from zbkern.pipeline.simulation.architecture import Architecture, Attention, Block, Experts, LatentAttention
 from zbkern.pipeline.simulation.costs import COPY_SIZE
@@ -33,7 +34,8 @@ class Job:
 
     tensor_parallel: GPUs that share every layer. expert_parallel: GPUs among which the experts are, whole; with 1 every
     expert is split as other layers are. data_parallel: pipelines beside each other, which share the optimizer's state.
-    sequence: tokens of a sequence; microbatch: sequences of a microbatch. Raises TypeError or ValueError.
+    By default as few as have room for the experts. sequence: tokens of a sequence; microbatch: sequences of a
+    microbatch. Raises TypeError or ValueError.
     """
 
     sequence: int
@@ -43,13 +45,16 @@ class Job:
     data_parallel: int | None = None
 
     def __post_init__(self) -> None:
-        if self.data_parallel is None:
-            object.__setattr__(self, "data_parallel", -(-self.expert_parallel // self.tensor_parallel))
         for name, value in vars(self).items():
+            if value is None and name == "data_parallel":
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"Job: {name} must be an int; got {value!r}")
             if value < 1:
                 raise ValueError(f"Job: {name} must be at least 1; got {value}")
+        if self.data_parallel is None:
+            least = self.expert_parallel // gcd(self.expert_parallel, self.tensor_parallel)
+            object.__setattr__(self, "data_parallel", least)
         if self.tensor_parallel * self.replicas % self.expert_parallel:
             raise ValueError(
                 f"Job: tensor_parallel * data_parallel must be a multiple of expert_parallel, whose GPUs they are; got "
