@@ -146,7 +146,8 @@ def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
     chunks = arguments.chunks or from_config.chunks_of(arguments.placement, arguments.stages)
     found = _searched(arguments, chunks, costs, limit)
     whole = 0.0 if any(layer.static for layer in costs.layers) else whole
-    print(report.describe(found, arguments.objective, limit, whole, _width()))
+    searched = from_config.searched(arguments, costs)
+    print(report.describe(found, arguments.objective, limit, whole, _width(), searched))
     print(report.cut(found, len(costs.layers), _width()))
     if arguments.compare:
         published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)

@@ -95,6 +95,11 @@ def chunks_of(placement: str | Sequence[int] | None, stages: int) -> int | None:
     return None if placement is None or isinstance(placement, str) else chunks_per_rank(placement, stages)
 
 
+def searched(arguments: argparse.Namespace, costs: ModelCosts) -> report.Searched:
+    """What the search decides for costs of layers."""
+    return report.Searched(costs, arguments.chunks is None and arguments.placement is None)
+
+
 def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], None]) -> Plan:
     """Plans and prints; progress: as for `plan`. Raises WrongArgument."""
     setting = _setting(arguments)
@@ -123,7 +128,7 @@ def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], Non
         named = [name for name in ("placement", "chunks") if getattr(arguments, name) is not None]
         raise WrongArgument(f"{', '.join(map(_option, [*named, 'stages']))}: {error}") from error
     print(_title(arguments, setting))
-    print("\n" + report.describe(found, arguments.objective, limit, 0.0, width))
+    print("\n" + report.describe(found, arguments.objective, limit, 0.0, width, searched(arguments, costs)))
     print(_step(found, setting, arguments.objective, width))
     published = published_timelines(costs, arguments.stages, arguments.microbatches, limit)
     print("\n" + _table([*published, found.timeline], setting, arguments.objective, limit))
