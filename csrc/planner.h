@@ -47,6 +47,11 @@ struct Rule {
   std::vector<int> priority, patience, late_forward, late_backward;  // [ranks]
   std::vector<int> caps;  // [chunks] how many forwards each may be ahead of its backwards
   bool foresight, fuse, follow;
+  bool operator==(const Rule& other) const {
+    return priority == other.priority && patience == other.patience && late_forward == other.late_forward &&
+           late_backward == other.late_backward && caps == other.caps && foresight == other.foresight && fuse == other.fuse &&
+           follow == other.follow;
+  }
 };
 
 // An order of every rank, and which microbatches have a fused backward: fused[chunk * microbatches + microbatch].
@@ -63,6 +68,16 @@ Ordering list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
 // Costs and places of the best `kept` of many rules, of equal costs the first, the best first; stops after `seconds`, once
 // it has found any.
 std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds);
+
+struct RefineResult {
+  Ordering best;
+  Rule rule;
+};
+
+// The best orders found by changing the rule at random, and their rule; empty rows when `start` makes none. may_follow: the
+// rule may have `follow`, too. It stops at a cost of `target`, or after `seconds`.
+RefineResult refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
+                    double seconds);
 
 struct Measured {
   Time cost = -1;           // stays so when the orders cannot run

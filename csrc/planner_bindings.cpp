@@ -29,25 +29,43 @@ py::tuple tuple_from(const Ordering& orders) {
   return py::make_tuple(orders.cost, orders.rows, std::vector<int>(orders.fused.begin(), orders.fused.end()));
 }
 
+// As in list_scheduler.py.
+using Ints = std::vector<int>;
+using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool, bool>;
+
+Rule rule_from(const RuleTuple& tuple) {
+  return std::apply([](const auto&... parts) { return Rule{parts...}; }, tuple);
+}
+
+py::tuple tuple_from(const Rule& rule) {
+  const auto each = [](const Ints& entries) { return py::tuple(py::cast(entries)); };
+  return py::make_tuple(each(rule.priority), each(rule.patience), each(rule.late_forward), each(rule.late_backward), each(rule.caps),
+                        rule.foresight, rule.fuse, rule.follow);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
-  using Ints = std::vector<int>;
-  module.def("list_schedule", [](const py::object& source, Ints priority, Ints patience, Ints late_forward, Ints late_backward,
-                                 Ints caps, bool foresight, bool fuse, bool follow, Time cutoff) {
-    const Problem problem = problem_from(source);
-    const Rule rule{priority, patience, late_forward, late_backward, caps, foresight, fuse, follow};
-    return tuple_from(list_schedule(problem, rule, cutoff));
+  module.def("list_schedule", [](const py::object& source, const RuleTuple& rule, Time cutoff) {
+    return tuple_from(list_schedule(problem_from(source), rule_from(rule), cutoff));
   });
-  // Rules are tuples as in list_scheduler.py.
-  using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool, bool>;
   module.def("best_rules", [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
     const Problem problem = problem_from(source);
     std::vector<Rule> rules;
-    for (const auto& each : tuples) rules.push_back(std::apply([](const auto&... parts) { return Rule{parts...}; }, each));
+    for (const auto& each : tuples) rules.push_back(rule_from(each));
     py::gil_scoped_release release;
     return best_rules(problem, rules, kept, seconds);
+  });
+  module.def("refine", [](const py::object& source, const RuleTuple& rule, bool may_follow, std::int64_t tries, std::uint64_t seed,
+                          Time target, double seconds) {
+    const Problem problem = problem_from(source);
+    RefineResult found;
+    {
+      py::gil_scoped_release release;
+      found = refine(problem, rule_from(rule), may_follow, tries, seed, target, seconds);
+    }
+    return py::make_tuple(tuple_from(found.best), tuple_from(found.rule));
   });
   module.def("measure", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
     const Measured found = measure(problem_from(source), {rows, std::vector<char>(fused.begin(), fused.end()), 0});

@@ -1,10 +1,10 @@
 // The list scheduler: every rank decides what to run next by its rule. planner/list_scheduler.py does the same in Python.
 #include <algorithm>
-#include <functional>
-#include <queue>
+#include <numeric>
 #include <utility>
 
 #include "planner.h"
+#include "planner_random.h"
 
 namespace zbkern {
 namespace {
@@ -12,176 +12,318 @@ namespace {
 constexpr Time kNever = INT64_MAX / 4;
 constexpr int kForeseen = 3;  // chunks
 
+// Which rank is next: the earliest, of equals the first. A tree of winners: every node names the earlier of its two.
+class Turns {
+ public:
+  explicit Turns(int ranks) {
+    while (size_ < ranks) size_ *= 2;
+    at_.resize(size_), winner_.resize(2 * size_);
+    std::iota(winner_.begin() + size_, winner_.end(), 0);
+  }
+  // All ranks have their turn at time 0.
+  void reset(int ranks) {
+    std::fill(at_.begin(), at_.end(), kNever);
+    std::fill(at_.begin(), at_.begin() + ranks, 0);
+    for (int node = size_ - 1; node > 0; node--) decide(node);
+  }
+  int first() const { return winner_[1]; }
+  Time at(int rank) const { return at_[rank]; }
+  void set(int rank, Time at) {
+    at_[rank] = at;
+    for (int node = (size_ + rank) / 2; node > 0; node /= 2) decide(node);
+  }
+
+ private:
+  void decide(int node) {
+    const bool right = at_[winner_[2 * node + 1]] < at_[winner_[2 * node]];
+    winner_[node] = winner_[2 * node + right];  // no branch, as none could be foreseen
+  }
+
+  int size_ = 1;
+  std::vector<Time> at_;     // [rank] kNever for one that waits for what has not been sent
+  std::vector<int> winner_;  // [node] the rank that is next of those below
+};
+
 struct RankState {
-  Time clock = 0, memory = 0, held = 0, start = -1;
+  Time clock = 0, memory = 0, held = 0;
+  Time start = -1;
+  Time rest = 0;  // the least time that its passes which are left take
   bool idle = false, last_was_forward = false;
   int following = -1;  // the chunk whose F or B comes next by `follow`
-  std::vector<int> chunks, pending;  // pending: the chunk of every B, in order; W take them from `next_weight` on
-  std::size_t next_weight = 0;
+  std::size_t next_weight = 0;  // of `pending_`
 };
+
+struct Step {
+  int kind = -1, chunk = -1;  // kind -1: there is nothing to run
+  bool fuse = false;
+  Time next = kNever;  // when an input arrives
+};
+
+class ListScheduler {
+ public:
+  explicit ListScheduler(const Problem& problem)
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), turns_(problem.ranks), chunks_(problem.ranks), pending_(problem.ranks) {
+    for (int c = 0; c < n_; c++) chunks_[p_.placement[c]].push_back(c);
+    orders_.rows.resize(p_.ranks);
+  }
+
+  // Whether the rule makes orders, `orders()`, that cost no more than `cutoff`.
+  bool run(const Rule& rule, Time cutoff);
+  const Ordering& orders() const { return orders_; }
+
+ private:
+  void reset(const Rule& rule);
+  Step choose(const Rule& rule, int rank, Time now) const;
+  int execute(const Rule& rule, int rank, Time now, Step step);
+  void send(int kind, int chunk, int microbatch, Time now, Time end);
+  Time foreseen(const Rule& rule, int chunk, int microbatch) const;
+  Time& at(std::vector<Time>& arrivals, int chunk, int microbatch) const { return arrivals[static_cast<std::size_t>(chunk) * m_ + microbatch]; }
+  Time at(const std::vector<Time>& arrivals, int chunk, int microbatch) const { return arrivals[static_cast<std::size_t>(chunk) * m_ + microbatch]; }
+
+  const Problem& p_;
+  const int n_, m_;
+  Turns turns_;
+  std::vector<std::vector<int>> chunks_, pending_;  // [rank] its chunks; the chunk of every B whose W is apart, in order
+  std::vector<RankState> ranks_;
+  std::vector<Time> forward_at_, backward_at_;         // [chunk * microbatches + microbatch] when the input arrives
+  std::vector<Time> least_after_backward_;             // [chunk] the least time of B and W together
+  std::vector<int> forwards_, backwards_, weights_;    // [chunk] how many have run
+  Ordering orders_;
+};
+
+void ListScheduler::reset(const Rule& rule) {
+  turns_.reset(p_.ranks);
+  ranks_.assign(p_.ranks, RankState{});
+  forward_at_.assign(static_cast<std::size_t>(n_) * m_, kNever), backward_at_ = forward_at_;
+  std::fill(forward_at_.begin(), forward_at_.begin() + m_, 0);
+  std::fill(backward_at_.end() - m_, backward_at_.end(), 0);
+  forwards_.assign(n_, 0), backwards_ = weights_ = forwards_;
+  for (auto& row : orders_.rows) row.clear();
+  for (auto& pending : pending_) pending.clear();
+  orders_.fused.assign(static_cast<std::size_t>(n_) * m_, 0);
+  orders_.cost = 0;
+  least_after_backward_.resize(n_);
+  for (int c = 0; c < n_; c++) {
+    least_after_backward_[c] = rule.fuse ? p_.fused[c] : std::min(p_.fused[c], p_.backward[c] + p_.weight[c]);
+    ranks_[p_.placement[c]].rest += m_ * (p_.forward[c] + least_after_backward_[c]);
+  }
+}
+
+bool ListScheduler::run(const Rule& rule, Time cutoff) {
+  reset(rule);
+  for (int left = p_.passes(); left > 0;) {
+    const int rank = turns_.first();
+    const Time now = turns_.at(rank);
+    if (now >= kNever) return false;
+    const Step step = choose(rule, rank, now);
+    RankState& state = ranks_[rank];
+    if (step.kind >= 0) {
+      left -= execute(rule, rank, now, step);
+    } else {
+      state.clock = step.next < kNever ? step.next : now;
+      state.idle = step.next >= kNever;
+      turns_.set(rank, step.next);
+    }
+    if (state.start >= 0 && state.clock - (p_.makespan ? 0 : state.start) + state.rest > cutoff) return false;
+  }
+  for (const RankState& state : ranks_) orders_.cost = std::max(orders_.cost, state.clock - (p_.makespan ? 0 : state.start));
+  return true;
+}
+
+// The earliest that the gradient of a microbatch can arrive, if the backward before it is near.
+Time ListScheduler::foreseen(const Rule& rule, int chunk, int microbatch) const {
+  int source = chunk + 1;
+  while (at(backward_at_, source, microbatch) >= kNever)
+    if (++source > chunk + kForeseen) return kNever;
+  if (forwards_[source] <= microbatch) return kNever;
+  Time arrives = at(backward_at_, source, microbatch);
+  for (int c = source; c > chunk; c--)
+    arrives = std::max(arrives, ranks_[p_.placement[c]].clock) + p_.communication[c - 1] + (rule.fuse ? p_.fused[c] : p_.backward[c]);
+  return arrives;
+}
+
+Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
+  const RankState& state = ranks_[rank];
+  const auto& chunks = chunks_[rank];
+  Step step;
+  int forward = -1, backward = -1;
+  // Whether the later of two chunks whose F (or B) may run is taken.
+  const auto prefers = [&](int later, int earlier, bool late, bool is_forward) {
+    const bool follows = state.last_was_forward == is_forward && (state.following == later || state.following == earlier);
+    return follows ? state.following == later : late;
+  };
+  int oldest = m_;  // the first microbatch that has a forward left here: there must always be room to finish it
+  for (int c : chunks) oldest = std::min(oldest, forwards_[c]);
+  Time to_finish = 0;  // the memory for it
+  for (int c : chunks)
+    if (forwards_[c] == oldest) to_finish += p_.activation[c];
+  for (int c : chunks) {
+    if (backwards_[c] < forwards_[c]) {
+      Time arrives = at(backward_at_, c, backwards_[c]);
+      const bool sent = arrives < kNever;
+      if (!sent && rule.foresight) arrives = foreseen(rule, c, backwards_[c]);
+      if (arrives > now) step.next = std::min(step.next, arrives);
+      else if (sent && (backward < 0 || prefers(c, backward, rule.late_backward[rank], false))) backward = c;
+    }
+    if (forwards_[c] < m_ && forwards_[c] - backwards_[c] < rule.caps[c]) {
+      const Time arrives = at(forward_at_, c, forwards_[c]);
+      const Time need = to_finish + (forwards_[c] == oldest ? 0 : p_.activation[c]);
+      if (arrives >= kNever || state.memory - state.held + need > p_.limit[rank]) continue;
+      if (arrives > now) step.next = std::min(step.next, arrives);
+      else if (forward < 0 || prefers(c, forward, rule.late_forward[rank], true)) forward = c;
+    }
+  }
+  const auto& pending = pending_[rank];
+  const int weight = state.next_weight < pending.size() ? pending[state.next_weight] : -1;
+  const auto take = [&](int kind, int chunk) { step.kind = kind, step.chunk = chunk; };
+  bool forward_first = backward < 0;
+  if (forward >= 0 && backward >= 0) {
+    const int priority = rule.priority[rank];
+    forward_first = priority == 1 || (priority == 2 && !state.last_was_forward);
+    if (state.following == (state.last_was_forward ? forward : backward)) forward_first = state.last_was_forward;
+  }
+  step.fuse = rule.fuse;
+  if (forward >= 0 && forward_first) {
+    if (state.memory + p_.activation[forward] > p_.limit[rank]) take(kWeight, weight);
+    else take(kForward, forward);
+  } else if (backward >= 0) {
+    const bool full = state.memory + p_.held[backward] - p_.activation[backward] > p_.limit[rank];
+    if (full && !rule.fuse && weight >= 0) take(kWeight, weight);
+    else take(kBackward, backward), step.fuse = rule.fuse || full;
+  } else if (weight >= 0 && (step.next >= kNever || 4 * (step.next - now) >= rule.patience[rank] * p_.weight[weight])) {
+    take(kWeight, weight);
+  }
+  return step;
+}
+
+// Runs the pass, with its W where it is fused; how many passes that were.
+int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
+  RankState& state = ranks_[rank];
+  Row& row = orders_.rows[rank];
+  const auto [kind, chunk, fuse, next] = step;
+  int microbatch, ran = 1;
+  Time length;
+  if (kind == kForward) {
+    microbatch = forwards_[chunk]++;
+    length = p_.forward[chunk];
+    state.memory += p_.activation[chunk];
+    state.rest -= length;
+  } else if (kind == kBackward) {
+    microbatch = backwards_[chunk]++;
+    length = fuse ? p_.fused[chunk] : p_.backward[chunk];
+    state.memory -= p_.activation[chunk];
+    state.rest -= least_after_backward_[chunk];
+    orders_.fused[static_cast<std::size_t>(chunk) * m_ + microbatch] = fuse;
+    if (!fuse) {
+      state.memory += p_.held[chunk];
+      state.held += p_.held[chunk];
+      state.rest += p_.weight[chunk];
+      pending_[rank].push_back(chunk);
+    }
+  } else {
+    microbatch = weights_[chunk]++;
+    length = p_.weight[chunk];
+    state.memory -= p_.held[chunk];
+    state.held -= p_.held[chunk];
+    state.rest -= length;
+    state.next_weight++;
+  }
+  if (state.start < 0) state.start = now;
+  state.clock = now + length;
+  turns_.set(rank, state.clock);
+  row.push_back((kind * n_ + chunk) * m_ + microbatch);
+  if (kind == kBackward && fuse) {
+    row.push_back((kWeight * n_ + chunk) * m_ + microbatch);
+    weights_[chunk]++;
+    ran = 2;
+  }
+  if (kind != kWeight) {
+    state.last_was_forward = kind == kForward;
+    const int consumer = kind == kForward ? chunk + 1 : chunk - 1;
+    const bool any = consumer >= 0 && consumer < n_;
+    if (rule.follow) state.following = any && p_.placement[consumer] == rank ? consumer : -1;
+    if (any) send(kind, consumer, microbatch, now, state.clock + p_.communication[std::min(chunk, consumer)]);
+  }
+  return ran;
+}
+
+// The input of a pass arrives: a rank that waited without knowing for what time looks again.
+void ListScheduler::send(int kind, int chunk, int microbatch, Time now, Time arrives) {
+  at(kind == kForward ? forward_at_ : backward_at_, chunk, microbatch) = arrives;
+  RankState& peer = ranks_[p_.placement[chunk]];
+  if (!peer.idle) return;
+  peer.idle = false;
+  peer.clock = std::max(peer.clock, now);
+  turns_.set(p_.placement[chunk], peer.clock);
+}
+
+// Takes up to three neighbouring entries of `changed`.
+void take_some(std::vector<int>& entries, const std::vector<int>& changed, Random& random) {
+  const int size = static_cast<int>(entries.size()), first = random.below(size), end = std::min(size, first + 1 + random.below(3));
+  std::copy(changed.begin() + first, changed.begin() + end, entries.begin() + first);
+}
+
+// One choice, or the caps, of some neighbouring ranks.
+void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
+  const int what = random.below(20);
+  if (what == 0) {
+    rule.foresight = !rule.foresight;
+  } else if (what == 1 && may_follow) {
+    rule.follow = !rule.follow;
+  } else if (what < 10) {
+    const int change = random.percent(50) ? 1 : -1;
+    std::vector<int> caps = rule.caps;
+    for (int& cap : caps) cap = std::min(std::max(cap + change, 1), p.microbatches);
+    take_some(rule.caps, caps, random);
+  } else {
+    const std::pair<std::vector<int>*, int> choices[] = {  // of a rank, and how many each has
+        {&rule.priority, 3}, {&rule.patience, 5}, {&rule.late_forward, 2}, {&rule.late_backward, 2}};
+    const auto& [entries, count] = choices[random.below(p.chunks > p.ranks ? 4 : 2)];
+    const int choice = random.below(count);
+    take_some(*entries, std::vector<int>(p.ranks, choice), random);
+  }
+}
 
 }  // namespace
 
-Ordering list_schedule(const Problem& p, const Rule& rule, Time cutoff) {
-  const int n = p.chunks, m = p.microbatches;
-  std::vector<RankState> ranks(p.ranks);
-  for (int c = 0; c < n; c++) ranks[p.placement[c]].chunks.push_back(c);
-  std::vector<Time> forward_at(static_cast<std::size_t>(n) * m, kNever), backward_at(forward_at);
-  std::fill(forward_at.begin(), forward_at.begin() + m, 0);
-  std::fill(backward_at.end() - m, backward_at.end(), 0);
-  std::vector<int> forwards(n, 0), backwards(n, 0), weights(n, 0);
-  Ordering result;
-  result.rows.resize(p.ranks);
-  result.fused.assign(static_cast<std::size_t>(n) * m, 0);
-
-  // The earliest that the gradient of a microbatch can arrive, if the backward before it is near.
-  const auto foreseen = [&](int chunk, int microbatch) {
-    const auto at_of = [&](int c) { return backward_at[static_cast<std::size_t>(c) * m + microbatch]; };
-    int source = chunk + 1;
-    while (at_of(source) >= kNever)
-      if (++source > chunk + kForeseen) return kNever;
-    if (forwards[source] <= microbatch) return kNever;
-    Time at = at_of(source);
-    for (int c = source; c > chunk; c--)
-      at = std::max(at, ranks[p.placement[c]].clock) + p.communication[c - 1] + (rule.fuse ? p.fused[c] : p.backward[c]);
-    return at;
-  };
-  // Whether the later of two chunks whose F (or B) may run is taken.
-  const auto prefers = [](const RankState& state, int later, int earlier, bool late, bool forward) {
-    const bool follows = state.last_was_forward == forward && (state.following == later || state.following == earlier);
-    return follows ? state.following == later : late;
-  };
-  // The ranks that are not idle, the earliest first, of equals the first.
-  using Turn = std::pair<Time, int>;
-  std::priority_queue<Turn, std::vector<Turn>, std::greater<Turn>> turns;
-  for (int r = 0; r < p.ranks; r++) turns.push({0, r});
-  for (int left = p.passes(); left > 0;) {
-    if (turns.empty()) return Ordering{};
-    const auto [now, rank] = turns.top();
-    turns.pop();
-    RankState& state = ranks[rank];
-
-    int forward = -1, backward = -1;
-    Time next = kNever;  // when an input arrives
-    int oldest = m;  // the first microbatch that has a forward left here: there must always be room to finish it
-    for (int c : state.chunks) oldest = std::min(oldest, forwards[c]);
-    for (int c : state.chunks) {
-      if (backwards[c] < forwards[c]) {
-        Time at = backward_at[static_cast<std::size_t>(c) * m + backwards[c]];
-        if (at >= kNever && rule.foresight) {
-          at = foreseen(c, backwards[c]);
-          if (at > now) next = std::min(next, at);
-        } else if (at > now) next = std::min(next, at);
-        else if (backward < 0 || prefers(state, c, backward, rule.late_backward[rank], false)) backward = c;
-      }
-      if (forwards[c] < m && forwards[c] - backwards[c] < rule.caps[c]) {
-        const Time at = forward_at[static_cast<std::size_t>(c) * m + forwards[c]];
-        if (at >= kNever) continue;
-        Time need = p.activation[c];
-        for (int other : state.chunks)
-          if (other != c && forwards[other] <= oldest) need += p.activation[other];
-        if (state.memory - state.held + need > p.limit[rank]) continue;
-        if (at > now) next = std::min(next, at);
-        else if (forward < 0 || prefers(state, c, forward, rule.late_forward[rank], true)) forward = c;
-      }
-    }
-    int kind = -1, chunk = -1;
-    const bool pending = state.next_weight < state.pending.size();
-    if (forward >= 0 && backward >= 0) {
-      const int priority = rule.priority[rank];
-      bool first = priority == 1 || (priority == 2 && !state.last_was_forward);
-      if (state.following == (state.last_was_forward ? forward : backward)) first = state.last_was_forward;
-      kind = first ? kForward : kBackward;
-    } else if (forward >= 0) {
-      kind = kForward;
-    } else if (backward >= 0) {
-      kind = kBackward;
-    }
-    if (kind == kForward && state.memory + p.activation[forward] > p.limit[rank]) kind = kWeight;
-    bool fuse = rule.fuse;
-    if (kind == kBackward && !fuse && state.memory + p.held[backward] - p.activation[backward] > p.limit[rank]) {
-      if (pending) kind = kWeight;
-      else fuse = true;
-    }
-    if (kind < 0) {
-      if (pending && (next >= kNever || 4 * (next - now) >= rule.patience[rank] * p.weight[state.pending[state.next_weight]])) {
-        kind = kWeight;
-      } else {
-        state.clock = next < kNever ? next : now;
-        state.idle = next >= kNever;
-        if (!state.idle) turns.push({next, rank});
-        continue;
-      }
-    }
-
-    int microbatch;
-    Time length;
-    if (kind == kForward) {
-      chunk = forward;
-      microbatch = forwards[chunk]++;
-      length = p.forward[chunk];
-      state.memory += p.activation[chunk];
-    } else if (kind == kBackward) {
-      chunk = backward;
-      microbatch = backwards[chunk]++;
-      length = fuse ? p.fused[chunk] : p.backward[chunk];
-      state.memory -= p.activation[chunk];
-      result.fused[static_cast<std::size_t>(chunk) * m + microbatch] = fuse;
-      if (!fuse) {
-        state.memory += p.held[chunk];
-        state.held += p.held[chunk];
-        state.pending.push_back(chunk);
-      }
-    } else {
-      chunk = state.pending[state.next_weight++];
-      microbatch = weights[chunk]++;
-      length = p.weight[chunk];
-      state.memory -= p.held[chunk];
-      state.held -= p.held[chunk];
-    }
-    if (state.start < 0) state.start = now;
-    state.clock = now + length;
-    turns.push({state.clock, rank});
-    left--;
-    result.rows[rank].push_back((kind * n + chunk) * m + microbatch);
-    if (kind != kWeight) state.last_was_forward = kind == kForward;
-    if (kind == kBackward && fuse) {
-      result.rows[rank].push_back((kWeight * n + chunk) * m + microbatch);
-      weights[chunk]++;
-      left--;
-    }
-    result.cost = std::max(result.cost, state.clock - (p.makespan ? 0 : state.start));
-    if (result.cost > cutoff) return Ordering{};
-    const int consumer = kind == kForward ? chunk + 1 : kind == kBackward ? chunk - 1 : -1;
-    if (kind != kWeight && rule.follow)
-      state.following = consumer >= 0 && consumer < n && p.placement[consumer] == rank ? consumer : -1;
-    if (consumer < 0 || consumer >= n) continue;
-    auto& arrivals = kind == kForward ? forward_at : backward_at;
-    arrivals[static_cast<std::size_t>(consumer) * m + microbatch] = state.clock + p.communication[std::min(chunk, consumer)];
-    RankState& peer = ranks[p.placement[consumer]];
-    if (peer.idle) {
-      peer.idle = false;
-      peer.clock = std::max(peer.clock, now);
-      turns.push({peer.clock, p.placement[consumer]});
-    }
-  }
-  return result;
+Ordering list_schedule(const Problem& problem, const Rule& rule, Time cutoff) {
+  ListScheduler lists(problem);
+  return lists.run(rule, cutoff) ? lists.orders() : Ordering{};
 }
 
-std::vector<std::pair<Time, int>> best_rules(const Problem& p, const std::vector<Rule>& rules, int kept, double seconds) {
+std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds) {
   const Deadline deadline(seconds);
+  ListScheduler lists(problem);
   std::vector<std::pair<Time, int>> found;
   for (int index = 0; index < static_cast<int>(rules.size()); index++) {
     if (!found.empty() && deadline.passed()) break;
     const bool full = static_cast<int>(found.size()) == kept;
-    const Ordering orders = list_schedule(p, rules[index], full ? found.back().first - 1 : kNever);
-    const auto same = [&](const auto& each) { return each.first == orders.cost; };
-    if (orders.rows.empty() || std::any_of(found.begin(), found.end(), same)) continue;
-    found.push_back({orders.cost, index});
+    if (!lists.run(rules[index], full ? found.back().first - 1 : kNever)) continue;
+    const Time cost = lists.orders().cost;
+    if (std::any_of(found.begin(), found.end(), [&](const auto& each) { return each.first == cost; })) continue;
+    found.push_back({cost, index});
     std::sort(found.begin(), found.end());
-    if (static_cast<int>(found.size()) > kept) found.pop_back();
+    if (full) found.pop_back();
   }
   return found;
+}
+
+RefineResult refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
+                    double seconds) {
+  const Deadline deadline(seconds);
+  ListScheduler lists(problem);
+  Random random(seed);
+  RefineResult result{{}, start};
+  if (!lists.run(start, kNever)) return result;
+  result.best = lists.orders();
+  for (int& cap : result.rule.caps) cap = std::min(cap, problem.microbatches);
+  for (std::int64_t attempt = 0; attempt < tries && result.best.cost > target && !deadline.passed(); attempt++) {
+    Rule trial = result.rule;
+    change(trial, problem, may_follow, random);
+    if (trial == result.rule || !lists.run(trial, result.best.cost)) continue;
+    result.best = lists.orders(), result.rule = std::move(trial);
+  }
+  return result;
 }
 
 }  // namespace zbkern

@@ -1,4 +1,4 @@
-// Random numbers of the planner's searches, the same on every machine. planner/rng.py draws the same ones.
+// Random numbers of the planner's searches, the same on every machine.
 #pragma once
 
 #include <cstdint>

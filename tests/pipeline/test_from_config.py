@@ -85,8 +85,14 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
     ("arguments", "message"),
     [
         (["--gpu", "h1000"], "argument --gpu: .* has no 'h1000'; it has a100, h100"),
+        (["--gpu", ""], "argument --gpu: .* has no ''"),
         (["--config", "nothing.json"], "argument --config: cannot read nothing.json: No such file"),
-        (["--tensor-parallel", "3"], "argument --tensor-parallel, --expert-parallel: .* must divide the 32 heads"),
+        (["--tensor-parallel", "3"], "argument --tensor-parallel: .* must divide the 32 heads"),
+        (["--expert-parallel", "2"], "argument --expert-parallel: .* must be 1 for a model without experts"),
+        (["--chunks", "20"], "argument --chunks, --stages: .*20 chunks"),
+        (["--placement", "v", "--chunks", "3"], "argument --placement, --chunks, --stages: .* needs chunks=2"),
+        (["--memory", "60"], "nothing fits in 60 bytes: .* a limit is in bytes: --memory 60e9 for as many GB"),
+        (["--memory", "60GB"], "expected a limit such as 1.5x, or 60e9 in the unit of activation, bytes; got '60GB'"),
         (["--costs", "costs.json"], "argument --costs: --config has the costs of its own model"),
         (["--schedule", "zb_v"], "argument --schedule: --config has the costs"),
         (["--sequence", "0"], "argument --sequence: expected a whole number"),
@@ -112,7 +118,10 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     ("change", "message"),
     [
         ({"memory": "80 GB"}, "memory must be a number; got '80 GB'"),
-        ({"memroy": 80e9}, "must be an object with .* got .*'memroy'"),
+        ({"memory": 80}, "memory must be in bytes, such as 80e9 for 80 GB; got 80"),
+        ({"matmul_flops": 989}, "matmul_flops must be in flops per second, such as 989e12 for 989 TFLOPS; got 989"),
+        ({"network_bandwidth": 400}, "network_bandwidth must be in bytes per second, such as 50e9 .*; got 400"),
+        ({"memroy": 80e9}, "'h100' of .* has memroy, which no GPU there has: correct or remove it; .* memory,"),
         ({"matmul_share": 60}, "matmul_share must be above 0 and at most 1; got 60"),
         ({"gpus_per_node": 2.5}, "gpus_per_node must be a whole number; got 2.5"),
     ],
@@ -123,7 +132,7 @@ def test_a_table_of_hardware_with_a_wrong_field(
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"h100": {**json.loads(TABLE.read_text())["h100"], **change}}))
     assert __main__.main([*LLAMA, "--hardware", str(own)]) == 2
-    assert re.search(f"argument --hardware: .*{message}", capsys.readouterr().err)
+    assert re.search(f"argument --gpu, --hardware: .*{message}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +144,7 @@ def test_a_table_of_hardware_with_a_wrong_field(
         ({}, True, False, "copies run at 40 GB/s .* no activation is recomputed", "is offloaded"),
         ({}, True, True, "recomputed costs .* copies run at 40 GB/s", "no activation|is offloaded"),
         ({"data_parallel": 4}, False, False, "of which every pipeline holds its part", "experts"),
-        ({"expert_parallel": 8}, False, False, "every expert gets as many tokens", "tensor parallelism does"),
+        ({"expert_parallel": 8}, False, False, "as many tokens .* sent once to every GPU", "tensor parallelism does"),
     ],
     ids=str,
 )
@@ -147,6 +156,11 @@ def test_it_says_what_it_assumes(job: dict[str, int], offload: bool, recompute: 
     assert "products are in bf16, none in FP8" in text
     assert re.search(said, text)
     assert not re.search(not_said, text)
+
+
+def test_a_placement_says_how_many_chunks_there_are(capsys: pytest.CaptureFixture) -> None:
+    assert __main__.main([*LLAMA, *QUICK, "--placement", "0,1,2,3,3,2,1,0"]) == 0
+    assert "4 ranks, 2 chunks each" in capsys.readouterr().out
 
 
 def test_what_describes_a_model_needs_one(capsys: pytest.CaptureFixture) -> None:

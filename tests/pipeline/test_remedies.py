@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from zbkern.pipeline.remedies import Training, remedies
 from zbkern.pipeline.simulation.architecture import load_architecture
 from zbkern.pipeline.simulation.hardware import load_hardware
 from zbkern.pipeline.simulation.model_costs import model_costs
-from zbkern.pipeline.simulation.needs import least_need
+from zbkern.pipeline.simulation.needs import least_need, least_uneven, least_work
 
 CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
 LIMIT = 72e9
@@ -79,3 +80,17 @@ def test_the_least_need_is_that_of_the_best_cut() -> None:
             ScheduleError, match=rf" {need:g} in all, which is the smallest limit for one chunk per rank"
         ):
             plan(costs, stages, 2, placement="linear", memory_limit=need * 0.99, effort=0)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("times", [(1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 4), (3, 1, 2, 2, 1, 2), (0, 0, 5, 1, 1, 1)])
+def test_no_rank_can_have_less_work_than_the_bound(times: tuple[float, ...], stages: int) -> None:
+    costs = ModelCosts(tuple(LayerCosts(str(n), time, 0, 1, merge_saving=1) for n, time in enumerate(times)))
+    spread = product(range(stages), repeat=len(times))
+    best = min(
+        max(sum(t for t, r in zip(times, ranks, strict=True) if r == rank) for rank in ranks) for ranks in spread
+    )
+    assert sum(times) / stages <= least_work(costs, stages) <= best
+    if set(times) == {1}:
+        assert least_work(costs, stages) == best
+        assert least_uneven(costs, stages) == pytest.approx(1 - len(times) / (stages * best))

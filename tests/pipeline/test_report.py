@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from zbkern.pipeline import Costs, draw, plan, report, schedules, simulate
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts, draw, plan, report, schedules, simulate
 from zbkern.pipeline.draw import style
+from zbkern.pipeline.planner import Plan
 
 
 @pytest.mark.parametrize("width", [30, 31, 40, 60, 79])
@@ -96,3 +97,45 @@ def test_a_plan_says_when_the_model_is_cut_badly() -> None:
     text = report.describe(found, "cost", None, 4, 80)
     assert f"\nidle      {found.idle.load:.2%} rank 3 has the most work: divide the model more evenly" in text
     assert "has the most work" not in report.describe(plan(Costs(), 4, 16, effort=1), "cost", None, 4, 80)
+
+
+def layers(blocks: int, head: float) -> ModelCosts:
+    each = [LayerCosts(f"block {number}", 1, 1, 1, 1) for number in range(blocks)]
+    return ModelCosts((*each, LayerCosts("head", head, head, head, 1)))
+
+
+def advice(found: Plan, costs: ModelCosts, limit: float | None = None, chunks: bool = True) -> str:
+    return "\n".join(report.idle_lines(found, limit, report.Searched(costs, chunks), 200))
+
+
+def test_a_cut_that_cannot_be_more_even_names_another_number_of_stages() -> None:
+    costs = layers(14, 1)
+    found = plan(costs, 4, 16, effort=0)
+    assert found.idle.load == pytest.approx(1 - 15 / 16, abs=0.005)
+    assert "has the most work, and no cut of these layers into 4 is more even; into 3 it may be: 0.00%" in advice(
+        found, costs
+    )
+    followed = plan(costs, 3, 16, effort=0)
+    assert followed.idle.load < 0.01
+    assert "has the most work" not in advice(followed, costs)
+
+
+def test_a_layer_that_takes_too_long_for_any_number_of_stages() -> None:
+    costs = layers(2, 8)
+    (line,) = [each for each in advice(plan(costs, 3, 16, effort=0), costs).split("\n") if "most work" in each]
+    assert line.endswith("rank 2 has the most work, and no cut of these layers into 3 is more even")
+
+
+def test_nothing_is_advised_that_was_searched_or_is_not_there() -> None:
+    costs = layers(7, 1)
+    found = plan(costs, 4, 4, effort=0)
+    assert "up: more microbatches\n" in advice(found, costs) + "\n"
+    assert "up: more microbatches, or more chunks per rank" in advice(found, costs, chunks=False)
+    slow = ModelCosts(costs.layers, latency=2.0)
+    assert (
+        "messages are on their way: faster links\n" in advice(plan(slow, 4, 4, 1, effort=0), slow, None, False) + "\n"
+    )
+    waits = "passes wait for other ranks in between"
+    tight = plan(costs, 4, 16, memory_limit=3, effort=0)
+    assert f"{waits}: more memory" in advice(tight, costs, 3)
+    assert "more memory" not in advice(tight, costs)

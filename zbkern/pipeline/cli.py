@@ -143,9 +143,11 @@ def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
     costs = _with_copies(arguments, given, True)
     whole = sum(layer.activation for layer in costs.layers)
     limit = None if arguments.memory is None else arguments.memory.limit(whole)
-    found = _searched(arguments, arguments.chunks, costs, limit)
+    chunks = arguments.chunks or from_config.chunks_of(arguments.placement, arguments.stages)
+    found = _searched(arguments, chunks, costs, limit)
     whole = 0.0 if any(layer.static for layer in costs.layers) else whole
-    print(report.describe(found, arguments.objective, limit, whole, _width()))
+    searched = from_config.searched(arguments, costs)
+    print(report.describe(found, arguments.objective, limit, whole, _width(), searched))
     print(report.cut(found, len(costs.layers), _width()))
     if arguments.compare:
         published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
@@ -347,7 +349,8 @@ def _bandwidth(text: str) -> float:
 
 def _memory(text: str) -> _Memory:
     relative = text.endswith("x")
-    return _Memory(_number(text.removesuffix("x"), "a limit such as 1.5x, or 12 in the unit of activation"), relative)
+    expected = "a limit such as 1.5x, or 60e9 in the unit of activation, bytes"
+    return _Memory(_number(text.removesuffix("x"), expected), relative)
 
 
 def _number(text: str, expected: str) -> float:

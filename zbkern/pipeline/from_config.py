@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from zbkern.pipeline import report, schedules
 from zbkern.pipeline.planner import Plan, plan
+from zbkern.pipeline.planner.arguments import chunks_per_rank
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
 from zbkern.pipeline.remedies import Training, may_fit_with_saving, remedies
 from zbkern.pipeline.schedules.actions import ScheduleError
@@ -28,6 +29,9 @@ from zbkern.pipeline.simulation.timeline import Timeline
 USABLE = 0.9
 """Of a GPU's memory: the rest is for what the model of costs leaves out, and for fragmentation."""
 
+_LEAST_LIMIT = 1e6
+"""Bytes: a limit below is taken for one in GB."""
+
 _HELP = {
     "--config": "plan for a model that was never run: its folder or config.json, as transformers writes it; "
     "--costs and --schedule do not go with it, and the table of published schedules is always printed",
@@ -40,6 +44,11 @@ _HELP = {
     "--microbatch-size": "with --config: sequences of a microbatch (default 1)",
 }
 _SIZES = ("tensor_parallel", "expert_parallel", "data_parallel", "sequence", "microbatch_size")
+
+
+def _option(name: str) -> str:
+    """The option with the argument of that name."""
+    return "--" + name.replace("_", "-")
 
 
 class WrongArgument(ValueError):
@@ -69,18 +78,26 @@ def add_to(parser: argparse.ArgumentParser, count: Any) -> None:
     parser.add_argument("--gpu", metavar="NAME", help=_HELP["--gpu"])
     parser.add_argument("--hardware", type=Path, metavar="FILE", help=_HELP["--hardware"])
     for name in _SIZES:
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(option, type=count, metavar="N", help=_HELP[option])
+        parser.add_argument(_option(name), type=count, metavar="N", help=_HELP[_option(name)])
 
 
 def check_absent(arguments: argparse.Namespace) -> None:
     """Raises WrongArgument for an argument that needs --config, which is not there."""
     for name in ("gpu", "hardware", *_SIZES):
         if getattr(arguments, name) is not None:
-            option = "--" + name.replace("_", "-")
             raise WrongArgument(
-                f"{option}: it describes a model's training; give the model with --config, or leave it out"
+                f"{_option(name)}: it describes a model's training; give the model with --config, or leave it out"
             )
+
+
+def chunks_of(placement: str | Sequence[int] | None, stages: int) -> int | None:
+    """Chunks per rank of a placement that is spelt out; None where they are to be searched for."""
+    return None if placement is None or isinstance(placement, str) else chunks_per_rank(placement, stages)
+
+
+def searched(arguments: argparse.Namespace, costs: ModelCosts) -> report.Searched:
+    """What the search decides for costs of layers."""
+    return report.Searched(costs, arguments.chunks is None and arguments.placement is None)
 
 
 def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], None]) -> Plan:
@@ -95,7 +112,7 @@ def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], Non
             costs,
             arguments.stages,
             arguments.microbatches,
-            arguments.chunks,
+            arguments.chunks or chunks_of(arguments.placement, arguments.stages),
             arguments.placement,
             limit,
             arguments.time_limit,
@@ -107,10 +124,11 @@ def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], Non
         )
     except ScheduleError as error:
         raise WrongArgument(f"--memory: {_why_not(arguments, setting, limit) or error}") from error
-    except ValueError as error:
-        raise WrongArgument(f"--stages: {error}") from error
+    except ValueError as error:  # everything else has been checked
+        named = [name for name in ("placement", "chunks") if getattr(arguments, name) is not None]
+        raise WrongArgument(f"{', '.join(map(_option, [*named, 'stages']))}: {error}") from error
     print(_title(arguments, setting))
-    print("\n" + report.describe(found, arguments.objective, limit, 0.0, width))
+    print("\n" + report.describe(found, arguments.objective, limit, 0.0, width, searched(arguments, costs)))
     print(_step(found, setting, arguments.objective, width))
     published = published_timelines(costs, arguments.stages, arguments.microbatches, limit)
     print("\n" + _table([*published, found.timeline], setting, arguments.objective, limit))
@@ -131,6 +149,8 @@ def _why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> s
     )
     ways = remedies(setting.architecture, setting.hardware, training, limit)
     what = f"it fits with {' or '.join(ways)}" if ways else "no number of GPUs that is usual makes it fit"
+    if 0 < limit < _LEAST_LIMIT and arguments.memory is not None and not arguments.memory.relative:
+        what = f"a limit is in bytes: --memory {number(arguments.memory.value)}e9 for as many GB"
     if not saving and may_fit_with_saving(costs, stages, limit):
         what += "; --recompute or --offload may do, too"
     return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
@@ -155,6 +175,9 @@ def assumptions(
         if job.tensor_parallel > 1
         else "",
         "every expert gets as many tokens as the others" if experts else "",
+        "a token is sent once to every GPU that has some of its experts (zbkern.nn.ExpertParallel: once per expert)"
+        if job.expert_parallel > 1
+        else "",
         "products are in bf16, none in FP8; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
         + (", of which every pipeline holds its part" if job.replicas > 1 else ""),
         "layers are zbkern's own, for which the split into B and W costs nothing",
@@ -214,11 +237,12 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     except ValueError as error:
         raise WrongArgument(f"--config: {arguments.config}: {error}") from error
     try:
-        hardware = load_hardware(arguments.gpu or "h100", arguments.hardware)
+        hardware = load_hardware("h100" if arguments.gpu is None else arguments.gpu, arguments.hardware)
     except OSError as error:
         raise WrongArgument(f"--hardware: cannot read {arguments.hardware}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
-        raise WrongArgument(f"{'--gpu' if arguments.hardware is None else '--hardware'}: {error}") from error
+        options = "--gpu" if arguments.hardware is None else "--gpu, --hardware"
+        raise WrongArgument(f"{options}: {error}") from error
     try:
         job = Job(
             arguments.sequence or 4096,
@@ -230,7 +254,8 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         setting = Setting(architecture, hardware, job)
         model_costs(*setting)
     except ValueError as error:
-        raise WrongArgument(f"--tensor-parallel, --expert-parallel: {error}") from error
+        named = [name for name in _SIZES if name in str(error)]
+        raise WrongArgument(f"{', '.join(map(_option, named))}: {error}") from error
     return setting
 
 
@@ -261,7 +286,8 @@ def _title(arguments: argparse.Namespace, setting: Setting) -> str:
 
 
 def _step(found: Plan, setting: Setting, objective: str, width: int) -> str:
-    chunks = report.cut(found, len(setting.costs.layers), width, ", with embedding, head and predictors")
+    counted = "embedding, head and predictors" if setting.architecture.predictors else "embedding and head"
+    chunks = report.cut(found, len(setting.costs.layers), width, f", with {counted}")
     seconds, rate = _speed(found.timeline, setting, objective)
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from zbkern.pipeline.planner import IdleTime, Plan
+from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.schedules.program import offloads_or_recomputes
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration, number
+from zbkern.pipeline.simulation.layers import ModelCosts
+from zbkern.pipeline.simulation.needs import least_uneven, least_work
 from zbkern.pipeline.simulation.timeline import Timeline
 
 _MARGIN = 10  # columns of the names of figures
+_AS_EVEN = 1e-3  # relative: a rank with so much more work than the least is as good as one with the least
 _SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
 
-def describe(plan: Plan, objective: str, limit: float | None, whole: float, width: int) -> str:
+class Searched(NamedTuple):
+    """What a search decided besides the order: the cut of these layers, None where chunks were given; their number."""
+
+    layers: ModelCosts | None = None
+    chunks: bool = False
+
+
+_ORDER_ALONE = Searched()
+
+
+def describe(
+    plan: Plan, objective: str, limit: float | None, whole: float, width: int, searched: Searched = _ORDER_ALONE
+) -> str:
     """Grid and figures.
 
     limit: per rank, in the unit of memory. whole: what one microbatch holds in the whole model, as a measure of memory
@@ -42,7 +58,7 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
     memory = f"{_joined(peaks)} by rank ({capacity})"
     figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
     lines = [figure(name, text, width) for name, text in figures.items()]
-    lines += fused_lines(schedule) + idle_lines(plan.idle, schedule)
+    lines += fused_lines(schedule) + idle_lines(plan, limit, searched, width)
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
@@ -73,20 +89,46 @@ def fused_lines(schedule: Schedule) -> list[str]:
     return [f"{'backward':<9} {fused} of {fused + kinds.count('B')} in one pass, BW, the others as B and W"]
 
 
-def idle_lines(idle: IdleTime, schedule: Schedule) -> list[str]:
-    """What the idle time comes from and what would remove it, the largest share first."""
+def idle_lines(plan: Plan, limit: float | None, searched: Searched, width: int) -> list[str]:
+    """What the idle time comes from and what would remove it besides what was searched for, the largest share first."""
+    idle, schedule = plan.idle, plan.schedule
     saves_memory = any(offloads_or_recomputes(row) for row in schedule.actions)
     room = "a higher limit" if saves_memory else "a higher limit, offloading or recomputation"
+    fill = "more microbatches" if searched.chunks else "more microbatches, or more chunks per rank"
+    links = "faster links" if searched.chunks or schedule.chunks == 1 else "faster links, or fewer chunks per rank"
+    ways = [*(["more memory"] if limit is not None else []), *([] if plan.optimal else ["a longer search"])]
     causes = {
-        f"rank {idle.busiest} has the most work: divide the model more evenly": idle.load,
+        _about_load(plan, limit, searched.layers): idle.load,
         f"forwards wait for memory: {room}": idle.memory,
-        "messages are on their way: faster links, or fewer chunks per rank": idle.messages,
-        "warm-up: more microbatches, or more chunks per rank": idle.warm_up,
-        "cool-down: more microbatches, or more chunks per rank": idle.cool_down,
-        "passes wait for other ranks in between: more memory, or a longer search": idle.dependencies,
+        f"messages are on their way: {links}": idle.messages,
+        f"warm-up: {fill}": idle.warm_up,
+        f"cool-down: {fill}": idle.cool_down,
+        "passes wait for other ranks in between"
+        + (f": {', or '.join(ways)}" if ways else ", in every order"): idle.dependencies,
     }
     shown = sorted((-share, cause) for cause, share in causes.items() if share >= _SHOWN)
-    return [f"{'idle' if not line else '':<9} {-share:.2%} {cause}" for line, (share, cause) in enumerate(shown)]
+    return [figure("" if line else "idle", f"{-share:.2%} {cause}", width) for line, (share, cause) in enumerate(shown)]
+
+
+def _about_load(plan: Plan, limit: float | None, layers: ModelCosts | None) -> str:
+    cause, stages = f"rank {plan.idle.busiest} has the most work", plan.schedule.stages
+    if layers is None:
+        return f"{cause}: divide the model more evenly"
+    least = plan.schedule.microbatches * least_work(layers, stages)
+    if max(plan.timeline.busy) > least * (1 + _AS_EVEN):
+        ways = [*(["more memory"] if limit is not None else []), "a longer search"]
+        return f"{cause}: {', or '.join(ways)}, may find a more even cut"
+    text = f"{cause}, and no cut of these layers into {stages} is more even"
+    better = _more_even_stages(layers, stages)
+    return text if better is None else f"{text}; into {better} it may be: {least_uneven(layers, better):.2%}"
+
+
+def _more_even_stages(layers: ModelCosts, stages: int) -> int | None:
+    """The nearest number of stages for which the load may be half as uneven, or less."""
+    others = (other for by in range(1, stages) for other in (stages - by, stages + by))
+    enough = least_uneven(layers, stages) / 2
+    even = (each for each in others if 1 < each <= len(layers.layers) and least_uneven(layers, each) <= enough)
+    return next(even, None)
 
 
 def grid(schedule: Schedule, width: int) -> str:

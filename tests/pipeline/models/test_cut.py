@@ -16,6 +16,7 @@ from tests.support.chunks import results_on_threads
 from zbkern.pipeline import (
     LayerCosts,
     ModelCosts,
+    Optimizer,
     Pipeline,
     Schedule,
     checkpoint,
@@ -296,6 +297,57 @@ def test_a_model_of_ones_own_with_tokens_as_side_inputs(partition: Any) -> None:
     gradients["embed.weight"] = gradients["embed.weight"] + gradients.pop("again.weight")
     for name, parameter in twin.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+class WithOwn(nn.Module):
+    """Has a parameter and a buffer beside its layers, and numbers them with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.position = nn.Parameter(torch.randn(6, 8))
+        self.register_buffer("scale", torch.full((1,), 0.5))
+        self.blocks = nn.ModuleDict({str(number): Block() for number in (0, 3, 12)})
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.position
+        for block in self.blocks.values():
+            x = block(x, self.scale.expand(x.shape[:-1]))
+        return self.head(x)
+
+
+def test_a_parameter_beside_the_layers_is_in_one_chunk() -> None:
+    """Also where forwards run again, because an optimizer step was taken back."""
+    torch.manual_seed(0)
+    model, schedule = WithOwn().double(), schedules.zb_h1(2, 4)
+    x, targets = torch.randn(8, 6, 8, dtype=torch.double), torch.randn(8, 6, 5, dtype=torch.double)
+    twin = copy.deepcopy(model)
+    single = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        single.zero_grad()
+        nn.functional.mse_loss(twin(x), targets).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        single.step()
+
+    def of_rank(transport: LocalTransport) -> Any:
+        chunks = cut(copy.deepcopy(model), schedule, layers=["embed", "blocks.*", "head"], rank=transport.rank)
+        with Pipeline([zbkern.convert(chunk) for chunk in chunks], schedule, nn.functional.mse_loss, transport) as pipe:
+            torch_optimizer = torch.optim.SGD(chunks[0].parameters(), lr=0.1)
+            optimizer = Optimizer(torch_optimizer, pipe, max_norm=0.1, adaptive=False)
+            for _ in range(3):
+                optimizer.zero_grad()
+                pipe.step(x, targets)
+                optimizer.step()
+            optimizer.validate()
+        return dict(chunks[0].state_dict())
+
+    first, second = results_on_threads(2, of_rank)
+    assert first.keys() & second.keys() == set()
+    state = {**first, **second}
+    assert state.keys() == twin.state_dict().keys()
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(state[name], value, msg=name)
 
 
 def test_a_sequential_needs_no_names() -> None:

@@ -46,6 +46,12 @@ def test_the_largest_chunk_is_as_small_as_possible(work: list[int], chunks: int)
     assert largest(tuple(starts[1:])) == min(map(largest, combinations(range(1, len(work)), chunks - 1)))
 
 
+def test_rounding_does_not_leave_a_cut_without_layers() -> None:
+    starts = balanced_chunks([0.15] + [3.0] * 23, 16)
+    assert starts[0] == 0
+    assert all(first < second for first, second in pairwise([*starts, 24])), starts
+
+
 def test_a_rank_with_a_heavy_head_gets_fewer_layers() -> None:
     costs = model([0.5] + [1.0] * 30 + [3.0])
     (balanced,) = balanced_partitions(costs, V4, 16, None)

@@ -51,8 +51,9 @@ def test_rules_of_every_rank(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     start = next(rule for rule in list_scheduler.rules(given) if list_scheduler.list_schedule(given, rule))
     fast, rule = list_scheduler.refine(given, start, 200, seed)
     assert annealing.anneal(given, fast)[0].cost <= fast.cost  # less where W are merged, which rules do not know
-    monkeypatch.setattr(native, "core", None)
     assert (fast, rule) == list_scheduler.refine(given, start, 200, seed)
+    monkeypatch.setattr(native, "core", None)
+    assert fast == list_scheduler.list_schedule(given, rule)
     assert fast.cost <= list_scheduler.list_schedule(given, start).cost
     assert fits(given, fast)
 

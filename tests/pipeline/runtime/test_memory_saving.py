@@ -436,6 +436,22 @@ def test_inputs_that_ask_for_a_gradient_get_it(row: str) -> None:
     torch.testing.assert_close(found, *torch.autograd.grad(loss, [data]))
 
 
+def test_gradients_of_transposed_inputs_are_transposed() -> None:
+    """Sums of the chunk before would be rounded otherwise if they were not."""
+    strides: list[tuple[int, ...]] = []
+
+    class First(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x).t().contiguous().t()
+            y.register_hook(lambda gradient: strides.append(gradient.stride()))
+            return y
+
+    for rows in ("0F0 1F0 1BW0 0BW0", "0F0 1F0 1O0 1L0 1BW0 0BW0"):
+        with step([First(8, 8), nn.Linear(8, 8)], rows, microbatches=1):
+            pass
+    assert strides == [(1, 2), (1, 2)]
+
+
 @pytest.mark.parametrize("broken", [1, 2])  # the copy out, and back
 def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
     broken: int, monkeypatch: pytest.MonkeyPatch

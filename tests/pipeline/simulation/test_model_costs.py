@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -166,16 +167,39 @@ def test_windows_are_those_of_the_library(kind: str, use: bool | None) -> None:
     assert found == [16 if each == "sliding_attention" else None for each in expected]
 
 
-def test_one_group_of_experts_limits_no_nodes() -> None:
-    """Kimi K2 and GLM-4.5 choose 1 group of 1, DeepSeek-V3 4 of 8: of a token's experts on 16 nodes 8 and 8 copies."""
-    config = json.loads((CONFIGURATIONS / "deepseek-v3.json").read_text())
-    job = Job(4096, expert_parallel=128)
+def sent_bytes(expert_parallel: int, gpus_per_node: int, kind: str = "network", **routing: int) -> float:
+    """Per token and feature, that a block of DeepSeek-V3 sends in F beyond its GPU or node, there and back."""
+    config = {**json.loads((CONFIGURATIONS / "deepseek-v3.json").read_text()), **routing}
+    free = dataclasses.replace(H100, gpus_per_node=gpus_per_node, latency=1e-30, network_share=1.0)
+    links = {f"{name}_bandwidth": 1e6 if name == kind else 1e30 for name in ("network", "link")}
+    job = Job(64, expert_parallel=expert_parallel)
+    silent, slow = (
+        model_costs(architecture(config), dataclasses.replace(free, exposed_share=share, **links), job).layers[-4]
+        for share in (0.0, 1.0)
+    )
+    return (slow.forward - silent.forward) / 1e3 * 1e6 / (64 * 7168)
 
-    def times(**routing: int) -> float:
-        return model_costs(architecture({**config, **routing}), H100, job).layers[-4].forward
 
-    assert times(n_group=1, topk_group=1) == times(n_group=8, topk_group=8) == times(n_group=8, topk_group=4)
-    assert times(n_group=16, topk_group=4) < times(n_group=8, topk_group=4)
+def test_a_token_goes_once_to_every_node_that_has_some_of_its_experts() -> None:
+    """DeepSeek-V3's routing on 8 nodes reaches nearly 4, of which one in eight is the token's own."""
+    there_and_back = 2 * 2  # bytes
+    assert sent_bytes(64, 8) == pytest.approx(there_and_back * 3.983 * 7 / 8, rel=1e-3)
+    assert sent_bytes(64, 8, n_group=1, topk_group=1) == pytest.approx(there_and_back * 5.295 * 7 / 8, rel=1e-3)
+    assert sent_bytes(8, 8) == pytest.approx(0, abs=1e-9)  # one node
+
+
+def test_a_token_goes_once_to_every_gpu_that_has_some_of_its_experts() -> None:
+    free = {"n_group": 1, "topk_group": 1}
+    missed = math.comb(256 - 32, 8) / math.comb(256, 8)
+    assert sent_bytes(8, 8, "link", **free) == pytest.approx(2 * 2 * 8 * (1 - missed) * 7 / 8)
+    assert sent_bytes(8, 1, "link", **free) == pytest.approx(0, abs=1e-9)  # GPUs that nothing joins
+
+
+def test_a_node_that_is_not_full() -> None:
+    """16 GPUs in nodes of 12: one has 192 experts, of which eight are never all missed, the other 64."""
+    full, part = (1 - math.comb(256 - count, 8) / math.comb(256, 8) for count in (192, 64))
+    found = sent_bytes(16, 12, n_group=1, topk_group=1)
+    assert found == pytest.approx(2 * 2 * (full * 64 + part * 192) / 256)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +236,15 @@ def test_parallelism_that_does_not_divide(job: dict[str, int], message: str) -> 
         model_costs(architecture(SMALL), H100, Job(**{"sequence": 16, **job}))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "expert", "data"), [(1, 8, 8), (4, 64, 16), (8, 4, 1), (3, 8, 8), (16, 24, 3), (1, 1, 1)]
+)
+def test_as_many_pipelines_as_experts_need(tensor: int, expert: int, data: int) -> None:
+    assert Job(16, tensor_parallel=tensor, expert_parallel=expert).replicas == data
+    with pytest.raises(ValueError, match="tensor_parallel must be at least 1"):
+        Job(16, tensor_parallel=0, expert_parallel=expert)
+
+
 def test_experts_that_do_not_divide() -> None:
     model = load_architecture(CONFIGURATIONS / "gpt-oss-120b.json")
     with pytest.raises(ValueError, match="expert_parallel must divide the 128 experts; got 3"):
@@ -232,7 +265,10 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no 'h100'; it has mine"):
         load_hardware("h100", own)
     own.write_text(json.dumps({"mine": {"memory": 1}}))
-    with pytest.raises(ValueError, match=r"'mine' of .* must be an object with .*matmul_flops"):
+    with pytest.raises(ValueError, match=r"'mine' of .* must have .*matmul_flops, .*title, too: .* has examples"):
+        load_hardware("mine", own)
+    own.write_text(json.dumps({"mine": 3}))
+    with pytest.raises(ValueError, match=r"'mine' of .* must be an object with gpus_per_node, .*; got 3"):
         load_hardware("mine", own)
     own.write_text("[1")
     with pytest.raises(ValueError, match=r"own.json must be JSON"):

@@ -152,9 +152,10 @@ def _chunk(model: nn.Module, names: list[str], first: int, last: int) -> Chunk:
             if name and not any(other.startswith(f"{name}.") for other in names):
                 memo[id(module)] = Outside(module, name, flow)
     memo.update({id(parameter): parameter for parameter in model.parameters()})
+    replaced = set(memo)  # deepcopy adds all that it copies
     whole = copy.deepcopy(model, memo)
     for name, owner in owners.items():
-        if not first <= owner < last and id(model.get_submodule(name)) not in memo:
+        if not first <= owner < last and id(model.get_submodule(name)) not in replaced:
             _drop_own(whole.get_submodule(name))
     ties = shared_parameters(model, names)
     shared: dict[str, str] = {}
@@ -189,6 +190,7 @@ def _drop_own(module: nn.Module) -> None:
     for name, parameter in [*module._parameters.items()]:
         del module._parameters[name]
         if parameter is not None:
-            nothing: Tensor = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
-            module.register_buffer(name, nothing, persistent=False)
+            device = "cpu" if parameter.is_meta else parameter.device  # it has its value already
+            nothing: Tensor = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
+            module.register_buffer(name, nothing.expand(parameter.shape), persistent=False)
     module._non_persistent_buffers_set.update(module._buffers)

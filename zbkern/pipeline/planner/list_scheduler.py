@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Ordering, Problem, Rows
-from zbkern.pipeline.planner.rng import Random
 
 _NEVER = 2**61
 _FREE = 2**30  # a cap that is none
@@ -52,9 +51,6 @@ class Rule(NamedTuple):
     foresight: bool
     fuse: bool
     follow: bool
-
-
-_CHOICES = {"priority": 3, "patience": 5, "late_forward": 2, "late_backward": 2}  # of a rank, and how many each has
 
 
 def rules(problem: Problem, caps: Sequence[Each] | None = None, stride: int = 1) -> Iterator[Rule]:
@@ -93,7 +89,7 @@ def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Or
     """The orders that `rule` makes; None when it deadlocks, or costs more than `cutoff`."""
     cutoff = _NEVER if cutoff is None else cutoff
     if native.core is not None:
-        orders = Ordering(*native.core.list_schedule(problem, *rule, cutoff))
+        orders = Ordering(*native.core.list_schedule(problem, rule, cutoff))
         return orders if orders.rows else None
     return _Lists(problem, rule).run(cutoff)
 
@@ -122,46 +118,12 @@ def refine(
     """The best orders found with other rules near this one, and their rule; None when this one makes none.
 
     A try changes one choice, or the caps, of some neighbouring ranks at random, and stays when that is no worse.
-    target: a cost at which to stop. seconds: stop after this long.
+    target: a cost at which to stop. seconds: stop after this long. It runs in C++ (csrc/planner_lists.cpp).
     """
-    end = time.monotonic() + seconds
-    random = Random(seed)
-    best = list_schedule(problem, rule)
-    if best is None:
-        return None
-    rule = rule._replace(caps=tuple(min(cap, problem.microbatches) for cap in rule.caps))
-    for _ in range(tries):
-        if best.cost <= target or time.monotonic() > end:
-            break
-        changed = _changed(problem, rule, random)
-        orders = list_schedule(problem, changed, best.cost) if changed != rule else None
-        if orders is not None:
-            best, rule = orders, changed
-    return best, rule
-
-
-def _changed(problem: Problem, rule: Rule, random: Random) -> Rule:
-    what = random.below(20)
-    if what == 0:
-        return rule._replace(foresight=not rule.foresight)
-    if what == 1 and _may_follow(problem):
-        return rule._replace(follow=not rule.follow)
-    if what < 10:
-        change = 1 if random.percent(50) else -1
-        caps = [min(max(cap + change, 1), problem.microbatches) for cap in rule.caps]
-        return rule._replace(caps=_some(rule.caps, caps, random))
-    names = list(_CHOICES)[: 4 if problem.chunks > problem.ranks else 2]
-    name = names[random.below(len(names))]
-    choice = [random.below(_CHOICES[name])] * problem.ranks
-    changed: dict[str, Any] = {name: _some(getattr(rule, name), choice, random)}
-    return rule._replace(**changed)
-
-
-def _some(old: Each, new: Sequence[int], random: Random) -> Each:
-    """`old`, with up to three neighbouring entries of `new`."""
-    first = random.below(len(old))
-    end = first + 1 + random.below(3)
-    return (*old[:first], *new[first:end], *old[end:])
+    assert native.core is not None
+    found, changed = native.core.refine(problem, rule, _may_follow(problem), tries, seed, target, seconds)
+    orders = Ordering(*found)
+    return (orders, Rule(*changed)) if orders.rows else None
 
 
 class _Lists:

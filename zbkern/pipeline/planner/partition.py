@@ -145,7 +145,7 @@ def _balanced(
 def balanced_chunks(work: Sequence[float], chunks: int) -> list[int]:
     """The first layer of every chunk: the most work in a chunk is as little as possible, then that of squares."""
     count, prefix = len(work), [0.0, *accumulate(work)]
-    most = _least_maximum(work, prefix, chunks) * (1 + _ROUNDING)
+    most = _least_maximum(work, prefix, chunks) * (1 + 2 * _ROUNDING)  # which may be too little by one
     best = [0.0] + [float("inf")] * count  # [end]: sum of the squares of the chunks so far
     came_from: list[list[int]] = []
     for chunk in range(chunks):

@@ -338,10 +338,12 @@ class _Enter(torch.autograd.Function):
 
 
 def _stand_in(leaf: Any) -> Any:
-    """For an input that takes a gradient: a leaf of its shape, without memory for values."""
+    """For an input that takes a gradient: a leaf of its shape and strides, which the gradient gets, without memory."""
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return leaf
-    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape).requires_grad_()
+    stand_in = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    stand_in.untyped_storage().resize_(0)
+    return stand_in.requires_grad_()
 
 
 def _enter(stand_in: Any, leaf: Any) -> Any:

@@ -8,6 +8,13 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 TABLE = Path(__file__).parent / "hardware.json"
+_BANDWIDTH = "in bytes per second, such as 50e9 for 50 GB/s"
+_UNITS = {
+    "matmul_flops": "in flops per second, such as 989e12 for 989 TFLOPS",
+    "memory": "in bytes, such as 80e9 for 80 GB",
+    **{f"{name}_bandwidth": _BANDWIDTH for name in ("memory", "link", "network", "host")},
+}
+_LEAST = 1e6  # of these: smaller ones are in giga or tera of them
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class Hardware:
     network_share: also of the links in a node and to the host. exposed_share: of the time of messages of tensor and
     expert parallelism that computing does not hide. latency: seconds that a message takes besides its bytes.
 
-    Raises TypeError or ValueError for anything but positive numbers (exposed_share may be 0), and shares above 1.
+    Raises TypeError or ValueError for anything but positive numbers (exposed_share may be 0), shares above 1, and peaks
+    so low that they must be in other units.
     """
 
     title: str
@@ -61,6 +69,9 @@ class Hardware:
             fits = 0 <= value <= most if field.name == "exposed_share" else 0 < value <= most
             if not fits:  # NaN neither
                 raise ValueError(f"Hardware: {field.name} must be above 0 and at most {most:g}; got {value!r}")
+            unit = _UNITS.get(field.name)
+            if unit is not None and value < _LEAST:
+                raise ValueError(f"Hardware: {field.name} must be {unit}; got {value!r}")
 
 
 def load_hardware(name: str, path: str | Path | None = None) -> Hardware:
@@ -77,13 +88,20 @@ def load_hardware(name: str, path: str | Path | None = None) -> Hardware:
         raise ValueError(f"load_hardware: {path} must be an object with a GPU's name for every entry, as {TABLE} is")
     name = next((each for each in table if each.lower() == name.lower()), name)
     if name not in table:
-        raise ValueError(f"load_hardware: {path} has no {name!r}; it has {', '.join(table)}: add an entry, or name one")
+        raise ValueError(
+            f"load_hardware: {path} has no {name!r}; it has {', '.join(table)}: name one of them, or add it to a table"
+        )
     entry = table[name]
     known = {field.name for field in fields(Hardware)}
     needed = {field.name for field in fields(Hardware) if field.default is MISSING}
-    if not isinstance(entry, Mapping) or not needed <= set(entry) <= known:
+    where = f"load_hardware: {name!r} of {path}"
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} must be an object with {', '.join(sorted(needed))}; got {entry!r}")
+    if missing := sorted(needed - set(entry)):
+        raise ValueError(f"{where} must have {', '.join(missing)}, too: {TABLE} has examples")
+    if unknown := sorted(set(entry) - known):
         raise ValueError(
-            f"load_hardware: {name!r} of {path} must be an object with {sorted(needed)}, and further only "
-            f"{sorted(known - needed)}; got {sorted(entry) if isinstance(entry, Mapping) else entry!r}"
+            f"{where} has {', '.join(unknown)}, which no GPU there has: correct or remove it; there may be "
+            f"{', '.join(sorted(known))}"
         )
     return Hardware(**entry)

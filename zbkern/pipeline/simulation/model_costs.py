@@ -6,16 +6,19 @@ A model, and no measurement. It assumes:
 - bf16, and zbkern's own layers: B and W apart cost nothing, the gated MLP and FlashAttention recompute what they can,
   logits never exist as a whole, W accumulates in fp32 in place, and nothing else is recomputed or offloaded;
 - what is between the layers of tensor parallelism is split among its GPUs, too (sequence parallelism); of its messages
-  and those of experts `Hardware.exposed_share` takes time, and every expert gets as many tokens as the others;
+  and those of experts `Hardware.exposed_share` takes time; every expert gets as many tokens as the others, and a
+  token is sent once to every GPU that has some of its experts (`zbkern.nn.ExpertParallel` sends it once per expert);
 - 18 bytes per parameter: bf16 weight, fp32 gradient, and 12 of AdamW, which data-parallel ranks share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 from zbkern.pipeline.simulation.architecture import Architecture, Attention, Block, Experts, LatentAttention
 from zbkern.pipeline.simulation.costs import COPY_SIZE
+from zbkern.pipeline.simulation.expert_traffic import reached
 from zbkern.pipeline.simulation.hardware import Hardware
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 
@@ -31,7 +34,8 @@ class Job:
 
     tensor_parallel: GPUs that share every layer. expert_parallel: GPUs among which the experts are, whole; with 1 every
     expert is split as other layers are. data_parallel: pipelines beside each other, which share the optimizer's state.
-    sequence: tokens of a sequence; microbatch: sequences of a microbatch. Raises TypeError or ValueError.
+    By default as few as have room for the experts. sequence: tokens of a sequence; microbatch: sequences of a
+    microbatch. Raises TypeError or ValueError.
     """
 
     sequence: int
@@ -41,13 +45,16 @@ class Job:
     data_parallel: int | None = None
 
     def __post_init__(self) -> None:
-        if self.data_parallel is None:
-            object.__setattr__(self, "data_parallel", -(-self.expert_parallel // self.tensor_parallel))
         for name, value in vars(self).items():
+            if value is None and name == "data_parallel":
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"Job: {name} must be an int; got {value!r}")
             if value < 1:
                 raise ValueError(f"Job: {name} must be at least 1; got {value}")
+        if self.data_parallel is None:
+            least = self.expert_parallel // gcd(self.expert_parallel, self.tensor_parallel)
+            object.__setattr__(self, "data_parallel", least)
         if self.tensor_parallel * self.replicas % self.expert_parallel:
             raise ValueError(
                 f"Job: tensor_parallel * data_parallel must be a multiple of expert_parallel, whose GPUs they are; got "
@@ -161,15 +168,21 @@ class _Layer:
     def dispatch_and_combine(self, tokens: float, experts: Experts, features: int) -> None:
         """Expert parallelism: tokens go to the GPUs of their experts and return, forward and backward.
 
-        Between nodes a token travels once per node, and is handed on inside while the next ones travel.
+        A token travels once to every node that has some of its experts, to the GPU with its own GPU's place there, and
+        is handed on to every GPU there that has some while the next ones travel (arXiv 2412.19437, section 3.2.2). What
+        goes to its own node or GPU takes no time.
         """
         ranks, size = self.job.expert_parallel, _WIDTH * tokens * features
-        inside = min(ranks, self.hardware.gpus_per_node)
-        nodes = -(-ranks // inside)
-        copies = min(experts.chosen, experts.chosen_groups * -(-nodes // experts.groups), nodes)
+        inside, here = int(min(ranks, self.hardware.gpus_per_node)), experts.count // ranks
+        gpus = sum(reached(experts, (here,) * ranks))
+        places = [here * min(inside, ranks - first) for first in range(0, ranks, inside)]
+        nodes = sum(
+            share * (1 - place / experts.count)
+            for share, place in zip(reached(experts, tuple(places)), places, strict=True)
+        )
         time = max(
-            copies * size * (nodes - 1) / nodes / self.hardware.network_bandwidth,
-            experts.chosen * size * (inside - 1) / inside / self.hardware.link_bandwidth,
+            nodes * size / self.hardware.network_bandwidth,
+            gpus * size * (inside - 1) / inside / self.hardware.link_bandwidth,
         )
         self._message(2 * time)
 

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from zbkern.pipeline.schedules.units import amount
-from zbkern.pipeline.simulation.layers import ModelCosts
+from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 
 _ROUNDS = 50  # of bisection: the least need is found to rounding
 
@@ -45,6 +45,29 @@ def least_need(costs: ModelCosts, stages: int) -> Need:
 def need_of_all_layers(costs: ModelCosts) -> Need:
     """What all ranks together need at least, however the model is cut: tied weights are held once."""
     return _packed(costs, math.inf)[0]
+
+
+def least_work(costs: ModelCosts, stages: int) -> float:
+    """A bound: how long the busiest rank computes at least for one microbatch, whichever rank has which layers.
+
+    Of the k * stages + 1 longest layers one rank has k + 1, which take as long at least as the k + 1 shortest of them.
+    """
+    times = sorted(map(_shortest, costs.layers), reverse=True)
+    packed = [sum(times[end - 1 - (end - 1) // stages : end]) for end in range(1, len(times) + 1, stages)]
+    return max(sum(times) / stages, *packed) + costs.forward_overhead
+
+
+def least_uneven(costs: ModelCosts, stages: int) -> float:
+    """The share of the busiest rank's time in which the others idle, mean over ranks, if it has `least_work`."""
+    most = least_work(costs, stages)
+    total = sum(map(_shortest, costs.layers)) + stages * costs.forward_overhead
+    return 1.0 - total / (stages * most) if most else 0.0
+
+
+def _shortest(layer: LayerCosts) -> float:
+    """Of its passes, with all that one pass or merged ones may save."""
+    saved = max(layer.split_overhead, layer.merge_saving)
+    return layer.forward + layer.backward + layer.weight - saved
 
 
 def fits(costs: ModelCosts, stages: int, limit: float) -> bool:
