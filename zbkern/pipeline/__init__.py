@@ -26,14 +26,14 @@ _HOME = {
     "grad_norm": "optimizer",
     "layer_chunks": "models",
     "layers_of": "models",
+    "layout_to_partition": "schedules.layout",
+    "partition_to_layout": "schedules.layout",
     "plan": "planner",
     "profile": "runtime.profiling",
     "profile_layers": "runtime.profiling",
-    "read_layout": "schedules.layout",
     "save_pretrained": "models",
     "token_loss": "models",
     "token_targets": "models",
-    "write_layout": "schedules.layout",
 }
 _MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules", "trace": "draw.trace"}
 
@@ -58,17 +58,17 @@ __all__ = [
     "grad_norm",
     "layer_chunks",
     "layers_of",
+    "layout_to_partition",
+    "partition_to_layout",
     "plan",
     "profile",
     "profile_layers",
-    "read_layout",
     "save_pretrained",
     "schedules",
     "simulate",
     "token_loss",
     "token_targets",
     "trace",
-    "write_layout",
 ]
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ if TYPE_CHECKING:
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions
     from zbkern.pipeline.runtime.profiling import profile as profile
     from zbkern.pipeline.runtime.profiling import profile_layers as profile_layers
-    from zbkern.pipeline.schedules.layout import read_layout as read_layout
-    from zbkern.pipeline.schedules.layout import write_layout as write_layout
+    from zbkern.pipeline.schedules.layout import layout_to_partition as layout_to_partition
+    from zbkern.pipeline.schedules.layout import partition_to_layout as partition_to_layout
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
 
 
