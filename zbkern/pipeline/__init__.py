@@ -23,17 +23,17 @@ _HOME = {
     "StepOptions": "runtime.options",
     "clip_grad_norm_": "optimizer",
     "cut": "models",
-    "export": "models",
     "grad_norm": "optimizer",
     "layer_chunks": "models",
     "layers_of": "models",
+    "layout_to_partition": "schedules.layout",
+    "partition_to_layout": "schedules.layout",
     "plan": "planner",
     "profile": "runtime.profiling",
     "profile_layers": "runtime.profiling",
-    "read_layout": "schedules.layout",
+    "save_pretrained": "models",
     "token_loss": "models",
     "token_targets": "models",
-    "write_layout": "schedules.layout",
 }
 _MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules", "trace": "draw.trace"}
 
@@ -55,20 +55,20 @@ __all__ = [
     "clip_grad_norm_",
     "cut",
     "draw",
-    "export",
     "grad_norm",
     "layer_chunks",
     "layers_of",
+    "layout_to_partition",
+    "partition_to_layout",
     "plan",
     "profile",
     "profile_layers",
-    "read_layout",
+    "save_pretrained",
     "schedules",
     "simulate",
     "token_loss",
     "token_targets",
     "trace",
-    "write_layout",
 ]
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.draw import trace as trace
     from zbkern.pipeline.models.cutting import cut as cut
     from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
-    from zbkern.pipeline.models.export import export as export
+    from zbkern.pipeline.models.export import save_pretrained as save_pretrained
     from zbkern.pipeline.models.layers import layers_of as layers_of
     from zbkern.pipeline.models.token_loss import token_loss as token_loss
     from zbkern.pipeline.models.token_loss import token_targets as token_targets
@@ -91,8 +91,8 @@ if TYPE_CHECKING:
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions
     from zbkern.pipeline.runtime.profiling import profile as profile
     from zbkern.pipeline.runtime.profiling import profile_layers as profile_layers
-    from zbkern.pipeline.schedules.layout import read_layout as read_layout
-    from zbkern.pipeline.schedules.layout import write_layout as write_layout
+    from zbkern.pipeline.schedules.layout import layout_to_partition as layout_to_partition
+    from zbkern.pipeline.schedules.layout import partition_to_layout as partition_to_layout
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
 
 

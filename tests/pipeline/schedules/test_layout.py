@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbkern.pipeline import read_layout, write_layout
+from zbkern.pipeline import layout_to_partition, partition_to_layout
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,12 @@ from zbkern.pipeline import read_layout, write_layout
     ],
 )
 def test_layouts_are_read_and_written(text: str, layers: str, partition: list[int]) -> None:
-    assert list(read_layout(text, layers)) == partition
-    assert list(read_layout(write_layout(partition, layers), layers)) == partition
+    assert list(layout_to_partition(text, layers)) == partition
+    assert list(layout_to_partition(partition_to_layout(partition, layers), layers)) == partition
 
 
 def test_what_is_written_is_short() -> None:
-    assert write_layout([0, 1, *range(4, 63, 2), 63], "E" + "t" * 61 + "mLL") == "E|t*3|(tt|)*29m|L"
+    assert partition_to_layout([0, 1, *range(4, 63, 2), 63], "E" + "t" * 61 + "mLL") == "E|t*3|(tt|)*29m|L"
 
 
 @given(st.integers(1, 12), st.data())
@@ -35,7 +35,7 @@ def test_written_and_read_again(blocks: int, data: st.DataObject) -> None:
     layers = "E" + "t" * blocks + "LL"
     firsts = data.draw(st.sets(st.integers(1, blocks + 1)))
     partition = (0, *sorted(firsts))
-    assert read_layout(write_layout(partition, layers), layers) == partition
+    assert layout_to_partition(partition_to_layout(partition, layers), layers) == partition
 
 
 @pytest.mark.parametrize(
@@ -51,19 +51,19 @@ def test_written_and_read_again(blocks: int, data: st.DataObject) -> None:
 )
 def test_bad_layouts(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_layout(text, "EttttLL")
+        layout_to_partition(text, "EttttLL")
 
 
 @pytest.mark.parametrize("partition", [[], [1, 2], [0, 2, 2], [0, 7], [0, 6]])
 def test_bad_partitions(partition: list[int]) -> None:
     with pytest.raises(ValueError, match=r"partition must|layout has norm, head and loss in one chunk"):
-        write_layout(partition, "EttttLL")
+        partition_to_layout(partition, "EttttLL")
 
 
 def test_types() -> None:
     with pytest.raises(TypeError, match="first layer of every chunk"):
-        write_layout("Et", "EttL")
-    with pytest.raises(TypeError, match="text must be a layout"):
-        read_layout(3, "EttL")
+        partition_to_layout("Et", "EttL")
+    with pytest.raises(TypeError, match="layout must be text"):
+        layout_to_partition(3, "EttL")
     with pytest.raises(ValueError, match="a letter of 'EtmL'"):
-        read_layout("tt", "xy")
+        layout_to_partition("tt", "xy")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zbkern.pipeline.models import weights as loading
 from zbkern.pipeline.models.chunk import After, Before, Chunk, Entry, Flow, Outside
 from zbkern.pipeline.models.layers import Layer, built, layers_of, shared_parameters
-from zbkern.pipeline.schedules.layout import check_partition, read_layout
+from zbkern.pipeline.schedules.layout import check_partition, layout_to_partition
 from zbkern.pipeline.schedules.schedule import Schedule
 
 
@@ -112,7 +112,7 @@ def even_partition(layers: Sequence[Layer], chunks: int) -> tuple[int, ...]:
 
 def _partition(plan: Any, given: Sequence[int] | str | None, layers: Sequence[Layer], chunks: int) -> Sequence[int]:
     if isinstance(given, str):
-        given = read_layout(given, "".join(layer.letter for layer in layers))
+        given = layout_to_partition(given, "".join(layer.letter for layer in layers))
     partition = given if given is not None else getattr(plan, "partition", None)
     if partition is None:
         return even_partition(layers, chunks)

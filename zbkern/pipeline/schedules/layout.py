@@ -14,21 +14,24 @@ from itertools import groupby, pairwise
 LETTERS = "EtmL"
 
 
-def read_layout(text: str, layers: str) -> tuple[int, ...]:
-    """The partition that `text` describes, for a model whose layers have these letters, as in "EttttLL".
+def layout_to_partition(layout: str, layers: str) -> tuple[int, ...]:
+    """The partition that `layout` describes, for a model whose layers have these letters, as in "EttttLL".
 
     Raises TypeError for what is no text, ValueError for what is no layout, or one of other layers.
     """
-    _check_letters("read_layout", layers)
-    if not isinstance(text, str):
-        raise TypeError(f'read_layout: text must be a layout such as "Et|tt|tL"; got {text!r}')
-    chunks = _expand(text).split("|")
+    _check_letters("layout_to_partition", layers)
+    if not isinstance(layout, str):
+        raise TypeError(f'layout_to_partition: layout must be text such as "Et|tt|tL"; got {layout!r}')
+    chunks = _expand(layout).split("|")
     if empty := [number for number, chunk in enumerate(chunks) if not chunk]:
-        raise ValueError(f"read_layout: every chunk must have a layer; got none in chunk {empty[0]} of {text!r}")
+        raise ValueError(
+            f"layout_to_partition: every chunk must have a layer; got none in chunk {empty[0]} of {layout!r}"
+        )
     one_tail = layers.rstrip("L") + ("L" if layers.endswith("L") else "")  # L is all of what follows the blocks
     if (got := "".join(chunks)) != one_tail:
         raise ValueError(
-            f"read_layout: text must have the model's layers, {_runs(one_tail)!r}; got {_runs(got)!r} in {text!r}"
+            f"layout_to_partition: layout must have the model's layers, {_runs(one_tail)!r}; got {_runs(got)!r} "
+            f"in {layout!r}"
         )
     firsts, layer = [], 0
     for chunk in chunks:
@@ -37,17 +40,17 @@ def read_layout(text: str, layers: str) -> tuple[int, ...]:
     return tuple(firsts)
 
 
-def write_layout(partition: Sequence[int], layers: str) -> str:
+def partition_to_layout(partition: Sequence[int], layers: str) -> str:
     """The layout of a partition of a model whose layers have these letters.
 
     Raises ValueError for what is no partition of them, and where layers after the blocks are in several chunks.
     """
-    _check_letters("write_layout", layers)
-    check_partition("write_layout", partition, len(layers))
+    _check_letters("partition_to_layout", layers)
+    check_partition("partition_to_layout", partition, len(layers))
     tail = len(layers.rstrip("L"))
     if any(first > tail for first in partition):
         raise ValueError(
-            f"write_layout: a layout has norm, head and loss in one chunk; got one that begins at layer "
+            f"partition_to_layout: a layout has norm, head and loss in one chunk; got one that begins at layer "
             f"{max(partition)}, after the first of them, {tail}"
         )
     ends = [*partition[1:], len(layers)]
@@ -75,16 +78,16 @@ def _check_letters(caller: str, layers: str) -> None:
         )
 
 
-def _expand(text: str) -> str:
+def _expand(layout: str) -> str:
     """Without repetitions, commas and spaces."""
-    plain = re.sub(r"[,\s]", "", text)
+    plain = re.sub(r"[,\s]", "", layout)
     while match := re.search(rf"(?:([{LETTERS}|])|\(([{LETTERS}|]*)\))\*(\d+)|\(([{LETTERS}|]*)\)(?!\*)", plain):
         once = match[1] or match[2] or match[4] or ""
         plain = plain[: match.start()] + once * int(match[3] or 1) + plain[match.end() :]
     if wrong := re.search(rf"[^{LETTERS}|]", plain):
         raise ValueError(
-            f"read_layout: text must be made of {LETTERS!r}, '|', '*' and a number, and brackets in pairs; got "
-            f"{wrong[0]!r} in {text!r}"
+            f"layout_to_partition: layout must be made of {LETTERS!r}, '|', '*' and a number, and brackets in pairs; "
+            f"got {wrong[0]!r} in {layout!r}"
         )
     return plain
 

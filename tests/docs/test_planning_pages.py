@@ -1,0 +1,59 @@
+"""The programs of docs/schedules.md and docs/offload.md: plans from layers, and plans that offload and recompute."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.pages import block, blocks
+from zbkern.pipeline import Costs, Pipeline, StepOptions, plan, profile
+from zbkern.pipeline.transport.local import LocalTransport
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_from_layers_to_a_plan() -> None:
+    names: dict[str, Any] = {}
+    planning, fusing = blocks(DOCS / "schedules.md")
+    exec(planning.replace("memory_limit=150", "memory_limit=150, effort=0"), names)
+    found = names["found"]
+    assert len(found.partition) == len(found.schedule.placement)
+    assert max(found.timeline.peak_memory) <= 150
+    assert found.idle is not None
+    exec(fusing, names)
+    names["fused"].validate()
+    assert {action.kind for row in names["fused"].actions for action in row} == {"F", "BW"}
+
+
+def test_a_plan_that_offloads_and_recomputes() -> None:
+    """1F1B's first rank would hold six microbatches of 5 GB, which is more than the page's memory."""
+    names: dict[str, Any] = {"costs": Costs(10, 11, 9, activation=5e9, held=5.75e9, recompute=10, checkpoint=1e8)}
+    code = block(DOCS / "offload.md", "offload_bandwidth")
+    exec(code.replace("stages=8, microbatches=32", "stages=6, microbatches=8, effort=0"), names)
+    assert max(names["p"].timeline.peak_memory) <= 20e9
+    assert {action.kind for row in names["p"].schedule.actions for action in row} & {"O", "R"}
+
+
+def test_parts_of_a_chunk() -> None:
+    torch.manual_seed(0)
+    layers = [("first", nn.Linear(8, 8)), ("norm", nn.LayerNorm(8)), ("act", nn.SiLU()), ("last", nn.Linear(8, 8))]
+    chunk = nn.Sequential(OrderedDict(layers)).double()
+    inputs = torch.randn(16, 8).double()
+    expected = torch.autograd.grad(nn.functional.mse_loss(chunk(inputs), inputs), [*chunk.parameters()])
+    names: dict[str, Any] = {"modules": [zbkern.convert(chunk)], "placement": [0], "loss_fn": nn.functional.mse_loss}
+    names |= {"inputs": inputs, "targets": inputs, "plan": plan, "StepOptions": StepOptions}
+    names["profile"] = functools.partial(profile, group=LocalTransport.ring(1)[0])
+    names["Pipeline"] = functools.partial(Pipeline, group=LocalTransport.ring(1)[0])
+    code = block(DOCS / "offload.md", "StepOptions(recompute=parts)")
+    code = code.replace("from zbkern.pipeline import Pipeline, StepOptions, plan, profile", "")
+    exec(code.replace("stages=8, microbatches=32", "stages=1, microbatches=4, effort=0"), names)
+    with names["pipe"] as pipe:
+        pipe.step(inputs, inputs)
+    for parameter, gradient in zip(chunk.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
