@@ -38,6 +38,8 @@ ready-gpu:
 endif
 
 export OMP_NUM_THREADS ?= 1
+# Where it is set, each of the tests' many processes compiles every file anew: a sixth of their time.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup ready-gpu cuda demo test test-all test-torch test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
 
 help: ## what can be made
@@ -72,7 +74,7 @@ test: $(READY) ## the tests that need no GPU, without the slow ones
 
 # The slow tests of one file may run in several processes: those of test_fault_matrix.py wait for minutes.
 test-all: test ## and the slow ones, and properties on more examples
-	$(PYTHON) $(PYTEST) --slow -m "slow or hypothesis" --hypothesis-profile thorough --dist worksteal
+	$(PYTHON) $(PYTEST) --slow -m "slow or more_examples" --hypothesis-profile thorough --dist worksteal
 
 test-torch: ## the main tests with another torch, in an environment of its own: make test-torch TORCH=torch==2.8.0
 	@test -x '$(TORCHES)/$(TORCH)/bin/python' || python3 -m venv '$(TORCHES)/$(TORCH)'

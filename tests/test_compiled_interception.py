@@ -15,8 +15,9 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zbkern
+from tests.support.deferred import backward, deferred
 from tests.test_compile import needs_compiler
-from tests.test_interception import CASES, backward, pair
+from tests.test_interception import CASES, pair
 from zbkern import testing
 
 SEPARABLE = [
@@ -78,13 +79,8 @@ class Block(nn.Module):
 @pytest.mark.parametrize("name", [*SEPARABLE, *IN_B, *MIXED])
 def test_compiled_gradients_are_torchs(name: str) -> None:
     module, twin = pair(*CASES[name], torch.float64)
-    queue = zbkern.WGradQueue()
     graph = compiled(twin, dynamic=False)
-    for key in range(2):
-        x = torch.randn(6, 8, dtype=torch.float64)
-        expected = backward(module, x)
-        with queue.defer(key):
-            testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
+    queue = deferred(module, graph, torch.randn(2, 6, 8, dtype=torch.float64), 1e-10)
     assert counters["stats"]["unique_graphs"] == 1
     if name in SEPARABLE and not (OLD and name in OF_VIEWS):
         assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
@@ -103,11 +99,8 @@ def test_grouped_products_of_a_dtype_that_torch_does_not_compile() -> None:
         return moe._grouped_mm(h, p["v"], ends)
 
     module, twin = pair({"w": (3, 16, 8), "v": (3, 16, 8)}, compute, torch.float32)
-    queue, x = zbkern.WGradQueue(), torch.randn(6, 8)
-    expected = backward(torch.compile(module, backend="aot_eager", fullgraph=True), x)
     graph = compiled(twin)
-    with queue.defer():
-        testing.assert_close(backward(graph, x), expected, "dx", 1e-5)
+    queue = deferred(torch.compile(module, backend="aot_eager", fullgraph=True), graph, [torch.randn(6, 8)], 1e-5)
     assert all(p.grad is None for p in twin.parameters())
     assert queue.run() == 2
     testing.assert_same_gradients(twin, module, tolerance=1e-5)
@@ -129,11 +122,8 @@ def test_grouped_products_in_bfloat16(of: ModuleType, cast: bool) -> None:
 
     shapes = {"w1": (3, 16, 8), "w2": (3, 8, 16), "w3": (3, 16, 8)}
     module, twin = pair(shapes, compute, torch.float32 if cast else torch.bfloat16)
-    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float32 if cast else torch.bfloat16)
     graph = compiled(twin)
-    expected = backward(module, x)
-    with queue.defer():
-        testing.assert_close(backward(graph, x), expected, "dx", 3e-2)
+    queue = deferred(module, graph, [torch.randn(6, 8, dtype=torch.float32 if cast else torch.bfloat16)], 3e-2)
     assert all(p.grad is None for p in twin.parameters())
     assert queue.run() == 3
     testing.assert_same_gradients(twin, module, tolerance=3e-2)
@@ -157,12 +147,7 @@ def test_a_loop_over_experts_waits_as_it_does_uncompiled() -> None:
     module = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), LoopOverExperts())
     twin = zbkern.convert(copy.deepcopy(module))
     graph = compiled(twin, fullgraph=False)
-    queue = zbkern.WGradQueue()
-    for key in range(2):
-        x = torch.randn(6, 8, dtype=torch.float64)
-        expected = backward(module, x)
-        with queue.defer(key):
-            testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
+    queue = deferred(module, graph, torch.randn(2, 6, 8, dtype=torch.float64), 1e-10)
     assert all(p.grad is None for p in twin.parameters())
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
@@ -174,10 +159,7 @@ def test_one_expert_chosen_by_a_tensor() -> None:
 
     module, twin = pair({"w": (2, 16, 8)}, compute, torch.float64)
     graph = compiled(twin)
-    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
-    expected = backward(module, x)
-    with queue.defer():
-        testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
+    queue = deferred(module, graph, [torch.randn(6, 8, dtype=torch.float64)], 1e-10)
     assert all(p.grad is None for p in twin.parameters())
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
@@ -203,20 +185,15 @@ def test_neither_microbatches_nor_defer_compile_again(options: dict[str, object]
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inductor(dtype: torch.dtype) -> None:
     """The default backend, which may write into memory that it believes to be free; bfloat16: by autocast."""
     module = Experts(torch.float32)
     twin = zbkern.convert(copy.deepcopy(module))
     graph = compiled(twin, backend="inductor")
-    queue = zbkern.WGradQueue()
-    for key in range(2):
-        x = torch.randn(6, 8)
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            expected = backward(module, x)
-            with queue.defer(key):
-                found = backward(graph, x)
-        testing.assert_close(found, expected, "dx", TOLERANCES[dtype])
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        queue = deferred(module, graph, torch.randn(2, 6, 8), TOLERANCES[dtype])
     assert all(p.grad is None for p in twin.parameters())
     assert queue.run() == 2 * 3
     testing.assert_same_gradients(twin, module, tolerance=TOLERANCES[dtype])
@@ -239,11 +216,8 @@ def test_a_view_of_a_parameter_whose_gradient_lies_in_another_order(deferred: bo
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_views_whose_elements_share_memory_have_their_gradient_in_b(name: str) -> None:
     module, twin = pair(*OVERLAPPING[name], torch.float64)
-    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
-    expected = backward(module, x)
     graph = compiled(twin)
-    with queue.defer():
-        testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
+    queue = deferred(module, graph, [torch.randn(6, 8, dtype=torch.float64)], 1e-10)
     assert queue.pending() == 0
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
 
@@ -262,11 +236,7 @@ def test_blocks_compiled_in_place_before_and_after_conversion(before: bool) -> N
     x = torch.randn(6, 8, dtype=torch.float64)
     covered = zbkern.coverage(twin, lambda: twin(x).square().sum())
     assert covered.share == 1.0
-    queue = zbkern.WGradQueue()
-    expected = backward(module, x)
-    with queue.defer():
-        testing.assert_close(backward(twin, x), expected, "dx", 1e-10)
-    queue.run()
+    deferred(module, twin, [x], 1e-10).run()
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
 
 
@@ -280,11 +250,8 @@ def test_a_selective_checkpoint_around_a_compiled_block() -> None:
     twin = zbkern.convert(copy.deepcopy(module))
     graph = compiled(twin)
     contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
-    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
-    expected = backward(module, x)
-    with queue.defer():
-        found = backward(lambda x: checkpoint(graph, x, use_reentrant=False, context_fn=contexts), x)
-    testing.assert_close(found, expected, "dx", 1e-10)
+    checkpointed = functools.partial(checkpoint, graph, use_reentrant=False, context_fn=contexts)
+    queue = deferred(module, checkpointed, [torch.randn(6, 8, dtype=torch.float64)], 1e-10)
     assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
@@ -301,10 +268,7 @@ def test_a_checkpoint_within_what_is_compiled(selective: bool) -> None:
     graph = torch.compile(
         lambda x: checkpoint(twin, x, use_reentrant=False, **options), backend="aot_eager", fullgraph=True
     )
-    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
-    expected = backward(module, x)
-    with queue.defer():
-        testing.assert_close(backward(graph, x), expected, "dx", 1e-10)
+    queue = deferred(module, graph, [torch.randn(6, 8, dtype=torch.float64)], 1e-10)
     assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbkern
+from tests.support.deferred import backward, deferred
 from zbkern import testing
 
 Compute = Callable[[dict[str, nn.Parameter], Tensor], Tensor]
@@ -211,27 +213,11 @@ def pair(shapes: dict[str, tuple[int, ...]], compute: Compute, dtype: torch.dtyp
     return module, zbkern.convert(copy.deepcopy(module))
 
 
-def backward(module: nn.Module, x: Tensor) -> Tensor:
-    """The gradient of x, of a loss in which every output has a weight of its own."""
-    x = x.clone().requires_grad_()
-    y = module(x)
-    (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
-    return x.grad
-
-
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_wait_and_are_torchs(name: str) -> None:
     module, twin = pair(*CASES[name], torch.float64)
-    queue = zbkern.WGradQueue()
-    for key in range(2):
-        x = torch.randn(6, 8, dtype=torch.float64)
-        expected = backward(module, x)
-        with queue.defer(key):
-            found = backward(twin, x)
-        assert (found is None) == (expected is None)
-        if expected is not None:
-            testing.assert_close(found, expected, "dx", 1e-12)
+    queue = deferred(module, twin, torch.randn(2, 6, 8, dtype=torch.float64), 1e-12)
     if name not in AT_ONCE:
         assert all(p.grad is None for p in twin.parameters())
     queue.run()
@@ -242,10 +228,7 @@ def test_gradients_wait_and_are_torchs(name: str) -> None:
 def test_grouped_products() -> None:
     """In float32: torch's own takes no float64 on every processor."""
     module, twin = pair(EXPERTS, grouped_experts, torch.float32)
-    queue, x = zbkern.WGradQueue(), torch.randn(6, 8)
-    expected = backward(module, x)
-    with queue.defer():
-        testing.assert_close(backward(twin, x), expected, "dx", 1e-5)
+    queue = deferred(module, twin, [torch.randn(6, 8)], 1e-5)
     assert all(p.grad is None for p in twin.parameters())
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-5)
@@ -273,12 +256,7 @@ def test_grouped_products_of_whole_parameters_are_one_kernel(
         return F.grouped_mm(x.to(weight.dtype), weight if transposed else weight.transpose(-2, -1), offs=ends).float()
 
     module, twin = pair({"w": (3, 8, 16) if transposed else (3, 16, 8)}, compute, torch.float32)
-    queue = zbkern.WGradQueue()
-    for key in range(3):
-        x = torch.randn(6, 8)
-        expected = backward(module, x)
-        with queue.defer(key):
-            testing.assert_close(backward(twin, x), expected, "dx", 1e-2 if cast else 1e-5)
+    queue = deferred(module, twin, torch.randn(3, 6, 8), 1e-2 if cast else 1e-5)
     queue.run()
     grouped_functions.grouped_wgrad.cache_clear()
     assert calls == [3]
@@ -334,10 +312,7 @@ def test_hooks_on_what_is_made_of_a_parameter_run(made: str) -> None:
         return F.linear(x, weight[:2] if made == "part of a sum" else weight)
 
     module, twin = pair(SQUARE, compute, torch.float64)
-    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
-    expected = backward(module, x)
-    with queue.defer():
-        testing.assert_close(backward(twin, x), expected, "dx", 1e-12)
+    queue = deferred(module, twin, [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
@@ -377,12 +352,8 @@ def test_main_grad_takes_the_gradient() -> None:
 
 def test_autocast() -> None:
     module, twin = pair(EXPERTS, experts, torch.float32)
-    x, queue = torch.randn(6, 8), zbkern.WGradQueue()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = backward(module, x)
-        with queue.defer():
-            found = backward(twin, x)
-    testing.assert_close(found, expected, "dx", 1e-2)
+        queue = deferred(module, twin, [torch.randn(6, 8)], 1e-2)
     queue.run()
     assert all(p.grad.dtype == torch.float32 for p in twin.parameters())
     testing.assert_same_gradients(twin, module, tolerance=1e-2)
@@ -391,11 +362,8 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "conv1d", "einsum", "normalised weight"])
 def test_checkpointing(name: str) -> None:
     module, twin = pair(*CASES[name], torch.float64)
-    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
-    expected = backward(module, x)
-    with queue.defer():
-        found = backward(lambda x: torch.utils.checkpoint.checkpoint(twin, x, use_reentrant=False), x)
-    testing.assert_close(found, expected, "dx", 1e-12)
+    checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, twin, use_reentrant=False)
+    queue = deferred(module, checkpointed, [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
@@ -461,10 +429,7 @@ def test_checkpoints_inside_of_a_forward(use_reentrant: bool) -> None:
     torch.manual_seed(0)
     module = Checkpointed(use_reentrant).double()
     twin = zbkern.convert(copy.deepcopy(module))
-    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
-    expected = backward(module, x)
-    with queue.defer():
-        testing.assert_close(backward(twin, x), expected, "dx", 1e-12)
+    queue = deferred(module, twin, [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
     assert twin.inner.w.grad is None
     assert twin.scale.grad is None
     queue.run()
@@ -473,10 +438,7 @@ def test_checkpoints_inside_of_a_forward(use_reentrant: bool) -> None:
 
 def test_function_transforms_inside_of_a_forward() -> None:
     module, twin = pair(SQUARE, lambda p, x: torch.vmap(lambda row: row @ p["w"])(x) + x @ p["w"], torch.float64)
-    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
-    expected = backward(module, x)
-    with queue.defer():
-        testing.assert_close(backward(twin, x), expected, "dx", 1e-12)
+    queue = deferred(module, twin, [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
@@ -493,10 +455,7 @@ def test_a_compiled_module_inside_of_a_forward() -> None:
     module = Outer().double()
     twin = zbkern.convert(copy.deepcopy(module))
     twin.inner.compile(backend="aot_eager", fullgraph=True)
-    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
-    expected = backward(module, x)
-    with queue.defer():
-        testing.assert_close(backward(twin, x), expected, "dx", 1e-12)
+    queue = deferred(module, twin, [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
     assert all(p.grad is None for p in twin.parameters())
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
@@ -520,10 +479,7 @@ def test_casts_by_type() -> None:
 def test_recurrent_layers() -> None:
     module = nn.LSTM(8, 8, num_layers=2, dtype=torch.float64)
     twin = zbkern.convert(copy.deepcopy(module))
-    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
-    expected = backward(lambda x: module(x)[0], x)
-    with queue.defer():
-        testing.assert_close(backward(lambda x: twin(x)[0], x), expected, "dx", 1e-12)
+    queue = deferred(lambda x: module(x)[0], lambda x: twin(x)[0], [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
     assert all(p.grad is None for p in twin.parameters())
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
@@ -533,14 +489,11 @@ def test_attention_of_torch_has_a_w() -> None:
     """Its projections are within one function of torch: B must not compute their W."""
     module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
     twin = zbkern.convert(copy.deepcopy(module))
-    x, queue = torch.randn(2, 3, 8, dtype=torch.float64), zbkern.WGradQueue()
 
     def attention(module: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: module(x, x, x, need_weights=False)[0]
 
-    expected = backward(attention(module), x)
-    with queue.defer():
-        testing.assert_close(backward(attention(twin), x), expected, "dx", 1e-12)
+    queue = deferred(attention(module), attention(twin), [torch.randn(2, 3, 8, dtype=torch.float64)], 1e-12)
     held = {id(p): task.tensors for task in queue.tasks() for p in task.parameters if p is not None}
     for weight in (twin.in_proj_weight, twin.out_proj.weight):
         assert [tensor.shape[-1] for tensor in held[id(weight)]] == [8, len(weight)]  # x and dy, not a gradient
@@ -636,14 +589,9 @@ def test_parametrized_layers(kind: str) -> None:
     parametrize = getattr(nn.utils.parametrizations, kind)
     module = nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Tanh(), parametrize(nn.Linear(8, 8))).double()
     twin = zbkern.convert(copy.deepcopy(module))
-    queue = zbkern.WGradQueue()
-    for key in range(2):
-        x = torch.randn(6, 8, dtype=torch.float64)
-        expected = backward(module, x)
-        with queue.defer(key):
-            testing.assert_close(backward(twin, x), expected, "dx", 1e-12)
+    queue = deferred(module, twin, torch.randn(2, 6, 8, dtype=torch.float64), 1e-12)
     assert all(p.grad is None for p in twin.parameters())
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
-    assert zbkern.coverage(twin, lambda: twin(x).sum()).share == 1
+    assert zbkern.coverage(twin, lambda: twin(torch.randn(6, 8, dtype=torch.float64)).sum()).share == 1
     assert [type(m) for m in zbkern.restore(twin).modules()] == [type(m) for m in module.modules()]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 
-def examples(some: int, all_of_them: int, **more: Any) -> settings:
-    """Settings of a property whose examples take long. The profile `thorough` tries all of them."""
+def examples(some: int, all_of_them: int, **more: Any) -> Callable[[Any], Any]:
+    """Settings of a property whose examples take long, and the mark `more_examples`. The profile `thorough` tries all
+    of them.
+    """
     thorough = settings.get_current_profile_name() == "thorough"
-    return settings(max_examples=all_of_them if thorough else some, deadline=None, **more)
+    found = settings(max_examples=all_of_them if thorough else some, deadline=None, **more)
+    return lambda function: pytest.mark.more_examples(found(function))

@@ -66,8 +66,7 @@ def train(case: Case, by_hand: bool, detached: bool, options: dict[str, Any]) ->
     return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [undone for _, undone in rows]
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize(("detached", "by_hand"), [(False, True), (True, False)])
 @pytest.mark.parametrize("undo", ["snapshot", "inverse", None])
 @pytest.mark.parametrize(
     ("make", "dtype"),

@@ -173,8 +173,8 @@ def partly_frozen(
 @pytest.mark.parametrize(
     ("schedule", "kind", "names", "listed", "max_norm"),
     [
-        ("zb_v", "tensor", (EMBEDDING, HEAD), True, MAX_NORM),
         ("zb_h1", "tensor", (*FIRST, HEAD), False, MAX_NORM),
+        pytest.param("zb_v", "tensor", (EMBEDDING, HEAD), True, MAX_NORM, marks=pytest.mark.slow),
         pytest.param("zb_v", "tensor", (), True, math.inf, marks=pytest.mark.slow),
         pytest.param("zb_h1", "fsdp", (EMBEDDING, HEAD), False, None, marks=pytest.mark.slow),
         pytest.param("zb_h1", "tensor", (*LAST, EMBEDDING), True, MAX_NORM, marks=pytest.mark.slow),
@@ -230,7 +230,7 @@ def shards_on_one_stage(with_shards: int) -> tuple[Any, ...]:
     return [*norms, optimizer.last_norm], values(dict(module.named_parameters())), optimizer.undone
 
 
-@pytest.mark.parametrize("with_shards", [0, 1])
+@pytest.mark.parametrize("with_shards", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stage_without_shards(four_ranks: Any, with_shards: int) -> None:
     plain = OneProcess(tied=False)
     _, norms = plain.train(STEPS)

@@ -110,8 +110,8 @@ def test_optimizer_of_replicas_equals_one_process(four_ranks: Any, kind: str, na
 
 
 def train_wrapped(kind: str, wrapper: dict[str, Any]) -> int:
-    trained = Trained(kind, "zb_v", BAD, wrapper=wrapper, adaptive=False)
-    _, expected, _ = plain_steps(4, 7, tuple(BAD.items()))
+    trained = Trained(kind, "zb_h2", BAD, wrapper=wrapper, adaptive=False)
+    _, expected, _ = plain_steps(2, 7, tuple(BAD.items()))
     assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
     return trained.counts[0]
 

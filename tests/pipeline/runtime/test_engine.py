@@ -73,8 +73,10 @@ def check_against_plain(name: str, stages: int, microbatches: int, fill: str) ->
             assert ran == list(schedule.actions[rank])
 
 
-@pytest.mark.parametrize("fill", ["planned", "eager"])
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (3, 7), (4, 8)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "fill"),
+    [(1, 3, "eager"), (2, 4, "planned"), (3, 7, "planned"), (3, 7, "eager"), (4, 8, "eager")],
+)
 @pytest.mark.parametrize("name", schedules.NAMES)
 def test_gradients_equal_plain_backward(name: str, stages: int, microbatches: int, fill: str) -> None:
     check_against_plain(name, stages, microbatches, fill)
@@ -384,7 +386,7 @@ def test_messages_that_are_late_and_overtake_each_other(fill: str) -> None:
 
 @pytest.mark.slow
 def test_sixty_four_virtual_ranks() -> None:
-    steps_on_threads(schedules.zb_h2(64, 130))
+    steps_on_threads(schedules.zb_h2(64, 66))
 
 
 @pytest.mark.parametrize("fill", ["planned", "eager"])

@@ -40,8 +40,6 @@ def trained(schedule: str, fill: str) -> tuple[Any, ...]:
     ("schedule", "fill"),
     [
         ("zb_h1", "planned"),
-        ("zb_v", "planned"),
-        pytest.param("zb_h1", "eager", marks=pytest.mark.slow),
         pytest.param("zb_v", "eager", marks=pytest.mark.slow),
     ],
 )

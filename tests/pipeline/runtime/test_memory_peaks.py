@@ -105,7 +105,7 @@ def test_peak_bytes_of_a_fitted_schedule_are_as_planned(four_ranks: Any) -> None
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["zb_v", "zb_h1"])
+@pytest.mark.parametrize("name", ["zb_h1", pytest.param("zb_v", marks=pytest.mark.slow)])
 def test_peak_bytes_are_as_planned_on_four_ranks(name: str, four_ranks: Any) -> None:
     schedule = getattr(schedules, name)(4, 8)
     check_peaks(four_ranks, with_actions(schedule, saved_in_turn("recomputed", "copied")))

@@ -48,8 +48,8 @@ def trained(schedule: str, tied: bool, sequence: bool, fill: str, steps: range) 
     ("schedule", "tied", "sequence", "fill", "count"),
     [
         ("zb_h1", True, False, "planned", 6),
-        pytest.param("zb_v", False, True, "eager", 20, marks=pytest.mark.slow),
-        pytest.param("zb_v", True, False, "planned", 20, marks=pytest.mark.slow),
+        pytest.param("zb_v", False, True, "eager", 6, marks=pytest.mark.slow),
+        pytest.param("zb_v", True, False, "planned", 6, marks=pytest.mark.slow),
         pytest.param("zb_h1", False, True, "eager", 20, marks=pytest.mark.slow),
     ],
 )

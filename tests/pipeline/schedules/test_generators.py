@@ -112,7 +112,7 @@ def test_closed_form_of_interleaved_zero_bubble(w: int, b: int, f: int, stages: 
     assert bubble(schedule, Costs(f, b, w)) == (stages - 1) * (f + b - w)
 
 
-@pytest.mark.parametrize("stages", range(4, 17))
+@pytest.mark.parametrize("stages", [*range(4, 10), 16])  # every remainder by 2 and by 3
 def test_bubbles_of_v_schedules_at_unit_costs(stages: int) -> None:
     """3p and 4p slots of one chunk for V-Half and V-Min, less a constant that depends on p mod 2 and p mod 3."""
 
@@ -163,7 +163,7 @@ def test_published_memory(stages: int) -> None:
         assert max(timeline.peak_memory) == pytest.approx((1 + (stages - 1) / (stages * chunks)) * stages)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 12, 30])
+@pytest.mark.parametrize("microbatches", [1, 5, 30])
 @pytest.mark.parametrize("stages", range(1, 10))
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
 def test_building_blocks_stay_within_their_lifespans(name: str, stages: int, microbatches: int) -> None:
