@@ -29,10 +29,10 @@ from zbkern.pipeline import (
     Pipeline,
     Schedule,
     cut,
+    export,
     layer_chunks,
     plan,
     profile_layers,
-    save_pretrained,
     schedules,
     token_loss,
     token_targets,
@@ -106,7 +106,7 @@ def train(arguments: argparse.Namespace) -> float | None:
     loss = pipe.evaluate(*arguments_of(EVALUATION, arguments, config.vocab_size, device))
     if loss is not None:
         print(f"evaluation: loss per token {loss.item():.4f}", flush=True)
-    save_pretrained(arguments.out, pipe)
+    export(arguments.out, pipe)
     pipe.close()
     if dist.get_rank() == 0:
         generate(arguments.out, config.vocab_size)

@@ -23,6 +23,7 @@ _HOME = {
     "StepOptions": "runtime.options",
     "clip_grad_norm_": "optimizer",
     "cut": "models",
+    "export": "models",
     "grad_norm": "optimizer",
     "layer_chunks": "models",
     "layers_of": "models",
@@ -31,7 +32,6 @@ _HOME = {
     "plan": "planner",
     "profile": "runtime.profiling",
     "profile_layers": "runtime.profiling",
-    "save_pretrained": "models",
     "token_loss": "models",
     "token_targets": "models",
 }
@@ -55,6 +55,7 @@ __all__ = [
     "clip_grad_norm_",
     "cut",
     "draw",
+    "export",
     "grad_norm",
     "layer_chunks",
     "layers_of",
@@ -63,7 +64,6 @@ __all__ = [
     "plan",
     "profile",
     "profile_layers",
-    "save_pretrained",
     "schedules",
     "simulate",
     "token_loss",
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.draw import trace as trace
     from zbkern.pipeline.models.cutting import cut as cut
     from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
-    from zbkern.pipeline.models.export import save_pretrained as save_pretrained
+    from zbkern.pipeline.models.export import export as export
     from zbkern.pipeline.models.layers import layers_of as layers_of
     from zbkern.pipeline.models.token_loss import token_loss as token_loss
     from zbkern.pipeline.models.token_loss import token_targets as token_targets

@@ -19,11 +19,11 @@ from zbkern.pipeline import (
     Pipeline,
     checkpoint,
     cut,
+    export,
     layer_chunks,
     layers_of,
     plan,
     profile_layers,
-    save_pretrained,
     schedules,
     token_loss,
     token_targets,
@@ -101,7 +101,7 @@ def route(family: str, folder: Path, memory_limit: float) -> tuple[list[float], 
         losses += trained(chunks, pipe.step, optimizer)
         again = checkpoint.load(folder / "checkpoints", pipe, optimizer)
         losses += trained(chunks, pipe.step, optimizer)
-        save_pretrained(folder / "exported", pipe)
+        export(folder / "exported", pipe)
     assert again is not None
     return losses, found[0].partition
 

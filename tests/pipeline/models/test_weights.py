@@ -14,7 +14,7 @@ from torch import nn
 
 import zbkern
 from tests.pipeline.models.test_cut import make, transformers
-from zbkern.pipeline import Optimizer, Pipeline, cut, save_pretrained, schedules, token_loss, token_targets
+from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading
 
 safetensors = pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
@@ -106,7 +106,7 @@ def test_modules_of_ones_own(tmp_path: Path) -> None:
         model = build()
     drawn = tensors(chunk for rank in range(2) for chunk in cut(model, TWO, [0, 1], rank=rank))
     assert all(torch.equal(value, drawn[name]) for name, value in tensors(cut(model, ALONE, [0])).items())
-    save_pretrained(tmp_path, cut(model, ALONE, [0]))
+    export(tmp_path, cut(model, ALONE, [0]))
     read = tensors(chunk for rank in range(2) for chunk in cut(model, TWO, [0, 2], weights=tmp_path, rank=rank))
     assert all(torch.equal(value, read[name]) for name, value in drawn.items())
 
@@ -162,7 +162,7 @@ def train_and_export(family: str, folder: str) -> dict[str, torch.Tensor]:
         pipe.step(tokens, token_targets(tokens, 2))
         optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], 0.1)
         optimizer.step()
-        save_pretrained(folder, pipe, max_shard_bytes=30_000)
+        export(folder, pipe, max_shard_bytes=30_000)
     assert len(chunks) == 1
     assert rank == 0 or "lm_head.weight" in chunks[0].state_dict()
     return tensors(chunks)
@@ -194,7 +194,7 @@ def step_and_export(folder: str) -> dict[str, torch.Tensor]:
             optimizer.zero_grad()
             pipe.step(tokens, token_targets(tokens, 2))
             optimizer.step()
-        save_pretrained(folder, pipe)
+        export(folder, pipe)
         exported = {name: value.clone() for name, value in tensors(chunks).items()}
         optimizer.validate()
         assert all(torch.equal(value, exported[name]) for name, value in tensors(chunks).items())
@@ -210,7 +210,7 @@ def test_an_export_right_after_a_step_has_its_validated_weights(two_ranks: Any, 
 
 def test_export_refuses_other_modules(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="chunks must be those that cut has made"):
-        save_pretrained(tmp_path, nn.Linear(2, 2))
+        export(tmp_path, nn.Linear(2, 2))
 
 
 def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +222,11 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch:
         if len(names) == 2:
             raise OSError("no space left on device")
 
-    save_pretrained(tmp_path, cut(make("llama").float(), ALONE))
+    export(tmp_path, cut(make("llama").float(), ALONE))
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr(safetensors.torch, "save_file", fills_the_disk)
     with pytest.raises(OSError, match="no space left"):
-        save_pretrained(tmp_path, cut(make("llama").float(), ALONE), max_shard_bytes=10_000)
+        export(tmp_path, cut(make("llama").float(), ALONE), max_shard_bytes=10_000)
     assert len(names) == 2
     assert sorted(tmp_path.iterdir()) == before
 
@@ -247,13 +247,13 @@ def test_export_refuses_names_that_the_model_does_not_have(tmp_path: Path) -> No
     attention.q_proj = Adapted(base)
     expected = r"got 'model.layers.1.self_attn.q_proj.a.weight', .*b.weight', .* lack '.*q_proj.weight': merge adapters"
     with pytest.raises(ValueError, match=expected):
-        save_pretrained(tmp_path / "export", [chunk])
+        export(tmp_path / "export", [chunk])
     assert not (tmp_path / "export").exists()
     attention.q_proj = base
-    save_pretrained(tmp_path / "export", [zbkern.convert(chunk)])
+    export(tmp_path / "export", [zbkern.convert(chunk)])
 
     adapted = nn.Sequential(nn.Linear(4, 4), Adapted(nn.Linear(4, 4)))  # before the cut: these are the model's names
-    save_pretrained(tmp_path / "adapted", cut(adapted, ALONE, [0]))
+    export(tmp_path / "adapted", cut(adapted, ALONE, [0]))
 
 
 def test_files_of_the_model_without_its_head(tmp_path: Path) -> None:

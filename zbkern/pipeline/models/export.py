@@ -1,4 +1,4 @@
-"""save_pretrained: each rank writes its chunks as safetensors files, which `from_pretrained` reads."""
+"""export: the chunks of all ranks as safetensors files, which `from_pretrained` reads; each rank writes its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shard(NamedTuple):
     size: int
 
 
-def save_pretrained(
+def export(
     folder: str | os.PathLike,
     chunks: Any,
     *,
@@ -46,8 +46,8 @@ def save_pretrained(
     without safetensors, TypeError for other chunks, ValueError for chunks whose tensors have other names than the model
     that was cut (adapters around layers, say), OSError; on the other ranks PipelineError. Nothing is written then.
     """
-    with RankExchange("save_pretrained", group, timeout) as ranks:
-        save_file = safetensors("save_pretrained").torch.save_file
+    with RankExchange("export", group, timeout) as ranks:
+        save_file = safetensors("export").torch.save_file
         mine = _chunks(chunks)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,9 +94,7 @@ def _chunks(given: Any) -> list[Chunk]:
     found = [*modules.values()] if isinstance(modules, Mapping) else given
     found = [found] if isinstance(found, nn.Module) or not isinstance(found, Iterable) else [*found]
     if not all(isinstance(chunk, Chunk) for chunk in found):
-        raise TypeError(
-            f"save_pretrained: chunks must be those that cut has made, or a Pipeline of them; got {given!r}"
-        )
+        raise TypeError(f"export: chunks must be those that cut has made, or a Pipeline of them; got {given!r}")
     for chunk in found:
         _check_names(chunk)
     return found
@@ -109,9 +107,9 @@ def _check_names(chunk: Chunk) -> None:
     missing = sorted(chunk.tensor_names - names)
     if others or missing:
         raise ValueError(
-            "save_pretrained: chunks must have the tensors of the model that was cut, by its names; got "
-            f"{_few(others)}, which it does not have, and lack {_few(missing)}: merge adapters into their layers, or "
-            "take wrappers and parametrizations off, before you save; checkpoint.save writes the chunks as they are"
+            f"export: chunks must have the tensors of the model that was cut, by its names; got {_few(others)}, which "
+            f"it does not have, and lack {_few(missing)}: merge adapters into their layers, or take wrappers and "
+            "parametrizations off, before you export; checkpoint.save writes the chunks as they are"
         )
 
 
