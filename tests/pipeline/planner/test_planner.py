@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from zbkern.pipeline import Costs, Schedule, ScheduleError, plan, schedules, simulate
 from zbkern.pipeline.planner import levels, native
 from zbkern.pipeline.planner.problem import Problem
@@ -346,7 +347,7 @@ def test_levels_of_memory_do_not_depend_on_the_limit(held: float, parts: int) ->
 
 
 @needs_core
-@settings(max_examples=12, deadline=None)
+@examples(5, 12)
 @given(
     stages=st.integers(2, 5),
     chunks=st.integers(1, 3),
