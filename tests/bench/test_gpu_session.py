@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -67,13 +66,13 @@ def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_launch_that_hangs_costs_its_time_limit(tmp_path: Path) -> None:
-    options = [*faults("hang=rotary_fwd", "hang=RMSNorm forward"), "--kernel-limit", "30", "--row-limit", "30"]
+    options = [*faults("hang=rotary_fwd", "hang=RMSNorm forward"), "--kernel-limit", "20", "--row-limit", "20"]
     selection = ["--only", "^rotary|^RMSNorm", "--dtype", "float32", "--workers", "2"]
     assert start(tmp_path, *options, *selection).wait(280) == 1
     found = jobs(tmp_path)
     hung = [name for name, job in found.items() if job["status"] == "timed out"]
     assert hung == ["rotary_fwd", "RMSNorm forward"]
-    assert all(30 <= found[name]["seconds"] < 40 for name in hung)
+    assert all(20 <= found[name]["seconds"] < 30 for name in hung)
     assert {job["status"] for name, job in found.items() if name not in hung} == {"ok"}
 
 
@@ -111,14 +110,14 @@ def test_every_kind_of_job_is_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_what_was_found_before_it_is_killed_stays(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seconds", [2, 8])
+def test_what_was_found_before_it_is_killed_stays(tmp_path: Path, seconds: int) -> None:
     session = start(tmp_path, "--only", "^(rotary|activation)_", "--dtype", "float32", "--workers", "1")
     try:
         end = time.monotonic() + 60
         while time.monotonic() < end and not (tmp_path / "session.md").exists():
             time.sleep(0.02)
-        time.sleep(random.Random(seed).uniform(0, 15))
+        time.sleep(seconds)
     finally:
         os.killpg(session.pid, signal.SIGKILL)
         session.wait()

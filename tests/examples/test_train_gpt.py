@@ -72,17 +72,17 @@ def test_the_smallest_model_has_all_its_parts() -> None:
     assert all(p.numel() for p in gpt.chunk(gpt.Config(layers=1, width=2, heads=1), 0, 1).parameters())
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "tied", "fill"),
-    [
-        pytest.param(4, False, "planned", marks=pytest.mark.slow),
-        pytest.param(5, True, "planned", marks=pytest.mark.slow),
-        pytest.param(4, True, "eager", marks=pytest.mark.slow),
-    ],
-)
-def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, microbatches: int, tied: bool, fill: str) -> None:
-    for done in two_ranks.run(check_losses, schedules.NAMES, microbatches, tied, fill, tmp_path):
+@pytest.mark.slow
+def test_losses_of_every_schedule_equal_a_plain_loop(two_ranks: Any, tmp_path: Path) -> None:
+    for done in two_ranks.run(check_losses, schedules.NAMES, 4, True, "planned", tmp_path):
         assert len(done) >= len(schedules.NAMES) - 2, f"only {done} were checked"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("microbatches", "tied", "fill"), [(5, True, "planned"), (4, False, "eager")])
+def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, microbatches: int, tied: bool, fill: str) -> None:
+    names = ["zb_h1", "zb_v"]
+    assert two_ranks.run(check_losses, names, microbatches, tied, fill, tmp_path) == [names, names]
 
 
 def check_replicas(names: list[str], out: Path) -> list[str]:
@@ -188,31 +188,39 @@ def test_a_run_may_change_its_schedule(two_ranks: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(whole[key], parts[key], rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
+def train_as_commanded(command: list[str]) -> None:
+    train_gpt = example("train_gpt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", command)
+        asked = train_gpt.parse()
+    train_gpt.train(asked, example("text").Text(asked.data, asked.seed), schedules.zb_h1(2, asked.microbatches))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
-def test_torchrun_restarts_a_killed_run(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_run(two_ranks: Any, tmp_path: Path) -> None:
     """The command of the documentation, with a rank killed on the way; its losses are those of a whole run."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += [str(EXAMPLES / "train_gpt.py"), "--data", str(EXAMPLES), "--schedule", "zb_h1", "--log-every", "1"]
-    numbers = {"steps": 40, "layers": 2, "width": 32, "context": 16, "heads": 1, "checkpoint-every": 4}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    numbers = {"steps": 24, "layers": 2, "width": 32, "context": 16, "heads": 1, "checkpoint-every": 4}
+    command = [str(EXAMPLES / "train_gpt.py"), "--data", str(EXAMPLES), "--schedule", "zb_h1", "--log-every", "1"]
     command += [f"--{name}={value}" for name, value in numbers.items()]
+    two_ranks.run(train_as_commanded, [*command, "--out", str(whole)])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    for kills in (0, 1):
-        out = tmp_path / str(kills)
-        with subprocess.Popen([*command, "--out", str(out)], env=environment, stderr=subprocess.PIPE, text=True) as run:
-            log, deadline = out / "train.log", time.monotonic() + 300
-            while kills and (not log.exists() or len(losses(out)) < 10):
-                assert run.poll() is None
-                assert time.monotonic() < deadline, "no progress"
-                time.sleep(0.01)
-            if kills:
-                children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-                ranks = [pid for pid in children if b"train_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-                os.kill(int(ranks[1]), signal.SIGKILL)
-            message = run.communicate(timeout=300)[1]
-            assert run.returncode == 0, message
-    assert set(losses(tmp_path / "0")) == set(losses(tmp_path / "1"))
-    assert len(losses(tmp_path / "1")) > 40, "no step was repeated"
+    restarted = [*torchrun, *command, "--out", str(killed)]
+    with subprocess.Popen(restarted, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        log, deadline = killed / "train.log", time.monotonic() + 300
+        while not log.exists() or len(losses(killed)) < 6:
+            assert run.poll() is None
+            assert time.monotonic() < deadline, "no progress"
+            time.sleep(0.01)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        ranks = [pid for pid in children if b"train_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        message = run.communicate(timeout=300)[1]
+        assert run.returncode == 0, message
+    assert set(losses(whole)) == set(losses(killed))
+    assert len(losses(killed)) > 24, "no step was repeated"
 
 
 def compared(out: Path) -> str:

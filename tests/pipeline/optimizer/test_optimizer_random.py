@@ -97,14 +97,14 @@ def test_an_inverse_is_close(**drawn: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(**ANYTHING)
 def test_many_snapshots(**drawn: Any) -> None:
     equal_to_a_step_that_waits(undo="snapshot", **drawn)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(**INVERTED)
 def test_many_inverses(**drawn: Any) -> None:
     equal_to_a_step_that_waits(undo="inverse", **drawn)

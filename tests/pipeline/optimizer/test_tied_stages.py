@@ -105,7 +105,7 @@ def trained(schedule: str, kind: str, options: dict[str, Any]) -> tuple[Any, ...
     ("schedule", "kind", "options"),
     [
         ("zb_v", "fsdp", {}),
-        ("zb_h1", "fsdp", {"adaptive": False}),
+        pytest.param("zb_h1", "fsdp", {"adaptive": False}, marks=pytest.mark.slow),
         pytest.param("zb_v", "tensor", {"undo": None}, marks=pytest.mark.slow),
         pytest.param("zb_v", "tensor", {"undo": "inverse"}, marks=pytest.mark.slow),
         pytest.param("zb_h1", "ddp", {"undo": None}, marks=pytest.mark.slow),

@@ -29,7 +29,7 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SETTINGS", short)
 
 
-@examples(6, 60)
+@examples(5, 24)
 @given(
     shape=st.sampled_from([(2, 1, "linear"), (3, 1, "linear"), (2, 2, "v"), (3, 2, "loop"), (2, 3, "zigzag")]),
     microbatches=st.integers(2, 12),
@@ -80,7 +80,7 @@ def reached(given_plan: Callable[..., Plan], objective: str, **given_: object) -
         return float("inf")
 
 
-@examples(3, 30)
+@examples(2, 20)
 @given(
     blocks=st.integers(5, 9),
     head=st.floats(0.3, 3.0),

@@ -71,7 +71,7 @@ def test_published_schedules_take_part_at_every_size_and_effort() -> None:
     assert found.timeline.cost <= known.cost * (1 + 1e-9)
 
 
-@examples(4, 20)
+@examples(4, 16)
 @given(
     st.lists(st.tuples(*[st.floats(0, 5)] * 3), min_size=6, max_size=14),
     st.sampled_from([1, 2, 3]),

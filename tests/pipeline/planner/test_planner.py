@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from zbkern.pipeline import Costs, Schedule, ScheduleError, plan, schedules, simulate
 from zbkern.pipeline.planner import levels, native
 from zbkern.pipeline.planner.problem import Problem
@@ -75,7 +76,7 @@ def test_unit_costs(row: dict) -> None:
 @pytest.mark.slow
 @needs_core
 @pytest.mark.parametrize(
-    ("limit", "best", "effort"), [(0.5, 0.297, 4), (0.75, 0.201, 3), (1.0, 0.1034, 4), (1.5, 0.030, 4)]
+    ("limit", "best", "effort"), [(0.5, 0.297, 4), (0.75, 0.201, 2), (1.0, 0.1034, 2), (1.5, 0.030, 2)]
 )
 def test_two_chunks_in_a_v(limit: float, best: float, effort: int) -> None:
     """What an exact solver came to from a local search; V-Min has 0.383, V-Half 0.236, ZB-V 0.106, its search 0.030."""
@@ -87,11 +88,11 @@ def test_two_chunks_in_a_v(limit: float, best: float, effort: int) -> None:
 
 @pytest.mark.slow
 @needs_core
-@pytest.mark.parametrize("limit", ["1.0", "1.125", "1.25", "1.625"])
-def test_two_chunks_at_sixteen_stages_against_the_published_search(limit: str) -> None:
+@pytest.mark.parametrize(("limit", "effort"), [("1.0", 2), ("1.125", 2), ("1.25", 2), ("1.625", 3)])
+def test_two_chunks_at_sixteen_stages_against_the_published_search(limit: str, effort: int) -> None:
     row = PROFILES["two_chunks"][0]
     memory = float(limit) * 2 * row["stages"] * row["chunk_activation"]
-    found = plan(two_chunks(row), row["stages"], row["microbatches"], 2, memory_limit=memory, effort=3)
+    found = plan(two_chunks(row), row["stages"], row["microbatches"], 2, memory_limit=memory, effort=effort)
     assert round(found.bubble_rate, 4) <= row["bubble_rate_by_memory_limit"][limit]["ZB-V"]
     assert max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
 
@@ -346,7 +347,7 @@ def test_levels_of_memory_do_not_depend_on_the_limit(held: float, parts: int) ->
 
 
 @needs_core
-@settings(max_examples=12, deadline=None)
+@examples(5, 12)
 @given(
     stages=st.integers(2, 5),
     chunks=st.integers(1, 3),

@@ -131,7 +131,7 @@ def train_inverse(kind: str) -> int:
     return trained.counts[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_inverse_of_replicas(four_ranks: Any, kind: str) -> None:
     assert four_ranks.run(train_inverse, kind) == [3, 0, 3, 0]
 
