@@ -52,16 +52,20 @@ def _passes(row: list[list[int]]) -> list[tuple[int, int, int]]:
     return sorted([(slot, phase, index) for phase, slots in enumerate(row) for index, slot in enumerate(slots)])
 
 
-def _all_passes(times: Times) -> list[tuple[int, int, int, int]]:
+def _all_passes(times: Times) -> Iterator[tuple[int, int, int, int]]:
     """(slot, rank, phase, microbatch) of every pass of all ranks, by slot."""
-    return sorted(
-        [
-            (slot, rank, phase, index)
-            for rank, row in enumerate(times)
-            for phase, slots in enumerate(row)
-            for index, slot in enumerate(slots)
-        ]
-    )
+    in_slot: list[list[tuple[int, int, int]]] = [[] for _ in range(1 + _last_slot(times))]
+    for rank, row in enumerate(times):
+        for phase, slots in enumerate(row):
+            for index, slot in enumerate(slots):
+                in_slot[slot].append((rank, phase, index))
+    for slot, passes in enumerate(in_slot):
+        for rank, phase, index in passes:
+            yield slot, rank, phase, index
+
+
+def _last_slot(times: Times) -> int:
+    return max(max(slots) for row in times for slots in row)
 
 
 def _steady_state(times: Times) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -76,16 +80,19 @@ def _with_weights(times: Times) -> Times:
     """A W in each free slot, for the oldest B that has none yet."""
     filled = []
     for row in times:
-        cells = {slot: phase for phase, slots in enumerate(row) for slot in slots}
+        cells = [_IDLE] * (1 + _last_slot([row]))
+        for phase, slots in enumerate(row):
+            for slot in slots:
+                cells[slot] = phase
         weights: list[int] = []
-        backwards = slot = 0
-        while len(weights) < 2 * len(row[_B0]):
-            phase = cells.get(slot, _IDLE)
+        waiting = 0
+        for slot, phase in enumerate(cells):
             if phase in (_B1, _B0):
-                backwards += 1
-            elif phase == _IDLE and len(weights) < backwards:
+                waiting += 1
+            elif phase == _IDLE and waiting:
+                waiting -= 1
                 weights.append(slot)
-            slot += 1
+        weights += range(len(cells), len(cells) + waiting)
         filled.append([*row, weights])
     return filled
 
@@ -145,7 +152,7 @@ class _Placed:
         self.lengths = lengths
         self._fused = len(lengths) == _W
         self._cells, self._held = [], []
-        slots = 2 + max(slot for row in times for slots in row for slot in slots)
+        slots = 2 + _last_slot(times)
         for row in times:
             cells, held, now = [_IDLE] * (slots + 1), [], 0
             for phase, starts in enumerate(row):
@@ -183,7 +190,7 @@ class _Filled:
     def __init__(self, times: Times) -> None:
         self.lengths = [1] * _W
         self._cells, self._states = [], []
-        slots = 2 + max(slot for row in times for slots in row for slot in slots)
+        slots = 2 + _last_slot(times)
         peak = 0
         for row in times:
             cells = [_IDLE] * slots
