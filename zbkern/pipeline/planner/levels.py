@@ -249,7 +249,7 @@ class Ladder:
                 break
             level.construct()
             self._take(level)
-        if not self.pool.orders and self._beats(cost_bound(self.problem), best):  # without a level that may
+        if not self.pool.orders and least_work(self.problem) < best():  # may be the best there is, without any level
             add_serial(self.problem, self.pool, self._budget)
 
     def open(self, best: float) -> bool:
