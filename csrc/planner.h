@@ -86,6 +86,9 @@ struct Measured {
 
 Measured measure(const Problem& problem, const Ordering& orders);
 
+// The rows with W that follow each other grouped by chunk; the W of a fused backward follows it.
+Rows grouped(const Ordering& orders);
+
 // The best orders that repeat the steady state of orders for fewer microbatches; see extended in annealing.py.
 Ordering extended(const Problem& problem, const Ordering& few);
 

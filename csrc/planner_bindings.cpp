@@ -71,6 +71,9 @@ PYBIND11_MODULE(_planner, module) {
     const Measured found = measure(problem_from(source), {rows, std::vector<char>(fused.begin(), fused.end()), 0});
     return py::make_tuple(found.cost, found.peaks);
   });
+  module.def("grouped", [](const Rows& rows, const std::vector<int>& fused) {
+    return grouped({rows, std::vector<char>(fused.begin(), fused.end()), 0});
+  });
   module.def("extended", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
     return tuple_from(extended(problem_from(source), {rows, std::vector<char>(fused.begin(), fused.end()), 0}));
   });

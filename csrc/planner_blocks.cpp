@@ -158,10 +158,11 @@ Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::ve
   Ordering best;
   best.cost = kForever;
   Block now;
-  for (int count = 1; count <= std::min(4 * problem.ranks, problem.microbatches); count++) {
+  // The more are in flight the better, mostly, so that most of those with fewer soon exceed the best; of equals the fewest.
+  for (int count = std::min(4 * problem.ranks, problem.microbatches); count >= 1; count--) {
     const Block at = even(problem, count);
-    const Time cost = blocks.run(at, best.cost - 1);
-    if (cost < best.cost) best.cost = cost, best.rows = blocks.rows(), now = at;
+    const Time cost = blocks.run(at, best.cost);
+    if (cost < kForever) best.cost = cost, best.rows = blocks.rows(), now = at;
     if (best.cost < kForever && deadline.passed()) break;
   }
   Time cost = best.cost;

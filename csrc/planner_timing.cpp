@@ -81,6 +81,29 @@ int repeated(const Row& groups, const std::vector<Time>& starts, int size, Time 
 
 Measured measure(const Problem& p, const Ordering& orders) { return run(p, orders, nullptr); }
 
+Rows grouped(const Ordering& orders) {
+  const int half = static_cast<int>(orders.fused.size()), first_weight = kWeight * half;
+  Rows rows;
+  for (const Row& row : orders.rows) {
+    Row found;
+    found.reserve(row.size());
+    std::size_t first = 0;  // of the W that have followed each other up to here
+    for (int pass : row) {
+      if (pass >= first_weight) {
+        if (!orders.fused[pass - first_weight]) found.push_back(pass);
+        continue;
+      }
+      std::sort(found.begin() + first, found.end());
+      found.push_back(pass);
+      if (pass >= half && orders.fused[pass - half]) found.push_back(pass + half);
+      first = found.size();
+    }
+    std::sort(found.begin() + first, found.end());
+    rows.push_back(std::move(found));
+  }
+  return rows;
+}
+
 Ordering extended(const Problem& p, const Ordering& few) {
   const int n = p.chunks, small = static_cast<int>(few.fused.size()) / n;
   Problem less = p;

@@ -36,14 +36,14 @@ def loads(costs: ModelCosts, partition: tuple[int, ...], placement: tuple[int, .
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=4, max_size=9), st.integers(1, 4))
 def test_the_largest_chunk_is_as_small_as_possible(work: list[int], chunks: int) -> None:
-    starts = balanced_chunks(work, chunks)
+    starts = balanced_chunks(tuple(work), chunks)
     assert starts[0] == 0
     assert len(starts) == chunks
 
     def largest(cuts: tuple[int, ...]) -> int:
         return max(sum(work[begin:end]) for begin, end in pairwise([0, *cuts, len(work)]))
 
-    assert largest(tuple(starts[1:])) == min(map(largest, combinations(range(1, len(work)), chunks - 1)))
+    assert largest(starts[1:]) == min(map(largest, combinations(range(1, len(work)), chunks - 1)))
 
 
 def test_rounding_does_not_leave_a_cut_without_layers() -> None:

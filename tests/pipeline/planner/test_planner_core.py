@@ -8,7 +8,7 @@ import pytest
 
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.planner import annealing, block_search, bounds, list_scheduler, native, pattern_search
-from zbkern.pipeline.planner.problem import Ordering, Problem, fits, ordering_of, schedule_of, serial_ordering
+from zbkern.pipeline.planner.problem import Ordering, Problem, fits, grouped, ordering_of, schedule_of, serial_ordering
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
@@ -69,6 +69,19 @@ def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() ->
     assert round(best[True]) < round(best[False])
     turn = Problem.build(Costs().per_chunk(4), (0, 1, 1, 0), 3, [8.0] * 2, False)
     assert not any(rule.follow for rule in list_scheduler.rules(turn))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_grouping_the_weight_gradients(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(seed)
+    orders = serial_ordering(given, fuse=False)
+    for index in range(0, len(orders.fused), 3):
+        orders.fused[index] = 1
+    for row in orders.rows:
+        random.Random(seed).shuffle(row)
+    compiled = grouped(orders, given.chunks, given.microbatches)
+    monkeypatch.setattr(native, "core", None)
+    assert compiled == grouped(orders, given.chunks, given.microbatches) != orders
 
 
 def check(given: Problem, found: Ordering) -> None:

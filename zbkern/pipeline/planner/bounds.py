@@ -342,6 +342,10 @@ def _most_work(
         if index == len(kinds):
             return 0
         memory, work, most = kinds[index]
+        if index == len(kinds) - 1:  # as many as there is room for
+            found = min(room // memory, most) * work
+            tries -= found > 0
+            return found
         found = 0
         for count in range(min(room // memory, most), -1, -1):
             rest = room - count * memory

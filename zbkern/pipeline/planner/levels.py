@@ -42,6 +42,9 @@ _PARTS = 16  # of what 1F1B holds: the distance of levels
 _MOST = 3  # times what 1F1B holds: up to there the levels go
 
 _MOST_ROUNDS = 64
+_AHEAD = 3
+"""From the second round on the best level goes first, and so many rounds: what it comes to leaves fewer others that may
+come to something better. Not against a clock, so that no round is begun that others have not reached."""
 _SUMS = 20_000  # of activations and held tensors on a rank: with more, limits stay as they are
 
 Limits = tuple[int, ...]  # one per rank
@@ -70,7 +73,7 @@ class Level:
         self.problem, self.pool, self.ruled = problem, Pool(problem, keep), ruled
         self._most_rounds = most_rounds
         self.constructed: list[Ordering] = []
-        self._rounds, self._started = 0, False
+        self._rounds, self.started = 0, False
         self._gained = math.inf  # by the last round, relative
         self._known, self._work, self._budget = known, work, budget
         self._seed, self._published = seed, published
@@ -97,7 +100,7 @@ class Level:
     @property
     def least(self) -> float:
         """What the rounds that are left will not be below."""
-        if not self._started:
+        if not self.started:
             return self.bound
         least: float = self.pool.reached
         for number in range(self._rounds, min(self._budget.rounds, self._most_rounds)):
@@ -115,7 +118,7 @@ class Level:
 
     def start(self, lower: Sequence[Level]) -> None:
         """What the rounds begin with. lower: the levels with less memory, whose constructive answers take part."""
-        if self._started:
+        if self.started:
             return
         self.construct()
         for level in lower:
@@ -126,7 +129,7 @@ class Level:
                 self.pool.add_grouped(level.constructed[0])
                 self._candidates = self._candidates + level._candidates
         self._candidates = sorted(self._candidates, key=lambda each: each.cost)[: 2 * SETTINGS.refined_rules]
-        self._started = True
+        self.started = True
 
     def rounds(self, count: int) -> None:
         """Runs what is left of so many rounds, each twice as long as the one before."""
@@ -253,6 +256,15 @@ class Ladder:
         """Whether some level may come to something better than this."""
         return any(self._beats(level.least, lambda: best) for level in self._worth_it(lambda: best, self.levels))
 
+    def advance_best(self, count: int, best: Callable[[], float]) -> None:
+        """So many rounds of the level that has come to the best answer."""
+        started = [level for level in self.levels if level.started]
+        if started:
+            level = min(started, key=lambda each: each.pool.reached)
+            if self._beats(level.least, best):
+                level.rounds(count)
+                self._take(level)
+
     def rounds(self, count: int, best: Callable[[], float]) -> None:
         for index, level in enumerate(self._worth_it(best, self.levels)):
             if not self._budget.left:
@@ -325,6 +337,8 @@ def search_ladders(ladders: Sequence[Ladder], budget: Budget, progress: Callable
     while native.core is not None and budget.allows(rounds) and any(ladder.open(best()) for ladder in ladders):
         by_answer = sorted(ladders, key=lambda ladder: ladder.reached)
         progress(rounds, by_answer[0])
+        if rounds and budget.left == math.inf:
+            by_answer[0].advance_best(min(rounds + _AHEAD, budget.rounds), best)
         for ladder in by_answer:
             ladder.rounds(rounds + 1, best)
         rounds += budget.left > 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
@@ -74,7 +75,7 @@ def memory_steps(
     partition fits, and are further apart where weights are so uneven that there were too many of them.
     """
     ranks = _Ranks(model, range(stages), microbatches, [math.inf] * stages, 1.0)
-    ranks.fill(balanced_chunks([work_of(layer) for layer in model.layers], stages))
+    ranks.fill(balanced_chunks(tuple(map(work_of, model.layers)), stages))
     unit, peak, everything = ranks.held_by_1f1b(), ranks.peak(1), _UNEVEN * ranks.peak(microbatches)
     steps = [math.inf, everything]
     if unit > 0:
@@ -113,7 +114,7 @@ def balanced_by_step(
     if limits is None or min(limits) == max(limits):
         limit = math.inf if limits is None else limits[0]
         steps = memory_steps(model, ranks, microbatches, limit, _PARTITIONS_EVERY)
-    start = balanced_chunks([work_of(layer) for layer in model.layers], len(placement))
+    start = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
     without_limit = next(_balanced(model, placement, microbatches, None, start))
     any_ = False
     for step in steps:
@@ -142,7 +143,8 @@ def _balanced(
         yield tuple(_improved(_Ranks(model, placement, microbatches, limits, in_flight), start))
 
 
-def balanced_chunks(work: Sequence[float], chunks: int) -> list[int]:
+@lru_cache(maxsize=64)  # asked for again for every placement, and whenever steps of memory are
+def balanced_chunks(work: tuple[float, ...], chunks: int) -> Partition:
     """The first layer of every chunk: the most work in a chunk is as little as possible, then that of squares."""
     count, prefix = len(work), [0.0, *accumulate(work)]
     most = _least_maximum(work, prefix, chunks) * (1 + 2 * _ROUNDING)  # which may be too little by one
@@ -163,7 +165,7 @@ def balanced_chunks(work: Sequence[float], chunks: int) -> list[int]:
     for origin in reversed(came_from):
         end = origin[end]
         starts.append(end)
-    return starts[::-1]
+    return tuple(starts[::-1])
 
 
 def _least_maximum(work: Sequence[float], prefix: Sequence[float], chunks: int) -> float:

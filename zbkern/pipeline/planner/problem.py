@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from zbkern.pipeline.planner import native
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import ChunkCosts
@@ -236,13 +237,15 @@ def ordering_of(schedule: Schedule) -> Ordering:
 
 def grouped(orders: Ordering, chunks: int, microbatches: int) -> Ordering:
     """The orders with W that follow each other grouped by chunk, which is free. The cost is the old one."""
+    if native.core is not None:
+        return replace(orders, rows=native.core.grouped(orders.rows, orders.fused))
     half, fused = chunks * microbatches, orders.fused
     first_weight = WEIGHT * half
     rows: Rows = []
     for row in orders.rows:
         found: list[int] = []
         weights: list[int] = []
-        for number in row:  # comparisons alone: with divmod this was most of a first answer's time
+        for number in row:
             if number >= first_weight:
                 if not fused[number - first_weight]:
                     weights.append(number)

@@ -9,10 +9,13 @@ reordered: every pass moves to the earliest free slot that its inputs and the pe
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 _PERIOD = 6  # two chunks with F, B and W of one slot each
 _F0, _F1, _B1, _B0, _W = range(5)  # the phases of one microbatch, in the order in which a rank runs them
+_KIND, _CHUNK = "FFBB", (0, 1, 1, 0)  # of the first four, the local chunk
 _IDLE = -1
 
 Times = list[list[list[int]]]  # slot of each pass, by rank, phase and microbatch; W in the order of the B they follow
@@ -38,7 +41,7 @@ def fused_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[
     times = _repeat(block, microbatches)
     times = _reorder(times, _Placed(times, [1, 1, 2, 2]), (0, 0), (0, 0))
     return [
-        [(("F", "F", "BW", "BW")[phase], (0, 1, 1, 0)[phase], microbatch) for _, phase, microbatch in _passes(row)]
+        [(("F", "F", "BW", "BW")[phase], _CHUNK[phase], microbatch) for _, phase, microbatch in _passes(row)]
         for row in times
     ]
 
@@ -54,14 +57,16 @@ def _passes(row: list[list[int]]) -> list[tuple[int, int, int]]:
 
 def _all_passes(times: Times) -> list[tuple[int, int, int, int]]:
     """(slot, rank, phase, microbatch) of every pass of all ranks, by slot."""
-    return sorted(
-        [
-            (slot, rank, phase, index)
-            for rank, row in enumerate(times)
-            for phase, slots in enumerate(row)
-            for index, slot in enumerate(slots)
-        ]
-    )
+    in_slot: list[list[tuple[int, int, int, int]]] = [[] for _ in range(1 + _last_slot(times))]
+    for rank, row in enumerate(times):
+        for phase, slots in enumerate(row):
+            for index, slot in enumerate(slots):
+                in_slot[slot].append((slot, rank, phase, index))
+    return list(chain.from_iterable(in_slot))
+
+
+def _last_slot(times: Times) -> int:
+    return max(max(slots) for row in times for slots in row)
 
 
 def _steady_state(times: Times) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -76,34 +81,36 @@ def _with_weights(times: Times) -> Times:
     """A W in each free slot, for the oldest B that has none yet."""
     filled = []
     for row in times:
-        cells = {slot: phase for phase, slots in enumerate(row) for slot in slots}
+        cells = [_IDLE] * (1 + _last_slot([row]))
+        for phase, slots in enumerate(row):
+            for slot in slots:
+                cells[slot] = phase
         weights: list[int] = []
-        backwards = slot = 0
-        while len(weights) < 2 * len(row[_B0]):
-            phase = cells.get(slot, _IDLE)
+        waiting = 0
+        for slot, phase in enumerate(cells):
             if phase in (_B1, _B0):
-                backwards += 1
-            elif phase == _IDLE and len(weights) < backwards:
+                waiting += 1
+            elif phase == _IDLE and waiting:
+                waiting -= 1
                 weights.append(slot)
-            slot += 1
+        weights += range(len(cells), len(cells) + waiting)
         filled.append([*row, weights])
     return filled
 
 
 def _row_order(row: list[list[int]]) -> Iterator[tuple[str, int, int]]:
     """One rank's passes, with a W in every gap: of chunk 1 when one is pending, else of chunk 0."""
-    waiting: tuple[list[int], list[int]] = ([], [])
+    waiting: tuple[deque[int], deque[int]] = (deque(), deque())
     clock = 0
     for slot, phase, microbatch in _passes(row):
-        for _ in range(slot - clock):
+        for _ in range(min(slot - clock, len(waiting[0]) + len(waiting[1]))):
             chunk = 1 if waiting[1] else 0
-            if waiting[chunk]:
-                yield "W", chunk, waiting[chunk].pop(0)
+            yield "W", chunk, waiting[chunk].popleft()
         clock = slot + 1
-        chunk = 1 if phase in (_F1, _B1) else 0
+        chunk = _CHUNK[phase]
         if phase in (_B1, _B0):
             waiting[chunk].append(microbatch)
-        yield "F" if phase in (_F0, _F1) else "B", chunk, microbatch
+        yield _KIND[phase], chunk, microbatch
     for chunk in (1, 0):
         for microbatch in waiting[chunk]:
             yield "W", chunk, microbatch
@@ -145,7 +152,7 @@ class _Placed:
         self.lengths = lengths
         self._fused = len(lengths) == _W
         self._cells, self._held = [], []
-        slots = 2 + max(slot for row in times for slots in row for slot in slots)
+        slots = 2 + _last_slot(times)
         for row in times:
             cells, held, now = [_IDLE] * (slots + 1), [], 0
             for phase, starts in enumerate(row):
@@ -183,7 +190,7 @@ class _Filled:
     def __init__(self, times: Times) -> None:
         self.lengths = [1] * _W
         self._cells, self._states = [], []
-        slots = 2 + max(slot for row in times for slots in row for slot in slots)
+        slots = 2 + _last_slot(times)
         peak = 0
         for row in times:
             cells = [_IDLE] * slots
@@ -231,13 +238,15 @@ def _after(state: tuple[int, int], phase: int) -> tuple[int, int]:
 def _compact(times: Times) -> Times:
     """The slots when every rank keeps its order and starts each pass as soon as it can."""
     compacted: Times = [[[0] * len(slots) for slots in row] for row in times]
-    free = [0] * len(times)
+    free, last = [0] * len(times), len(times) - 1
     for _, rank, phase, index in _all_passes(times):
-        start = free[rank]
-        if phase in (_F0, _B1) and rank > 0:
-            start = max(start, compacted[rank - 1][phase][index] + 1)
-        if phase in (_F1, _B0) and rank + 1 < len(times):
-            start = max(start, compacted[rank + 1][phase][index] + 1)
+        start, source = free[rank], rank
+        if phase in (_F0, _B1):
+            source = max(rank - 1, 0)
+        elif phase in (_F1, _B0):
+            source = min(rank + 1, last)
+        if source != rank:
+            start = max(start, compacted[source][phase][index] + 1)
         compacted[rank][phase][index] = start
         free[rank] = start + 1
     return compacted
