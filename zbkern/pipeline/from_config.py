@@ -180,7 +180,8 @@ def assumptions(
         else "",
         "products are in bf16, none in FP8; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
         + (", of which every pipeline holds its part" if job.replicas > 1 else ""),
-        "layers are zbkern's own, for which the split into B and W costs nothing",
+        "layers are zbkern's own, for which the split into B and W costs nothing (converted ones of the transformers "
+        "library keep more from F to B)",
         "an activation that is recomputed costs its chunk's forward once more" if recompute else "",
         f"copies run at {rate} in each direction and slow down no pass" if offload else "",
         "" if recompute else "no activation is recomputed that zbkern's layers keep",

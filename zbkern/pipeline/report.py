@@ -16,6 +16,7 @@ from zbkern.pipeline.simulation.timeline import Timeline
 
 _MARGIN = 10  # columns of the names of figures
 _AS_EVEN = 1e-3  # relative: a rank with so much more work than the least is as good as one with the least
+_WORTH_STAGES = 0.01  # of the objective: for less nobody changes the number of stages
 _SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
@@ -124,9 +125,10 @@ def _about_load(plan: Plan, limit: float | None, layers: ModelCosts | None) -> s
 
 
 def _more_even_stages(layers: ModelCosts, stages: int) -> int | None:
-    """The nearest number of stages for which the load may be half as uneven, or less."""
-    others = (other for by in range(1, stages) for other in (stages - by, stages + by))
-    enough = least_uneven(layers, stages) / 2
+    """The nearest number of stages, half as many to twice, for which the load may be half as uneven and it matters."""
+    others = (other for by in range(1, stages + 1) for other in (stages - by, stages + by) if 2 * other >= stages)
+    load = least_uneven(layers, stages)
+    enough = min(load / 2, load - _WORTH_STAGES)
     even = (each for each in others if 1 < each <= len(layers.layers) and least_uneven(layers, each) <= enough)
     return next(even, None)
 

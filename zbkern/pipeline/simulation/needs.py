@@ -61,7 +61,7 @@ def least_uneven(costs: ModelCosts, stages: int) -> float:
     """The share of the busiest rank's time in which the others idle, mean over ranks, if it has `least_work`."""
     most = least_work(costs, stages)
     total = sum(map(_shortest, costs.layers)) + stages * costs.forward_overhead
-    return 1.0 - total / (stages * most) if most else 0.0
+    return max(0.0, 1.0 - total / (stages * most)) if most else 0.0
 
 
 def _shortest(layer: LayerCosts) -> float:
