@@ -17,7 +17,13 @@ from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
-WAITING, CLASSES, PIPELINE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+MODULES, WAITING, CLASSES, PIPELINE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_the_modules_of_the_page() -> None:
+    names: dict[str, Any] = {}
+    exec(MODULES, names)
+    assert names["y"].shape == (2, 16, 64)
 
 
 def test_what_does_not_wait_holds_nothing() -> None:

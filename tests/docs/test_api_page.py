@@ -1,0 +1,44 @@
+"""docs/api.md has every public name, and the arguments that it shows exist."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zbkern
+from zbkern.pipeline import schedules
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+NAMES = {re.split(r"\W", part)[0] for part in re.findall(r"`([^`]+)`", PAGE)}
+CALLS = re.findall(r"^\| `([\w.]+)\(([^`]*)\)`", PAGE, re.MULTILINE)
+
+
+def test_every_public_name_is_there() -> None:
+    public = {*zbkern.__all__, *zbkern.pipeline.__all__, *schedules.NAMES} - {"__version__", "wgrad"}
+    layers = {name for name, kind in vars(zbkern.nn).items() if inspect.isclass(kind) and hasattr(kind, "extra_repr")}
+    layers -= {"Layer", "TransposedLinear", "ForeignRMSNorm", "Intercepted"}  # what `convert` makes
+    functions = vars(zbkern.functional).items()
+    ops = {name for name, op in functions if inspect.isfunction(op) and op.__module__ == "zbkern.functional"}
+    ops = {name for name in ops if not name.startswith(("_", "check_"))}
+    assert (public | layers | ops) - NAMES == set()
+
+
+def found(path: str) -> Any:
+    """What the page calls by this name."""
+    first, *rest = path.split(".")
+    homes = (zbkern, zbkern.pipeline)
+    value = zbkern.pipeline.Pipeline if first == "pipe" else next(getattr(h, first) for h in homes if hasattr(h, first))
+    for name in rest:
+        value = getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize(("path", "arguments"), CALLS, ids=[path for path, _ in CALLS])
+def test_arguments(path: str, arguments: str) -> None:
+    known = inspect.signature(found(path)).parameters
+    for keyword in re.findall(r"(\w+)=", re.sub(r"\([^()]*\)|lambda.*", "", arguments)):
+        assert keyword in known or any(each.kind is each.VAR_KEYWORD for each in known.values())
