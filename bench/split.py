@@ -143,7 +143,7 @@ OWN = {nn.Linear: OwnLinear, nn.RMSNorm: OwnNorm}
 
 def call_row(kind: type[nn.Module], *sizes: int, rounds: int) -> dict:
     """What one call of a tiny layer costs the host, F, B and W: plain, recognised by `convert` unless it is of no kind
-    that `convert` knows, and intercepted."""
+    that `convert` knows, and intercepted; the first and the last also compiled, with all calls in one graph."""
     plain, x = nn.Sequential(*[kind(*sizes) for _ in range(CALLS)]), torch.randn(16, sizes[0])
     dy, queue = torch.randn(16, sizes[-1]), zbkern.WGradQueue()
     intercepted = nn.Sequential(*[OWN.get(kind, kind)(*sizes) for _ in range(CALLS)])
@@ -151,8 +151,13 @@ def call_row(kind: type[nn.Module], *sizes: int, rounds: int) -> dict:
     models = {"plain": plain, "intercepted": zbkern.convert(intercepted)}
     if kind in OWN:
         models["recognised"] = zbkern.convert(copy.deepcopy(plain))
+    models |= {f"{name}_compiled": copy.deepcopy(models[name]) for name in ("plain", "intercepted")}
+    torch._dynamo.reset()
+    compiled = {n: torch.compile(m, fullgraph=True, dynamic=False) for n, m in models.items() if n.endswith("compiled")}
 
-    def step(model: nn.Module) -> list[Callable]:
+    def step(name: str) -> list[Callable]:
+        model = compiled.get(name, models[name])
+
         def f_and_b() -> None:
             model(x).backward(dy)
 
@@ -160,14 +165,14 @@ def call_row(kind: type[nn.Module], *sizes: int, rounds: int) -> dict:
             with queue.defer():
                 model(x).backward(dy)
 
-        return [f_and_b] if model is plain else [deferred, queue.run]
+        return [f_and_b] if name.startswith("plain") else [deferred, queue.run]
 
-    for model in models.values():
-        for function in step(model):
+    for name in models:
+        for function in step(name):
             function()
     for model in models.values():
         testing.assert_same_gradients(model, plain)
-    timings = testing.measure({n: functools.partial(step, m) for n, m in models.items()}, rounds=rounds, warmup=5)
+    timings = testing.measure({name: functools.partial(step, name) for name in models}, rounds=rounds, warmup=5)
     return {"case": kind.__name__, **{f"{name}_us": timings[name].median * 1e6 / CALLS for name in models}}
 
 
@@ -305,8 +310,8 @@ def split_table(rows: list[dict]) -> str:
 
 
 def calls_table(rows: list[dict]) -> str:
-    header = ["layer", "torch", "zbkern, recognised", "zbkern, intercepted"]
-    models = ("plain", "recognised", "intercepted")
+    header = ["layer", "torch", "zbkern, recognised", "zbkern, intercepted", "torch, compiled", "zbkern, compiled"]
+    models = ("plain", "recognised", "intercepted", "plain_compiled", "intercepted_compiled")
     times = [[r.get(f"{model}_us") for model in models] for r in rows]
     cells = [[r["case"], *("" if t is None else f"{t:.1f}" for t in of)] for r, of in zip(rows, times, strict=True)]
     title = "Host time of one call, us: F, B and W of a layer with 64 features and 16 tokens"

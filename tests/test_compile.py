@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
+import threading
 from typing import Any
 
 import pytest
@@ -225,9 +227,9 @@ def test_a_compiled_head_whose_weight_changes_before_w() -> None:
 
 
 def test_the_operators_of_the_head_pass_torchs_check() -> None:
-    weight, bias, x = nn.Parameter(torch.randn(11, 8)), nn.Parameter(torch.randn(11)), torch.randn(6, 8)
+    weight, bias, x = torch.randn(11, 8), torch.randn(11), torch.randn(6, 8)
     target, numbers = indices(0)[0], (3, 0.1, 1e-3, 128)
-    values = (x, weight.detach(), bias.detach(), target, *numbers)
+    values = (x, weight, bias, target, *numbers)
     torch.library.opcheck(torch.ops.zbkern.head_loss.default, values)
     loss, lse, _ = torch.ops.zbkern.head_loss(*values)
     arguments = (x, target, lse, torch.ones_like(loss), weight, bias, *numbers, True)
@@ -310,6 +312,113 @@ def test_hooks_of_compiled_parameters_are_an_error_not_a_call_without_a_gradient
     assert queue.run() == 1
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_create_graph_through_a_compiled_layer_is_an_error() -> None:
+    """Its gradients would have no graph, and those of layers behind it one: a penalty of all would be wrong."""
+    model = nn.Sequential(zbkern.nn.Linear(4, 4), nn.Tanh(), zbkern.nn.Linear(4, 4))
+    torch._dynamo.reset()
+    model[0].compile(backend="aot_eager", fullgraph=True)
+    queue, x = zbkern.WGradQueue(), torch.randn(3, 4, requires_grad=True)
+    loss = model(x).square().sum()
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert dx.requires_grad
+    with queue.defer(), pytest.raises(RuntimeError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+    queue.discard()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parameters_that_share_memory_get_their_own_gradients(transposed: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    twin = zbkern.convert(copy.deepcopy(model))
+    for net in (model, twin):
+        values = net[0].weight.data
+        net[2].weight = nn.Parameter(values.t() if transposed else values)
+    torch._dynamo.reset()
+    queue, x = zbkern.WGradQueue(), torch.randn(3, 4)
+    model(x).square().sum().backward()
+    with queue.defer():
+        torch.compile(twin, backend="aot_eager", fullgraph=True)(x).square().sum().backward()
+    assert queue.run() == 2
+    testing.assert_same_gradients(twin, model)
+
+
+def test_forwards_of_several_threads_in_one_backward() -> None:
+    """Autograd counts nodes by thread, so that several of one backward have the same number."""
+    torch._dynamo.reset()
+    queue, x = zbkern.WGradQueue(), torch.randn(3, 4)
+    layers = [zbkern.nn.Linear(4, 4) for _ in range(2)]
+    compiled = [torch.compile(layer, backend="aot_eager", fullgraph=True) for layer in layers]
+    outputs = []
+    for layer in compiled:
+        thread = threading.Thread(target=lambda layer=layer: outputs.append(layer(x)))
+        thread.start()
+        thread.join()
+    with queue.defer():
+        (outputs[0] + outputs[1]).sum().backward()
+    assert queue.run() == 2
+    for layer in layers:
+        testing.assert_close(layer.weight.grad, torch.ones(3, 4).t() @ x)
+
+
+TRANSFORMED = {
+    "vmap": lambda layer, x: torch.vmap(layer)(x.view(3, 2, 4)),
+    "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).square().sum())(x),
+    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x.sin(),))[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("intercepted", [False, True])
+def test_function_transforms_within_what_is_compiled(name: str, intercepted: bool) -> None:
+    """They see through torch's operations alone: taps would hide the weights from them."""
+
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight, self.bias).tanh()
+
+    torch.manual_seed(0)
+    model = (Own if intercepted else nn.Linear)(4, 4)
+    twin = zbkern.convert(copy.deepcopy(model))
+    torch._dynamo.reset()
+    queue, x = zbkern.WGradQueue(), torch.randn(6, 4)
+    TRANSFORMED[name](model, x).square().sum().backward()
+    graph = torch.compile(lambda x: TRANSFORMED[name](twin, x), backend="aot_eager", fullgraph=True)
+    with queue.defer():
+        graph(x).square().sum().backward()
+    queue.run()
+    for p, expected in zip(twin.parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (expected.grad is None)
+        if p.grad is not None:
+            testing.assert_close(p.grad, expected.grad)
+
+
+def test_compiled_autograd() -> None:
+    """It traces a backward, where nothing tells whose gradients are wanted: with it around the forward, too, W is in B;
+    around the backward alone it is an error, not a gradient that is lost."""
+    from torch._dynamo import compiled_autograd
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    twin = zbkern.convert(copy.deepcopy(model))
+    compiled, queue, x = (
+        torch.compile(twin, backend="aot_eager", fullgraph=True),
+        zbkern.WGradQueue(),
+        torch.randn(3, 4),
+    )
+    loss = compiled(x).square().sum()
+    wanted = pytest.raises(RuntimeError, match="enable compiled autograd around the forward")
+    with queue.defer(), wanted, compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    for enabled in (True, False):
+        model(x).square().sum().backward()
+        around = compiled_autograd._enable(torch.compile(backend="eager")) if enabled else contextlib.nullcontext()
+        with around, queue.defer():
+            compiled(x).square().sum().backward()
+        assert queue.run() == (0 if enabled else 2)
+    testing.assert_same_gradients(twin, model)
+
+
 def test_compiled_main_grad() -> None:
     layer = zbkern.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     layer.weight.main_grad = torch.ones(4, 4)
@@ -325,10 +434,10 @@ def test_compiled_main_grad() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "transposed", "embedding"])
 def test_the_operator_passes_torchs_check(kind: str) -> None:
-    weight = nn.Parameter(torch.randn(5, 4))
+    weight = torch.randn(5, 4)
     x = torch.randint(5, (3,)) if kind == "embedding" else torch.randn(3, 5 if kind == "transposed" else 4)
     dy = torch.randn(3, 5 if kind == "linear" else 4)
-    bias = None if kind == "embedding" else nn.Parameter(torch.randn(dy.shape[1]))
+    bias = None if kind == "embedding" else torch.randn(dy.shape[1])
     torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, x, dy, weight, bias, [], True))
 
 

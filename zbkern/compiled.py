@@ -33,7 +33,15 @@ def may_defer() -> bool:
         return False
     if torch.compiler._is_exporting_flag:  # is_exporting() is True in whatever older compilers trace
         return False
+    if compiled_operators.compiled_autograd() or within_transform():
+        return False
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module is None
+
+
+@torch.compiler.assume_constant_result
+def within_transform() -> bool:
+    """Whether torch.vmap, torch.func.grad or their like trace this; they see through torch's operations only."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def can_defer(x: Tensor, *weights: Tensor | None) -> bool:

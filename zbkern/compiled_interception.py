@@ -112,7 +112,8 @@ def _origin(operand: Any) -> tuple[Tensor, Tensor, bool] | None:
 @torch.compiler.allow_in_graph
 def _call(name: str, origins: tuple[tuple[Tensor, Tensor, bool], ...], args: Any, kwargs: Any) -> Any:
     """The function of this name, with a W of its own where an operand is a parameter."""
-    views = [(operand, view) for operand, whole, known in origins if (view := _view(operand, whole, known)) is not None]
+    seen = () if compiled.within_transform() else origins
+    views = [(operand, view) for operand, whole, known in seen if (view := _view(operand, whole, known)) is not None]
     if views and kwargs.keys() <= KEYWORDS[name]:
         result = HANDLERS[name](_Traced(views), *args, **kwargs)
         if result is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from zbkern import autograd, wgrad
 from zbkern.functions import embedding as embedding_functions
@@ -210,6 +211,11 @@ def _(*_: Any) -> None:
         fx_traceback.get_current_meta()["partitioner_tag"] = "is_backward"
 
 
+def compiled_autograd() -> bool:
+    """Whether torch's compiled autograd is on, which traces backwards: nothing tells there whose gradient is wanted."""
+    return torch._dynamo.compiled_autograd.compiled_autograd_enabled
+
+
 def _operators() -> tuple[Any, ...]:
     operators = torch.ops.zbkern
     return operators.weight_gradient.default, operators.product_gradient.default, operators.head_gradient.default
@@ -228,6 +234,7 @@ def _keep_every_call() -> bool:
 
             for operator in _operators():
                 _register_effectful_op(operator, _EffectType.ORDERED)
+        has_side_effect(torch.ops.higher_order.with_effects)  # else compiled autograd drops what is called through it
     except ImportError:
         return False
     return True
@@ -260,14 +267,22 @@ def _parameter(weight: Tensor | None) -> Tensor | None:
     if weight is None:
         return None
     node = torch._C._current_autograd_node()
-    if node is None:  # called by hand
-        return weight if weight.is_leaf and weight.requires_grad else None
-    accumulator = _accumulations(node).get(_place(weight))
-    if accumulator is None:
+    if node is None:
+        if not weight.requires_grad:
+            return None
+        raise RuntimeError(
+            f"the backward of a compiled zbkern layer (weight {list(weight.shape)}) was itself compiled, where nothing "
+            "tells whose gradients are wanted; enable compiled autograd around the forward, too, or not at all"
+        )
+    accumulators = _accumulations(node).get(_place(weight), [])
+    if len(accumulators) > 1:  # parameters that share memory: `b.weight.data = a.weight.data`
+        accumulators = [edge for edge in accumulators if edge.variable is weight]
+    if not accumulators:
         raise RuntimeError(
             f"a compiled backward has no edge to the weight {list(weight.shape)} of a zbkern layer: its gradient would "
             "be lost; compile the model while no WGradQueue exists"
         )
+    accumulator = accumulators[0]
     if not autograd.will_run(accumulator):
         return None
     if accumulation.has_hooks(accumulator.variable):  # the compiler cannot see them, and autograd runs them in B
@@ -275,28 +290,40 @@ def _parameter(weight: Tensor | None) -> Tensor | None:
             f"a compiled zbkern layer's weight {list(weight.shape)} has hooks, whose gradient would not be there yet; "
             "do not compile this layer, remove the hooks, or compile while no WGradQueue exists"
         )
+    _edges.accumulate = True
     return accumulator.variable
 
 
 class _Edges(threading.local):
     """Where the compiled node that runs on this thread sends weight gradients, by the place of the weight in memory."""
 
+    key: Any = None
     node: Any = None
-    accumulations: Mapping[Any, Any] = MappingProxyType({})
+    accumulate = False
+    accumulations: Mapping[Any, list[Any]] = MappingProxyType({})
 
     def clear(self) -> None:
+        """At the end of a backward, whose mode it still has."""
+        accumulate = self.accumulate
         self.__dict__.clear()
+        if accumulate and torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) through a compiled zbkern layer: the gradients of its weights have no "
+                "graph; do not compile this layer, or compile it while no WGradQueue exists"
+            )
 
 
 _edges = _Edges()
 
 
-def _accumulations(node: Any) -> Mapping[Any, Any]:
-    key = (torch._C._current_graph_task_id(), node._sequence_nr())
-    if _edges.node != key:
-        following = [edge for edge, _ in node.next_functions if hasattr(edge, "variable")]
-        _edges.accumulations = {_place(edge.variable): edge for edge in following}
-        _edges.node = key
+def _accumulations(node: Any) -> Mapping[Any, list[Any]]:
+    key = (torch._C._current_graph_task_id(), id(node))
+    if _edges.key != key:
+        found: dict[Any, list[Any]] = {}
+        for edge, _ in node.next_functions:
+            if hasattr(edge, "variable"):
+                found.setdefault(_place(edge.variable), []).append(edge)
+        _edges.accumulations, _edges.key, _edges.node = found, key, node  # a node that is kept shares its id with none
         torch.autograd.Variable._execution_engine.queue_callback(_edges.clear)  # parameters are not kept any longer
     return _edges.accumulations
 

@@ -445,10 +445,12 @@ def linear_cross_entropy(
     )
     options = spec.CrossEntropyOptions(ignore_index, float(label_smoothing), float(z_loss), chunk)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    if _defers_sharded(rows, weight, bias):  # torch's loss, within loss_parallel() without gathering the logits
+    compiling = torch.compiler.is_compiling()
+    cut = compiled.can_defer_sharded(rows, weight, bias) if compiling else _defers_sharded(rows, weight, bias)
+    if cut:  # torch's loss, within loss_parallel() without gathering the logits
         logits = linear(rows, weight, bias, impl=impl, name=name)
         loss = loss_functions.cross_entropy_with_torch(logits, targets, options)
-    elif torch.compiler.is_compiling() and compiled.can_defer_head(rows, weight, bias):
+    elif compiling and compiled.can_defer_head(rows, weight, bias):
         rows = _autocast("linear_cross_entropy", rows, weight, bias)
         loss = compiled.linear_cross_entropy(rows, weight, bias, targets, options)
     elif not _plain(x, weight):

@@ -69,7 +69,7 @@ def test_a_vocabulary_that_is_cut_in_four(four_ranks: Any) -> None:
         assert loss < 1e-12
 
 
-def fused_head_rank(bias: bool) -> tuple[int, list[float]]:
+def fused_head_rank(bias: bool, compiled: bool) -> tuple[int, list[float]]:
     """linear_cross_entropy whose vocabulary is cut: W that waited, and differences of loss and gradients."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -86,8 +86,10 @@ def fused_head_rank(bias: bool) -> tuple[int, list[float]]:
     expected, queue = plain(x, target), zbkern.WGradQueue()
     expected.backward()
     rows = distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_()
+    torch._dynamo.reset()
+    head = torch.compile(own, backend="aot_eager", fullgraph=True) if compiled else own
     with queue.defer(), loss_parallel():
-        loss = own(rows, target)
+        loss = head(rows, target)
         loss.backward()
     assert all(p.grad is None for p in own.parameters())
     waiting = queue.pending()
@@ -98,8 +100,10 @@ def fused_head_rank(bias: bool) -> tuple[int, list[float]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_head_with_its_loss(two_ranks: Any, bias: bool) -> None:
-    for waiting, found in two_ranks.run(fused_head_rank, bias):
+@pytest.mark.parametrize(
+    ("bias", "compiled"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
+)
+def test_a_head_with_its_loss(two_ranks: Any, bias: bool, compiled: bool) -> None:
+    for waiting, found in two_ranks.run(fused_head_rank, bias, compiled):
         assert waiting == 1
         assert max(found) < 1e-12
