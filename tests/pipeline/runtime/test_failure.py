@@ -86,19 +86,32 @@ def test_an_interruption_of_one_rank_is_known_to_all_and_the_pipeline_goes_on(ki
     assert first == f"PipelineError: rank 1, action 1F2: {kind.__name__}: by hand"
 
 
-def test_a_batch_that_is_refused_on_one_rank_is_known_to_all_and_the_pipeline_goes_on() -> None:
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (
+            lambda targets: targets[:-1],
+            "Pipeline.step: dimension 0 of targets must be a multiple of the 4 microbatches; got [7, 5, 3]",
+        ),
+        (
+            lambda targets: targets.to_sparse(),
+            "Pipeline.step: targets must hold dense tensors to be split; got torch.sparse_coo; pass a list with one "
+            "entry per microbatch",
+        ),
+    ],
+)
+def test_a_batch_that_is_refused_on_one_rank_is_known_to_all_and_the_pipeline_goes_on(spoil: Any, reason: str) -> None:
     def rank_steps(transport: LocalTransport) -> str:
         model, (inputs, targets) = make_model(2), make_data(4)
         module = zbkern.convert(model[transport.rank])
         with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=30) as pipe:
-            with pytest.raises((PipelineError, ValueError)) as caught:
-                pipe.step(inputs, targets[:-1])
+            with pytest.raises((PipelineError, ValueError, TypeError)) as caught:
+                pipe.step(inputs, spoil(targets))
             pipe.step(inputs, targets)
         return f"{type(caught.value).__name__}: {caught.value}"
 
     first, last = on_threads(2, rank_steps)
-    reason = "Pipeline.step: dimension 0 of targets must be a multiple of the 4 microbatches; got [7, 5, 3]"
-    assert last.startswith(f"ValueError: {reason}")
+    assert re.match(rf"(Value|Type)Error: {re.escape(reason)}", last)
     assert first.startswith(f"PipelineError: rank 1: {reason}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zbkern
 from tests.support.chunks import results_on_threads
@@ -108,6 +109,22 @@ def test_less_is_held_until_the_recomputation() -> None:
     assert everything - norms >= 2 * 3 * one
     assert norms - both >= 2 * 3 * 4 * one  # and the output of the second activation, four times as wide
     assert layers < both < norms < everything
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_parts_within_a_checkpoint_are_left_to_it(reentrant: bool) -> None:
+    class Checkpointed(Chunk):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.layers[1], self.layers[0](x), use_reentrant=reentrant)
+            return self.layers[2](x)
+
+    found = []
+    for row, parts in ((PLAIN, []), (SAVING, ["*norm"]), (SAVING, ["layers.2"])):
+        torch.manual_seed(3)
+        found.append(train(row, parts, zbkern.convert(Checkpointed())))
+    for gradients, _ in found[1:]:
+        for a, b in zip(found[0][0], gradients, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_one_microbatch_may_be_recomputed_and_another_offloaded() -> None:

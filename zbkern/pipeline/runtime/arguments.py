@@ -121,6 +121,12 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
             f"Pipeline.{call}: {name} must hold tensors with a batch dimension; got {got}; a list with one entry per "
             "microbatch may hold anything"
         )
+    others = [x.layout for x in leaves if x is not None and x.layout is not torch.strided]
+    if others:
+        raise TypeError(
+            f"Pipeline.{call}: {name} must hold dense tensors to be split; got {others[0]}; pass a list with one entry "
+            "per microbatch"
+        )
     parts: list[list[Any]] = []
     for leaf in leaves:
         if leaf is None:

@@ -329,7 +329,7 @@ class Pipeline:
             else:
                 self._inputs = split(call, "inputs", inputs, count) if 0 in self._stages else []
             self._targets = split(call, "targets", targets, count) if self._last in self._stages else []
-        except (TypeError, ValueError) as error:  # the other ranks have begun: tell them why this one has not
+        except Exception as error:  # the other ranks have begun: tell them why this one has not
             self.abandon()
             self._transport.fail(f"rank {self.rank}: {error}")
             raise

@@ -139,13 +139,19 @@ class RecomputedParts(SavedTensors):
                 self.storages.place(later.fill(outputs))
 
     def _enter(self, part: torch.nn.Module, arguments: Any, keywords: Any) -> None:
-        if self._within is not None:
+        if self._within is not None or not self._saves():
             return
         tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
         self._given = [(tensor, tensor._version) for tensor in tensors]
         given = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
         self._runs.append(_Run(part, given, self._device))
         self._within = part
+
+    def _saves(self) -> bool:
+        """Whether what is saved now comes here: not within a checkpoint, which runs its layers again by itself, nor
+        where gradients are off."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return torch.is_grad_enabled() and hooks is not None and hooks[0] == self._pack
 
     def _leave(self, part: torch.nn.Module, arguments: Any, output: Any) -> None:
         if self._within is not part:
