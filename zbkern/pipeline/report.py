@@ -13,6 +13,7 @@ from zbkern.pipeline.simulation.timeline import Timeline
 
 _MARGIN = 10  # columns of the names of figures
 _SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
+_LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
 
@@ -28,6 +29,8 @@ def describe(plan: Plan, objective: str, limit: float | None, whole: float, widt
     which = "these chunks" if limit is None else "these chunks in this memory"
     if plan.optimal:
         bound = f"optimal: no order of {which} has less"
+    elif plan.lower_bound < _LEAST_BOUND:
+        bound = f"how much less any order of {which} could have is not known"
     else:
         bound = f"any order of {which} has at least {plan.lower_bound:.2%}"
     rate, span = f"{timeline.bubble_rate:.2%}", duration(timeline.makespan, timeline.unit)
