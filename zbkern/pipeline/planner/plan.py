@@ -86,7 +86,8 @@ def plan(
     chunk), `chunks` and `placement` are searched for unless they are given. stages: ranks. chunks: per rank; for
     `Costs` 1 by default, or as many as a placement that is spelt out has. placement: "linear" (neighbouring chunks on
     one rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up), "zigzag" (the V repeated), or the rank of every
-    chunk; by default, for `Costs`, linear, v or zigzag for one, two and more chunks. memory_limit: of one rank's
+    chunk; by default, for `Costs`, linear, v or zigzag for one, two and more chunks; for layers "linear" is one chunk
+    per rank where `chunks` is not given. memory_limit: of one rank's
     `peak_memory`, in the unit of `costs.activation` and including what the rank holds all the time, one number or one
     per rank; None for none; the search rounds it down to a level of memory, mostly a sixteenth of what 1F1B holds
     from the next; for layers there are fewer levels above what 1F1B holds, and above twice that only all there is.
