@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -36,6 +37,13 @@ def test_it_says_how_many_backwards_are_one_pass() -> None:
     text = report.describe(tight, "cost", 2.2, 4, 80)
     assert f"\nbackward  {kinds.count('BW')} of 32 in one pass, BW, the others as B and W\n" in text
     assert "backward  " not in report.describe(plan(costs, 4, 8, effort=0), "cost", None, 4, 80)
+
+
+def test_a_bound_of_zero_is_not_printed_as_one() -> None:
+    found = replace(plan(Costs(communication=0.1), 4, 8, memory_limit=4, effort=0), optimal=False, lower_bound=0.0)
+    text = report.describe(found, "cost", 4, 4, 120)
+    assert "0.00%" not in text
+    assert "how much less any order of these chunks in this memory could have is not known" in text
 
 
 def test_a_plan_that_offloads_is_not_told_to_offload() -> None:

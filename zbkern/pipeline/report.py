@@ -18,6 +18,7 @@ _MARGIN = 10  # columns of the names of figures
 _AS_EVEN = 1e-3  # relative: a rank with so much more work than the least is as good as one with the least
 _WORTH_STAGES = 0.01  # of the objective: for less nobody changes the number of stages
 _SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
+_LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
 
@@ -45,6 +46,8 @@ def describe(
     which = "these chunks" if limit is None else "these chunks in this memory"
     if plan.optimal:
         bound = f"optimal: no order of {which} has less"
+    elif plan.lower_bound < _LEAST_BOUND:
+        bound = f"how much less any order of {which} could have is not known"
     else:
         bound = f"any order of {which} has at least {plan.lower_bound:.2%}"
     rate, span = f"{timeline.bubble_rate:.2%}", duration(timeline.makespan, timeline.unit)

@@ -116,3 +116,30 @@ def test_of_a_model_more_memory_and_more_choices_are_never_worse(
         before = free
         for given_ in ({"chunks": 1}, {"chunks": 2}, {"chunks": 3}, {"placement": "v"}, {"placement": "loop"}):
             assert free <= reached(given_plan, objective, **given_) * SAME, (limits, limit, given_)
+
+
+def test_several_limits_of_a_model_are_never_worse_than_the_least_of_them_for_all_ranks() -> None:
+    block = [LayerCosts(f"{index}", 1.0, 1.1, 0.9, 1.0, 1.2, output=0.1, static=1.0) for index in range(7)]
+    model = ModelCosts((*block, LayerCosts("head", 2.0, 2.0, 2.0, 0.4, 0.5, static=2.0)), 0.02)
+    for least in (11.0, 14.5, 17.0):
+        one = reached(partial(plan, model, 2, 6, memory_limit=least, effort=0), "cost")
+        for limits in ([least, 1.5 * least], [3 * least, least], [1.1 * least, least]):
+            several = reached(partial(plan, model, 2, 6, memory_limit=limits, effort=0), "cost")
+            assert several <= one * SAME, (least, limits)
+
+
+def test_orders_are_compared_by_what_they_cost_and_not_by_what_the_list_scheduler_says() -> None:
+    """It counts waits that its orders do not have: of two that it says cost the same, one was better here."""
+    forward = [0.45, 0.2, 0.5, 0.63, 1.41, 0.34, 1.86, 0.67]
+    costs = Costs(forward, 0.62, 1.0, 0.2, 1.134645, 1.475039, static=[1, 0, 1, 2, 0, 2, 1, 1])
+    found = partial(plan, costs, 4, 11, 2, "v", objective="makespan", effort=0)
+    one = reached(found, "makespan", memory_limit=9.843653)
+    assert reached(found, "makespan", memory_limit=[9.843653, 9.843653, 9.843653, 14.76548]) <= one * SAME
+
+
+def test_in_a_line_there_is_one_chunk_per_rank_unless_more_are_asked_for() -> None:
+    """Chunks of a rank that follow each other take no part in a free search, so that it could be worse than they."""
+    layers = tuple(LayerCosts(f"{index}", 1.0, 1.1, 0.9, 1.0, 1.2) for index in range(8))
+    found = plan(ModelCosts(layers, 0.02), 2, 6, placement="linear", memory_limit=8.0, effort=0)
+    assert found.schedule.placement == (0, 1)
+    assert plan(ModelCosts(layers), 2, 6, 2, "linear", effort=0).schedule.placement == (0, 0, 1, 1)

@@ -43,9 +43,10 @@ class Pool:
         self.keep = max(keep, 1)
 
     def add(self, orders: Ordering | None) -> None:
+        """Groups their W and computes their cost: some searches count waits that these orders do not have."""
         if orders is not None and self._problem.saves:
-            orders = with_cost(self._problem, grouped(orders, self._problem.chunks, self._problem.microbatches))
-        self.add_grouped(orders)
+            orders = grouped(orders, self._problem.chunks, self._problem.microbatches)
+        self.add_grouped(orders and with_cost(self._problem, orders))
 
     @property
     def reached(self) -> int:
@@ -59,6 +60,7 @@ class Pool:
             self.add_grouped(orders)
 
     def add_grouped(self, orders: Ordering | None) -> None:
+        """Orders with W grouped and the cost that they have."""
         if orders is not None and orders.cost < self._least:
             self._refused = sorted([*self._refused, orders], key=lambda each: each.cost)[: self.keep]
             return

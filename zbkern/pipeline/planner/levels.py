@@ -193,9 +193,19 @@ class Ladder:
     """
 
     def __init__(
-        self, problem: Problem, keep: int, work: Work, budget: Budget, seed: int, published: Published, bound: int = 0
+        self,
+        problem: Problem,
+        keep: int,
+        work: Work,
+        budget: Budget,
+        seed: int,
+        published: Published,
+        bound: int = 0,
+        most: float = math.inf,
     ) -> None:
+        """most: in the unit of the costs; published schedules in which a rank holds this or more take no part."""
         self.problem, self.pool = problem, Pool(problem, keep, bound)
+        self._most = most * problem.memory_scale
         self.known: list[Known] = []
         self.levels: list[Level] = []
         self._work, self._budget, self._seed, self._published = work, budget, seed, published
@@ -249,8 +259,6 @@ class Ladder:
                 break
             level.construct()
             self._take(level)
-        if not self.pool.orders and least_work(self.problem) < best():  # may be the best there is, without any level
-            add_serial(self.problem, self.pool, self._budget)
 
     def open(self, best: float) -> bool:
         """Whether some level may come to something better than this."""
@@ -295,7 +303,7 @@ class Ladder:
         slowest, begin = 0.0, time.monotonic()
         for orders in self._published.orders(self.problem.placement, self.problem.microbatches):
             found = measured(self.problem, orders)
-            if found is not None:
+            if found is not None and max(map(add, found[1], self.problem.static)) < self._most:
                 self.known.append(found)
                 if within(found[1], self.problem.limit):
                     self.pool.add_grouped(found[0])

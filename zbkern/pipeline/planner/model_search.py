@@ -1,9 +1,12 @@
 """From layers to a plan: which partition, how many chunks per rank, where they are, and in which order they run.
 
 Every candidate is a partition of the layers on a placement. At each level of memory (`levels.py`) every placement has
-the partition on which the published schedules that fit do best. All that may be better than the best known, by their
+the partitions on which the published schedules that fit do best. All that may be better than the best known, by their
 lower bounds, are searched side by side, each with the same work whatever else was asked for: so the answer is never
-worse than that for one number of chunks, for one placement, or for less memory.
+worse than that for one number of chunks, for one placement, or for less memory. For this, neither the partitions of a
+level nor the levels may depend on the limit. What is left out because nothing of it can be better than the best known
+is the only difference: the more is asked for, the better is that, and the more is left out; others then take the place
+of a partition that is, and only add answers.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from zbkern.pipeline.planner.arguments import Limit, placement_of, problem_of, r
 from zbkern.pipeline.planner.incumbents import Budget
 from zbkern.pipeline.planner.levels import ROUNDING, Ladder, Limits, least_limit, least_work, search_ladders
 from zbkern.pipeline.planner.partition import (
+    PARTITIONS_EVERY,
     Partition,
     balanced_by_step,
     even_partitions,
@@ -51,8 +55,41 @@ class Question:
     def is_large(self) -> bool:
         return self.microbatches * self.stages > SETTINGS.layers_large
 
+    @property
+    def limits(self) -> list[float] | None:
+        """The memory limit of every rank; None for none."""
+        return rank_limits(self.memory_limit, self.stages)
+
     def problem(self, costs: Costs, owners: Sequence[int]) -> Problem:
         return problem_of(costs, owners, self.microbatches, self.memory_limit, self.objective)
+
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The memory of a rank for which a partition takes part, whatever limit is asked for: ranges, without their ends.
+
+    All memory, or from a step that it was made for to the next one; none for what was made for several limits.
+    """
+
+    ranges: frozenset[Range] = frozenset([(0.0, math.inf)])
+
+    def __contains__(self, step: float) -> bool:
+        return any(low <= step and (step < high or high == math.inf) for low, high in self.ranges)
+
+    def __or__(self, other: Window) -> Window:
+        return Window(self.ranges | other.ranges)
+
+    @property
+    def end(self) -> float:
+        """Published schedules take part in which every rank holds less."""
+        return max((high for _, high in self.ranges), default=math.inf)
+
+    def from_(self, least: float) -> float:
+        """The least memory in it that is at least this; infinite where there is none."""
+        return min((max(low, least) for low, high in self.ranges if least < high), default=math.inf)
 
 
 @dataclass(eq=False)
@@ -63,7 +100,7 @@ class Cut:
     name: str
     costs: Costs
     ladder: Ladder
-    step: float  # of memory, from which on it takes part
+    window: Window
 
     @property
     def reached(self) -> float:
@@ -94,19 +131,19 @@ def search(
         SETTINGS.layers_fewer,
         *SETTINGS.layers_more_rules,
     )
-    published, every = Published(), 1 if budget.allows(0) else SETTINGS.layers_rules_every
+    shapes, published = list(_shapes(question, chunks, placement, partition)), Published()
+    steps = _Steps(question, rules_alone=not budget.allows(0))
     cuts: list[Cut] = []
     refused: list[ScheduleError] = []
 
     def best() -> float:
         return min((cut.reached for cut in cuts), default=math.inf)
 
-    shapes = list(_shapes(question, chunks, placement, partition))
-    usual = _held_by_1f1b(question)
     for name, owners in shapes:
         here: list[Cut] = []
-        lowest = math.inf  # the least limit that an even partition fits
-        for step, each in _partitions(question, owners, partition, best):
+        windows = {tuple(partition): Window()} if partition is not None else _windows(question, owners, steps, best)
+        lowest = math.inf  # with less memory, none fits
+        for each, window in windows.items():
             costs = question.model.chunk_costs(each, owners)
             try:
                 problem = question.problem(costs, owners)
@@ -115,14 +152,18 @@ def search(
                 continue
             if cuts and not budget.left:
                 break
-            lowest = lowest if step else min(lowest, least_limit(problem))
+            least = least_limit(problem)
+            if window.ranges and window.from_(least) == math.inf:  # it holds more than what it was made for
+                window = Window(frozenset([(least, math.inf)]))
+            lowest = min(lowest, window.from_(least))
             same = next((cut for cut in here if cut.ladder.problem == problem), None)
             if same is not None:  # as where equal layers are divided in another order
-                same.step = min(same.step, step)
+                same.window |= window
             elif least_work(problem) < best():
-                here.append(Cut(each, name, costs, Ladder(problem, keep, work, budget, seed, published), step))
+                ladder = Ladder(problem, keep, work, budget, seed, published, most=window.end)
+                here.append(Cut(each, name, costs, ladder, window))
                 cuts.append(here[-1])
-        _add_levels(question, here, lowest, every, usual)
+        _add_levels(here, lowest, steps)
     if not cuts:
         raise refused[0] if partition is not None else _nothing_fits(question, refused[0])
     for cut in sorted(cuts, key=lambda cut: cut.reached):
@@ -139,7 +180,7 @@ def search(
 
 def _nothing_fits(question: Question, of_one_partition: ScheduleError) -> ScheduleError:
     """Names what the best of all partitions needs, where that is the reason."""
-    limits = rank_limits(question.memory_limit, question.stages)
+    limits = question.limits
     need, unit = least_need(question.model, question.stages), question.model.memory_unit
     if limits is None or not max(limits) < need.total:
         return of_one_partition
@@ -150,26 +191,63 @@ def _nothing_fits(question: Question, of_one_partition: ScheduleError) -> Schedu
     )
 
 
-def _partitions(
-    question: Question, owners: Sequence[int], given: Sequence[int] | None, best: Callable[[], float]
-) -> Iterator[tuple[float, Partition]]:
-    """Partitions with the step of memory from which on they take part: for even ones none.
+class _Steps:
+    """The steps of memory of a model. None depends on the limit that is asked for, which only leaves out those above.
 
-    Those for so little memory that they cannot be better than the best known are left out.
+    made: those that partitions are made for; ruled: where rules are tried; regular: where there is a search, without
+    those that are alone for some placement; short: where it has few rounds.
     """
-    if given is not None:
-        yield 0.0, tuple(given)
-        return
-    model, limits = question.model, rank_limits(question.memory_limit, question.stages)
-    for partition in even_partitions(len(model.layers), len(owners)):
-        yield 0.0, partition
+
+    def __init__(self, question: Question, rules_alone: bool) -> None:
+        """rules_alone: there are no rounds, so that levels without rules are of no use."""
+        model, stages = question.model, question.stages
+        limits = question.limits
+        self.limit = math.inf if limits is None else min(limits)
+        self.several = limits is not None and min(limits) < max(limits)
+
+        def every(count: int) -> list[float]:
+            return memory_steps(model, stages, question.microbatches, every=count)
+
+        self.made, self.ruled = every(PARTITIONS_EVERY), frozenset(every(SETTINGS.layers_rules_every))
+        self.low = self.made[SETTINGS.layers_steps - 1] if len(self.made) >= SETTINGS.layers_steps else 0.0
+        steps, usual = every(1), _held_by_1f1b(question)
+        often = {step for step in steps if any(math.isclose(each, step) for each in usual)}
+        self.short = set(steps) - often - set(every(2))
+        between = {each for each in usual if not any(math.isclose(each, step) for step in steps)}
+        self.regular = (self.ruled if rules_alone else set(steps)) | between
+
+    def within_limit(self, step: float) -> bool:
+        return step <= self.limit * (1 + ROUNDING)
+
+
+def _windows(
+    question: Question, owners: Sequence[int], steps: _Steps, best: Callable[[], float]
+) -> dict[Partition, Window]:
+    """Even partitions, which are for all levels of memory, and those made for steps of memory.
+
+    Those that are for so little memory that no orders there can be better than the best known are left out. With
+    several limits there are some more for just these, which take part at no level that a single limit has.
+    """
+    model, microbatches = question.model, question.microbatches
+    windows = {partition: Window() for partition in even_partitions(len(model.layers), len(owners))}
     least_step = _least_step(question, best())
-    balanced = {
-        partition: step
-        for step, partition in balanced_by_step(model, owners, question.microbatches, limits, least_step)
-    }  # of several steps the last, which is the least
-    for partition, step in balanced.items():
-        yield step, partition
+    uniform = None if steps.limit == math.inf else [steps.limit * (1 + ROUNDING)] * question.stages
+    needed = next((step for step in steps.made if step <= min(least_step, steps.low)), 0.0)
+    made = [each for each in balanced_by_step(model, owners, microbatches, uniform, needed) if each[0] > 0]
+    next_larger = dict(zip(steps.made, [math.inf, *steps.made], strict=False))
+    ranges = [(step, math.inf if step >= steps.low else next_larger[step], partition) for step, partition in made]
+    lowest = min((step for step, _ in made), default=math.inf)
+    if lowest > least_step:  # for less than all these steps: what is made for the least memory that a model needs
+        least = [least_need(model, question.stages).total] * question.stages
+        made = [each for each in balanced_by_step(model, owners, microbatches, least) if each[0] == 0]
+        ranges += [(0.0, lowest, partition) for _, partition in made]
+    for begin, end, partition in ranges:
+        window = Window(frozenset([(begin, end)]))
+        windows[partition] = windows[partition] | window if partition in windows else window
+    if steps.several:
+        for _, partition in balanced_by_step(model, owners, microbatches, question.limits):
+            windows.setdefault(partition, Window(frozenset()))
+    return windows
 
 
 def _least_step(question: Question, best: float) -> float:
@@ -188,46 +266,35 @@ def _least_step(question: Question, best: float) -> float:
     return (in_flight + static) / question.stages * (1 - ROUNDING)
 
 
-def _add_levels(question: Question, cuts: Sequence[Cut], lowest: float, every: int, usual: Sequence[float]) -> None:
-    """The levels of memory of one placement: each to the ladder of the partition that is best for it.
+def _add_levels(cuts: Sequence[Cut], lowest: float, steps: _Steps) -> None:
+    """The levels of memory of one placement: each to the ladders of the partitions that are best for it.
 
-    Which that is depends on the level alone: the best published schedule that fits it decides, or else the order of the
-    partitions. With several limits, or one below all steps, there is a level for just these. usual: further steps of
-    memory; there, and at every second of the others, the search has all its rounds.
+    Which these are depends on the level alone: the best published schedule that fits it decides, or else the order of
+    the partitions. lowest: the least memory that a partition fits. What published schedules hold that are better than
+    all with less are levels, too; and with several limits these.
     """
-    limits = rank_limits(question.memory_limit, question.stages)
-    least = _least(limits)
-    given = question.model, question.stages, question.microbatches, least
-    ruled = {lowest, *memory_steps(*given, SETTINGS.layers_rules_every)}
-    regular = {lowest, *memory_steps(*given, every)}
-    between = {each for each in usual if not any(math.isclose(each, step) for step in regular)}
-    often = {step for step in regular if any(math.isclose(each, step) for each in usual)}
-    short = regular - often - {lowest, *memory_steps(*given, 2)}
-    steps = {step for step in regular | between if step <= least * (1 + ROUNDING)}
+    regular = steps.regular | {lowest}
     own = {id(cut): set(cut.ladder.published_steps()) for cut in cuts}
-    exact = {each for each in set().union(*own.values()) if not any(math.isclose(each, step) for step in steps)}
+    exact = {each for each in set().union(*own.values()) if not any(math.isclose(each, step) for step in regular)}
     last: dict[int, Limits] = {}
-    several = limits is not None and min(limits) < max(limits)
-    for step in [None] * several + sorted(steps | exact, reverse=True):
+    levels = sorted(filter(steps.within_limit, regular | exact), reverse=True)
+    for step in [None] * steps.several + levels:
         for place, (cut, limit) in enumerate(_best_for(cuts, step)[: 1 if step in exact else None]):
             if step in exact and step not in own[id(cut)]:
                 continue
             if last.get(id(cut)) != limit:
                 whole = limit == cut.ladder.limit_of(math.inf)
-                is_ruled = whole or (place == 0 and (step is None or step in ruled))
-                few = step in short and not whole
+                is_ruled = whole or (place == 0 and (step is None or step == lowest or step in steps.ruled))
+                few = step in steps.short and step != lowest and not whole
                 cut.ladder.add_level(limit, is_ruled, *([SETTINGS.layers_few_rounds] if few else []))
             last[id(cut)] = limit
-    if not last:
-        for cut, limit in _best_for(cuts, None):
-            cut.ladder.add_level(limit, ruled=True)
 
 
 def _best_for(cuts: Sequence[Cut], step: float | None) -> list[tuple[Cut, Limits]]:
     """The partitions for this step of memory, the best first, with its limits there; for None those asked for."""
     found: list[tuple[float, int, Cut, Limits]] = []
     for index, cut in enumerate(cuts):
-        if step is None or step >= max(cut.step, least_limit(cut.ladder.problem)):
+        if step is None or (step in cut.window and step >= least_limit(cut.ladder.problem)):
             limit = cut.ladder.problem.limit if step is None else cut.ladder.limit_of(step)
             found.append((cut.ladder.known_within(limit), index, cut, limit))
     found.sort(key=lambda each: each[:2])
@@ -254,10 +321,6 @@ def _held_by_1f1b(question: Question) -> list[float]:
     return steps
 
 
-def _least(limits: Sequence[float] | None) -> float:
-    return math.inf if limits is None else min(limits)
-
-
 def _describe(cut: Cut, rounds: int) -> str:
     problem = cut.ladder.problem
     per_rank = problem.chunks // problem.ranks
@@ -280,6 +343,8 @@ def _shapes(
         chunks = len(partition) // stages
     if placement is not None and not isinstance(placement, str):
         chunks = len(placement) // stages if chunks is None else chunks
+    if placement == "linear":  # with more chunks, a rank's would follow each other: that is for whoever asks for it
+        chunks = 1 if chunks is None else chunks
     if placement == "v":
         chunks = 2 if chunks is None else chunks
     if (chunks or 1) * stages > layers:

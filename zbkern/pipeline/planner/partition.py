@@ -24,7 +24,7 @@ STEPS = 16
 _MOST_STEPS = 64  # from what 1F1B holds down to what no partition fits, of which mostly fewer than twenty are needed
 _MORE = (1, 2, 3, 4, 6, 8, 12, 16)  # steps of memory above what 1F1B holds
 _UNEVEN = 1.25  # times what a rank holds on an even partition
-_PARTITIONS_EVERY = 2  # so many steps of memory partitions are made that leave room
+PARTITIONS_EVERY = 2  # so many steps of memory partitions are made that leave room
 _IN_FLIGHT = (1.0, 0.75, 0.5, 0.35, 0.2, 0.0)  # of what 1F1B holds: partitions that leave room for so many microbatches
 _ROUNDING = 1e-12
 _LEAST_ROUNDING = 1e-6  # relative: what no partition fits is less than the least by this
@@ -113,7 +113,7 @@ def balanced_by_step(
     steps: list[float] = []
     if limits is None or min(limits) == max(limits):
         limit = math.inf if limits is None else limits[0]
-        steps = memory_steps(model, ranks, microbatches, limit, _PARTITIONS_EVERY)
+        steps = memory_steps(model, ranks, microbatches, limit, PARTITIONS_EVERY)
     start = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
     without_limit = next(_balanced(model, placement, microbatches, None, start))
     any_ = False

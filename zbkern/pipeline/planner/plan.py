@@ -86,7 +86,8 @@ def plan(
     chunk), `chunks` and `placement` are searched for unless they are given. stages: ranks. chunks: per rank; for
     `Costs` 1 by default, or as many as a placement that is spelt out has. placement: "linear" (neighbouring chunks on
     one rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up), "zigzag" (the V repeated), or the rank of every
-    chunk; by default, for `Costs`, linear, v or zigzag for one, two and more chunks. memory_limit: of one rank's
+    chunk; by default, for `Costs`, linear, v or zigzag for one, two and more chunks; for layers "linear" is one chunk
+    per rank where `chunks` is not given. memory_limit: of one rank's
     `peak_memory`, in the unit of `costs.activation` and including what the rank holds all the time, one number or one
     per rank; None for none; the search rounds it down to a level of memory, mostly a sixteenth of what 1F1B holds
     from the next; for layers there are fewer levels above what 1F1B holds, and above twice that only all there is.
@@ -104,9 +105,9 @@ def plan(
     same on every machine, however busy it is. At every effort, for the same other arguments: more effort is never
     worse, and neither is a higher limit for all ranks (without offload, recompute and jitter), as the search is made
     within levels of memory that do not depend on the limit, and the plan is the best of all levels within it. For
-    layers no number of chunks and no placement that takes part (1, 2, 3, 4, 6 or 8 chunks in a line, a V, a zigzag or a
-    loop) has a better plan when it is given. Two things are not promised: what a limit gives that is below all levels,
-    where little more than one microbatch fits; and limits of several sizes, which get a search of their own.
+    layers no number of chunks and no placement that takes part (1 chunk in a line, or 2, 3, 4, 6 or 8 in a V, a zigzag
+    or a loop) has a better plan when it is given; a partition that is given may have one. Limits of several sizes get a
+    search of their own: their plan is never worse than that for the least of them, and may be worse with more for some.
 
     `time_limit`, in seconds, ends the search sooner; the plan then depends on the machine. Where zbkern was installed
     without a C++ compiler there is the constructive answer alone, from fewer rules, and a warning says so. Every

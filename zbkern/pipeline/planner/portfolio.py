@@ -25,7 +25,7 @@ def add_serial(problem: Problem, pool: Pool, budget: Budget) -> None:
         if native.core is not None:
             pool.add(search_blocks(problem, seed=0, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
         elif fits(problem, serial := serial_ordering(problem, fuse)):
-            pool.add(with_cost(problem, serial))
+            pool.add(serial)
 
 
 class Candidate(NamedTuple):

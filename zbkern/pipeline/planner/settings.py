@@ -84,6 +84,9 @@ class SearchSettings:
     """Where it is not given: as many of these as there are layers."""
     partitions: int = 2
     """For each placement and level of memory."""
+    layers_steps: int = 13
+    """The partitions made for so many steps of memory, from the largest, take part with any more memory, too; those for
+    less, half of what 1F1B holds, only up to the next larger step."""
     layers_rules: int = 60_000
     """Rules are tried on at most this many passes for each cut and level of memory."""
     layers_rounds: tuple[int, ...] = (500_000, 1_500_000, 5_000_000, 64_000_000)
