@@ -47,7 +47,7 @@ def test_the_largest_chunk_is_as_small_as_possible(work: list[int], chunks: int)
 
 
 def test_rounding_does_not_leave_a_cut_without_layers() -> None:
-    starts = balanced_chunks([0.15] + [3.0] * 23, 16)
+    starts = balanced_chunks((0.15, *[3.0] * 23), 16)
     assert starts[0] == 0
     assert all(first < second for first, second in pairwise([*starts, 24])), starts
 
