@@ -362,7 +362,7 @@ def test_forwards_of_several_threads_in_one_backward() -> None:
 
 
 TRANSFORMED = {
-    "vmap": lambda layer, x: torch.vmap(layer)(x.view(3, 2, 4)),
+    "vmap": lambda layer, x: torch.vmap(lambda x: layer(x))(x.view(3, 2, 4)),
     "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).square().sum())(x),
     "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x.sin(),))[1],
 }
