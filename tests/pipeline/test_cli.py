@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -67,6 +68,15 @@ def test_costs_of_layers_are_cut(run, fails, tmp_path: Path) -> None:
     assert "BW" in run("--costs", path, "--recompute", "--memory", "0.5x", *SECOND)
     assert "--costs has layers, which are cut differently" in fails("--costs", path, "--schedule", "zb_v")
     assert "argument --stages: plan: 11 stages with 1 chunks" in fails("--costs", path, "--stages", 11)
+
+
+def test_costs_of_layers_may_have_one_number_per_link(run, fails, tmp_path: Path) -> None:
+    costs = ModelCosts([LayerCosts(f"{n}", 1, 1, 1, output=0.1) for n in range(6)], [0.1, 0.5, 0.1], [math.inf, 4, 8])
+    path = costs.save(tmp_path / "layers.json")
+    assert "interleaved" in run("--costs", path, "--compare", *SECOND)  # which uses all links
+    text = fails("--costs", path, "--stages", 2)
+    assert "argument --stages: ModelCosts: latency and bandwidth are those of the links of 3 ranks" in text
+    assert "latency=0.5 and bandwidth=4" in text
 
 
 def test_a_named_schedule_is_printed_with_its_figures(run) -> None:

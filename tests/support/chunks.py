@@ -84,7 +84,7 @@ def on_threads(size: int, function: Any, delay: Delay | None = None) -> list[Any
     return results
 
 
-def results_on_threads(size: int, function: Callable[[LocalTransport], Any]) -> list[Any]:
+def results_on_threads(size: int, function: Callable[[LocalTransport], Any], delay: Delay | None = None) -> list[Any]:
     """function(transport) on one thread per rank; raises what the first rank raised."""
 
     def call(transport: LocalTransport) -> Any:
@@ -94,7 +94,7 @@ def results_on_threads(size: int, function: Callable[[LocalTransport], Any]) -> 
             transport.fail(repr(error))
             raise
 
-    results = on_threads(size, call)
+    results = on_threads(size, call, delay)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, PipelineError)):
         raise error

@@ -167,7 +167,7 @@ def assumptions(
         f"programs get {gpu.matmul_share:.0%} of the GPU's peak in matrix products, {gpu.attention_forward_share:.0%} "
         f"of it in attention forward and {gpu.attention_backward_share:.0%} backward, {gpu.memory_share:.0%} of the "
         f"memory's bandwidth and {gpu.network_share:.0%} of the links'",
-        f"a message between stages takes {gpu.latency * 1e6:g} us besides its bytes",
+        f"a message between stages goes from node to node and takes {gpu.latency * 1e6:g} us besides its bytes",
         f"{gpu.exposed_share:.0%} of the time of messages of tensor and expert parallelism is not hidden"
         if max(job.tensor_parallel, job.expert_parallel) > 1
         else "",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+from zbkern.pipeline.runtime.links import Link, latency_and_bandwidth
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
@@ -48,7 +49,12 @@ class Measurements(NamedTuple):
     merged: list[Timeline]  # the same with all W of a chunk at once
     fused: list[Timeline]  # with BW
     recomputing: list[Timeline] | None  # with an R of named parts; None where none were asked for
-    link: tuple[float, float] | None  # latency and bandwidth, in ms and bytes per ms; None where not asked for
+    links: list[Link] | None  # None where not asked for
+
+
+def largest_message(chunks: Sequence[MeasuredChunk]) -> int:
+    """Bytes that one of these chunks sends to the next."""
+    return max((chunk.output for chunk in chunks[:-1]), default=0)
 
 
 def chunk_costs(found: Measurements) -> Costs:
@@ -84,7 +90,8 @@ def chunk_costs(found: Measurements) -> Costs:
 
 def layer_costs(found: Measurements) -> ModelCosts:
     """What `profile_layers` returns: every chunk is a layer."""
-    assert found.link is not None
+    assert found.links is not None
+    latency, bandwidth = latency_and_bandwidth(found.links, largest_message(found.chunks))
     costs = chunk_costs(found)
     flat = costs.per_chunk(len(found.chunks))
     layers = [
@@ -114,7 +121,9 @@ def layer_costs(found: Measurements) -> ModelCosts:
             for layer, time, chunk in zip(layers, flat.recompute, found.chunks, strict=True)
         ]
     overhead = median(chunk.besides for chunk in found.chunks)
-    return ModelCosts(tuple(layers), *found.link, "ms", "bytes", copy_size=costs.copy_size, forward_overhead=overhead)
+    return ModelCosts(
+        tuple(layers), latency, bandwidth, "ms", "bytes", copy_size=costs.copy_size, forward_overhead=overhead
+    )
 
 
 def communication(timelines: Sequence[Timeline], chunks: int) -> float | list[float]:

@@ -15,8 +15,8 @@ from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.runtime.counted_chunk import CountedChunk, tied_names
 from zbkern.pipeline.runtime.engine import Pipeline
-from zbkern.pipeline.runtime.links import slowest_link
-from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, MeasuredParts, Measurements
+from zbkern.pipeline.runtime.links import measure_links
+from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, MeasuredParts, Measurements, largest_message
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recomputed_parts import names_of_parts
@@ -77,13 +77,15 @@ class ProbeSteps:
                 recomputing = self._steps(pipe, schedule)
                 parts = {at: MeasuredParts(stage.kept_bytes, stage.output_again_bytes) for at, stage in stages.items()}
             chunks = self._chunks(pipe, counted, held, parts)
-            link = slowest_link(pipe, [chunk.output for chunk in chunks]) if self.layers else None
+            links = None
+            if self.layers:
+                links = measure_links(self.group, device, pipe.timeout, largest_message(chunks))
         if self.options.recompute and not any(chunk.parts for chunk in chunks):
             raise ValueError(
                 f"{self.function}: recompute must name parts of the modules, by patterns of their names or by their "
                 f"classes; got {tuple(self.options.recompute)}, which names none"
             )
-        return Measurements(chunks, separate, merged, fused, recomputing, link)
+        return Measurements(chunks, separate, merged, fused, recomputing, links)
 
     def _steps(self, pipe: Pipeline, schedule: Schedule, merge: bool = False) -> list[Timeline]:
         """Those of `repeats` steps of this schedule, after one to warm up."""

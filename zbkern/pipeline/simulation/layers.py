@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from zbkern.pipeline.simulation.json_file import JsonFile, parse_object
 _SUMMED = ("forward", "backward", "weight", "activation", "held", "split_overhead", "merge_saving")
 _OF_PARTS = ("recompute", "checkpoint")
 _AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit")
+PerLink = float | Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,19 @@ class LayerCosts:
 class ModelCosts(JsonFile):
     """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
 
-    latency is in the unit of the layers' times, bandwidth in their memory per their time. forward_overhead: what every
-    forward of a chunk takes besides its layers (masks, rotary embeddings), a time, too. The units, and the
-    bandwidths, copy_slowdown and copy_size that schedules with offloading need, are as in `Costs`.
+    latency is in the unit of the layers' times, bandwidth in their memory per their time: one number for all links,
+    or one per rank, for its link to the next rank, the last rank's to the first (which a loop has; two ranks have one
+    link, the first entry). With one per rank every plan must have as many ranks, and chunks that follow each other must
+    be on one rank or on neighbours. forward_overhead: what every forward of a chunk takes besides its layers (masks,
+    rotary embeddings), a time, too. The units, and the bandwidths, copy_slowdown and copy_size that schedules with
+    offloading need, are as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
 
     layers: tuple[LayerCosts, ...]
-    latency: float = 0.0
-    bandwidth: float = math.inf
+    latency: PerLink = 0.0
+    bandwidth: PerLink = math.inf
     time_unit: str | None = None
     memory_unit: str | None = None
     offload_bandwidth: float | None = None
@@ -94,27 +98,24 @@ class ModelCosts(JsonFile):
                 "ModelCosts: recompute and checkpoint must both be given for all layers, or for none; got them for "
                 f"some and not for {without!r}: a layer without named parts has 0 and its activation"
             )
-        if isinstance(self.bandwidth, (bool, str)) or not hasattr(self.bandwidth, "__float__"):
-            raise TypeError(f"ModelCosts: bandwidth must be a number, inf for no limit; got {self.bandwidth!r}")
-        if not self.bandwidth > 0:
-            raise ValueError(f"ModelCosts: bandwidth must be above 0, inf for no limit; got {self.bandwidth!r}")
-        try:
-            Costs(communication=self.latency, **{name: getattr(self, name) for name in _AS_IN_COSTS})
-        except (TypeError, ValueError) as error:
-            text = str(error).removeprefix("Costs: ").replace("communication", "latency")
-            raise type(error)(f"ModelCosts: {text}") from error
-        try:
-            Costs(forward=self.forward_overhead)
-        except (TypeError, ValueError) as error:
-            text = str(error).removeprefix("Costs: ").replace("forward", "forward_overhead")
-            raise type(error)(f"ModelCosts: {text}") from error
+        object.__setattr__(self, "bandwidth", _checked_bandwidth(self.bandwidth))
+        latency = _checked({"communication": "latency", "chunk": "link"}, communication=self.latency).communication
+        object.__setattr__(self, "latency", latency)
+        lengths = [len(each) for each in (self.latency, self.bandwidth) if isinstance(each, tuple)]
+        if 0 in lengths or len(set(lengths)) > 1:
+            raise ValueError(
+                "ModelCosts: latency and bandwidth must each be one number, or one per rank, for its link to the next; "
+                f"got lists of {' and '.join(map(str, lengths))} entries"
+            )
+        _checked({}, **{name: getattr(self, name) for name in _AS_IN_COSTS})
+        _checked({"forward": "forward_overhead"}, forward=self.forward_overhead)
 
     def chunk_costs(self, partition: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
         """The costs of the chunks that begin with these layers.
 
         partition: the first layer of every chunk in model order, 0 first, each larger than the one before. placement:
         the rank of every chunk, by default each on its own; what tied layers share is in their rank's first chunk.
-        Raises ValueError for another partition or placement.
+        Raises ValueError for another partition or placement, and for one with other links than the costs have.
         """
         starts, count = list(partition), len(self.layers)
         if starts[:1] != [0] or any(a >= b for a, b in pairwise([*starts, count])):
@@ -130,14 +131,45 @@ class ModelCosts(JsonFile):
             name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED
         }
         summed["forward"] = [time + self.forward_overhead for time in summed["forward"]]
-        sent = [self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]]
         return Costs(
             **summed,
             **self._of_recomputation(chunks),
-            communication=sent,
+            communication=self._message_times([chunk[-1].output for chunk in chunks[:-1]], ranks),
             static=self._static(chunks, ranks),
             **{name: getattr(self, name) for name in _AS_IN_COSTS},
         )
+
+    def _message_times(self, sizes: Sequence[float], ranks: Sequence[int]) -> list[float]:
+        """Of a message of each of these sizes, from each of the ranks to the one after it in the list."""
+        latency: Any = self.latency
+        bandwidth: Any = self.bandwidth
+        given = [len(each) for each in (latency, bandwidth) if isinstance(each, tuple)]
+        if not given:
+            return [latency + size / bandwidth for size in sizes]
+        stages = max(ranks) + 1
+        if given[0] != stages:
+            raise ValueError(
+                f"ModelCosts: latency and bandwidth are those of the links of {given[0]} ranks, and the chunks are on "
+                f"{stages}: give {stages} numbers, for every rank that of its link to the next, or "
+                f"{self._for_all_links()}"
+            )
+        latencies, bandwidths = (each if isinstance(each, tuple) else (each,) * stages for each in (latency, bandwidth))
+        found = []
+        for size, low, high in zip(sizes, ranks, ranks[1:], strict=False):
+            link = _link(low, high, stages)
+            if link is None:
+                raise ValueError(
+                    f"ModelCosts: latency and bandwidth have one number for every link between neighbouring ranks, and "
+                    f"rank {low} sends to rank {high} of {stages} in placement {list(ranks)}: give another placement, "
+                    f"or {self._for_all_links()}"
+                )
+            found.append(latencies[link] + size / bandwidths[link] if low != high else 0.0)
+        return found
+
+    def _for_all_links(self) -> str:
+        worst = ((max, self.latency, "latency"), (min, self.bandwidth, "bandwidth"))
+        given = [f"{name}={pick(each):g}" for pick, each, name in worst if isinstance(each, tuple)]
+        return f"one number for all links, such as that of the slowest, {' and '.join(given)}"
 
     def _of_recomputation(self, chunks: Sequence[Sequence[LayerCosts]]) -> dict[str, Any]:
         if self.layers[0].checkpoint is None:
@@ -164,7 +196,7 @@ class ModelCosts(JsonFile):
     def to_json(self) -> str:
         """The costs as a JSON object with the fields' names; an unlimited bandwidth is null."""
         data = asdict(self)
-        return json.dumps(data | {"bandwidth": self.bandwidth if math.isfinite(self.bandwidth) else None}, indent=1)
+        return json.dumps(data | {"bandwidth": _each(_null_for_inf, self.bandwidth)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ModelCosts:
@@ -177,8 +209,55 @@ class ModelCosts(JsonFile):
         for layer in data["layers"]:
             _check_names("a layer of ModelCosts", LayerCosts, layer)
             layers.append(LayerCosts(**layer))
-        bandwidth = data.get("bandwidth")
-        return cls(**{**data, "layers": tuple(layers), "bandwidth": math.inf if bandwidth is None else bandwidth})
+        bandwidth = _each(_inf_for_null, data.get("bandwidth"))
+        return cls(**{**data, "layers": tuple(layers), "bandwidth": bandwidth})
+
+
+def _link(low: int, high: int, stages: int) -> int | None:
+    """The place of the link between two ranks in a list of one per rank; None where they are no neighbours."""
+    distance = abs(low - high)
+    if distance <= 1:
+        return min(low, high)
+    return stages - 1 if distance == stages - 1 else None
+
+
+def _each(change: Callable[[Any], Any], given: Any) -> Any:
+    """Of a number, or of every number of a list."""
+    return [change(each) for each in given] if isinstance(given, (list, tuple)) else change(given)
+
+
+def _null_for_inf(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _inf_for_null(number: Any) -> Any:
+    return math.inf if number is None else number
+
+
+def _checked(names: Mapping[str, str], **given: Any) -> Costs:
+    """`Costs` of these; errors are those of ModelCosts, with other words for some."""
+    try:
+        return Costs(**given)
+    except (TypeError, ValueError) as error:
+        text = str(error).removeprefix("Costs: ")
+        for theirs, ours in names.items():
+            text = text.replace(theirs, ours)
+        raise type(error)(f"ModelCosts: {text}") from error
+
+
+def _checked_bandwidth(given: Any) -> Any:
+    """As it is, or a tuple of one per link."""
+    if hasattr(given, "tolist"):  # an array or a tensor
+        given = given.tolist()
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    for each in given if several else [given]:
+        if isinstance(each, (bool, str)) or not hasattr(each, "__float__"):
+            raise TypeError(
+                f"ModelCosts: bandwidth must be a number, inf for no limit, or one number per link; got {each!r}"
+            )
+        if not each > 0:
+            raise ValueError(f"ModelCosts: bandwidth must be above 0, inf for no limit; got {each!r}")
+    return tuple(given) if several else given
 
 
 def _check_names(what: str, kind: type, data: Any) -> None:

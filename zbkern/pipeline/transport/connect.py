@@ -104,6 +104,14 @@ def connect_row(group: Any, device: torch.device) -> Transport:
     return DistributedTransport(group, (), device)
 
 
+def connect_ring(group: Any, device: torch.device) -> Transport:
+    """Connects this rank to those before and after it, and the last one to the first."""
+    if is_transport(group):
+        return group
+    rank, size = place(group)
+    return DistributedTransport(group, {(rank - 1) % size, (rank + 1) % size}, device)
+
+
 def check_tied(caller: str, tied: Any) -> None:
     """Raises TypeError for what is not {name: parameter} or None."""
     named = isinstance(tied, Mapping) and all(isinstance(n, str) and isinstance(p, Tensor) for n, p in tied.items())
