@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
@@ -373,6 +374,68 @@ def test_what_other_ranks_compute_cannot_be_used_in_silence() -> None:
     chunk = cut(Skips(), schedules.zb_h1(2, 2), [0, 2], layers=["a", "b", "c"], rank=1)[0]
     with pytest.raises(ValueError, match=r"layers 'c' to 'c' give NaN only.*make that computation a part of a layer"):
         chunk(torch.ones(2, 4))
+
+
+class Beside(nn.Module):
+    """Uses a parameter, or a module, that stands beside its layers: in the first token, before and after block 1."""
+
+    def __init__(self, module: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8) if module else nn.Parameter(torch.randn(8))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            first = x[:, :1] * self.first if isinstance(self.first, Tensor) else self.first(x[:, :1])
+            x = block(torch.cat([first, x[:, 1:]], 1))
+        return x
+
+
+@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_stands_beside_the_layers_cannot_be_used_by_several_chunks(module: bool, grad: bool) -> None:
+    model, schedule, layers = Beside(module), schedules.zb_h1(2, 2), ["embed", "blocks.*"]
+    first, second = (cut(model, schedule, [0, 2], layers=layers, rank=rank)[0] for rank in range(2))
+    message = (
+        r"cut: the layers 'blocks.1' to 'blocks.2' use 'first', which stands beside the layers and is in the chunk of "
+        rf"'{'blocks.0' if module else 'embed'}' alone: put it into each layer that uses it.*or cut"
+    )
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=message):
+        second(first(torch.randn(2, 3, 8)))
+
+
+def test_numbers_that_are_none_for_another_reason_are_let_through() -> None:
+    """And a forward is not seen to have run twice."""
+    chunk = cut(WithOwn(), schedules.zb_h1(2, 2), layers=["embed", "blocks.*", "head"], rank=1)[0]
+    x = torch.randn(2, 6, 8)
+    x[0, 0] = torch.inf
+    chunk.whole.head.register_forward_pre_hook(lambda _, inputs: (nn.functional.dropout(inputs[0], 0.5),))
+    torch.manual_seed(1)
+    found = chunk(x)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    again = chunk(x)
+    assert found.isnan().any()
+    assert torch.equal(found.nan_to_num(), again.nan_to_num())
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_chunks_take_distributed_data_parallel(two_ranks: Any) -> None:
+    two_ranks.run(wrap_both_chunks)
+
+
+def wrap_both_chunks() -> None:
+    for rank in range(2):
+        torch.manual_seed(dist.get_rank())
+        chunk = cut(WithOwn(), schedules.zb_h1(2, 2), layers=["embed", "blocks.*", "head"], rank=rank)[0]
+        replica = nn.parallel.DistributedDataParallel(zbkern.convert(chunk))
+        x = torch.randn(2, 6, 8)
+        replica(x).sum().backward()  # its buffers are broadcast again
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, [value.tolist() for value in chunk.state_dict().values()])
+        assert found[0] == found[1]
 
 
 def test_an_argument_that_other_ranks_do_not_have_is_named() -> None:

@@ -452,10 +452,8 @@ def test_gradients_of_transposed_inputs_are_transposed() -> None:
     assert strides == [(1, 2), (1, 2)]
 
 
-@pytest.mark.parametrize("broken", [1, 2])  # the copy out, and back
-def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
-    broken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def break_copy(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This copy, counted from 1, fails."""
     copy_now, begun = host_copies.copy, itertools.count(1)
 
     def copy_or_fail(pairs: host_copies.Pairs) -> None:
@@ -464,12 +462,22 @@ def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
         copy_now(pairs)
 
     monkeypatch.setattr(host_copies, "copy", copy_or_fail)
+
+
+def copying_rank_0() -> Schedule:
     rows = "0F0 0O0 0L0 0BW0 0F1 0BW1", "1F0 1BW0 1F1 1BW1"
-    schedule = Schedule.build([[Action.parse(text) for text in row.split()] for row in rows], [0, 1], 2)
+    return Schedule.build([[Action.parse(text) for text in row.split()] for row in rows], [0, 1], 2)
+
+
+@pytest.mark.parametrize("broken", [1, 2])  # the copy out, and back
+def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_copy(broken, monkeypatch)
     data = torch.ones(4, 8)
 
     def steps(transport: LocalTransport) -> list[str]:
-        with Pipeline([deep(1)], schedule, nn.functional.mse_loss, transport, timeout=5) as pipe:
+        with Pipeline([deep(1)], copying_rank_0(), nn.functional.mse_loss, transport, timeout=5) as pipe:
             with pytest.raises(PipelineError) as raised:
                 pipe.step(data, data)
             pipe.step(data, data)
@@ -478,6 +486,43 @@ def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
     first, second = results_on_threads(2, steps)
     assert first == second
     assert re.match(r"rank 0, action 0.*MemoryError: the host has no more", first[0])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_close_ends_the_threads_of_copies(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copying() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("zbkern copies")}
+
+    before = copying()
+    pipe = step([deep(1)], "0F0 0O0 0L0 0BW0", microbatches=1)
+    assert len(copying() - before) == 2
+    if fails:
+        monkeypatch.setattr(host_copies, "copy", lambda pairs: 1 / 0)
+        with pytest.raises(PipelineError, match="ZeroDivisionError"):
+            pipe.step(torch.ones(2, 8), torch.ones(2, 8))
+    pipe.close()
+    assert copying() <= before
+    assert sum(map(len, pipe.last_timeline.copies)) == (0 if fails else 2)
+    pipe.close()
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_timeline_after_a_copy_that_failed_is_that_of_what_ran(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an evaluation in between, after which ranks are connected again."""
+    break_copy(broken, monkeypatch)
+    data = torch.ones(4, 8)
+
+    def steps(transport: LocalTransport) -> Timeline:
+        with Pipeline([nn.Linear(8, 8)], copying_rank_0(), nn.functional.mse_loss, transport, timeout=5) as pipe:
+            with pytest.raises(PipelineError, match="the host has no more"):
+                pipe.step(data, data)
+            pipe.evaluate(data, data)
+            return pipe.gather_timeline()
+
+    first, second = results_on_threads(2, steps)
+    assert [str(event.action) for row in first.copies for event in row] == [[], ["0O0"]][broken - 1]
+    assert str(first.events[0][0].action) == "0F0"
+    assert first.events == second.events
 
 
 def test_a_forward_that_is_not_repeatable_is_told() -> None:

@@ -8,7 +8,7 @@ nothing: they give NaN, so that a model that uses more of them than the last one
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Flow:
 
     def __init__(self) -> None:
         self.kind: type[nn.Module] | None = None  # of the layer whose output is received
+        self.traced: dict[str, Tensor] | None = None  # what stand-ins of modules beside the layers have given, by name
         self.begin(None)
 
     def begin(self, received: Any) -> None:
@@ -139,14 +140,18 @@ class Outside(_Absent):
     """A module with parameters that belongs to a layer of another chunk, GPT-2's positions, say."""
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        return self._like(inputs, keywords)
+        nothing = self._like(inputs, keywords)
+        if self._flow.traced is not None:
+            self._flow.traced[self._name] = nothing.requires_grad_()
+        return nothing
 
 
 class Chunk(nn.Module):
     """Layers first to last - 1 of a model, under the names that they have there. `cut` makes them.
 
     whole: the model, with stand-ins. names: of all layers. shared: {label: name of the parameter here} of what several
-    layers share, label being its name in the first of them.
+    layers share, label being its name in the first of them. elsewhere: {name of what stands beside the layers and has a
+    stand-in here: the layer in whose chunk it is}, parameters and modules.
     The first chunk takes what the model takes, any other what the one before returns, and all take keyword arguments
     of the model besides (side inputs). The last returns what the model returns, of the transformers library its logits.
     """
@@ -154,7 +159,14 @@ class Chunk(nn.Module):
     whole: Any  # the copy of the model
 
     def __init__(
-        self, whole: nn.Module, flow: Flow, names: Sequence[str], first: int, last: int, shared: Mapping[str, str]
+        self,
+        whole: nn.Module,
+        flow: Flow,
+        names: Sequence[str],
+        first: int,
+        last: int,
+        shared: Mapping[str, str],
+        elsewhere: Mapping[str, str],
     ) -> None:
         super().__init__()
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -162,7 +174,9 @@ class Chunk(nn.Module):
         self.__dict__["whole"] = whole  # not as a submodule, which would be in all names
         self.layer_names = names[first:last]
         self.all_layers, self._first, self._last, self.shared = names, first, last, dict(shared)
-        self._flow = flow
+        self._flow, self._elsewhere = flow, elsewhere
+        # DistributedDataParallel would broadcast into stand-ins, which have no memory of their own
+        self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = frozenset(self.state_dict())  # what is wrapped later has others
         self._checked = False
         if last < len(names):
@@ -179,6 +193,14 @@ class Chunk(nn.Module):
 
     def forward(self, *inputs: Any, passed: Any = None, **side: Any) -> Any:
         received = passed if passed is not None else inputs[0] if inputs else None
+        output = self._own_output(received, inputs, side)
+        if not self._checked:
+            self._check(received, output, inputs, side)
+            self._checked = True
+        return output if isinstance(output, Tensor) or self._last == len(self.all_layers) else {"passed": output}
+
+    def _own_output(self, received: Any, inputs: Any, side: dict[str, Any]) -> Any:
+        """What the last of the layers gives."""
         self._flow.begin(None if self._first == 0 else received)
         try:
             output = self._run(inputs, side)
@@ -211,8 +233,7 @@ class Chunk(nn.Module):
             )
         else:
             output = _result(output)
-        self._check(received, output)
-        return output if isinstance(output, Tensor) or self._last == len(self.all_layers) else {"passed": output}
+        return output
 
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)
@@ -249,19 +270,64 @@ class Chunk(nn.Module):
             "side={'input_ids': tokens}, on every rank"
         )
 
-    def _check(self, received: Any, output: Any) -> None:
-        """Once: that the output depends on nothing that other chunks hold, which would be NaN here."""
-        if self._checked:
-            return
-        self._checked = True
+    def _check(self, received: Any, output: Any, inputs: Any, side: dict[str, Any]) -> None:
+        """Raises ValueError where the output depends on what other chunks hold, which is NaN here."""
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.numel()]
         given = [leaf for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor)]
-        if any(leaf.isnan().all() for leaf in tensors) and not any(leaf.isnan().any() for leaf in given):
+        if any(leaf.isnan().any() for leaf in given) or not any(leaf.isnan().any() for leaf in tensors):
+            return
+        for name in self._used_from_elsewhere(received, inputs, side) if self._elsewhere else ():
+            raise ValueError(
+                f"cut: the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r} use {name!r}, which stands "
+                f"beside the layers and is in the chunk of {self._elsewhere[name]!r} alone: put it into each layer "
+                "that uses it (one in several layers is a tied weight), or cut so that one chunk has all these layers"
+            )
+        if any(leaf.isnan().all() for leaf in tensors):
             raise ValueError(
                 f"cut: the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r} give NaN only: their weights are "
                 "not numbers, or the model uses something there that it computes in layers of other chunks, besides "
                 "the output of the layer before: cut elsewhere, or make that computation a part of a layer"
             )
+
+    def _used_from_elsewhere(self, received: Any, inputs: Any, side: dict[str, Any]) -> list[str]:
+        """The names in `elsewhere` of what the output depends on: by the graph of another forward."""
+        gpus = {leaf.device.index for leaf in pytree.tree_leaves((inputs, side)) if _on_gpu(leaf)}
+        stand_ins = {name: value for name, value in self.named_buffers() if name in self._elsewhere}
+        traced = self._flow.traced = {n: value for n, value in stand_ins.items() if value.is_floating_point()}
+        nothing_saved = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)  # by hooks of the caller's
+        try:
+            with torch.enable_grad(), torch.random.fork_rng([*gpus]), nothing_saved:
+                for value in traced.values():
+                    value.requires_grad_()
+                output = self._own_output(received, inputs, side)
+        finally:
+            self._flow.traced = None
+            for value in stand_ins.values():
+                value.requires_grad_(False)
+        leaves = _leaves_of_graph(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+        return [name for name, value in traced.items() if id(value) in leaves]
+
+
+def _on_gpu(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_cuda
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _leaves_of_graph(outputs: Iterable[Tensor]) -> set[int]:
+    """The ids of the tensors to which a backward from these would give gradients."""
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, leaves = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        more = {edge for edge, _ in node.next_functions if edge is not None} - seen
+        seen |= more
+        waiting += more
+    return leaves
 
 
 def _nothing_like(tensor: Tensor) -> Tensor:

@@ -146,22 +146,24 @@ def _chunk(model: nn.Module, names: list[str], first: int, last: int) -> Chunk:
             layer = model.get_submodule(name)
             memo[id(layer)] = kind(layer, name, flow)
     owners = _owners(model, names)
+    elsewhere: dict[str, str] = {}
     for name, owner in owners.items():
         if not first <= owner < last:
             module = model.get_submodule(name)
             if name and not any(other.startswith(f"{name}.") for other in names):
                 memo[id(module)] = Outside(module, name, flow)
+                elsewhere[name] = names[owner]
     memo.update({id(parameter): parameter for parameter in model.parameters()})
     replaced = set(memo)  # deepcopy adds all that it copies
     whole = copy.deepcopy(model, memo)
     for name, owner in owners.items():
         if not first <= owner < last and id(model.get_submodule(name)) not in replaced:
-            _drop_own(whole.get_submodule(name))
+            elsewhere.update(dict.fromkeys(_drop_own(whole.get_submodule(name), name), names[owner]))
     ties = shared_parameters(model, names)
     shared: dict[str, str] = {}
     for name in names[first:last]:
         shared = {**ties.get(name, {}), **shared}
-    return Chunk(whole, flow, names, first, last, shared)
+    return Chunk(whole, flow, names, first, last, shared, elsewhere)
 
 
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
@@ -185,12 +187,18 @@ def _has_own(module: nn.Module) -> bool:
     return bool(saved) or any(parameter is not None for parameter in module._parameters.values())
 
 
-def _drop_own(module: nn.Module) -> None:
-    """Of a module that holds layers and is therefore on every rank: its own parameters, which another chunk has."""
+def _drop_own(module: nn.Module, prefix: str) -> list[str]:
+    """Of a module that holds layers and is therefore on every rank: its own parameters, which another chunk has.
+
+    Returns the names of their stand-ins.
+    """
+    stand_ins = []
     for name, parameter in [*module._parameters.items()]:
         del module._parameters[name]
         if parameter is not None:
             device = "cpu" if parameter.is_meta else parameter.device  # it has its value already
             nothing: Tensor = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
             module.register_buffer(name, nothing.expand(parameter.shape), persistent=False)
+            stand_ins.append(f"{prefix}.{name}".lstrip("."))
     module._non_persistent_buffers_set.update(module._buffers)
+    return stand_ins

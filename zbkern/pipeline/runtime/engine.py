@@ -217,9 +217,11 @@ class Pipeline:
         Where the schedule has R, O or L, `peak_memory` is what microbatches held at most on each rank that has them, in
         bytes.
         """
+        self._check_open("gather_timeline")
         recorder = self._recorder
-        mine = recorder.events(), self.samples, recorder.copies(), recorder.peak_bytes
-        events, samples, copies, peaks = zip(*self.gather(mine), strict=True)
+        with self._failing_together():
+            mine = recorder.events(), self.samples, recorder.copies(), recorder.peak_bytes
+            events, samples, copies, peaks = zip(*self._transport.gather(mine, self.timeout), strict=True)
         return measured(
             self.schedule,
             events,
@@ -249,6 +251,8 @@ class Pipeline:
         finally:
             self._closed = True
             self._transport.close()
+            for stage in self._stages.values():
+                stage.close()
         if not self._failed and self._transport.failure is not None:
             self._failed = True
             raise PipelineError(self._transport.failure)
@@ -292,6 +296,8 @@ class Pipeline:
 
         For measuring: nothing is checked, and gradients are reduced as for the modules before.
         """
+        for stage in self._stages.values():
+            stage.close()
         self._stages = make_stages(modules, schedule, self.rank, loss_fn, self.queue, self._recorder, options)
         return self._stages
 

@@ -18,10 +18,10 @@ Pairs = Sequence[tuple[Tensor, Tensor]]  # destination, source
 
 class Copy(NamedTuple):
     """A copy under way. `wait` makes what the caller does next come after its end; `marks` are when it began and ended,
-    as the clock tells them (`EventClock`), known once it has ended."""
+    as the clock tells them (`EventClock`), known once it has ended; None for one that has failed."""
 
     wait: Callable[[], object]
-    marks: Callable[[], tuple[Any, Any]]
+    marks: Callable[[], tuple[Any, Any] | None]
 
 
 class CopyLanes:
@@ -31,6 +31,11 @@ class CopyLanes:
         lane = _StreamLane if device.type == "cuda" else _ThreadLane
         self.device = device
         self.out, self.back = lane(device, now), lane(device, now)
+
+    def close(self) -> None:
+        """Waits for the copies under way; there can be no others then. No-op the second time."""
+        self.out.close()
+        self.back.close()
 
 
 class _StreamLane:
@@ -47,6 +52,9 @@ class _StreamLane:
             ended = self._now()
         return Copy(lambda: torch.cuda.current_stream(self._device).wait_event(ended), lambda: (begun, ended))
 
+    def close(self) -> None:
+        self._stream.synchronize()
+
 
 class _ThreadLane:
     def __init__(self, device: torch.device, now: Callable[[], Any]) -> None:
@@ -55,7 +63,10 @@ class _ThreadLane:
 
     def begin(self, pairs: Pairs) -> Copy:
         future: Future[tuple[Any, Any]] = self._thread.submit(self._copy, pairs)
-        return Copy(future.result, future.result)
+        return Copy(future.result, lambda: None if future.exception() else future.result())
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
     def _copy(self, pairs: Pairs) -> tuple[Any, Any]:
         begun = self._now()

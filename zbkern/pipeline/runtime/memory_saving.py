@@ -159,6 +159,9 @@ class MemorySavingStage(Stage):
             kept.clear()
         self._given = None
 
+    def close(self) -> None:
+        self._lanes.close()
+
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         if self._given is not None:
             given = iter(pytree.tree_leaves(self._given))

@@ -68,13 +68,13 @@ class Recorder:
 
     def copies(self) -> list[Event]:
         """An event for every O and L, which ends when its last transfer ends and is as long as all of them took
-        together; waits for the last."""
+        together; waits for the last. None for what has failed."""
         found = []
         for action, transfers in self._copies:
-            if not transfers:  # of a forward that has failed
-                continue
             marks = [copy.marks() for copy in transfers]
-            times = [(self._clock.seconds(begun), self._clock.seconds(ended)) for begun, ended in marks]
+            times = [(self._clock.seconds(mark[0]), self._clock.seconds(mark[1])) for mark in marks if mark is not None]
+            if not times or len(times) < len(marks):
+                continue
             end = max(ended for _, ended in times)
             found.append(Event(self._rank, action, end - sum(ended - begun for begun, ended in times), end))
         return found

@@ -123,6 +123,9 @@ class Stage:
         """Forgets microbatches that were begun and not finished."""
         self._saved.clear()
 
+    def close(self) -> None:
+        """Ends what runs beside the passes, in stages that have any; no-op the second time."""
+
     def _splits(self, microbatch: int) -> bool:
         if self.queue.max_bytes is not None or self.queue.pending((self.chunk, microbatch)):
             return True  # under a limit W may have run already
