@@ -29,6 +29,7 @@ from zbkern.pipeline import (
     Schedule,
     StepOptions,
     Timeline,
+    plan,
     schedules,
     simulate,
 )
@@ -267,6 +268,23 @@ def test_a_fitted_schedule_gives_the_same_gradients() -> None:
     fitted = fit(schedule, costs, 0.7 * max(simulate(schedule, costs).peak_memory)).schedule
     assert any(action.kind == "O" for action in fitted.actions[0])
     check_equal(schedule, fitted, steps=1)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 5, 6, 7, 9))])
+def test_searched_plans_give_the_same_gradients(seed: int) -> None:
+    generator = random.Random(seed)
+    stages, chunks = (2, 4)[seed % 2], (1, 2)[seed // 2 % 2]
+
+    def times() -> list[float]:
+        return [generator.uniform(0.5, 2) for _ in range(stages * chunks)]
+
+    costs = Costs(times(), times(), times(), held=1.1, checkpoint=0.2, offload_bandwidth=2, reload_bandwidth=1)
+    limit = (0.55, 0.35)[chunks - 1] * stages * chunks
+    offload, recompute = ((True, True), (True, False), (False, True))[seed % 3]
+    found = plan(costs, stages, 7, chunks, memory_limit=limit, effort=1, offload=offload, recompute=recompute)
+    rows = [[action for action in row if action.kind not in "ROL"] for row in found.schedule.actions]
+    assert rows != [*map(list, found.schedule.actions)]
+    check_equal(Schedule.build(rows, found.schedule.placement, 7), found.schedule, copy_size=600)
 
 
 def replicated_gradients(row: str) -> list[torch.Tensor]:
