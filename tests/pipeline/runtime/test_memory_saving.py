@@ -23,6 +23,7 @@ from tests.support.saving import Wide, with_actions
 from zbkern.pipeline import (
     Action,
     Costs,
+    Optimizer,
     Pipeline,
     PipelineError,
     Replanner,
@@ -285,6 +286,41 @@ def test_searched_plans_give_the_same_gradients(seed: int) -> None:
     rows = [[action for action in row if action.kind not in "ROL"] for row in found.schedule.actions]
     assert rows != [*map(list, found.schedule.actions)]
     check_equal(Schedule.build(rows, found.schedule.placement, 7), found.schedule, copy_size=600)
+
+
+def test_a_scaled_half_precision_run_is_as_without() -> None:
+    """Four steps under autocast to fp16, one of which overflows and is skipped."""
+    schedule = schedules.zb_h1(2, 5)
+    saving = with_actions(schedule, lambda a: ("copied", "recomputed")[a.microbatch % 2] if a.kind == "F" else None)
+    data = torch.randn(10, 4, 32)
+
+    def weights(schedule: Schedule) -> list[Any]:
+        torch.manual_seed(3)
+        model = [zbkern.convert(Wide()) for _ in range(2)]
+
+        def train(transport: LocalTransport) -> tuple[int, float]:
+            module, scaler = model[transport.rank], torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            scaler.scale(torch.ones(()))
+
+            def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+                return scaler.scale(nn.functional.mse_loss(output.float(), target))
+
+            with Pipeline([module], schedule, loss_fn, transport) as pipe:
+                pipe.queue.merge = "exact"  # however copies part neighbouring W
+                optimizer = Optimizer(torch.optim.AdamW(module.parameters()), pipe, max_norm=1.0, scaler=scaler)
+                for factor in (1, 1e6, 1, 1):
+                    optimizer.zero_grad()
+                    with torch.autocast("cpu", torch.float16):
+                        pipe.step(data, data * factor)
+                    optimizer.step()
+                optimizer.validate()
+            return optimizer.skipped, scaler.get_scale()
+
+        assert results_on_threads(2, train) == [(1, 2.0**9)] * 2
+        return [parameter.detach() for module in model for parameter in module.parameters()]
+
+    for a, b in zip(weights(schedule), weights(saving), strict=True):
+        assert torch.equal(a, b)
 
 
 def replicated_gradients(row: str) -> list[torch.Tensor]:
