@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
+from tests.support.saving import saved_in_turn, with_actions
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 
 WIDTH, LAYERS, MICROBATCHES = 6, 4, 4
@@ -46,9 +47,11 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(2, 2 * MICROBATCHES, WIDTH, generator=generator).unbind()
 
 
-def build(name: str) -> tuple[dict[int, nn.Sequential], Pipeline, Optimizer]:
-    """This rank's chunks of the model on two ranks, under the schedule of that name."""
+def build(name: str, *how: str | None) -> tuple[dict[int, nn.Sequential], Pipeline, Optimizer]:
+    """This rank's chunks of the model on two ranks, under the schedule of that name; how: see `saved_in_turn`."""
     schedule = getattr(schedules, name)(2, MICROBATCHES)
+    if how:
+        schedule = with_actions(schedule, saved_in_turn(*how))
     mine = {chunk: zbkern.convert(module) for chunk, module in chunks(schedule.placement, dist.get_rank()).items()}
     pipe = Pipeline(list(mine.values()), schedule, nn.functional.mse_loss, timeout=30)
     return mine, pipe, Optimizer(make_optimizer(mine.values()), pipe, max_norm=0.15)

@@ -23,12 +23,14 @@ from tests.support.saving import Wide, with_actions
 from zbkern.pipeline import (
     Action,
     Costs,
+    Optimizer,
     Pipeline,
     PipelineError,
     Replanner,
     Schedule,
     StepOptions,
     Timeline,
+    plan,
     schedules,
     simulate,
 )
@@ -267,6 +269,58 @@ def test_a_fitted_schedule_gives_the_same_gradients() -> None:
     fitted = fit(schedule, costs, 0.7 * max(simulate(schedule, costs).peak_memory)).schedule
     assert any(action.kind == "O" for action in fitted.actions[0])
     check_equal(schedule, fitted, steps=1)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 5, 6, 7, 9))])
+def test_searched_plans_give_the_same_gradients(seed: int) -> None:
+    generator = random.Random(seed)
+    stages, chunks = (2, 4)[seed % 2], (1, 2)[seed // 2 % 2]
+
+    def times() -> list[float]:
+        return [generator.uniform(0.5, 2) for _ in range(stages * chunks)]
+
+    costs = Costs(times(), times(), times(), held=1.1, checkpoint=0.2, offload_bandwidth=2, reload_bandwidth=1)
+    limit = (0.55, 0.35)[chunks - 1] * stages * chunks
+    offload, recompute = ((True, True), (True, False), (False, True))[seed % 3]
+    found = plan(costs, stages, 7, chunks, memory_limit=limit, effort=1, offload=offload, recompute=recompute)
+    rows = [[action for action in row if action.kind not in "ROL"] for row in found.schedule.actions]
+    assert rows != [*map(list, found.schedule.actions)]
+    check_equal(Schedule.build(rows, found.schedule.placement, 7), found.schedule, copy_size=600)
+
+
+def test_a_scaled_half_precision_run_is_as_without() -> None:
+    """Four steps under autocast to fp16, one of which overflows and is skipped."""
+    schedule = schedules.zb_h1(2, 5)
+    saving = with_actions(schedule, lambda a: ("copied", "recomputed")[a.microbatch % 2] if a.kind == "F" else None)
+    data = torch.randn(10, 4, 32)
+
+    def weights(schedule: Schedule) -> list[Any]:
+        torch.manual_seed(3)
+        model = [zbkern.convert(Wide()) for _ in range(2)]
+
+        def train(transport: LocalTransport) -> tuple[int, float]:
+            module, scaler = model[transport.rank], torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            scaler.scale(torch.ones(()))
+
+            def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+                return scaler.scale(nn.functional.mse_loss(output.float(), target))
+
+            with Pipeline([module], schedule, loss_fn, transport) as pipe:
+                pipe.queue.merge = "exact"  # however copies part neighbouring W
+                optimizer = Optimizer(torch.optim.AdamW(module.parameters()), pipe, max_norm=1.0, scaler=scaler)
+                for factor in (1, 1e6, 1, 1):
+                    optimizer.zero_grad()
+                    with torch.autocast("cpu", torch.float16):
+                        pipe.step(data, data * factor)
+                    optimizer.step()
+                optimizer.validate()
+            return optimizer.skipped, scaler.get_scale()
+
+        assert results_on_threads(2, train) == [(1, 2.0**9)] * 2
+        return [parameter.detach() for module in model for parameter in module.parameters()]
+
+    for a, b in zip(weights(schedule), weights(saving), strict=True):
+        assert torch.equal(a, b)
 
 
 def replicated_gradients(row: str) -> list[torch.Tensor]:
