@@ -201,11 +201,8 @@ class Ladder:
         seed: int,
         published: Published,
         bound: int = 0,
-        most: float = math.inf,
     ) -> None:
-        """most: in the unit of the costs; published schedules in which a rank holds this or more take no part."""
         self.problem, self.pool = problem, Pool(problem, keep, bound)
-        self._most = most * problem.memory_scale
         self.known: list[Known] = []
         self.levels: list[Level] = []
         self._work, self._budget, self._seed, self._published = work, budget, seed, published
@@ -303,7 +300,7 @@ class Ladder:
         slowest, begin = 0.0, time.monotonic()
         for orders in self._published.orders(self.problem.placement, self.problem.microbatches):
             found = measured(self.problem, orders)
-            if found is not None and max(map(add, found[1], self.problem.static)) < self._most:
+            if found is not None:
                 self.known.append(found)
                 if within(found[1], self.problem.limit):
                     self.pool.add_grouped(found[0])
