@@ -4,10 +4,10 @@ Every candidate is a partition of the layers on a placement. At each level of me
 the partitions on which the published schedules that fit do best. All that may be better than the best known, by their
 lower bounds, are searched side by side, each with the same work whatever else was asked for: so the answer is never
 worse than that for one number of chunks, for one placement, or for less memory. For this, neither the partitions of a
-level nor the levels may depend on the limit. Nor is it worse than a published schedule that fits on an even partition,
-or on one that was made for any level within the limit: all are measured. What is left out because nothing of it can be better than the best known
+level nor the levels may depend on the limit. What is left out because nothing of it can be better than the best known
 is the only difference: the more is asked for, the better is that, and the more is left out; others then take the place
-of a partition that is, and only add answers.
+of a partition that is, and only add answers. Nor is the answer worse than a published schedule that fits, on an even
+partition or on one made for any level within the limit: all are measured.
 """
 
 from __future__ import annotations
