@@ -72,8 +72,8 @@ class Level:
     ) -> None:
         self.problem, self.pool, self.ruled = problem, Pool(problem, keep), ruled
         self._most_rounds = most_rounds
-        self.constructed: list[Ordering] = []
-        self._rounds, self.started = 0, False
+        self._constructed = self.started = False
+        self._rounds = 0
         self._gained = math.inf  # by the last round, relative
         self._known, self._work, self._budget = known, work, budget
         self._seed, self._published = seed, published
@@ -87,7 +87,7 @@ class Level:
 
     def construct(self) -> None:
         """The constructive answer: what is known, and the best of some rules."""
-        if self.constructed:
+        if self._constructed:
             return
         for orders, peaks in self._known:
             if within(peaks, self.problem.limit):
@@ -95,7 +95,7 @@ class Level:
         self._candidates = construct(self.problem, self.pool, self._budget, self._work.rules)
         if not self.pool.orders:
             add_serial(self.problem, self.pool, self._budget)
-        self.constructed = self.pool.orders[:1]
+        self._constructed = True
 
     @property
     def least(self) -> float:
@@ -116,18 +116,11 @@ class Level:
         gain, share = self._work.most_gain(number, self.problem.passes, before)
         return max(reached * (1 - gain), self.bound + (reached - self.bound) * (1 - share))
 
-    def start(self, lower: Sequence[Level]) -> None:
-        """What the rounds begin with. lower: the levels with less memory, whose constructive answers take part."""
+    def start(self) -> None:
+        """What the rounds begin with."""
         if self.started:
             return
         self.construct()
-        for level in lower:
-            if self.pool.beats(level.bound):
-                break
-            if level.ruled:
-                level.construct()
-                self.pool.add_grouped(level.constructed[0])
-                self._candidates = self._candidates + level._candidates
         self._candidates = sorted(self._candidates, key=lambda each: each.cost)[: 2 * SETTINGS.refined_rules]
         self.started = True
 
@@ -201,11 +194,8 @@ class Ladder:
         seed: int,
         published: Published,
         bound: int = 0,
-        most: float = math.inf,
     ) -> None:
-        """most: in the unit of the costs; published schedules in which a rank holds this or more take no part."""
         self.problem, self.pool = problem, Pool(problem, keep, bound)
-        self._most = most * problem.memory_scale
         self.known: list[Known] = []
         self.levels: list[Level] = []
         self._work, self._budget, self._seed, self._published = work, budget, seed, published
@@ -274,10 +264,10 @@ class Ladder:
                 self._take(level)
 
     def rounds(self, count: int, best: Callable[[], float]) -> None:
-        for index, level in enumerate(self._worth_it(best, self.levels)):
+        for level in self._worth_it(best, self.levels):
             if not self._budget.left:
                 break
-            level.start(self.levels[index + 1 :])
+            level.start()
             if self._beats(level.least, best):
                 level.rounds(count)
             self._take(level)
@@ -303,7 +293,7 @@ class Ladder:
         slowest, begin = 0.0, time.monotonic()
         for orders in self._published.orders(self.problem.placement, self.problem.microbatches):
             found = measured(self.problem, orders)
-            if found is not None and max(map(add, found[1], self.problem.static)) < self._most:
+            if found is not None:
                 self.known.append(found)
                 if within(found[1], self.problem.limit):
                     self.pool.add_grouped(found[0])

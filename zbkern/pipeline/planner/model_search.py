@@ -6,7 +6,8 @@ lower bounds, are searched side by side, each with the same work whatever else w
 worse than that for one number of chunks, for one placement, or for less memory. For this, neither the partitions of a
 level nor the levels may depend on the limit. What is left out because nothing of it can be better than the best known
 is the only difference: the more is asked for, the better is that, and the more is left out; others then take the place
-of a partition that is, and only add answers.
+of a partition that is, and only add answers. Nor is the answer worse than a published schedule that fits, on an even
+partition or on one made for any level within the limit: all are measured.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Window:
-    """The memory of a rank for which a partition takes part, whatever limit is asked for: ranges, without their ends.
+    """The levels of memory at which orders are searched for a partition, whatever limit is asked for: ranges, without
+    their ends.
 
     All memory, or from a step that it was made for to the next one; none for what was made for several limits.
     """
@@ -81,11 +83,6 @@ class Window:
 
     def __or__(self, other: Window) -> Window:
         return Window(self.ranges | other.ranges)
-
-    @property
-    def end(self) -> float:
-        """Published schedules take part in which every rank holds less."""
-        return max((high for _, high in self.ranges), default=math.inf)
 
     def from_(self, least: float) -> float:
         """The least memory in it that is at least this; infinite where there is none."""
@@ -141,7 +138,7 @@ def search(
 
     for name, owners in shapes:
         here: list[Cut] = []
-        windows = {tuple(partition): Window()} if partition is not None else _windows(question, owners, steps, best)
+        windows = {tuple(partition): Window()} if partition is not None else _windows(question, owners, steps)
         lowest = math.inf  # with less memory, none fits
         for each, window in windows.items():
             costs = question.model.chunk_costs(each, owners)
@@ -160,7 +157,7 @@ def search(
             if same is not None:  # as where equal layers are divided in another order
                 same.window |= window
             elif least_work(problem) < best():
-                ladder = Ladder(problem, keep, work, budget, seed, published, most=window.end)
+                ladder = Ladder(problem, keep, work, budget, seed, published)
                 here.append(Cut(each, name, costs, ladder, window))
                 cuts.append(here[-1])
         _add_levels(here, lowest, steps)
@@ -220,50 +217,31 @@ class _Steps:
         return step <= self.limit * (1 + ROUNDING)
 
 
-def _windows(
-    question: Question, owners: Sequence[int], steps: _Steps, best: Callable[[], float]
-) -> dict[Partition, Window]:
-    """Even partitions, which are for all levels of memory, and those made for steps of memory.
+def _windows(question: Question, owners: Sequence[int], steps: _Steps) -> dict[Partition, Window]:
+    """Even partitions, which are for all levels of memory, and those made for steps of memory within the limit.
 
-    Those that are for so little memory that no orders there can be better than the best known are left out. With
-    several limits there are some more for just these, which take part at no level that a single limit has.
+    With several limits there are some more for just these, which take part at no level that a single limit has.
     """
     model, microbatches = question.model, question.microbatches
     windows = {partition: Window() for partition in even_partitions(len(model.layers), len(owners))}
-    least_step = _least_step(question, best())
     uniform = None if steps.limit == math.inf else [steps.limit * (1 + ROUNDING)] * question.stages
-    needed = next((step for step in steps.made if step <= min(least_step, steps.low)), 0.0)
-    made = [each for each in balanced_by_step(model, owners, microbatches, uniform, needed) if each[0] > 0]
     next_larger = dict(zip(steps.made, [math.inf, *steps.made], strict=False))
-    ranges = [(step, math.inf if step >= steps.low else next_larger[step], partition) for step, partition in made]
-    lowest = min((step for step, _ in made), default=math.inf)
-    if lowest > least_step:  # for less than all these steps: what is made for the least memory that a model needs
-        least = [least_need(model, question.stages).total] * question.stages
-        made = [each for each in balanced_by_step(model, owners, microbatches, least) if each[0] == 0]
-        ranges += [(0.0, lowest, partition) for _, partition in made]
-    for begin, end, partition in ranges:
+    least = [least_need(model, question.stages).total] * question.stages
+    lowest = math.inf
+    made: list[tuple[float, float, Partition]] = []
+    for step, partition in balanced_by_step(model, owners, microbatches, uniform):
+        if step > 0:
+            made.append((step, math.inf if step >= steps.low else next_larger[step], partition))
+            lowest = step
+    # for less than all these steps: what is made for the least memory that the model needs
+    made += [(0.0, lowest, each) for step, each in balanced_by_step(model, owners, microbatches, least) if step == 0]
+    for begin, end, partition in made:
         window = Window(frozenset([(begin, end)]))
         windows[partition] = windows[partition] | window if partition in windows else window
     if steps.several:
         for _, partition in balanced_by_step(model, owners, microbatches, question.limits):
             windows.setdefault(partition, Window(frozenset()))
     return windows
-
-
-def _least_step(question: Question, best: float) -> float:
-    """With less memory than this on every rank no orders are better than `best`, whatever the partition.
-
-    Every layer keeps its activation from its F to its B, which comes after those of all later layers.
-    """
-    kept = later = static = 0.0
-    tied: set[str | None] = set()
-    for layer in reversed(question.model.layers):
-        later += layer.forward + layer.backward + min(0.0, layer.weight - layer.split_overhead)
-        kept += layer.activation * later
-        static += 0.0 if layer.tied is not None and layer.tied in tied else layer.static
-        tied.add(layer.tied)
-    in_flight = question.microbatches * kept / best if best > 0 else 0.0
-    return (in_flight + static) / question.stages * (1 - ROUNDING)
 
 
 def _add_levels(cuts: Sequence[Cut], lowest: float, steps: _Steps) -> None:

@@ -99,16 +99,9 @@ def balanced_partitions(
 
 
 def balanced_by_step(
-    model: ModelCosts,
-    placement: Sequence[int],
-    microbatches: int,
-    limits: Sequence[float] | None,
-    least_step: float = 0.0,
+    model: ModelCosts, placement: Sequence[int], microbatches: int, limits: Sequence[float] | None
 ) -> Iterator[tuple[float, Partition]]:
-    """Partitions with the step of memory that each was made for, the largest first; 0 where that was no step.
-
-    least_step: partitions for less memory are left out.
-    """
+    """Partitions with the step of memory that each was made for, the largest first; 0 where that was no step."""
     ranks = max(placement) + 1
     steps: list[float] = []
     if limits is None or min(limits) == max(limits):
@@ -123,7 +116,7 @@ def balanced_by_step(
         enough.fill(without_limit)
         if not enough.missing():
             yield step, without_limit
-        elif step >= least_step and enough.total_of_a_microbatch() <= step * ranks:
+        elif enough.total_of_a_microbatch() <= step * ranks:
             for partition in dict.fromkeys(_balanced(model, placement, microbatches, each, start)):
                 yield step, partition
         any_ = any_ or enough.total_of_a_microbatch() <= step * ranks
@@ -183,6 +176,7 @@ def _least_maximum(work: Sequence[float], prefix: Sequence[float], chunks: int) 
     return high
 
 
+_Cost = tuple[float, float, float]
 _Saved = tuple[list[list[float]], list[dict[str, int]]]
 
 
@@ -206,19 +200,21 @@ class _Ranks:
         self._limits = None if limits is None else [limit * (1 + 1e-9) for limit in limits]
         self.work = [0.0] * ranks
         self._once, self._flying, self._static = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+        self._missing = [0.0] * ranks
         self._tied: list[dict[str, int]] = [{} for _ in range(ranks)]
 
     def saved(self) -> _Saved:
-        return [self.work[:], self._once[:], self._flying[:], self._static[:]], [dict(each) for each in self._tied]
+        sums = [self.work[:], self._once[:], self._flying[:], self._static[:], self._missing[:]]
+        return sums, [dict(each) for each in self._tied]
 
     def restore(self, saved: _Saved) -> None:
         sums, tied = saved
-        self.work, self._once, self._flying, self._static = (each[:] for each in sums)
+        self.work, self._once, self._flying, self._static, self._missing = (each[:] for each in sums)
         self._tied = [dict(each) for each in tied]
 
     def fill(self, starts: Sequence[int]) -> None:
         """Starts anew with the layers of this partition."""
-        for values in (self.work, self._once, self._flying, self._static):
+        for values in (self.work, self._once, self._flying, self._static, self._missing):
             values[:] = [0.0] * len(values)
         self._tied = [{} for _ in self.work]
         for chunk, (begin, end) in enumerate(pairwise([*starts, len(self.layers)])):
@@ -233,28 +229,37 @@ class _Ranks:
             return
         self._once[rank] += sign * held
         self._flying[rank] += sign * held * self._room[chunk]
-        costs = self.layers[layer]
-        if costs.tied is not None:
-            present = self._tied[rank].get(costs.tied, 0)
-            self._tied[rank][costs.tied] = present + sign
-            if present + min(sign, 0):  # another layer there has these weights
-                return
-        self._static[rank] += sign * costs.static
+        if self._has_its_own_weights(layer, rank, sign):
+            self._static[rank] += sign * self.layers[layer].static
+        once, flying = self._once[rank], self._flying[rank]
+        missing = self._static[rank] + (once if once > flying else flying) - self._limits[rank]
+        self._missing[rank] = missing if missing > 0 else 0.0
 
-    def cost(self) -> tuple[float, float, float]:
+    def _has_its_own_weights(self, layer: int, rank: int, sign: int) -> bool:
+        """Whether no other layer of the rank has the same; `change` says what sign is."""
+        tied = self.layers[layer].tied
+        if tied is None:
+            return True
+        present = self._tied[rank].get(tied, 0)
+        self._tied[rank][tied] = present + sign
+        return not present + min(sign, 0)
+
+    def cost(self) -> _Cost:
         """The memory that is missing, the most work of a rank, and how uneven the work is; less is better."""
         return self.missing(), max(self.work), sum([each * each for each in self.work])
 
+    def cost_below(self, best: _Cost) -> _Cost | None:
+        """The cost where it is less than this, by more than rounding."""
+        missing = self.missing()
+        if missing > best[0] or (missing == best[0] and max(self.work) > best[1]):
+            return None
+        cost = self.cost()
+        less = cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True))
+        return cost if less else None
+
     def missing(self) -> float:
         """The memory that all ranks miss together."""
-        return sum([each for each in self._missing() if each > 0])
-
-    def _missing(self) -> list[float]:
-        """By rank; negative where there is more than needed."""
-        if self._limits is None:
-            return [0.0] * len(self.work)
-        each = zip(self._once, self._flying, self._static, self._limits, strict=True)
-        return [static + (once if once > flying else flying) - limit for once, flying, static, limit in each]
+        return sum(self._missing)
 
     def total_of_a_microbatch(self) -> float:
         """What all ranks together hold with one microbatch."""
@@ -271,9 +276,8 @@ class _Ranks:
 
     def worst(self) -> int:
         """The rank that a layer should leave: with the least memory, if that is too little, else with the most work."""
-        missing = self._missing()
-        most = max(missing)
-        return missing.index(most) if most > 0 else self.work.index(max(self.work))
+        most = max(self._missing)
+        return self._missing.index(most) if most > 0 else self.work.index(max(self.work))
 
 
 def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
@@ -290,8 +294,8 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
                 continue
             for step in (1, -1):
                 for moved in _moves(ranks, starts, chunk, step):
-                    cost = ranks.cost()
-                    if cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True)):
+                    cost = ranks.cost_below(best)
+                    if cost is not None:
                         best, found = cost, moved
                 ranks.restore(here)
         if found is None:
