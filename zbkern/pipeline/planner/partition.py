@@ -296,7 +296,7 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
                 for moved in _moves(ranks, starts, chunk, step):
                     cost = ranks.cost_below(best)
                     if cost is not None:
-                        best, found = cost, moved
+                        best, found = cost, moved[:-1]
                 ranks.restore(here)
         if found is None:
             return starts
@@ -305,8 +305,8 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
 
 
 def _moves(ranks: _Ranks, starts: Sequence[int], source: int, step: int) -> Iterator[list[int]]:
-    """Starts after a layer of chunk `source` has moved to each chunk after it (step 1) or before it (-1), the nearest
-    first; `ranks` follows.
+    """Starts and the number of layers, after a layer of chunk `source` has moved to each chunk after it (step 1) or
+    before it (-1), the nearest first; `ranks` follows. It is one list, which the next move changes.
     """
     moved = [*starts, len(ranks.layers)]
     if moved[source + 1] - moved[source] < 2:
@@ -319,4 +319,4 @@ def _moves(ranks: _Ranks, starts: Sequence[int], source: int, step: int) -> Iter
         ranks.change(layer, chunk, -1)
         ranks.change(layer, chunk + step, 1)
         chunk += step
-        yield moved[:-1]
+        yield moved

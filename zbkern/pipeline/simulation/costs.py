@@ -163,7 +163,10 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
     if hasattr(value, "tolist"):  # an array or a tensor
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(_number(f"{name}[{index}]", entry) for index, entry in enumerate(value))
+        return tuple(
+            entry if type(entry) is float and 0 <= entry <= LARGEST else _number(f"{name}[{index}]", entry)
+            for index, entry in enumerate(value)
+        )
     return _number(name, value)
 
 
