@@ -33,7 +33,7 @@ REFUSED = {
     **dict.fromkeys(
         DECODERS, "must run before|cut elsewhere"
     ),  # parts of models with an encoder, whose order of definition differs
-    **dict.fromkeys(("openai-gpt", "rembert", "rwkv", "zaya"), "cut elsewhere"),
+    **dict.fromkeys(("openai-gpt", "rembert", "rwkv"), "cut elsewhere"),
     # their blocks give two tensors, which a chunk that begins with the head cannot know
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), "must run before|cut elsewhere"),
     **dict.fromkeys(
@@ -41,6 +41,7 @@ REFUSED = {
     ),
     "hrm_text": "must have one embedding and one list",
     "inkling2_text": "give NaN only",
+    "zaya": "stands beside the layers and is in the chunk of 'model.embed_tokens' alone",  # its scales, for every layer
     "xlm": "must have one embedding and one list",
     "prophetnet": "too many values to unpack",
     "ctrl": "used in an in-place operation",  # scales its embeddings in place
