@@ -40,7 +40,7 @@ def may_defer() -> bool:
 
 @torch.compiler.assume_constant_result
 def within_transform() -> bool:
-    """Whether torch.vmap, torch.func.grad or their like trace this; they see through torch's operations only."""
+    """Whether torch.vmap, torch.func.grad or their like are around this; they see through torch's operations only."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -487,7 +487,7 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
         and type(x) in _TENSORS
         and type(weight) in _TENSORS
         and x.layout is torch.strided
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not compiled.within_transform()
     )
 
 

@@ -157,7 +157,7 @@ class Interception(InterceptedFunctions, TorchFunctionMode):
         """False within a checkpoint that this forward has begun: it is computed again outside of this forward, and must
         save the same tensors then. False within torch.vmap and its like, too, which see through torch's functions only.
         """
-        return _saved_tensors_hooks() == self._saving and torch._C._functorch.peek_interpreter_stack() is None
+        return _saved_tensors_hooks() == self._saving and not compiled.within_transform()
 
     def results(self, output: Any) -> Any:
         """What the module returns, with parameters and views of them as values whose gradient waits."""
