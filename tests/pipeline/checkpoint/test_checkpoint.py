@@ -403,6 +403,15 @@ def test_loads_with_other_stages(two_ranks: Any, tmp_path: Path, writer: str, re
     assert_same(state_by_name([whole], optimizer), expected)
 
 
+def saved_by_one_process(folder: Path) -> dict[str, Any]:
+    """Saves two steps of the whole model; returns its state by name."""
+    whole = layers(0, LAYERS)
+    optimizer = make_optimizer([whole])
+    plain_run(whole, optimizer, range(2))
+    checkpoint.save(folder, 2, whole, optimizer)
+    return state_by_name([whole], optimizer)
+
+
 def resumed_on_two(folder: Path, *how: str | None) -> tuple[dict[str, Any], int]:
     modules, pipe, optimizer = build("zb_v", *how)
     pipe.queue.merge = "exact"  # however copies part neighbouring W
@@ -418,10 +427,7 @@ def resumed_on_two(folder: Path, *how: str | None) -> tuple[dict[str, Any], int]
 
 @pytest.mark.dist
 def test_a_pipeline_that_saves_memory_goes_on_as_one_that_does_not(two_ranks: Any, tmp_path: Path) -> None:
-    whole = layers(0, LAYERS)
-    optimizer = make_optimizer([whole])
-    plain_run(whole, optimizer, range(2))
-    checkpoint.save(tmp_path, 2, whole, optimizer)
+    saved_by_one_process(tmp_path)
     expected = two_ranks.run(resumed_on_two, tmp_path)
     found = two_ranks.run(resumed_on_two, tmp_path, "copied", "recomputed")
     for (ours, copies), (theirs, none) in zip(found, expected, strict=True):
@@ -431,12 +437,9 @@ def test_a_pipeline_that_saves_memory_goes_on_as_one_that_does_not(two_ranks: An
 
 @pytest.mark.dist
 def test_two_stages_load_what_one_process_saved(two_ranks: Any, tmp_path: Path) -> None:
-    whole = layers(0, LAYERS)
-    optimizer = make_optimizer([whole])
-    plain_run(whole, optimizer, range(2))
-    checkpoint.save(tmp_path, 2, whole, optimizer)
+    expected = saved_by_one_process(tmp_path)
     results = two_ranks.run(load_on_two, tmp_path, "zb_h1")
-    assert_same({**results[0][1], **results[1][1]}, state_by_name([whole], optimizer))
+    assert_same({**results[0][1], **results[1][1]}, expected)
 
 
 def sharded(folder: Path, ours: bool) -> tuple[dict[str, Any], bool]:
