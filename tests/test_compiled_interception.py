@@ -330,7 +330,8 @@ def test_the_operators_pass_torchs_check(kind: str) -> None:
     weight, x, dy = torch.randn(3, 5, 4), torch.randn(6, 4), torch.randn(6, 5)
     ends = torch.tensor([2, 2, 6], dtype=torch.int32) if kind == "grouped_linear" else None
     part = [] if kind == "grouped_linear" else [5, 4, 4, 1, 20]
-    arguments = (kind, x, dy, weight, None, None, ends, part, [], True)
-    torch.library.opcheck(torch.ops.zbkern.product_gradient.default, arguments)
+    kind = kind if ends is not None else f"product {kind}"
+    arguments = (kind, [x, dy] if ends is None else [x, ends, dy], weight, None, None, part, [], True)
+    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, arguments)
     if ends is not None:
         torch.library.opcheck(torch.ops.zbkern.grouped_product.default, (x, weight.mT, ends))

@@ -8,7 +8,7 @@ that operator (`compiled_operators.py`) makes the `WGradTask`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,7 @@ from zbkern.kernels.reference import grouped as grouped_reference
 from zbkern.kernels.spec import CrossEntropyOptions, GateOptions
 from zbkern.wgrad import queue
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor, Placement
+_WHOLE: tuple[Any, ...] = (None, [], [])  # the view of a parameter that is all of it
 
 
 def may_defer() -> bool:
@@ -68,7 +67,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
     """functional.linear: the matmul, its tap, then the activation."""
     detached = weight.detach().to(x.dtype)
     y = F.linear(x, detached.t() if transposed else detached, None if bias is None else bias.detach().to(x.dtype))
-    y = _Tap.apply(y, "transposed" if transposed else "linear", x.detach(), weight, bias)
+    y = _Tap.apply(y, "transposed" if transposed else "linear", weight, bias, _WHOLE, None, x.detach())
     return y if activation is None else reference.activation_function(activation)(y)
 
 
@@ -86,8 +85,9 @@ def sharded_linear(x: Any, weight: Any, bias: Any) -> Any:
         return linear_functions.linear_with_torch(weight, bias, x, None, False)
     y = F.linear(x, weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
     own = weight.to_local(), None if bias is None else bias.to_local()
-    sums = [mine.is_shard() and whole.is_replicate() for mine, whole in zip(placements, weight.placements, strict=True)]
-    return _ShardedTap.apply(y, x.detach().to_local(), *own, placements, sums)
+    pairs = zip(placements, weight.placements, strict=True)
+    sums = [float(mine.is_shard() and whole.is_replicate()) for mine, whole in pairs]
+    return _Tap.apply(y, "linear", *own, (None, [], sums), placements, x.detach().to_local())
 
 
 def gated_mlp(x: Tensor, params: Sequence[Any], activation: str) -> Tensor:
@@ -100,7 +100,7 @@ def gated_mlp(x: Tensor, params: Sequence[Any], activation: str) -> Tensor:
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     """functional.embedding; rows of padding_idx get no gradient, so their dy becomes zero before W takes it."""
     y = F.embedding(indices, weight.detach(), padding_idx)
-    y = _Tap.apply(y, "embedding", indices, weight, None)
+    y = _Tap.apply(y, "embedding", weight, None, _WHOLE, None, indices)
     if padding_idx is None:
         return y
     padding = (indices == padding_idx).unsqueeze(-1)
@@ -115,7 +115,7 @@ def grouped_linear(
     y = _grouped(x, matrices if transposed else matrices.mT, ends, every_row)
     if bias is not None:
         y = y + _of_rows(bias.detach().to(x.dtype), ends, x, every_row)
-    return _ProductTap.apply(y, kind, x.detach(), weight, bias, None, ends, [], [])
+    return _Tap.apply(y, kind, weight, bias, _WHOLE, None, x.detach(), ends)
 
 
 def grouped_mlp(
@@ -132,9 +132,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """functional.linear_cross_entropy of rows [M, K], for parameters that all take a gradient: the loss of each."""
     values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
-    numbers = options.ignore_index, options.label_smoothing, options.z_loss, options.chunk
+    numbers = [options.ignore_index, options.label_smoothing, options.z_loss, options.chunk]
     loss, lse, _ = torch.ops.zbkern.head_loss(x, *values, target, *numbers)
-    return _HeadTap.apply(loss, x.detach(), target, lse.detach(), weight, bias, numbers)
+    view = (None, [], [float(number) for number in numbers])
+    return _Tap.apply(loss, "head", weight, bias, view, None, x.detach(), target, lse.detach())
 
 
 def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]) -> Tensor:
@@ -145,8 +146,9 @@ def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]
     y = kind.forward(x, values, *options) if ends is None else _grouped(x, values, ends)
     index = next((args[0] for step, args, _ in view.steps if step is Tensor.__getitem__), None)
     part = [*weight.shape, *weight.stride(), weight.storage_offset()] if view.steps and index is None else []
-    numbers = [] if ends is not None else products.numbers_of(options)
-    return _ProductTap.apply(y, kind.name, x.detach(), parameter, None, index, ends, part, numbers)
+    numbers = [] if ends is not None else [float(number) for number in products.numbers_of(options)]
+    segment = (x.detach(),) if ends is None else (x.detach(), ends)
+    return _Tap.apply(y, f"product {kind.name}", parameter, None, (index, part, numbers), None, *segment)
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, every_row: bool = True) -> Tensor:
@@ -169,100 +171,28 @@ def _of_rows(bias: Tensor, ends: Tensor, x: Tensor, every_row: bool) -> Tensor:
 
 
 class _Tap(torch.autograd.Function):
-    """y, whose gradient is also W's: x is the other operand, weight and bias (or None) what W is for."""
+    """y, whose gradient is also W's: weight and bias (or None) are what W is for, segment what it takes beside dy.
+
+    view: (index, part, numbers) as of `weight_gradient`. placements: of a DTensor y, whose gradient, cut like this, goes
+    to W and to B, so that W needs no communication of its own; segment, weight and bias are then this rank's part.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.kind = kind
+    def forward(
+        ctx: Any, y: Any, kind: str, weight: Any, bias: Any, view: Any, placements: Any, *segment: Tensor
+    ) -> Tensor:
+        index, *ctx.numbers = view
+        ctx.save_for_backward(weight, bias, index, *segment)
+        ctx.kind, ctx.placements = kind, placements
         return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets nobody modify a view from here in place
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        wanted = weight if needs[3] else None, bias if needs[4] else None
-        torch.ops.zbkern.weight_gradient(ctx.kind, x, dy, *wanted, [], True)
-        return dy, *[None] * 4
-
-
-class _ShardedTap(torch.autograd.Function):
-    """The same for a DTensor y and this rank's part of the others. dy, cut as `placements` say, goes to W and to B, so
-    that W needs no communication of its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: DTensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        placements: tuple[Placement, ...],
-        sums: list[bool],
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.placements, ctx.sums = placements, sums
-        return torch.ops.aten._unsafe_view(y, y.shape)
-
-    @staticmethod
-    def backward(ctx: Any, dy: DTensor) -> tuple[Any, ...]:
-        x, weight, bias = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        dy = dy.redistribute(placements=ctx.placements)
-        wanted = weight if needs[2] else None, bias if needs[3] else None
-        torch.ops.zbkern.weight_gradient("linear", x, dy.to_local(), *wanted, ctx.sums, True)
-        return dy, *[None] * 5
-
-
-class _ProductTap(torch.autograd.Function):
-    """The same for products of other kinds, with a part of a parameter: arguments as of `product_gradient`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        kind: str,
-        x: Tensor,
-        parameter: Tensor,
-        bias: Tensor | None,
-        index: Tensor | None,
-        ends: Tensor | None,
-        part: list[int],
-        numbers: list[int],
-    ) -> Tensor:
-        ctx.save_for_backward(x, parameter, bias, index, ends)
-        ctx.kind, ctx.part, ctx.numbers = kind, part, numbers
-        return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets nobody modify a view from here in place
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, parameter, bias, index, ends = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        wanted = parameter if needs[3] else None, bias if needs[4] else None
-        torch.ops.zbkern.product_gradient(ctx.kind, x, dy, *wanted, index, ends, ctx.part, ctx.numbers, True)
-        return dy, *[None] * 8
-
-
-class _HeadTap(torch.autograd.Function):
-    """The same for the loss of a head; numbers: of `CrossEntropyOptions`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        x: Tensor,
-        target: Tensor,
-        lse: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        numbers: tuple[Any, ...],
-    ) -> Tensor:
-        ctx.save_for_backward(x, target, lse, weight, bias)
-        ctx.numbers = numbers
-        return torch.ops.aten._unsafe_view(loss, loss.shape)
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
-        x, target, lse, weight, bias = ctx.saved_tensors
-        torch.ops.zbkern.head_gradient(x, target, lse, dloss, weight, bias, *ctx.numbers, True)
-        return dloss, *[None] * 6
+    def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
+        weight, bias, index, *segment = ctx.saved_tensors
+        wanted = weight if ctx.needs_input_grad[2] else None, bias if ctx.needs_input_grad[3] else None
+        own = dy
+        if ctx.placements is not None:
+            dy = dy.redistribute(placements=ctx.placements)
+            own = dy.to_local()
+        torch.ops.zbkern.weight_gradient(ctx.kind, [*segment, own], *wanted, index, *ctx.numbers, True)
+        return dy, *[None] * (5 + len(segment))

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from zbkern import autograd, wgrad
+from zbkern.autograd import Params
 from zbkern.functions import embedding as embedding_functions
 from zbkern.functions import grouped as grouped_functions
 from zbkern.functions import linear as linear_functions
@@ -94,116 +95,101 @@ head_loss.register_autograd(_head_dgrad, setup_context=_head_context)
 
 @torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def weight_gradient(
-    kind: str, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, sums: Sequence[bool], copy: bool
+    kind: str,
+    segment: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    part: Sequence[int],
+    numbers: Sequence[float],
+    copy: bool,
 ) -> None:
-    """Defers or runs W: kind "linear", "transposed" or "embedding"; x [..., K] or indices [...]; dy [..., N].
+    """Defers or runs W: kind, see `TASKS`; segment: what W takes of one microbatch, dy last.
 
-    weight, bias: what W is for, None where it takes no gradient; of DTensors, as x and dy, this rank's part. sums: of
-    DTensors, for every dimension of the mesh, whether W computes a term of a sum over its ranks. copy: the caller may
-    write into x and dy as soon as this returns, so that what waits must be a copy.
+    weight, bias: what W is for, None where it takes no gradient; of DTensors, as of the segment, this rank's part.
+    index, part: the operand is weight[index], and in the memory of that has this size, stride and offset; None and
+    empty for all. numbers: options. copy: the caller may write into the segment as soon as this returns.
     """
     params = (_parameter(weight), _parameter(bias))
     if params[0] is None and params[1] is None:
         return
     scope = wgrad.current()
     if copy and scope is not None:
-        x, dy = x.clone(), dy.clone()
-    dy = as_rows(dy)
-    if kind == "embedding":
-        kernel = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
-        task = wgrad.WGradTask(kernel, (x.reshape(-1), dy), params[:1], dy.numel(), "compiled embedding")
-    elif any(parameter is not None and sharded.is_sharded(parameter) for parameter in params):
-        backend = dispatch.resolve("linear", "auto", dy.device.type)
-        task = sharded.linear_task(backend.linear_wgrad, (as_rows(x), dy), params, tuple(sums), "compiled linear")
-    else:
-        backend = dispatch.resolve("linear", "auto", dy.device.type)
-        kernel = (linear_functions.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad)(backend)
-        segment = (as_rows(x), dy)
-        task = wgrad.WGradTask(kernel, segment, params, linear_functions.linear_flops, "compiled linear")
-    _defer(task)
-
-
-@torch.library.custom_op("zbkern::product_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def product_gradient(
-    kind: str,
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    ends: Tensor | None,
-    part: Sequence[int],
-    numbers: Sequence[int],
-    copy: bool,
-) -> None:
-    """Defers or runs W of a product with a part of a parameter: kind, the name of a `products.Kind`, or
-    "grouped_linear", "grouped_linear transposed", which alone have a bias, and may do without a weight's gradient.
-
-    index: the product is with weight[index]. part: size, stride and offset of the operand in the parameter's memory, or
-    in that of weight[index]; empty for all of it. ends: where groups of rows end. numbers: of a convolution.
-    """
-    params = (_parameter(weight), _parameter(bias))
-    if params[0] is None and params[1] is None:
-        return
-    if copy and wgrad.current() is not None:
-        x, dy = x.clone(), dy.clone()
-        index, ends = (None if tensor is None else tensor.clone() for tensor in (index, ends))
-    if kind.startswith("grouped_linear"):
-        assert ends is not None
-        backend = dispatch.resolve("grouped_linear", "auto", x.device, x.dtype)
-        kernel = grouped_functions.grouped_wgrad(backend, kind.endswith("transposed"), False)
-        task = wgrad.WGradTask(kernel, (x, dy, ends), params, linear_functions.linear_flops, "compiled experts")
-    else:
-        assert weight is not None
-        steps = products.strided_steps(index, part)
-        shape = [*part[: len(part) // 2]] or ([*index.shape, *weight.shape[1:]] if index is not None else weight.shape)
-        like = torch.empty(shape, dtype=x.dtype, device="meta")
-        options = (ends,) if ends is not None else products.convolution_options(numbers)
-        backend = dispatch.resolve("linear", "auto", x.device, x.dtype)
-        kernel = products.product_wgrad(products.kind(kind), repr(steps), steps, like, options, backend)
-        task = wgrad.WGradTask(kernel, (x, dy), params[:1], 2 * dy.numel() * x.shape[-1], "compiled product")
-    _defer(task)
-
-
-@torch.library.custom_op("zbkern::head_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def head_gradient(
-    x: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    dloss: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    chunk: int,
-    copy: bool,
-) -> None:
-    """Defers or runs W of a head: the loss of every row of x [M, K], of which dloss [M] is the gradient."""
-    params = (_parameter(weight), _parameter(bias))
-    if params[0] is None and params[1] is None:
-        return
-    segment = (x, target, lse, dloss)
-    if copy and wgrad.current() is not None:
-        segment = (x.clone(), target.clone(), lse.clone(), dloss.clone())
-    values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
-    backend = dispatch.resolve("linear_cross_entropy", "auto", x.device, x.dtype)
-    call = autograd.OpCall((weight if params[0] is None else params[0], params[1]), backend, "compiled head")
-    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, chunk)
-    kernel = wgrad.WGradKernel(loss_functions.HeadW(call, *values, options))
-    _defer(wgrad.WGradTask(kernel, segment, params, 4 * x.shape[0] * weight.numel(), call.name))
-
-
-def _defer(task: wgrad.WGradTask) -> None:
-    scope = wgrad.current()
+        segment = [tensor.clone() for tensor in segment]
+        index = None if index is None else index.clone()
+    view = _View(weight, bias, index, part, numbers)
+    task = TASKS[kind.partition(" ")[0]](kind, segment, params, view)
     if scope is None:
         wgrad.run_in_backward(task)
     else:
         scope[0].add(task, scope[1])
 
 
-@head_gradient.register_fake
-@product_gradient.register_fake
+class _View(NamedTuple):
+    weight: Tensor | None
+    bias: Tensor | None
+    index: Tensor | None
+    part: Sequence[int]
+    numbers: Sequence[float]
+
+
+def _linear(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
+    rows = tuple(map(as_rows, segment))
+    backend = dispatch.resolve("linear", "auto", rows[1].device.type)
+    if any(parameter is not None and sharded.is_sharded(parameter) for parameter in params):
+        sums = tuple(map(bool, view.numbers))  # for every dimension of the mesh: W is a term of a sum over its ranks
+        return sharded.linear_task(backend.linear_wgrad, rows, params, sums, "compiled linear")
+    kernel = (linear_functions.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad)(backend)
+    return wgrad.WGradTask(kernel, rows, params, linear_functions.linear_flops, "compiled linear")
+
+
+def _embedding(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
+    indices, dy = segment[0].reshape(-1), as_rows(segment[1])
+    kernel = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
+    return wgrad.WGradTask(kernel, (indices, dy), params[:1], dy.numel(), "compiled embedding")
+
+
+def _grouped(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
+    x, ends, dy = segment
+    backend = dispatch.resolve("grouped_linear", "auto", x.device, x.dtype)
+    kernel = grouped_functions.grouped_wgrad(backend, kind.endswith("transposed"), False)
+    return wgrad.WGradTask(kernel, (x, dy, ends), params, linear_functions.linear_flops, "compiled experts")
+
+
+def _head(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
+    x, weight, bias, numbers = segment[0], view.weight, view.bias, view.numbers
+    assert weight is not None
+    values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
+    backend = dispatch.resolve("linear_cross_entropy", "auto", x.device, x.dtype)
+    call = autograd.OpCall((weight if params[0] is None else params[0], params[1]), backend, "compiled head")
+    options = CrossEntropyOptions(int(numbers[0]), numbers[1], numbers[2], int(numbers[3]))
+    kernel = wgrad.WGradKernel(loss_functions.HeadW(call, *values, options))
+    return wgrad.WGradTask(kernel, tuple(segment), params, 4 * x.shape[0] * weight.numel(), call.name)
+
+
+def _product(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
+    (x, *ends, dy), (weight, _, index, part, numbers) = segment, view
+    assert weight is not None
+    steps = products.strided_steps(index, part)
+    shape = [*part[: len(part) // 2]] or ([*index.shape, *weight.shape[1:]] if index is not None else weight.shape)
+    like = torch.empty(shape, dtype=x.dtype, device="meta")
+    options = tuple(ends) or products.convolution_options([int(number) for number in numbers])
+    backend = dispatch.resolve("linear", "auto", x.device, x.dtype)
+    kernel = products.product_wgrad(products.kind(kind.partition(" ")[2]), repr(steps), steps, like, options, backend)
+    return wgrad.WGradTask(kernel, (x, dy), params[:1], 2 * dy.numel() * x.shape[-1], "compiled product")
+
+
+TASKS = {
+    "linear": _linear,
+    "transposed": _linear,
+    "embedding": _embedding,
+    "grouped_linear": _grouped,
+    "head": _head,
+    "product": _product,
+}
+"""Of the first word of a kind; a product's is followed by the name of its `products.Kind`."""
+
+
 @weight_gradient.register_fake
 def _(*_: Any) -> None:
     _register_lowering()
@@ -216,24 +202,17 @@ def compiled_autograd() -> bool:
     return torch._dynamo.compiled_autograd.compiled_autograd_enabled
 
 
-def _operators() -> tuple[Any, ...]:
-    operators = torch.ops.zbkern
-    return operators.weight_gradient.default, operators.product_gradient.default, operators.head_gradient.default
-
-
 def _keep_every_call() -> bool:
     """Tells the compiler that calls do something: without, it would drop, or join, what has no result."""
     try:
         if hasattr(weight_gradient, "register_effect"):
             from torch._library.effects import EffectType
 
-            for operator in (weight_gradient, product_gradient, head_gradient):
-                operator.register_effect(EffectType.ORDERED)
+            weight_gradient.register_effect(EffectType.ORDERED)
         else:
             from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-            for operator in _operators():
-                _register_effectful_op(operator, _EffectType.ORDERED)
+            _register_effectful_op(torch.ops.zbkern.weight_gradient.default, _EffectType.ORDERED)
         has_side_effect(torch.ops.higher_order.with_effects)  # else compiled autograd drops what is called through it
     except ImportError:
         return False
@@ -253,13 +232,13 @@ def _register_lowering() -> None:
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
 
-    def lower(operator: Any, *arguments: Any) -> None:
+    def lower(*arguments: Any) -> None:
         ir.FallbackKernel.create(operator, *arguments[:-1], False)  # copy
         call: Any = V.graph.operations[-1]
         V.graph.never_reuse_buffers.update(buffer.get_name() for buffer in call.inputs)
 
-    for operator in _operators():
-        register_lowering(operator, type_promotion_kind=None)(functools.partial(lower, operator))
+    operator = torch.ops.zbkern.weight_gradient.default
+    register_lowering(operator, type_promotion_kind=None)(lower)
 
 
 def _parameter(weight: Tensor | None) -> Tensor | None:
