@@ -16,8 +16,8 @@ PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile -
 # `make test-torch` keeps an environment of every torch here, and runs these in it; no kernels under Triton's
 # interpreter, for torch 2.8 brings a Triton whose interpreter is faulty.
 TORCHES ?= .cache/torch
-SMOKE    = tests/test_import.py tests/test_functional.py tests/test_gradients.py tests/test_conversion.py \
-	tests/test_autograd.py tests/wgrad/test_queue.py tests/test_compile.py tests/docs/test_readme.py \
+SMOKE    = tests/test_import.py tests/ops/test_functional.py tests/test_gradients.py tests/conversion/test_conversion.py \
+	tests/ops/test_autograd.py tests/wgrad/test_queue.py tests/ops/test_compile.py tests/docs/test_readme.py \
 	$(addprefix tests/pipeline/,runtime/test_engine.py optimizer/test_optimizer.py checkpoint/test_checkpoint.py) \
 	tests/pipeline/test_torch_pipelining.py
 PIP    = $(PYTHON) -m pip --disable-pip-version-check

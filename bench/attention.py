@@ -3,7 +3,7 @@
     python -m bench.attention
 
 Each result is compared with torch's own attention in float32 before a time is printed. Random data; cores in turn. The
-fastest core of each case comes first: what `ORDER` in zbkern/functions/attention_backends.py should say of such a GPU.
+fastest core of each case comes first: what `ORDER` in ops/functions/attention_backends.py should say of such a GPU.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from bench import ahead, report
 from zbkern import testing
-from zbkern.functions import attention_backends as paths
-from zbkern.functions.attention import attention_with_torch
 from zbkern.kernels import dispatch
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.ops.functions import attention_backends as paths
+from zbkern.ops.functions.attention import attention_with_torch
 from zbkern.reporting import markdown_table
 
 COLUMNS = ("tokens", "head", "causal", "core", "forward TFLOP/s", "backward TFLOP/s", "of torch's choice")

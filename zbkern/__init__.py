@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "convert": "zbkern.conversion",
-    "coverage": "zbkern.conversion",
-    "restore": "zbkern.conversion",
-    "unconverted": "zbkern.conversion",
-    "SeparableFunction": "zbkern.functions.separable",
+    "convert": "zbkern.conversion.convert",
+    "coverage": "zbkern.conversion.convert",
+    "restore": "zbkern.conversion.convert",
+    "unconverted": "zbkern.conversion.convert",
+    "SeparableFunction": "zbkern.ops.functions.separable",
     "WGradQueue": "zbkern.wgrad",
     "WGradTask": "zbkern.wgrad",
     "no_defer": "zbkern.wgrad",
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from zbkern import pipeline as pipeline
     from zbkern import testing as testing
     from zbkern import wgrad as wgrad
-    from zbkern.conversion import convert as convert
-    from zbkern.conversion import coverage as coverage
-    from zbkern.conversion import restore as restore
-    from zbkern.conversion import unconverted as unconverted
-    from zbkern.functions.separable import SeparableFunction as SeparableFunction
+    from zbkern.conversion.convert import convert as convert
+    from zbkern.conversion.convert import coverage as coverage
+    from zbkern.conversion.convert import restore as restore
+    from zbkern.conversion.convert import unconverted as unconverted
+    from zbkern.ops.functions.separable import SeparableFunction as SeparableFunction
     from zbkern.wgrad import WGradQueue as WGradQueue
     from zbkern.wgrad import WGradTask as WGradTask
     from zbkern.wgrad import no_defer as no_defer

@@ -14,16 +14,17 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from zbkern import autograd, compiled, functional_checks, wgrad
-from zbkern.functions import attention as attention_functions
-from zbkern.functions import attention_backends, collectives, sharded, sharded_norm
-from zbkern.functions import embedding as embedding_functions
-from zbkern.functions import grouped as grouped_functions
-from zbkern.functions import linear as linear_functions
-from zbkern.functions import loss as loss_functions
-from zbkern.functions import norm as norm_functions
-from zbkern.functions import rotary as rotary_functions
+from zbkern import wgrad
 from zbkern.kernels import dispatch, spec
+from zbkern.ops import autograd, checks, compiled
+from zbkern.ops.functions import attention as attention_functions
+from zbkern.ops.functions import attention_backends, collectives, sharded, sharded_norm
+from zbkern.ops.functions import embedding as embedding_functions
+from zbkern.ops.functions import grouped as grouped_functions
+from zbkern.ops.functions import linear as linear_functions
+from zbkern.ops.functions import loss as loss_functions
+from zbkern.ops.functions import norm as norm_functions
+from zbkern.ops.functions import rotary as rotary_functions
 
 
 def linear(
@@ -47,9 +48,9 @@ def linear(
     compute capability 9.0 and later; "torch" computes the same values slowly, on any device.
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
-    if activation is not None or not functional_checks.fits_linear(x, weight, bias, transposed):
-        functional_checks.check_linear("linear", x, weight, bias, transposed)
-        functional_checks.check_activation("linear", activation)
+    if activation is not None or not checks.fits_linear(x, weight, bias, transposed):
+        checks.check_linear("linear", x, weight, bias, transposed)
+        checks.check_activation("linear", activation)
     if recipe is not None:
         return _linear_by_recipe(x, weight, bias, activation, impl, transposed, recipe, name)
     if torch.compiler.is_compiling() and compiled.can_defer(x, weight, bias):
@@ -115,7 +116,7 @@ def gated_mlp(
     x: [..., K]; gate, up: [H, K]; down: [N, H]; biases [H], [H], [N] or None; returns [..., N]. Source: Shazeer, GLU
     Variants Improve Transformer (arXiv 2002.05202). Raises as `linear` does.
     """
-    functional_checks.check_gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
+    checks.check_gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
     params = (gate, up, down, gate_bias, up_bias, down_bias)
     if torch.compiler.is_compiling() and compiled.can_defer(x, *params):
         return compiled.gated_mlp(_autocast("gated_mlp", x, *params), params, activation)
@@ -155,8 +156,8 @@ def grouped_linear(
     """
     params = weight, bias
     own_weight, own_bias = _parts("grouped_linear", params)
-    functional_checks.check_grouped_linear("grouped_linear", x, own_weight, own_bias, transposed)
-    ends = functional_checks.group_ends("grouped_linear", x, own_weight.shape[0], counts, offsets)
+    checks.check_grouped_linear("grouped_linear", x, own_weight, own_bias, transposed)
+    ends = checks.group_ends("grouped_linear", x, own_weight.shape[0], counts, offsets)
     if torch.compiler.is_compiling() and compiled.can_defer(x, *params):
         x = _autocast("grouped_linear", x, weight, bias)
         return compiled.grouped_linear(x, weight, bias, ends, transposed, offsets is None)
@@ -195,9 +196,9 @@ def grouped_mlp(
     """
     op, params = "grouped_mlp", (gate_up, down, gate_up_bias, down_bias)
     parts = _parts(op, params)
-    functional_checks.check_grouped_mlp(x, parts[0], parts[1], parts[2], parts[3], transposed)
-    options = functional_checks.gate_options(activation, interleaved, limit, alpha, up_offset)
-    ends = functional_checks.group_ends(op, x, parts[0].shape[0], counts, offsets)
+    checks.check_grouped_mlp(x, parts[0], parts[1], parts[2], parts[3], transposed)
+    options = checks.gate_options(activation, interleaved, limit, alpha, up_offset)
+    ends = checks.group_ends(op, x, parts[0].shape[0], counts, offsets)
     if torch.compiler.is_compiling() and compiled.can_defer(x, *params):
         x = _autocast(op, x, *params)
         return compiled.grouped_mlp(x, params, ends, options, transposed, offsets is None)
@@ -216,7 +217,7 @@ def embedding(
     indices: int64 or int32 of any shape, in 0..V-1; weight: [V, K]; returns [*indices.shape, K]. padding_idx: a row
     that gets no gradient (may be negative, from the end). Raises TypeError or ValueError for arguments that do not fit.
     """
-    padding_idx = functional_checks.check_embedding(indices, weight, padding_idx)
+    padding_idx = checks.check_embedding(indices, weight, padding_idx)
     if torch.compiler.is_compiling() and compiled.can_defer(indices, weight):
         return compiled.embedding(indices, weight, padding_idx)
     if not _plain(indices, weight):
@@ -267,9 +268,9 @@ def rms_norm(
     waits for W is partial sums of dweight, not x. Source: Zhang and Sennrich (arXiv 1910.07467).
     residual: of x's shape; then returns (norm of summed, summed), summed = x + residual, in one pass each way.
     """
-    functional_checks.check_norm("rms_norm", x, weight, None, residual)
+    checks.check_norm("rms_norm", x, weight, None, residual)
     if eps is not None:
-        functional_checks.check_number("rms_norm", "eps", eps)
+        checks.check_number("rms_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
@@ -325,8 +326,8 @@ def layer_norm(
     x: [..., K]; weight, bias: [K] or None. Row pass in B; what waits for W is partial sums of dweight and dbias.
     residual: as in `rms_norm`.
     """
-    functional_checks.check_norm("layer_norm", x, weight, bias, residual)
-    functional_checks.check_number("layer_norm", "eps", eps)
+    checks.check_norm("layer_norm", x, weight, bias, residual)
+    checks.check_number("layer_norm", "eps", eps)
     x, residual = _one_dtype(x, residual)
     if not _plain(x, x if weight is None else weight) or not _plain(x, x if residual is None else residual):
         if _in_flight(x):
@@ -372,10 +373,10 @@ def attention(
     torch's and an installed FlashAttention; `zbkern info` says which.
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
-    functional_checks.check_attention(q, k, v, causal, window, cu_seqlens, cu_seqlens_k, softcap, sinks)
+    checks.check_attention(q, k, v, causal, window, cu_seqlens, cu_seqlens_k, softcap, sinks)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
-    functional_checks.check_number("attention", "scale", scale)
+    checks.check_number("attention", "scale", scale)
     q, k, v = (_autocast("attention", t, t) for t in (q, k, v))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
@@ -384,7 +385,7 @@ def attention(
     if cu_seqlens is None:
         ends, key_ends = _even_ends(q.shape[0], q.shape[1]), _even_ends(k.shape[0], k.shape[1])
     else:
-        ends, key_ends = functional_checks.sequence_ends(q, k, cu_seqlens, cu_seqlens_k)
+        ends, key_ends = checks.sequence_ends(q, k, cu_seqlens, cu_seqlens_k)
     cap = None if softcap is None else float(softcap)
     options = spec.AttentionOptions(float(scale), causal, window, ends, key_ends, cap)
     if not _plain(q, k if sinks is None else sinks):
@@ -406,7 +407,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl:
     cos and sin get no gradient. Source: Su et al., RoFormer (arXiv 2104.09864). Raises TypeError or ValueError for
     arguments that do not fit.
     """
-    functional_checks.check_rotary(x, cos, sin)
+    checks.check_rotary(x, cos, sin)
     if not _plain(x, cos):
         return rotary_functions.rotary_with_torch(x, cos, sin, interleaved)
     backend = dispatch.resolve("rotary", impl, x.device, x.dtype)
@@ -440,9 +441,7 @@ def linear_cross_entropy(
     if chunk is None:
         on_cpu = isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype.itemsize >= 4
         chunk = max(128, x.shape[-1] // 4) if on_cpu and x.dim() else 1024
-    functional_checks.check_linear_cross_entropy(
-        x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, chunk
-    )
+    checks.check_linear_cross_entropy(x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, chunk)
     options = spec.CrossEntropyOptions(ignore_index, float(label_smoothing), float(z_loss), chunk)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     compiling = torch.compiler.is_compiling()

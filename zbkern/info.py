@@ -59,8 +59,8 @@ def _devices() -> list[str]:
 def _ops() -> list[str]:
     import torch
 
-    from zbkern.functions import attention_backends
     from zbkern.kernels import dispatch, spec
+    from zbkern.ops.functions import attention_backends
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     groups: dict[str, list[str]] = {}  # ops of which the same is to be said

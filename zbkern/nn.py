@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from zbkern import functional
-from zbkern.expert_parallel import ExpertParallel as ExpertParallel
-from zbkern.interception import intercepted
+from zbkern.conversion.interception import intercepted
 from zbkern.kernels.reference import activation_function
+from zbkern.ops.expert_parallel import ExpertParallel as ExpertParallel
 
 
 class Layer(torch.nn.Module):

@@ -14,8 +14,8 @@ from torch import Tensor
 import zbkern
 from tests.support import needs_gpu
 from zbkern import functional, testing, wgrad
-from zbkern.functions import linear as linear_functions
 from zbkern.kernels import dispatch
+from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import side_stream
 
 pytestmark = [*needs_gpu.MARKS, pytest.mark.alone]

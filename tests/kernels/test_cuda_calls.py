@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.gpu.test_cuda_sanitizer import SMALL_RUN
 from tests.support.host_extension import AdamTensors, HostExtension
 from zbkern import testing
-from zbkern.functions import linear as linear_functions
 from zbkern.kernels import reference, spec
 from zbkern.kernels.cuda import adamw as cuda_adamw
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
+from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import WGradQueue, WGradTask
 
 # the module: in `reference` this name is the kernel

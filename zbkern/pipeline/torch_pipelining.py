@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.nn.parallel import DistributedDataParallel
 
-from zbkern.conversion import convert
+from zbkern.conversion.convert import convert
 from zbkern.nn import Layer
 from zbkern.wgrad import WGradQueue, accumulation
 

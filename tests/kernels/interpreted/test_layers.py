@@ -11,8 +11,8 @@ from torch import Tensor
 
 import zbkern
 from zbkern import functional, testing
-from zbkern.functions import linear as linear_functions
 from zbkern.kernels.triton import kernels as triton_kernels
+from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import WGradKernel
 
 

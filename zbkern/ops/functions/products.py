@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
-from zbkern.functions._shapes import as_rows
-from zbkern.functions.sharded import is_sharded, local_part
+from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.ops.functions._shapes import as_rows
+from zbkern.ops.functions.sharded import is_sharded, local_part
 from zbkern.wgrad import Segment, WGradKernel, fsdp
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]]

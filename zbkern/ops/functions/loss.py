@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.autograd import OpCall, Params, Route, differentiable_backward, weight_gradients
-from zbkern.functions.linear import linear_with_torch
 from zbkern.kernels.spec import CrossEntropyOptions
+from zbkern.ops.autograd import OpCall, Params, Route, differentiable_backward, weight_gradients
+from zbkern.ops.functions.linear import linear_with_torch
 from zbkern.wgrad import WGradKernel, accumulation, queue
 
 

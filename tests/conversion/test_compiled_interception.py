@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zbkern
+from tests.conversion.test_interception import CASES, pair
+from tests.ops.test_compile import needs_compiler
 from tests.support.deferred import backward, deferred
-from tests.test_compile import needs_compiler
-from tests.test_interception import CASES, pair
 from zbkern import testing
 
 SEPARABLE = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.autograd import OpCall, apply, weight_gradients
+from zbkern.ops.autograd import OpCall, apply, weight_gradients
 
 
 class SeparableFunction:

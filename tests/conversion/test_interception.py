@@ -241,8 +241,8 @@ def test_grouped_products_of_whole_parameters_are_one_kernel(
     transposed: bool, cast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torchtitan's experts call them, weights cast or not; gradients have the parameters' dtype."""
-    from zbkern.functions import grouped as grouped_functions
     from zbkern.kernels import reference
+    from zbkern.ops.functions import grouped as grouped_functions
 
     calls, own = [], reference.grouped_linear_wgrad
     monkeypatch.setattr(

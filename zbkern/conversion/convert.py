@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zbkern import functional, nn
-from zbkern.parameter_use import uses_parameters_within
-from zbkern.recognition import is_rms_norm, looks_like_rms_norm
+from zbkern.conversion.parameter_use import uses_parameters_within
+from zbkern.conversion.recognition import is_rms_norm, looks_like_rms_norm
 from zbkern.wgrad import WGradQueue, no_defer
 
 Module = torch.nn.Module

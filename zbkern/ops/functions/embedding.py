@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
 
 
 class Embedding(torch.autograd.Function):

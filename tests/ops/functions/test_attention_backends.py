@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from zbkern import info, testing
-from zbkern.functions import attention_backends as paths
-from zbkern.functions.attention import attention_with_torch
 from zbkern.kernels import dispatch, reference
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.ops.functions import attention_backends as paths
+from zbkern.ops.functions.attention import attention_with_torch
 
 USUAL = paths.Case((9, 0), torch.bfloat16, 128, True, False, False, True, False)
 

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbkern import compiled_operators
-from zbkern.functions import linear as linear_functions
-from zbkern.functions import products, sharded
-from zbkern.functions.products import Kind, ParameterView
 from zbkern.kernels import reference
 from zbkern.kernels.reference import grouped as grouped_reference
 from zbkern.kernels.spec import CrossEntropyOptions, GateOptions
+from zbkern.ops import compiled_operators
+from zbkern.ops.functions import linear as linear_functions
+from zbkern.ops.functions import products, sharded
+from zbkern.ops.functions.products import Kind, ParameterView
 from zbkern.wgrad import queue
 
 _WHOLE: tuple[Any, ...] = (None, [], [])  # the view of a parameter that is all of it
@@ -173,8 +173,8 @@ def _of_rows(bias: Tensor, ends: Tensor, x: Tensor, every_row: bool) -> Tensor:
 class _Tap(torch.autograd.Function):
     """y, whose gradient is also W's: weight and bias (or None) are what W is for, segment what it takes beside dy.
 
-    view: (index, part, numbers) as of `weight_gradient`. placements: of a DTensor y, whose gradient, cut like this, goes
-    to W and to B, so that W needs no communication of its own; segment, weight and bias are then this rank's part.
+    view: (index, part, numbers) as of `weight_gradient`. placements: of a DTensor y, whose gradient, cut like this,
+    goes to W and to B, so that W needs no communication of its own; segment, weight and bias are then this rank's part.
     """
 
     @staticmethod

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
-from zbkern.functions.linear import linear_flops
-from zbkern.functions.sharded import is_sharded, local
 from zbkern.kernels.reference import grouped as reference_grouped
 from zbkern.kernels.spec import GateOptions
+from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.ops.functions.linear import linear_flops
+from zbkern.ops.functions.sharded import is_sharded, local
 
 
 class GroupedLinear(torch.autograd.Function):

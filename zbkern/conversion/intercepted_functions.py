@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbkern.functions import products
-from zbkern.functions.products import ComputedWeight, Kind, ParameterView, Step
+from zbkern.ops.functions import products
+from zbkern.ops.functions.products import ComputedWeight, Kind, ParameterView, Step
 
 
 class InterceptedFunctions(ABC):

@@ -21,19 +21,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
-from zbkern import autograd, compiled, functional, wgrad
-from zbkern.compiled_interception import (
+from zbkern import functional, wgrad
+from zbkern.conversion.compiled_interception import (
     CompiledInterception,
     InOnePiece,
     allow_within_checkpoints,
     begin_tracing,
     traced,
 )
-from zbkern.functions import products, sharded
-from zbkern.functions.grouped import GroupedLinear
-from zbkern.functions.products import ComputedWeight, Kind, ParameterView, Product, Recipe, Source, Use
-from zbkern.intercepted_functions import HANDLERS, KEYWORDS, InterceptedFunctions, last_exchanged
+from zbkern.conversion.intercepted_functions import HANDLERS, KEYWORDS, InterceptedFunctions, last_exchanged
 from zbkern.kernels import dispatch
+from zbkern.ops import autograd, compiled
+from zbkern.ops.functions import products, sharded
+from zbkern.ops.functions.grouped import GroupedLinear
+from zbkern.ops.functions.products import ComputedWeight, Kind, ParameterView, Product, Recipe, Source, Use
 
 # Functions of a tensor whose result is a part of it, or all of it in another shape, order or dtype
 VIEWS = {

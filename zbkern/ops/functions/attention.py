@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern import autograd
-from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
-from zbkern.functions._shapes import statistics_dtype
-from zbkern.functions.norm import norm_wgrad
 from zbkern.kernels import reference
 from zbkern.kernels.reference.attention import attention_mask, ends_on_host, sink_gradient
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.ops import autograd
+from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.ops.functions._shapes import statistics_dtype
+from zbkern.ops.functions.norm import norm_wgrad
 
 
 class Attention(torch.autograd.Function):

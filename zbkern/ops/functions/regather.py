@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zbkern.functions._shapes import Layout, as_rows
-from zbkern.functions.collectives import arrived
+from zbkern.ops.functions._shapes import Layout, as_rows
+from zbkern.ops.functions.collectives import arrived
 from zbkern.wgrad import Segment, WGradKernel
 
 if TYPE_CHECKING:

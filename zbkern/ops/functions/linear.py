@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.autograd import OpCall, differentiable_backward, weight_gradients
-from zbkern.functions._shapes import as_rows
 from zbkern.kernels import reference
 from zbkern.kernels.reference import linear as reference_linear
 from zbkern.kernels.reference import matmul as reference_matmul
+from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
+from zbkern.ops.functions._shapes import as_rows
 
 
 class Linear(torch.autograd.Function):

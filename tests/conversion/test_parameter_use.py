@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zbkern
 from zbkern import testing
-from zbkern.parameter_use import uses_parameters_within
+from zbkern.conversion.parameter_use import uses_parameters_within
 
 WIDTH = 8
 

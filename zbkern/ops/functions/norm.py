@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.autograd import OpCall, Params, differentiable_backward, weight_gradients
-from zbkern.functions._shapes import as_rows, statistics_dtype
-from zbkern.functions.sharded_norm import ShardedCall
 from zbkern.kernels import reference
 from zbkern.kernels.reference import norm as reference_norm
+from zbkern.ops.autograd import OpCall, Params, differentiable_backward, weight_gradients
+from zbkern.ops.functions._shapes import as_rows, statistics_dtype
+from zbkern.ops.functions.sharded_norm import ShardedCall
 from zbkern.wgrad import WGradKernel
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.functions._shapes import Layout
+from zbkern.ops.functions._shapes import Layout
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.functions.collectives import AllToAll
+from zbkern.ops.functions.collectives import AllToAll
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from zbkern.functions.attention import attention, attention_with_torch
 from zbkern.kernels import reference
 from zbkern.kernels.reference.attention import ends_on_host
 from zbkern.kernels.spec import AttentionOptions
+from zbkern.ops.functions.attention import attention, attention_with_torch
 
 _log = logging.getLogger("zbkern")
 

@@ -18,16 +18,17 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from zbkern import autograd, wgrad
-from zbkern.autograd import Params
-from zbkern.functions import embedding as embedding_functions
-from zbkern.functions import grouped as grouped_functions
-from zbkern.functions import linear as linear_functions
-from zbkern.functions import loss as loss_functions
-from zbkern.functions import products, sharded
-from zbkern.functions._shapes import as_rows
+from zbkern import wgrad
 from zbkern.kernels import dispatch
 from zbkern.kernels.spec import CrossEntropyOptions
+from zbkern.ops import autograd
+from zbkern.ops.autograd import Params
+from zbkern.ops.functions import embedding as embedding_functions
+from zbkern.ops.functions import grouped as grouped_functions
+from zbkern.ops.functions import linear as linear_functions
+from zbkern.ops.functions import loss as loss_functions
+from zbkern.ops.functions import products, sharded
+from zbkern.ops.functions._shapes import as_rows
 from zbkern.wgrad import accumulation
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.autograd import OpCall, Params, differentiable_backward, weight_gradients
-from zbkern.functions import regather
-from zbkern.functions._shapes import Layout, as_rows
-from zbkern.functions.collectives import arriving, cover_backward_of, local_of
-from zbkern.functions.embedding import embedding_with_torch
+from zbkern.ops.autograd import OpCall, Params, differentiable_backward, weight_gradients
+from zbkern.ops.functions import regather
+from zbkern.ops.functions._shapes import Layout, as_rows
+from zbkern.ops.functions.collectives import arriving, cover_backward_of, local_of
+from zbkern.ops.functions.embedding import embedding_with_torch
 from zbkern.wgrad import Segment, WGradFunction, WGradKernel, accumulation
 
 if TYPE_CHECKING:

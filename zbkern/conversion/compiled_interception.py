@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from zbkern import compiled
-from zbkern.functions.products import ComputedWeight, Kind, ParameterView
-from zbkern.intercepted_functions import HANDLERS, KEYWORDS, InterceptedFunctions, last_exchanged
+from zbkern.conversion.intercepted_functions import HANDLERS, KEYWORDS, InterceptedFunctions, last_exchanged
+from zbkern.ops import compiled
+from zbkern.ops.functions.products import ComputedWeight, Kind, ParameterView
 
 CASTS = ("to", "type", "float", "double", "half", "bfloat16")
 

@@ -11,10 +11,10 @@ from torch import Tensor
 import zbkern
 from zbkern import functional as Z
 from zbkern import testing
-from zbkern.functions import grouped as grouped_functions
 from zbkern.kernels import reference
 from zbkern.kernels.reference import grouped as reference_grouped
 from zbkern.kernels.spec import GateOptions
+from zbkern.ops.functions import grouped as grouped_functions
 
 GATES = (
     GateOptions(),

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zbkern.autograd import OpCall, Params, apply, weight_gradients
-from zbkern.functions._shapes import Layout
-from zbkern.functions.collectives import arrived, cover_backward_of, local_of
-from zbkern.functions.sharded import Sums, as_computed, empty_terms, is_sharded, local, may_be_terms
+from zbkern.ops.autograd import OpCall, Params, apply, weight_gradients
+from zbkern.ops.functions._shapes import Layout
+from zbkern.ops.functions.collectives import arrived, cover_backward_of, local_of
+from zbkern.ops.functions.sharded import Sums, as_computed, empty_terms, is_sharded, local, may_be_terms
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

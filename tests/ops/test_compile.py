@@ -16,7 +16,8 @@ from torch._dynamo.utils import counters
 
 import zbkern
 from tests.support.sharded_model import MICROBATCHES, batches, differences, loss_of, make, parallelize
-from zbkern import compiled_operators, testing
+from zbkern import testing
+from zbkern.ops import compiled_operators
 
 
 class Net(nn.Module):
@@ -232,7 +233,16 @@ def test_the_operators_of_the_head_pass_torchs_check() -> None:
     values = (x, weight, bias, target, *numbers)
     torch.library.opcheck(torch.ops.zbkern.head_loss.default, values)
     loss, lse, _ = torch.ops.zbkern.head_loss(*values)
-    arguments = ("head", [x, target, lse, torch.ones_like(loss)], weight, bias, None, [], [float(n) for n in numbers], True)
+    arguments = (
+        "head",
+        [x, target, lse, torch.ones_like(loss)],
+        weight,
+        bias,
+        None,
+        [],
+        [float(n) for n in numbers],
+        True,
+    )
     torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, arguments)
 
 
