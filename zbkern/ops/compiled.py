@@ -134,7 +134,7 @@ def linear_cross_entropy(
     values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
     numbers = [options.ignore_index, options.label_smoothing, options.z_loss, options.chunk]
     loss, lse, _ = torch.ops.zbkern.head_loss(x, *values, target, *numbers)
-    view = (None, [], [float(number) for number in numbers])
+    view: tuple[None, list[int], list[float]] = (None, [], [float(number) for number in numbers])
     return _Tap.apply(loss, "head", weight, bias, view, None, x.detach(), target, lse.detach())
 
 

@@ -129,7 +129,7 @@ def weight_gradient(
 class _View(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
-    index: Tensor | None
+    rows: Tensor | None
     part: Sequence[int]
     numbers: Sequence[float]
 
