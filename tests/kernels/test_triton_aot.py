@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zbkern.kernels.triton import aot as triton_aot
+from build_tools.kernels import aot as triton_aot
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def reports() -> list[dict]:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "bench.kernels_report", "--json"]
+    command = [sys.executable, "-m", "build_tools.kernels", "--json"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -64,7 +64,7 @@ def test_what_was_found_is_not_compiled_again(tmp_path: Path) -> None:
         folder = tmp_path / turn
         folder.mkdir()
         paths = {"XDG_CACHE_HOME": str(tmp_path / "kept"), "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
-        command = [sys.executable, "-m", "bench.kernels_report", "--json", "--only", "attention tiles"]
+        command = [sys.executable, "-m", "build_tools.kernels", "--json", "--only", "attention tiles"]
         command += ["--capability", "90"]
         found.append(subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True).stdout)
         compiled.append(len(list(folder.glob("*/*.cubin"))))
@@ -78,7 +78,7 @@ def test_what_was_found_is_not_compiled_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_module_lists_variants(reports: list[dict]) -> None:
     """A kernel that nobody compiles here is a kernel that nobody checks."""
-    kernels = Path(triton_aot.__file__).parent.glob("*.py")
+    kernels = (ROOT / "zbkern" / "kernels" / "triton").glob("*.py")
     modules = {path.stem for path in kernels if re.search(r"^@Kernel|= Kernel\(", path.read_text(), re.MULTILINE)}
     assert {report["module"] for report in reports} == modules
 
@@ -151,7 +151,7 @@ def test_no_stride_is_kept_from_being_compiled_in() -> None:
     """An argument of an annotated type is never a constant on a GPU, not even a stride of 1, while `aot` takes what a
     variant lists: the report would be of kernels that load whole rows, and the GPU would run ones that cannot."""
     found = []
-    for path in Path(triton_aot.__file__).parent.glob("*.py"):
+    for path in (ROOT / "zbkern" / "kernels" / "triton").glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list):
                 arguments = [a for a in function.args.args if a.annotation is not None]

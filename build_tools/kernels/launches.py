@@ -1,6 +1,6 @@
 """What calls compile beyond the variants that kernels list: other layouts, alignments, dtypes and tiles.
 
-`python -m bench.kernels_report --launched` compiles it: kernels are called with tensors on the CPU, as for a GPU of the
+`python -m build_tools.kernels --launched` compiles it: kernels are called with tensors on the CPU, as for a GPU of the
 capability, and their arguments are recorded instead of run. Too much for every test run.
 """
 

@@ -7,8 +7,8 @@ import dataclasses
 import json
 import sys
 
-from zbkern.kernels.triton import aot as triton_aot
-from zbkern.kernels.triton import sass as triton_sass
+from build_tools.kernels import aot as triton_aot
+from build_tools.kernels import sass as triton_sass
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
     if not arguments.json:
         columns = f"{'regs':>5} {'stack':>5} {'shared KB':>9} {'loop KB':>7}  PTX has"
         print(f"{'kernel':<44} {'sm':>4} {'warps':>5} {'stages':>6} {columns}")
-    listed = ("bench.kernels_launched",) if arguments.launched else ()
+    listed = ("build_tools.kernels.launches",) if arguments.launched else ()
     for report in triton_aot.reports(arguments.capability or triton_aot.CAPABILITIES, arguments.only, listed=listed):
         faults = report.faults()
         bad += bool(faults)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import zbkern.kernels.triton
-from zbkern.kernels.triton import sass as triton_sass
+from build_tools.kernels import sass as triton_sass
 
 CAPABILITIES = (80, 90, 100)
 
