@@ -67,11 +67,9 @@ def test_accesses_and_sizes() -> None:
 
 
 LISTING = """
-import importlib
-from build_tools.kernels import aot, sass
-variants = importlib.import_module("zbkern.kernels.triton.attention_forward").variants(90)
-variant = next(variant for variant in variants if variant.name == "attention fwd bf16 64 causal")
-print(sass.disassemble(aot.compiled(variant, 90).asm["cubin"]))
+from build_tools.kernels import jobs, launches, sass
+named = next(named for named in launches.jobs(90) if named.name == "attention bf16 64 causal: forward")
+print(sass.disassemble(jobs.compile_job(named.job).asm["cubin"]))
 """
 
 
