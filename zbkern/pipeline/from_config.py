@@ -179,7 +179,7 @@ def assumptions(
         if job.expert_parallel > 1
         else "",
         "products are in bf16, none in FP8; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
-        + (", of which every pipeline holds its part" if job.replicas > 1 else ""),
+        + (", of which every pipeline holds its part" if job.data_parallel > 1 else ""),
         "layers are zbkern's own, for which the split into B and W costs nothing (converted ones of the transformers "
         "library keep more from F to B)",
         "an activation that is recomputed costs its chunk's forward once more" if recompute else "",
@@ -277,7 +277,7 @@ def _title(arguments: argparse.Namespace, setting: Setting) -> str:
     size = f"{number(total / 1e9)} billion parameters"
     if active < total:
         size += f", {number(active / 1e9)} of them for a token"
-    parallel = [(job.tensor_parallel, "tensor"), (job.expert_parallel, "expert"), (job.replicas, "data")]
+    parallel = [(job.tensor_parallel, "tensor"), (job.expert_parallel, "expert"), (job.data_parallel, "data")]
     beside = "".join(f", {kind} parallel {count}" for count, kind in parallel if count > 1)
     model = f"{arguments.config.name} ({architecture.kind}): {size}, {len(architecture.blocks)} layers"
     return (
@@ -336,8 +336,8 @@ def _table(timelines: Sequence[Timeline], setting: Setting, objective: str, limi
 def _speed(timeline: Timeline, setting: Setting, objective: str) -> tuple[float, float]:
     """Seconds of a step, and tokens per second of all pipelines."""
     seconds = (timeline.cost if objective == "cost" else timeline.makespan) / 1e3
-    return seconds, timeline.schedule.microbatches * setting.job.tokens * setting.job.replicas / seconds
+    return seconds, timeline.schedule.microbatches * setting.job.tokens * setting.job.data_parallel / seconds
 
 
 def _gpus(stages: int, job: Job) -> int:
-    return stages * job.tensor_parallel * job.replicas
+    return stages * job.tensor_parallel * job.data_parallel

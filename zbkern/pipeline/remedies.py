@@ -34,7 +34,7 @@ class Training(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        return self.stages * self.job.tensor_parallel * self.job.replicas
+        return self.stages * self.job.tensor_parallel * self.job.data_parallel
 
 
 def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
@@ -65,7 +65,7 @@ def remedies(architecture: Architecture, hardware: Hardware, training: Training,
 
 def _values(name: str, training: Training, architecture: Architecture) -> Iterator[int]:
     """Of this option, in the order in which they are tried."""
-    value = training.job.replicas if name == "data_parallel" else getattr(training, name)
+    value = training.job.data_parallel if name == "data_parallel" else getattr(training, name)
     if name == "stages":
         yield from range(value + 1, _layers(architecture) + 1)
     elif name in ("microbatch_size", "sequence"):
