@@ -67,7 +67,7 @@ def plan(out: Path, seconds: float, rehearsed: int | None) -> list[Job]:
         over, where = ["-m", "bench.fake_driver", str(rehearsed)], ["--device", "cpu", "--tiny"]
     every_launch = ["-m", "pytest", "-q", "tests/gpu/test_triton_every_launch.py", "-k", "linear_wgrad and bfloat16"]
     if rehearsed is not None:
-        every_launch = ["-m", "bench.gpu_session", "--prepare", "--out", str(out / "prepared"), "--only", "^linear_wgrad"]
+        every_launch = ["-m", "bench.gpu_session", "--prepare", "--out", str(out / "prepared")]
 
     def rows(name: str, names: Sequence[str], limit: float) -> Job:
         measured = ["bench.gpu", *where, "--seconds", f"{0.8 * limit:.0f}", "--out", str(out / name.replace(" ", "-"))]
@@ -79,7 +79,7 @@ def plan(out: Path, seconds: float, rehearsed: int | None) -> list[Job]:
     tiles = ["-m", "bench.tune", "--op", "wgrad", "--seconds", f"{6 * part:.0f}", "--table", str(out / "tiles.json")]
     return [
         rows("ceilings", CEILINGS, 10 * part),
-        Job(REPLAYED, every_launch, 10 * part if rehearsed is None else seconds),
+        Job(REPLAYED, every_launch, 10 * part),
         Job("tests", tests, 40 * part),
         *(rows(name, names, 10 * part) for name, names in ROWS.items()),
         Job("W of the extension", ["-m", "bench.cuda_wgrad", "--out", str(out)], 10 * part),
@@ -108,8 +108,9 @@ def run(job: Job, seconds: float, out: Path, before: Sequence[str] = ()) -> None
     command = [*before, *job.command[1:]] if before and module else job.command
     log = out / "logs" / f"{job.name.replace(' ', '-')}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    environment |= {"TRITON_INTERPRET": "0"}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    environment["TRITON_INTERPRET"] = "0"
     job.status, begin = "running", time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -146,13 +147,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=520.0, help="for everything")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="that --prepare filled")
-    parser.add_argument("--only", default="", help="jobs (or kernels and rows of --prepare) with this regular expression")
+    parser.add_argument("--only", default="", help="jobs, or kernels and rows, with this regular expression")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, over a driver that does nothing")
     parser.add_argument("--prepare", action="store_true", help="compile for a GPU that is not here, into FOLDER")
     parser.add_argument("--capability", type=int, default=90, help="of the GPU that is not here")
     arguments = parser.parse_args(argv)
     if arguments.prepare:
-        return gpu_prepare.prepare(arguments.out, arguments.capability, arguments.only, [*CEILINGS, *sum(ROWS.values(), ())])
+        rows = [name for names in ROWS.values() for name in names]
+        return gpu_prepare.prepare(arguments.out, arguments.capability, arguments.only, rows)
     reason = None if arguments.rehearse else gpu_prepare.why_no_gpu()
     if arguments.prepared is not None and not (arguments.prepared / "prepared.json").exists():
         reason = f"{arguments.prepared} has no prepared.json; fill it by --prepare, or leave --prepared out"
@@ -164,6 +166,8 @@ def main(argv: list[str] | None = None) -> int:
         print(gpu_prepare.adopt(arguments.prepared))
     jobs = plan(arguments.out.resolve(), arguments.seconds, arguments.capability if arguments.rehearse else None)
     chosen = [job for job in jobs if gpu_prepare.matches(arguments.only, job.name)]
+    for job in chosen if arguments.rehearse else ():
+        job.limit = arguments.seconds  # it compiles what a session has prepared
     arguments.out.mkdir(parents=True, exist_ok=True)
     session(chosen, time.monotonic() + arguments.seconds, arguments.out.resolve())
     print("\n" + (arguments.out / "session.md").read_text())

@@ -11,7 +11,8 @@ import sys
 
 from zbkern.kernels.triton.replay import replay
 
-replay.paused().__enter__()
+_paused = replay.paused()
+_paused.__enter__()  # until the process ends
 os.environ["PYTEST_ADDOPTS"] = "-p bench.no_replay"
 
 if __name__ == "__main__":
