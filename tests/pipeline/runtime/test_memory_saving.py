@@ -431,7 +431,7 @@ class Random(nn.Module):
         return y
 
 
-def test_what_slices_of_w_leave_is_not_copied_again() -> None:
+def test_what_parts_of_w_leave_is_not_copied_again() -> None:
     found = []
     for row in ("0F0 0F1 0B0 0B1 0W0:0/2 0W0:1/2 0W1", "0F0 0F1 0B0 0O0 0B1 0L0 0W0:0/2 0W0:1/2 0W1"):
         module = deep(3)
@@ -442,7 +442,7 @@ def test_what_slices_of_w_leave_is_not_copied_again() -> None:
     assert [str(event.action) for event in copies[0]] == ["0O0", "0L0"]
 
 
-def test_slices_of_w_leave_nothing_for_the_next_step() -> None:
+def test_parts_of_w_leave_nothing_for_the_next_step() -> None:
     found = []
     for row in ("0F0 0F1 0B0 0W0 0B1 0W1", "0F0 0O0 0F1 0L0 0B0 0W0:0/2 0W0:1/2 0B1 0W1"):
         module = deep(3)
