@@ -44,9 +44,9 @@ from zbkern.pipeline.optimizer.master_weights import (
     update_scale,
 )
 from zbkern.pipeline.optimizer.params import duplicate, hyperparameters, kinds_of, parameters, same_kind
-from zbkern.pipeline.optimizer.protocols import PipelineLike
 from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
 from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
+from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_row, tied_names
@@ -100,7 +100,7 @@ class Optimizer(OptimizerWrapper):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        pipe: PipelineLike | Transport | dist.ProcessGroup | None = None,
+        pipe: Pipeline | Transport | dist.ProcessGroup | None = None,
         *,
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -129,7 +129,7 @@ class Optimizer(OptimizerWrapper):
                 f"Optimizer: {type(optimizer).__name__} has the fp32 masters of an Optimizer before this one, and "
                 "without them the model's parameters would stay as they are; give master_weights=True"
             )
-        pipeline = pipe if isinstance(pipe, PipelineLike) else None
+        pipeline = pipe if isinstance(pipe, Pipeline) else None
         if pipeline is not None and pipeline.optimizer is not None:
             raise ValueError(
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
