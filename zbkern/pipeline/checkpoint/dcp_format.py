@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 INDEX = "zbkern.json"
-_VERSION = 1
+_VERSION = 2  # 1 had one tensor for every other entry of an optimizer's state
 
 
 class Piece(NamedTuple):

@@ -24,7 +24,7 @@ class NamedState:
         model.NAME                parameters and buffers
         master.NAME               fp32 master weights, of an Optimizer or in the torch optimizer's state
         optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor and ENTRY has no dot
-        values.NAME               all other entries of a parameter, packed; value.ENTRY.NAME in checkpoints up to 0.22
+        values.NAME               all other entries of a parameter, packed
         others.RANK               the optimizer's state that is of no parameter
         group.RANK.INDEX          hyperparameters, the names of the parameters that have them, the kind of optimizer
 
@@ -141,7 +141,7 @@ class NamedState:
             if kept and name in self._own and [*what.size] == [*self._own[name].shape]:
                 like = self._own[name]  # a shard where the parameter is one
                 found[key] = torch.empty_like(like, dtype=getattr(torch, what.dtype), requires_grad=False)
-            elif kind in ("group", "others") or (kind in ("optimizer", "value", "values") and name in self._own):
+            elif kind in ("group", "others") or (kind in ("optimizer", "values") and name in self._own):
                 found[key] = what.empty()
         for _, master in self._masters:
             if (key := f"master.{self._names[id(master)][0]}") in stored:
@@ -200,8 +200,6 @@ class NamedState:
             entries = state[order[id(self._own[name])]] if name in self._own else {}
             if kind == "optimizer":
                 entries[key.split(".")[1]] = value
-            elif kind == "value":
-                entries[key.split(".")[1]] = unpack(value)
             elif kind == "values":
                 entries.update(unpack(value))
             elif kind == "master" and self._inner_has_masters:

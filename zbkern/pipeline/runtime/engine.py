@@ -206,7 +206,7 @@ class Pipeline:
         return measured(self.schedule, rows, copies=copies if any(copies) else ())
 
     def gather(self, value: Any) -> list[Any]:
-        """One picklable value of every rank, by rank; collective. Raises PipelineError as a step does."""
+        """One value of every rank, by rank: numbers, strings, containers, NamedTuples of them; collective. Raises PipelineError."""
         self._check_open("gather")
         with self._failing_together():
             return self._transport.gather(value, self.timeout)
