@@ -19,7 +19,7 @@ from zbkern.pipeline.runtime.links import measure_links
 from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, MeasuredParts, Measurements, largest_message
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.recomputed_parts import names_of_parts
+from zbkern.pipeline.runtime.recomputation import names_of_parts
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule

@@ -1,15 +1,17 @@
-"""What autograd saves in a forward of which an R runs named parts again: norms, activation functions, whole layers.
+"""What autograd saves in a forward that an R runs again: all of it, or named parts: norms, activation functions, layers.
 
-Of such a part only what it was given is kept, by whoever saves it anyway in most cases. What it saves itself, and what
-it returns, wherever that is saved later, is there again after the R.
+Of what runs again only what it was given is kept, by whoever saves it anyway in most cases. What it saves itself, and
+what a part returns, wherever that is saved later, is there again after the R.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.data_parallel import gathered, is_sharded
 from zbkern.pipeline.runtime.forward_state import ForwardState
-from zbkern.pipeline.runtime.saved_tensors import Filling, Saved, SavedTensors, unpack
+from zbkern.pipeline.runtime.saved_tensors import Saved, SavedTensors
 from zbkern.pipeline.runtime.storages import Storages, key, keys
 
 
@@ -69,41 +71,43 @@ class _Later:
         """The tensor in the memory of the outputs that were computed again; fills its place."""
         memory = outputs[self._output].untyped_storage()
         found = torch.empty(0, dtype=self._dtype, device=memory.device)
-        found.set_(memory, self._offset, self._shape, self._stride)
-        self.saved.fill(found, None)
-        return found
+        return self.saved.fill(found.set_(memory, self._offset, self._shape, self._stride))
 
 
 class _Input:
-    """A tensor that a part was given, in its arguments."""
+    """A tensor that a forward was given, in its arguments."""
 
     def __init__(self, saved: Saved, requires_grad: bool) -> None:
         self._saved, self._requires_grad = saved, requires_grad
 
     @property
     def tensor(self) -> Tensor:
-        return unpack(self._saved).detach().requires_grad_(self._requires_grad)
+        return self._saved.get().detach().requires_grad_(self._requires_grad)
 
 
 class _Run:
-    """One run of a part: what it was given, with an `_Input` in the place of every tensor, and what an R fills."""
+    """A forward that is to run again, of a part or of everything: `call` with what it was `given`, where an `_Input` is
+    in the place of every tensor; and what an R fills."""
 
-    def __init__(self, part: torch.nn.Module, given: Any, device: torch.device) -> None:
-        self.part, self.given = part, given
-        self.before = ForwardState([part], device)
+    def __init__(self, call: Callable[..., Any], given: Any, module: torch.nn.Module, device: torch.device) -> None:
+        self.call, self.given, self.module = call, given, module
+        self.before = ForwardState([module], device)
         self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         self.inside: list[Saved] = []
         self.later: list[_Later] = []
 
 
-class RecomputedParts(SavedTensors):
-    """Inside `saving`, what autograd saves outside of `parts`; `recompute` fills in the rest."""
+class RecomputedTensors(SavedTensors):
+    """The same of a forward of which an R runs parts again, or everything: `recompute` fills in what these save.
 
-    def __init__(self, storages: Storages, parts: Mapping[torch.nn.Module, Any], device: torch.device) -> None:
+    parts: these, each with the module of FSDP2 that gathers its weights, or None.
+    """
+
+    def __init__(self, storages: Storages, device: torch.device, parts: Mapping[torch.nn.Module, Any]) -> None:
         super().__init__(storages)
         self._parts, self._device = parts, device
         self._runs: list[_Run] = []
-        self._within: torch.nn.Module | None = None  # the part that runs
+        self._within: torch.nn.Module | None = None  # what runs, of that which runs again
         self._given: list[tuple[Tensor, int]] = []  # to it, with their versions
         self._outputs: dict[int, tuple[weakref.ref[Any], int, _Run, int]] = {}  # by key: version, run, and which
 
@@ -116,6 +120,13 @@ class RecomputedParts(SavedTensors):
             stack.enter_context(super().saving())
             yield
         self._outputs.clear()
+        if self._within is not None:
+            self._runs[-1].before.keep_written()
+            self._within = None
+
+    def begin(self, module: torch.nn.Module, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+        """What comes, until `saving` ends, is call(*arguments, **keywords), in which `module` runs: all of it again."""
+        self._begin(module, call, arguments, keywords)
 
     def computed_again(self, outputs: Any) -> int:
         """Bytes of the tensors among these that are outputs of parts, for inside `saving`."""
@@ -124,28 +135,39 @@ class RecomputedParts(SavedTensors):
         return sum(again.values())
 
     def recompute(self, defer: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Runs the parts again, in the order in which they ran; defer: what a forward of the chunk runs in."""
+        """Runs what is to run again, in the order in which it ran; defer: what a forward of the chunk runs in."""
         runs, self._runs = self._runs, []
         for run in runs:
             arguments, keywords = pytree.tree_map_only(_Input, lambda given: given.tensor, run.given)
             run.before.restore()
-            filling = Filling(run.inside, self.storages)
+            filled = itertools.count()
+            fill = partial(self._fill, run.inside, filled)
             enabled, dtype = run.autocast
             autocast = torch.autocast(self._device.type, dtype, enabled)
-            with defer(), gathered(self._parts[run.part]), autocast, filling.filling():
-                outputs = pytree.tree_leaves(run.part(*arguments, **keywords))
-            filling.check(type(run.part).__name__)
+            hooks = torch.autograd.graph.saved_tensors_hooks(fill, Saved.get)
+            with defer(), gathered(self._parts.get(run.module)), autocast, hooks:
+                outputs = pytree.tree_leaves(run.call(*arguments, **keywords))
+            _check_repeated(run, next(filled))
             for later in run.later:
-                self.storages.place(later.fill(outputs))
+                self.storages.add(later.fill(outputs))
+
+    def _fill(self, places: Sequence[Saved], filled: Iterator[int], tensor: Tensor) -> Saved:
+        """Fills the places that the first forward has left, in their order."""
+        index = next(filled)
+        saved = places[index] if index < len(places) else Saved()
+        self.storages.add(saved.fill(tensor))
+        return saved
 
     def _enter(self, part: torch.nn.Module, arguments: Any, keywords: Any) -> None:
-        if self._within is not None or not self._saves():
-            return
+        if self._within is None and self._saves():
+            self._begin(part, part, arguments, keywords)
+
+    def _begin(self, module: torch.nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
         self._given = [(tensor, tensor._version) for tensor in tensors]
         given = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
-        self._runs.append(_Run(part, given, self._device))
-        self._within = part
+        self._runs.append(_Run(call, given, module, self._device))
+        self._within = module
 
     def _saves(self) -> bool:
         """Whether what is saved now comes here: not within a checkpoint, which runs its layers again by itself, nor
@@ -170,11 +192,11 @@ class RecomputedParts(SavedTensors):
 
     def _pack(self, tensor: Tensor) -> Saved:
         if self._within is not None:
-            self._runs[-1].inside.append(Saved(None, None))
+            self._runs[-1].inside.append(Saved())
             return self._runs[-1].inside[-1]
         if (output := self._output(tensor)) is not None:
             run, index = output
-            run.later.append(_Later(Saved(None, None), index, tensor))
+            run.later.append(_Later(Saved(), index, tensor))
             return run.later[-1].saved
         return super()._pack(tensor)
 
@@ -185,3 +207,13 @@ class RecomputedParts(SavedTensors):
         storage, version, run, index = self._outputs[key(tensor)]
         # else another storage has its key, or it changed
         return (run, index) if storage() is not None and version == tensor._version else None
+
+
+def _check_repeated(run: _Run, saved: int) -> None:
+    """Raises RuntimeError where the second forward has saved other tensors than the first."""
+    if saved != len(run.inside):
+        raise RuntimeError(
+            f"{type(run.module).__name__} saved {len(run.inside)} tensors for backward, and {saved} when it ran again: "
+            "a module whose forward depends on anything but its inputs, parameters and torch's random numbers cannot "
+            "be recomputed"
+        )
