@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,42 +53,63 @@ def make_stages(
 ) -> dict[int, Stage]:
     """The stage of every chunk of this rank: one that saves memory where the rank's row has R, O or L."""
     row, count, last = schedule.actions[rank], schedule.microbatches, len(schedule.placement) - 1
-    losses = {chunk: loss_fn if chunk == last else None for chunk in modules}
-    arguments = [(module, chunk, queue, losses[chunk], count) for chunk, module in modules.items()]
+    stages = [(each, chunk, queue, loss_fn if chunk == last else None, count) for chunk, each in modules.items()]
     if not offloads_or_recomputes(row):
-        return {each[1]: Stage(*each) for each in arguments}
+        return {stage[1]: Stage(*stage) for stage in stages}
+    again = {chunk for chunk, _ in recomputed(row)}
+    parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}
     lanes = CopyLanes(recorder.device, recorder.now)
-    stages = {
-        each[1]: MemorySavingStage(*each, row=row, lanes=lanes, recorder=recorder, options=options)
-        for each in arguments
-    }
-    recorder.watch([*stages.values()])
-    return {**stages}
+    saving = [MemorySavingStage(*s, row, lanes, recorder, options.copy_size, parts.get(s[1], {})) for s in stages]
+    recorder.watch(saving)
+    return {stage.chunk: stage for stage in saving}
+
+
+def _named_parts(
+    module: torch.nn.Module, chunk: int, named: Sequence[str | type]
+) -> dict[torch.nn.Module, torch.nn.Module | None]:
+    """`parts_of` a chunk that has an R. Raises ValueError where it has none of them."""
+    found = parts_of(module, named)
+    if named and not found:
+        names = [name for name, _ in module.named_modules()][1:9]
+        raise ValueError(
+            f"StepOptions: recompute must name a part of every chunk that has an R in the schedule; chunk {chunk} has "
+            f"none for {tuple(named)}; its modules are {names} and so on"
+        )
+    return found
 
 
 class MemorySavingStage(Stage):
     """A Stage that also runs R, O and L of its chunk.
 
-    stage: the arguments of `Stage`. row: this rank's actions, which tell a forward what will become of its activations.
-    lanes: the copies of the rank; recorder: of when they run, and of what is held meanwhile. The tensors that autograd
-    saves in a forward, those of the loss among them, are kept in `SavedTensors`; what W needs stays in the queue.
-    Parameters, buffers and the batch stay on the device, and are neither moved nor counted.
+    row: this rank's actions, which tell a forward what will become of its activations. lanes: the copies of the rank;
+    recorder: of when they run, and of what is held meanwhile. parts: what an R runs again (`parts_of`), the whole chunk
+    where there are none. The others are those of `Stage`. The tensors that autograd saves in a forward, those of the
+    loss among them, are kept in `SavedTensors`; what W needs stays in the queue. Parameters, buffers and the batch stay
+    on the device, and are neither moved nor counted.
     """
 
     def __init__(
-        self, *stage: Any, row: Sequence[Action], lanes: CopyLanes, recorder: Recorder, options: StepOptions
+        self,
+        module: torch.nn.Module,
+        chunk: int,
+        queue: WGradQueue,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        microbatches: int,
+        row: Sequence[Action],
+        lanes: CopyLanes,
+        recorder: Recorder,
+        copy_size: int,
+        parts: Mapping[torch.nn.Module, torch.nn.Module | None],
     ) -> None:
-        super().__init__(*stage)
-        self._lanes = lanes
-        self._recorder = recorder
-        self._copy_size = options.copy_size
-        self.kept_bytes = 0  # by the last F with an R
+        super().__init__(module, chunk, queue, loss_fn, microbatches)
+        self._lanes, self._recorder = lanes, recorder
+        self._copy_size = copy_size
+        self.kept_sizes: list[int] = []  # bytes of the storages that the last F has left
         self.output_again_bytes = 0  # of its output, what the R computes again
-        self._recomputed = {microbatch for chunk, microbatch in recomputed(row) if chunk == self.chunk}
-        named = options.recompute if self._recomputed else ()
-        self._parts = parts_of(self.module, self.chunk, named) if named else {}
-        self._streamed = {microbatch for chunk, microbatch in streamed(row) if chunk == self.chunk}
-        self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == self.chunk}  # pass, microbatch
+        self._parts = parts
+        self._recomputed = {microbatch for each, microbatch in recomputed(row) if each == chunk}
+        self._streamed = {microbatch for each, microbatch in streamed(row) if each == chunk}
+        self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == chunk}  # pass, microbatch
         self._activations: dict[int, SavedTensors] = {}  # from F to B
         self._waiting: dict[int, _WaitingTasks] = {}  # from B to W
         self._loads: dict[int, list[Copy]] = {}  # under way
@@ -97,7 +118,7 @@ class MemorySavingStage(Stage):
     def nbytes(self) -> int:
         """Bytes on the device of what microbatches hold here: activations from F to B, and what W needs, every storage
         of a microbatch once."""
-        return sum(each.storages.nbytes for each in (*self._activations.values(), *self._waiting.values()))
+        return sum(storages.nbytes for storages in self._all_storages())
 
     def forward(self, microbatch: int, inputs: Any, target: Any = None, side: Mapping[str, Any] | None = None) -> Any:
         if not torch.is_grad_enabled():
@@ -108,10 +129,10 @@ class MemorySavingStage(Stage):
             outputs = super().forward(microbatch, inputs, target, side)
             if isinstance(tensors, RecomputedTensors):
                 self.output_again_bytes = tensors.computed_again(outputs)
+        tensors.storages.drop_unused()
+        self.kept_sizes = tensors.storages.sizes
         if tensors.storages.offload is not None:
             tensors.storages.begin_offload()
-        if microbatch in self._recomputed:
-            self.kept_bytes = tensors.storages.nbytes
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
@@ -147,8 +168,8 @@ class MemorySavingStage(Stage):
 
     def reset(self) -> None:
         super().reset()
-        for each in (*self._activations.values(), *self._waiting.values()):
-            each.storages.abandon()
+        for storages in self._all_storages():
+            storages.abandon()
         for copy in [copy for loads in self._loads.values() for copy in loads]:
             with suppress(Exception):
                 copy.wait()
@@ -215,11 +236,17 @@ class MemorySavingStage(Stage):
 
     def _give_back(self) -> None:
         """Frees what was offloaded, and held by others, too, until now."""
-        for each in (*self._activations.values(), *self._waiting.values()):
-            each.storages.give_back()
+        for storages in self._all_storages():
+            storages.give_back()
+
+    def _all_storages(self) -> list[Storages]:
+        activations = [each.storages for each in self._activations.values()]
+        return activations + [each.storages for each in self._waiting.values()]
 
     def _storages(self, microbatch: int) -> Storages:
-        return (self._waiting.get(microbatch) or self._activations[microbatch]).storages
+        """Of what a microbatch holds now."""
+        kept = self._waiting if microbatch in self._waiting else self._activations
+        return kept[microbatch].storages
 
     def _run_as_loaded(self, microbatches: Sequence[int]) -> None:
         """Runs W of one weight after the other, each as soon as what it needs has been loaded.

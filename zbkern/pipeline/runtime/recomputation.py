@@ -1,4 +1,4 @@
-"""What autograd saves in a forward that an R runs again: all of it, or named parts: norms, activation functions, layers.
+"""What autograd saves in a forward that an R runs again: all of it, or named parts, such as norms and whole layers.
 
 Of what runs again only what it was given is kept, by whoever saves it anyway in most cases. What it saves itself, and
 what a part returns, wherever that is saved later, is there again after the R.
@@ -21,38 +21,28 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.runtime.data_parallel import gathered, is_sharded
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.saved_tensors import Saved, SavedTensors
-from zbkern.pipeline.runtime.storages import Storages, key, keys
+from zbkern.pipeline.runtime.storages import Storages, keys
+from zbkern.wgrad.storages import storage_key
 
 
-def names_of_parts(module: torch.nn.Module, named: Sequence[str | type]) -> dict[str, torch.nn.Module]:
-    """The outermost modules in a module that one of `named` names: patterns of their names, or classes.
+def parts_of(module: torch.nn.Module, named: Sequence[str | type], name: str = "") -> dict[torch.nn.Module, Any]:
+    """The outermost modules in a module that one of `named` names: patterns of their names, or classes; each with the
+    module of FSDP2 that gathers its weights for it, or None.
 
-    Stand-ins for layers of other ranks, which `cut` leaves in a chunk, are none.
+    name: of the module itself, which is then one of them. Stand-ins for layers of other ranks, which `cut` leaves in a
+    chunk, are none.
     """
     found: dict[str, torch.nn.Module] = {}
-    for name, part in module.named_modules():
-        within = any(name.startswith(f"{outer}.") for outer in found)
-        here = name and not within and not getattr(type(part), "held_elsewhere", False)
-        if here and any(_is_named(name, part, each) for each in named):
-            found[name] = part
-    return found
-
-
-def parts_of(module: torch.nn.Module, chunk: int, named: Sequence[str | type]) -> dict[torch.nn.Module, Any]:
-    """The parts of a chunk, each with the module of FSDP2 that gathers its weights for it, or None.
-
-    Raises ValueError where there are none.
-    """
-    found = names_of_parts(module, named)
-    if not found:
-        names = [name for name, _ in module.named_modules()][1:9]
-        raise ValueError(
-            f"StepOptions: recompute must name a part of every chunk that has an R in the schedule; chunk {chunk} has "
-            f"none for {tuple(named)}; its modules are {names} and so on"
-        )
-    sharded = [(name, part) for name, part in module.named_modules() if is_sharded(part)]  # parents first
-    above = {name: [owner for outer, owner in sharded if not outer or name.startswith(f"{outer}.")] for name in found}
-    return {part: above[name][-1] if above[name] and not is_sharded(part) else None for name, part in found.items()}
+    sharded: list[tuple[str, torch.nn.Module]] = []  # parents first
+    for path, part in module.named_modules(prefix=name):
+        within = any(path.startswith(f"{outer}.") for outer in found)
+        here = path and not within and not getattr(type(part), "held_elsewhere", False)
+        if here and any(_is_named(path, part, each) for each in named):
+            found[path] = part
+        if is_sharded(part):
+            sharded.append((path, part))
+    above = {path: [owner for outer, owner in sharded if not outer or path.startswith(f"{outer}.")] for path in found}
+    return {part: above[path][-1] if above[path] and not is_sharded(part) else None for path, part in found.items()}
 
 
 def _is_named(name: str, part: torch.nn.Module, pattern: str | type) -> bool:
@@ -131,7 +121,9 @@ class RecomputedTensors(SavedTensors):
     def computed_again(self, outputs: Any) -> int:
         """Bytes of the tensors among these that are outputs of parts, for inside `saving`."""
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        again = {key(each): each.untyped_storage().nbytes() for each in tensors if self._output(each) is not None}
+        again = {
+            storage_key(each): each.untyped_storage().nbytes() for each in tensors if self._output(each) is not None
+        }
         return sum(again.values())
 
     def recompute(self, defer: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -187,8 +179,13 @@ class RecomputedTensors(SavedTensors):
             )
         passed_on = keys(tensor for tensor, _ in given)
         for index, leaf in enumerate(pytree.tree_leaves(output)):
-            if type(leaf) is Tensor and leaf.layout is torch.strided and key(leaf) not in passed_on:
-                self._outputs[key(leaf)] = weakref.ref(leaf.untyped_storage()), leaf._version, self._runs[-1], index
+            if type(leaf) is Tensor and leaf.layout is torch.strided and storage_key(leaf) not in passed_on:
+                self._outputs[storage_key(leaf)] = (
+                    weakref.ref(leaf.untyped_storage()),
+                    leaf._version,
+                    self._runs[-1],
+                    index,
+                )
 
     def _pack(self, tensor: Tensor) -> Saved:
         if self._within is not None:
@@ -202,9 +199,9 @@ class RecomputedTensors(SavedTensors):
 
     def _output(self, tensor: Tensor) -> tuple[_Run, int] | None:
         """The run of a part, and which of its outputs this tensor is, or a view of it."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or key(tensor) not in self._outputs:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or storage_key(tensor) not in self._outputs:
             return None
-        storage, version, run, index = self._outputs[key(tensor)]
+        storage, version, run, index = self._outputs[storage_key(tensor)]
         # else another storage has its key, or it changed
         return (run, index) if storage() is not None and version == tensor._version else None
 

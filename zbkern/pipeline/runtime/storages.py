@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zbkern.data_parallel import parameter_groups, unsharded
 from zbkern.pipeline.runtime.data_parallel import sharded_roots
 from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
+from zbkern.wgrad.storages import storage_key
 
 
 class Offload(NamedTuple):
@@ -30,7 +31,7 @@ class Offload(NamedTuple):
 
 
 class Storages:
-    """The storages of tensors on a device, without the `resident` ones (by `key`), which always stay.
+    """The storages of tensors on a device, without the `resident` ones (by their keys), which always stay.
 
     offload: None where they are counted only. nbytes: of those that are on the device now. loads: the copies back.
     """
@@ -51,9 +52,21 @@ class Storages:
         """The storages that a tensor is in, without those that stay."""
         found = []
         for part in parts(wait_for(tensor)):
-            if part.layout is torch.strided and part.device == self._device and key(part) not in self._resident:
+            if part.layout is torch.strided and part.device == self._device and storage_key(part) not in self._resident:
                 found.append(self._add(part))
         return found
+
+    def drop_unused(self) -> None:
+        """Drops those without a tensor, as of parts of a graph that lead to no output, of which nothing has gone."""
+        if not self._transfers:
+            self._known = {key: storage for key, storage in self._known.items() if storage.known_tensors()}
+            self._next = [*self._known.values()]
+            self.nbytes = self._next_bytes = sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of every storage, in the order in which they came."""
+        return [storage.nbytes for storage in self._known.values()]
 
     def begin_if_full(self) -> bool:
         """Begins a transfer to the host where enough waits for it; whether it has."""
@@ -109,9 +122,10 @@ class Storages:
                 copy.wait()
 
     def _add(self, tensor: Tensor) -> Storage:
-        storage = self._known.get(key(tensor))
+        key = storage_key(tensor)
+        storage = self._known.get(key)
         if storage is None:
-            storage = self._known[key(tensor)] = Storage(tensor)
+            storage = self._known[key] = Storage(tensor)
             self.nbytes += storage.nbytes
             self._append(storage)
         elif not storage.covers(tensor) and storage not in self._next:
@@ -143,6 +157,10 @@ class Storage:
         """Whether its memory was given back."""
         return self._memory.nbytes() < self.nbytes
 
+    def known_tensors(self) -> int:
+        """How many of `tensors` there still are."""
+        return len({id(tensor) for reference in self.tensors if (tensor := reference()) is not None})
+
     def covers(self, tensor: Tensor) -> bool:
         """Whether the tensor is in the part of the storage that others have used; it has used its own from now on."""
         (low, high), (first, last) = self._extent, _extent(tensor)
@@ -158,8 +176,8 @@ class Storage:
 
     def give_back(self) -> bool:
         """Frees the device's memory, unless somebody holds it whose tensors are not known."""
-        known = {id(tensor) for reference in self.tensors if (tensor := reference()) is not None}
-        if not self._memory.resizable() or torch._C._storage_Use_Count(self._memory._cdata) > len(known) + 1:  # it, too
+        users = torch._C._storage_Use_Count(self._memory._cdata)
+        if not self._memory.resizable() or users > self.known_tensors() + 1:  # and this
             return False
         self._memory.resize_(0)
         return True
@@ -215,14 +233,9 @@ def parts(tensor: Any) -> Iterator[Tensor]:
             yield from parts(part)
 
 
-def key(tensor: Tensor) -> int:
-    """A number that tensors have in common that share a storage."""
-    return tensor.untyped_storage()._cdata
-
-
 def keys(tensors: Iterable[Tensor]) -> set[int]:
     """The same of several, for all their parts that have a storage."""
-    return {key(part) for tensor in tensors for part in parts(tensor) if part.layout is torch.strided}
+    return {storage_key(part) for tensor in tensors for part in parts(tensor) if part.layout is torch.strided}
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
