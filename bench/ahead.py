@@ -5,27 +5,14 @@ One process compiles a kernel in one or two seconds, and half of the programs he
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
-
-@dataclass(frozen=True)
-class Job:
-    """A variant of a kernel as Triton's launcher would compile it; kernel: its module and its name there."""
-
-    kernel: tuple[str, str]
-    signature: dict[str, Any]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
-    target: Any
-    options: dict[str, Any]
+from build_tools.kernels.jobs import Job
+from build_tools.kernels.jobs import compile_job as compile_job
+from build_tools.kernels.jobs import jobs as jobs
 
 
 class Compilers:
@@ -68,58 +55,3 @@ class Compilers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def jobs(runs: Iterable[Callable[[], object]]) -> list[Job]:
-    """What the runs would compile; none where kernels are interpreted."""
-    from zbkern.kernels.triton.common import INTERPRETED, Kernel, compile_options
-    from zbkern.kernels.triton.replay import replay
-
-    found: list[Job] = []
-    seen = set()
-
-    def record(
-        self: Any, grid: Any, arguments: Any, constants: Any, warps: int, stages: int, key: tuple | None = None
-    ) -> None:
-        job = _job(self, arguments, constants, compile_options(warps, stages))
-        if repr(job) not in seen:
-            seen.add(repr(job))
-            found.append(job)
-
-    if INTERPRETED:
-        return found
-    with replay.paused(), mock.patch.object(Kernel, "__call__", record):
-        for run in runs:
-            try:
-                run()
-            except Exception:  # it will say so when it is measured
-                continue
-    return found
-
-
-def _job(kernel: Any, arguments: Any, constants: Any, options: dict[str, Any]) -> Job:
-    """As triton.runtime.jit.JITFunction.run finds it out (3.6): another variant there would be compiled again."""
-    from triton import knobs
-    from triton.runtime import driver
-
-    function = kernel.function
-    _, _, target, backend, binder = function.device_caches[driver.active.get_current_device()]
-    options |= {
-        "debug": function.debug or knobs.runtime.debug,
-        "instrumentation_mode": knobs.compilation.instrumentation_mode,
-    }
-    bound, specialization, _ = binder(*arguments, *constants, **options)
-    parsed, signature, fixed, attributes = function._pack_args(backend, options, bound, specialization, None)
-    name = next(name for name, value in vars(sys.modules[function.module]).items() if value is kernel)
-    return Job((function.module, name), signature, fixed, attributes, target, dict(parsed.__dict__))
-
-
-def compile_job(job: Job) -> Any:
-    """Compiles one, into Triton's cache; returns Triton's CompiledKernel."""
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as triton_compile
-
-    module, name = job.kernel
-    function = getattr(importlib.import_module(module), name).function
-    source = ASTSource(function, job.signature, job.constants, job.attributes)
-    return triton_compile(source, target=job.target, options=job.options)

@@ -34,7 +34,7 @@ def library_folder() -> Path:
         raise RuntimeError("a driver to rehearse with is compiled from C, and there is no compiler: install gcc")
     import triton
 
-    from zbkern.kernels.triton import aot
+    from build_tools.kernels import aot
 
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
@@ -134,7 +134,7 @@ def gpu(capability: int, answers: bool = True) -> Iterator[None]:
     import torch
     import triton
 
-    from bench import kernels_launched
+    from build_tools.kernels import launches
     from zbkern.kernels import dispatch
     from zbkern.kernels.triton import kernels
 
@@ -144,7 +144,7 @@ def gpu(capability: int, answers: bool = True) -> Iterator[None]:
         return backend if impl == "triton" else real(op, impl, device, dtype)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(kernels_launched.tiles_of(capability))
+        stack.enter_context(launches.tiles_of(capability))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=-1))  # a CPU's
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
         stack.enter_context(mock.patch.object(dispatch, "resolve", resolve))

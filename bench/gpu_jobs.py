@@ -284,14 +284,10 @@ def compile_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str
 
 def measure_row(job: Job, seconds: float, where: Where, send: Send) -> tuple[str, str]:
     """One row of `bench.gpu`, each shape sent as soon as it is measured."""
-    import torch
-
     from bench import gpu
 
     tiny = where.rehearsed is not None
     rows, bench = gpu_prepare.row_and_bench(job.name, where.device, "triton", tiny, written=True)
-    if job.name.startswith("AdamW"):
-        torch.optim.SGD([torch.zeros(1)])  # imports the compiler at its first use, which takes seconds
     wrong, missing = [], []
     for figure in gpu.measure(rows, bench, 0.8 * seconds):
         if where.faults.get(job.name) == "wrong":

@@ -110,8 +110,8 @@ def to_prepare(rows: Sequence[str] = ()) -> Iterator[Run]:
 
 
 def has_kernels(row: str) -> bool:
-    """Whether it runs kernels of Triton: AdamW is CUDA's, and the ceilings are torch's."""
-    return not row.startswith("AdamW") and not row.endswith("ceiling")
+    """Whether it runs kernels of Triton: the ceilings are torch's."""
+    return not row.endswith("ceiling")
 
 
 def row_and_bench(name: str, device: str, impl: str, tiny: bool = False, written: bool = False) -> tuple[list, Any]:
@@ -135,10 +135,10 @@ def name_kernels() -> None:
     """Asks Triton for the key of every kernel's source, in one order in every process: it depends on which kernels were
     asked for before (3.6: a function that calls one that is being asked for takes a placeholder for it), and what one
     process has compiled another would not find."""
-    from zbkern.kernels.triton import aot
+    from build_tools.kernels import jobs
     from zbkern.kernels.triton.common import Kernel
 
-    for module in sorted(aot.modules()):
+    for module in sorted(jobs.kernel_modules()):
         for _, value in sorted(vars(importlib.import_module(module)).items()):
             if isinstance(value, Kernel):
                 _ = value.function.cache_key

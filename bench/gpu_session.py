@@ -43,7 +43,7 @@ ROWS = (
     *("W, fp32 added", "W of 4, merged", "all W of a layer", "product, ceiling", "copy, ceiling"),
     *("dgrad with SwiGLU", "W of 8 experts"),
     *("8 experts, forward", "RMSNorm forward", "RMSNorm backward", "attention forward", "attention backward"),
-    *("linear + cross entropy", "AdamW, fp32", "AdamW, bf16 + masters", "host time of a W"),
+    *("linear + cross entropy", "host time of a W"),
 )
 """Of `bench.gpu`, in this order."""
 
@@ -204,7 +204,7 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
     """All jobs, in the order in which they are to run: bfloat16 of every kernel before the other dtypes."""
     from zbkern.kernels import spec
 
-    names = [name for name in spec.KERNELS if name not in ("norm_partials", "adamw", "squared_norm")]
+    names = [name for name in spec.KERNELS if name != "norm_partials"]
     names.sort(key=lambda name: "wgrad" not in name)
     first, *others = arguments.dtype or gpu_prepare.DTYPES
     jobs = [Job("build", "extension", "", BUILD_LIMIT)]

@@ -154,7 +154,7 @@ def test_asks_nvcc_for_its_version(tmp_path: Path) -> None:
 
 
 def test_code_flags_of_sources() -> None:
-    everywhere, hopper, ampere = map(Path, ("cuda_optimizer.cu", "cuda_x_sm90.cu", "cuda_x_sm80.cu"))
+    everywhere, hopper, ampere = map(Path, ("cuda_x.cu", "cuda_x_sm90.cu", "cuda_x_sm80.cu"))
     assert cuda.code_flags(everywhere, ("8.0", "9.0a", "12.0+PTX")) == [
         *("-gencode", "arch=compute_80,code=[sm_80]"),
         *("-gencode", "arch=compute_90a,code=[sm_90a]"),

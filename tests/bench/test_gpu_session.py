@@ -95,7 +95,7 @@ assert "zbkern.kernels.cuda.wgrad" not in sys.modules  # it looks for the extens
 @pytest.mark.slow
 def test_every_kind_of_job_is_rehearsed(tmp_path: Path) -> None:
     """A kernel, some rows and all programs: all kernels and rows would compile some 250 variants."""
-    rows = ("RMSNorm forward", "AdamW, fp32", "host time of a W")
+    rows = ("RMSNorm forward", "host time of a W")
     programs = ("tests of the extension", "W of the extension", "virtual stages", "tiles of W", "sanitizer")
     names = "|".join(("rotary_fwd", *rows, *programs, *(f"compile {row}" for row in rows)))
     options = ["--only", f"^({names})$", "--dtype", "bfloat16", "--kernel-limit", "200", "--row-limit", "200"]
@@ -106,7 +106,7 @@ def test_every_kind_of_job_is_rehearsed(tmp_path: Path) -> None:
     assert others <= {(name, "cannot run") for name in ("W of the extension", "virtual stages", "tiles of W")}
     figures = [figure for job in found.values() for figure in job["figures"]]
     assert {figure["row"] for figure in figures} == set(rows)
-    assert {figure["row"] for figure in figures if "rate" not in figure} == {"AdamW, fp32"}
+    assert all("rate" in figure for figure in figures)
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "a.json").read_text())
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == actions
     assert Schedule.from_csv((tmp_path / "a.csv").read_text()) == schedule
-    assert Schedule.from_csv((tmp_path / "a.torch.csv").read_text(), dialect="torch").actions == schedule.actions
+    assert Schedule.from_csv((tmp_path / "a.torch.csv").read_text()).actions == schedule.actions
     assert (tmp_path / "a.txt").read_text() == schedule.to_text() + "\n"
 
 

@@ -314,9 +314,9 @@ def _write(found: Plan, path: Path) -> Path:
         if path.suffix == ".txt":
             path.write_text(schedule.to_text() + "\n", encoding="utf-8")
         elif path.suffix == ".csv":
-            dialect = "torch" if path.name.endswith(".torch.csv") else "zbkern"
-            cut = f"# partition: {' '.join(map(str, found.partition))}\n" if found.partition else ""
-            path.write_text((cut if dialect == "zbkern" else "") + schedule.to_csv(dialect), encoding="utf-8")
+            header = not path.name.endswith(".torch.csv")
+            cut = f"# partition: {' '.join(map(str, found.partition))}\n" if header and found.partition else ""
+            path.write_text(cut + schedule.to_csv(header=header), encoding="utf-8")
         else:
             draw.save([found.timeline], path, costs=[found.costs])
     except OSError as error:

@@ -166,7 +166,7 @@ def test_an_evaluation_leaves_every_module_in_its_mode() -> None:
     assert [part.training for part in module.modules()] == [True, True, True, False]
 
 
-def test_slices_of_w_add_up() -> None:
+def test_parts_of_w_add_up() -> None:
     whole = schedules.zb_h1(1, 2)
     sliced = [
         piece

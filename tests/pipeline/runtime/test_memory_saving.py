@@ -265,7 +265,7 @@ def test_a_recomputation_reads_and_leaves_buffers_as_without(recompute: Sequence
         ("0F0 0F1 0B0 0W0 0B1 0W1", "0F0 0O0 0F1 0L0 0B0 0W0:0/2 0W0:1/2 0B1 0W1"),
     ],
 )
-def test_slices_of_w_are_as_without(rows: tuple[str, str]) -> None:
+def test_parts_of_w_are_as_without(rows: tuple[str, str]) -> None:
     assert_same(*results_of(rows, lambda: deep(3), steps=2))
 
 

@@ -94,7 +94,7 @@ class Stage:
         self.queue.run([(self.chunk, microbatch) for microbatch in microbatches])
 
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
-        """Slice `index` of `count` of a W: its share of the tasks that are still pending."""
+        """Part `index` of `count` of a W: its share of the tasks that are still pending."""
         key = (self.chunk, microbatch)
         for _ in range(-(-self.queue.pending(key) // (count - index))):
             self.queue.run_one(key)
