@@ -460,7 +460,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("ProfileOptions(repeats='a')", TypeError, "ProfileOptions: repeats must be an int; got 'a'"),
     ("ProfileOptions(repeats=0)", ValueError, "ProfileOptions: repeats must be at least 1; got 0"),
     ("profile([layer()], [0], None, t(8,2), t(8,2), group=one())", TypeError, "Pipeline: loss_fn must be callable on"),
-    ("profile([layer()], [0], 3, t(8,2), t(8,2), group=one())", TypeError, "Pipeline: loss_fn must be callable as loss"),
+    ("profile([layer()], [0], 3, t(8,2), t(8,2), group=one())", TypeError, "Pipeline: loss_fn must be callable"),
     ("profile([layer()], [0], mse, group=one())", ValueError, "Pipeline.step: inputs must be given on this rank; got"),
     ("ShardedReduction(layer(), WGradQueue())", TypeError, "ShardedReduction: model must have been through"),
     ("ShardedReduction(3, WGradQueue())", TypeError, "ShardedReduction: model must have been through fully_shard; got"),
