@@ -18,7 +18,8 @@ from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport
-from zbkern.pipeline.transport.distributed import DistributedTransport, meet
+from zbkern.pipeline.transport.distributed import DistributedTransport
+from zbkern.pipeline.transport.process_groups import rendezvous
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -45,7 +46,7 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
     if is_transport(group):
         return group
     rank = dist.get_rank(group)
-    names = meet(group, sorted(tied))
+    names = rendezvous(dist.get_process_group_ranks(group or dist.group.WORLD), sorted(tied))
     edges = {*pairwise(schedule.placement), *pairwise(rank_order(schedule))}
     for name in {name for row in names for name in row}:
         first, *others = (holder for holder, row in enumerate(names) if name in row)
