@@ -28,7 +28,7 @@ from zbkern.kernels.triton.matmul_tile import (
     store,
     tile_index,
 )
-from zbkern.kernels.triton.replay import replay
+from zbkern.kernels.triton.replay import replayed
 
 
 @Kernel
@@ -99,6 +99,7 @@ def _gated_dgrad(
         )  # fmt: skip
 
 
+@replayed
 def gated_linear_fwd(
     x: Tensor,
     weight_gate: Tensor,
@@ -112,23 +113,6 @@ def gated_linear_fwd(
     num_sms: int | None = None,
 ) -> None:
     """gate = x weight_gate^T + bias_gate, up = x weight_up^T + bias_up, h = activation(gate) * up."""
-    operands = (x, weight_gate, weight_up, bias_gate, bias_up, gate, up, h)
-    options = ("gated_linear_fwd", activation, num_sms, precision(x.dtype))
-    replay.run(lambda: _forward(*operands[:5], activation, gate, up, h, num_sms), operands, options)
-
-
-def _forward(
-    x: Tensor,
-    weight_gate: Tensor,
-    weight_up: Tensor,
-    bias_gate: Tensor | None,
-    bias_up: Tensor | None,
-    activation: str,
-    gate: Tensor,
-    up: Tensor,
-    h: Tensor,
-    num_sms: int | None,
-) -> None:
     (p, r), q = x.shape, weight_gate.shape[0]
     if p == 0 or q == 0:
         return
@@ -158,6 +142,7 @@ def _forward(
     )
 
 
+@replayed
 def gated_linear_dgrad(
     dy: Tensor,
     down: Tensor,
@@ -170,22 +155,6 @@ def gated_linear_dgrad(
     num_sms: int | None = None,
 ) -> None:
     """dh = dy down, then dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up."""
-    operands = (dy, down, gate, up, dgate, dup, h)
-    options = ("gated_linear_dgrad", activation, num_sms, precision(dy.dtype))
-    replay.run(lambda: _backward(*operands[:4], activation, dgate, dup, h, num_sms), operands, options)
-
-
-def _backward(
-    dy: Tensor,
-    down: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    dgate: Tensor,
-    dup: Tensor,
-    h: Tensor,
-    num_sms: int | None,
-) -> None:
     (p, r), q = dy.shape, down.shape[1]
     if p == 0 or q == 0:
         return

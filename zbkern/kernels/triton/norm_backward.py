@@ -42,21 +42,38 @@ def rms_norm_dgrad(
     dsummed: Tensor | None = None,
 ) -> None:
     """dx = rstd (g - normal mean(g normal)) [+ dsummed], g = dy weight, normal = x rstd; partials: sum of dy normal."""
-    _dgrad(dy, x, weight, None, rstd, dx, partials, dsummed)
+    layer_norm_dgrad(dy, x, weight, None, rstd, dx, partials, dsummed)
 
 
 def layer_norm_dgrad(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     dx: Tensor,
     partials: Tensor | None,
     dsummed: Tensor | None = None,
 ) -> None:
     """dx = rstd (g - mean(g) - normal mean(g normal)) [+ dsummed]; partials = sums over rows of dy normal and of dy."""
-    _dgrad(dy, x, weight, mean, rstd, dx, partials, dsummed)
+    rows, features = x.shape
+    if rows == 0 or features == 0:
+        if partials is not None:
+            partials.zero_()
+        return
+    strides = (*dy.stride(), *x.stride(), *strides_of(dsummed), *dx.stride())
+    tile, held, centered = norm_tile(features), features <= HELD, mean is not None
+    if not held:
+        tile, programs = Tile(1, PIECE, 8), rows
+    else:
+        programs = norm_partials(rows, features, x.device) if partials is None else partials.shape[1]
+    arguments = (dy, x, dsummed, dense(weight), mean, rstd, dx, partials if held else None, rows, features)
+    constants = (centered, held, tile.rows, tile.columns, _STAGES if held else 1)
+    _dgrads(programs, (*arguments, *strides), constants, tile.warps, 1)
+    if partials is not None and not held:
+        grid = (triton.cdiv(features, 256), partials.shape[1])
+        summed = (dy, x, mean, rstd, partials, rows, features, *strides[:4])
+        _sum_columns(grid, summed, (centered, 8, 256), 4, 1)
 
 
 def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -82,36 +99,6 @@ def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor 
 def _processors(device: torch.device) -> int:
     """SMs of the device; in the interpreter 3, so that programs loop over rows there, too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def _dgrad(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    dx: Tensor,
-    partials: Tensor | None,
-    dsummed: Tensor | None,
-) -> None:
-    rows, features = x.shape
-    if rows == 0 or features == 0:
-        if partials is not None:
-            partials.zero_()
-        return
-    strides = (*dy.stride(), *x.stride(), *strides_of(dsummed), *dx.stride())
-    tile, held, centered = norm_tile(features), features <= HELD, mean is not None
-    if not held:
-        tile, programs = Tile(1, PIECE, 8), rows
-    else:
-        programs = norm_partials(rows, features, x.device) if partials is None else partials.shape[1]
-    arguments = (dy, x, dsummed, dense(weight), mean, rstd, dx, partials if held else None, rows, features)
-    constants = (centered, held, tile.rows, tile.columns, _STAGES if held else 1)
-    _dgrads(programs, (*arguments, *strides), constants, tile.warps, 1)
-    if partials is not None and not held:
-        grid = (triton.cdiv(features, 256), partials.shape[1])
-        summed = (dy, x, mean, rstd, partials, rows, features, *strides[:4])
-        _sum_columns(grid, summed, (centered, 8, 256), 4, 1)
 
 
 @triton.jit

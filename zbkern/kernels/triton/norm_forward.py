@@ -44,7 +44,7 @@ def rms_norm_fwd(
     summed: Tensor | None = None,
 ) -> None:
     """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps); with residual of summed = x + residual instead of x."""
-    _forward(x, weight, None, eps, y, None, rstd, residual, summed)
+    layer_norm_fwd(x, weight, None, eps, y, None, rstd, residual, summed)
 
 
 def layer_norm_fwd(
@@ -53,26 +53,12 @@ def layer_norm_fwd(
     bias: Tensor | None,
     eps: float,
     y: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     residual: Tensor | None = None,
     summed: Tensor | None = None,
 ) -> None:
-    """y = (x - mean) rstd weight + bias; with residual of summed = x + residual instead of x."""
-    _forward(x, weight, bias, eps, y, mean, rstd, residual, summed)
-
-
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    y: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    residual: Tensor | None,
-    summed: Tensor | None,
-) -> None:
+    """y = (x - mean) rstd weight + bias, with residual of summed = x + residual instead of x; RMSNorm has no mean."""
     rows, features = x.shape
     if rows == 0 or features == 0:
         rstd.fill_(float("nan"))  # the mean of nothing, as in torch
