@@ -5,14 +5,15 @@ One process compiles a kernel in one or two seconds, and half of the programs he
 
 from __future__ import annotations
 
+import functools
+import importlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
 
-from build_tools.kernels.jobs import Job
-from build_tools.kernels.jobs import compile_job as compile_job
-from build_tools.kernels.jobs import jobs as jobs
+from build_tools.kernels.jobs import Job, compile_job, jobs, kernel_modules
 
 
 class Compilers:
@@ -27,18 +28,19 @@ class Compilers:
     def compile(self, runs: Iterable[Callable[[], object]], work: Callable[[Job], object] | None = None) -> int:
         """Compiles the kernels that the runs would launch, and waits; returns how many variants are new.
 
-        work: what a process does with each, `compile_job` when not given.
+        work: what a process does with each, `compile_named` when not given.
 
         Our kernels do not run meanwhile, but everything else that the runs do happens. What goes wrong is left for the
         run itself to say; it is in `problems`, too.
         """
+        name_kernels()
         fresh = []
         for job in jobs(runs):
             if repr(job) not in self._jobs:
                 if self._pool is None:
                     context = multiprocessing.get_context("spawn")
                     self._pool = ProcessPoolExecutor(self.processes, mp_context=context)
-                future = self._jobs[repr(job)] = self._pool.submit(work or compile_job, job)
+                future = self._jobs[repr(job)] = self._pool.submit(work or compile_named, job)
                 fresh.append(future)
         errors = [future.exception() for future in fresh]
         self.problems += [f"{type(error).__name__}: {error}" for error in errors if error is not None]
@@ -55,3 +57,22 @@ class Compilers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def compile_named(job: Job) -> Any:
+    """Compiles one under the name that other processes look it up by."""
+    name_kernels()
+    return compile_job(job)
+
+
+@functools.cache
+def name_kernels() -> None:
+    """Asks Triton for the key of every kernel's source, in one order in every process: it depends on which kernels were
+    asked for before (3.6: a function that calls one that is being asked for takes a placeholder for it), and what one
+    process has compiled another would not find."""
+    from zbkern.kernels.triton.common import INTERPRETED, Kernel
+
+    for module in () if INTERPRETED else sorted(kernel_modules()):
+        for _, value in sorted(vars(importlib.import_module(module)).items()):
+            if isinstance(value, Kernel):
+                _ = value.function.cache_key

@@ -46,8 +46,8 @@ class StreamTransport(LocalTransport):
         super().deliver(tag, (message, None))
 
     def ready(self, tag: Any) -> bool:
-        found = self._ring.mailboxes[self.rank].peek(tag)
-        return found is not None and (found[1] is None or found[1].query())
+        found = self._mailbox.peek(tag)
+        return found is not None and (found[0][1] is None or found[0][1].query())
 
     def receive(self, peer: int, tag: Any, timeout: float) -> Any:
         message, departure = super().receive(peer, tag, timeout)
@@ -207,8 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     report.add_out(parser)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("nothing measured: this needs a CUDA GPU (bench.sleeping_ranks runs the engine without one)")
-        return 0
+        print("cannot run: this needs a CUDA GPU (bench.sleeping_ranks runs the engine without one)")
+        return 2
     if os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32") != "32":
         print("CUDA_DEVICE_MAX_CONNECTIONS is not 32: streams may share a queue, and wait for each other")
     device = torch.device("cuda", 0)

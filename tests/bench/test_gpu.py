@@ -113,7 +113,7 @@ def test_goals_may_be_about_another_peer_than_results_are_checked_with() -> None
 
 def test_no_figure_without_a_gpu(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 1
+    assert gpu.main([]) == 2
     assert "cannot run: no CUDA device" in capsys.readouterr().out
     assert gpu.main([*CPU, "--rows", "nothing like this"]) == 2
 

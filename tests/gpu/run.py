@@ -83,6 +83,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tests", default="tests/gpu", help="the tests to run")
     arguments = parser.parse_args(argv)
+    import torch
+
+    if not torch.cuda.is_available() and arguments.tests == "tests/gpu":
+        print("cannot run: torch sees no CUDA device")
+        return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + arguments.seconds
     results = Results(arguments.out)

@@ -14,7 +14,7 @@ from tests.support.optim_cases import twins_of
 from zbkern import testing
 from zbkern.optim import AdamW
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 SIZES = (1, 7, 4096, 0, 100_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

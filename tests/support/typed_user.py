@@ -26,8 +26,6 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
-from zbkern.pipeline.checkpoint import protocols as checkpoint_protocols
-from zbkern.pipeline.optimizer import protocols as optimizer_protocols
 from zbkern.pipeline.runtime.run_ahead import StepValidator
 
 
@@ -106,7 +104,7 @@ def schedule() -> Schedule:
     assert_type(answer.lower_bound, float)
     assert_type(answer.optimal, bool)
     plan(costs, 4)  # type: ignore[call-arg]
-    assert_type(Schedule.from_csv(answer.schedule.to_csv(dialect="torch"), dialect="torch"), Schedule)
+    assert_type(Schedule.from_csv(answer.schedule.to_csv(header=False), "planned"), Schedule)
     return answer.schedule
 
 
@@ -136,15 +134,12 @@ def train(modules: list[torch.nn.Module], inputs: Tensor, targets: Tensor) -> No
 def rooms(pipe: Pipeline, optimizer: Optimizer) -> None:
     """What each room asks of another room's class, in a protocol of its own, is what that class has."""
     validator: StepValidator = optimizer
-    of_optimizer: optimizer_protocols.PipelineLike = pipe
-    of_checkpoint: checkpoint_protocols.PipelineLike = pipe
-    saved: checkpoint_protocols.OptimizerLike = optimizer
     pipe.attach(validator)
     assert_type(pipe.optimizer, StepValidator | None)
     pipe.optimizer = optimizer  # type: ignore[misc]
     pipe.detach()
-    checkpoint.load("folder", of_checkpoint, saved)
+    checkpoint.load("folder", pipe, optimizer)
     checkpoint.save("folder", 1, torch.nn.Linear(2, 2), torch.optim.SGD([]))
     checkpoint.save("folder", 1, "model")  # type: ignore[arg-type]
-    Optimizer(torch.optim.SGD([]), of_optimizer)
+    Optimizer(torch.optim.SGD([]), pipe)
     Optimizer(torch.optim.SGD([]), "pipe")  # type: ignore[arg-type]
