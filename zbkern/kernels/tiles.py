@@ -1,8 +1,7 @@
 """How a matrix product or attention is cut into tiles: pure functions of shape, dtype and GPU.
 
 `python -m zbkern.kernels.tiles M N K` prints the choice for the three products of a linear layer, and for attention.
-`bench/tune.py` and `bench/tune_attention.py` measure on a GPU and write `tiles.json` beside this file; what they have
-measured is preferred to the rules here.
+`bench/tune.py` measures on a GPU and writes `tiles.json` beside this file, which is preferred to the rules here.
 """
 
 from __future__ import annotations
