@@ -131,22 +131,6 @@ def test_a_placement_can_be_spelt_out(run) -> None:
     assert named.split("\n")[1:] == spelt.split("\n")[1:]
 
 
-def test_a_grid_wider_than_the_terminal_is_cut_and_says_so(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run("--schedule", "gpipe")
-    monkeypatch.setenv("COLUMNS", "40")
-    text = run("--schedule", "gpipe")
-    grid = text.split("\n\n")[1].split("\n")
-    assert max(map(len, grid[:3])) <= 40
-    assert grid[0].split()[:4] == ["rank", "0", "F0", "F1"]
-    assert ".." in grid[1].split()
-    assert "--out plan.txt" in grid[3]
-    first, last, total = (int(word) for word in grid[3].split() if word.isdigit())
-    cells = [line.split()[2:] for line in whole.split("\n\n")[1].split("\n")]
-    assert total == len(cells[0])
-    for line, row in zip(grid, cells, strict=False):
-        assert line.split()[2:] == [*row[:first], "..", *row[last + 1 :]]
-
-
 def test_compare_has_every_schedule_and_the_plan_sorted_by_bubble(run) -> None:
     text = run("--compare", "--memory", "1x", *SECOND)
     header, *rows = text.split("\n\n")[3].strip().split("\n")
@@ -219,8 +203,11 @@ def test_png_is_written_or_refused_before_the_search(run, fails, tmp_path: Path)
         (["--schedule", "zb_h9"], "argument --schedule: invalid choice: 'zb_h9'"),
         (["--schedule", "zb_v", "--chunks", "3"], "argument --chunks: zb_v has 2 per rank; leave --chunks out"),
         (["--schedule", "zb_v", "--placement", "v"], "argument --placement: zb_v has its own"),
-        (["--placement", "v"], 'argument --placement: plan: placement "v" needs chunks=2'),
-        (["--placement", "0,1,1"], "argument --placement: plan: placement must name every rank below 3 1 times"),
+        (["--placement", "v"], 'argument --placement, --stages: plan: placement "v" needs chunks=2'),
+        (
+            ["--placement", "0,1,1"],
+            "argument --placement, --stages: plan: placement must name every rank below 3 1 times",
+        ),
         (["--placement", "w"], "argument --placement: expected linear, loop, v, zigzag or a rank per chunk; got 'w'"),
         (["--time-limit", "-1"], "argument --time-limit: expected a number of seconds"),
         (["--objective", "speed"], "argument --objective: invalid choice: 'speed'"),

@@ -21,7 +21,7 @@ from zbkern.kernels.triton.matmul_tile import (
     store,
     tile_index,
 )
-from zbkern.kernels.triton.replay import replay
+from zbkern.kernels.triton.replay import replayed
 
 
 @triton.jit
@@ -82,6 +82,7 @@ def _product(
             )  # fmt: skip
 
 
+@replayed
 def linear_fwd(
     x: Tensor,
     weight: Tensor,
@@ -92,14 +93,10 @@ def linear_fwd(
     num_sms: int | None = None,
 ) -> None:
     """y = activation(x weight^T + bias); z, where given, takes the value before the activation."""
-    options = ("linear_fwd", activation, num_sms, precision(x.dtype))
-    replay.run(
-        lambda: _run_product("fwd", x, weight.t(), y, z, bias, False, activation, False, num_sms),
-        (x, weight, bias, y, z),
-        options,
-    )
+    _run_product("fwd", x, weight.t(), y, z, bias, False, activation, num_sms)
 
 
+@replayed
 def linear_dgrad(
     dy: Tensor,
     weight: Tensor,
@@ -110,12 +107,7 @@ def linear_dgrad(
     num_sms: int | None = None,
 ) -> None:
     """dx (+)= dy weight; with activation and z, (dy weight) activation'(z), the gradient below that activation."""
-    options = ("linear_dgrad", accumulate, activation, num_sms, precision(dy.dtype))
-    replay.run(
-        lambda: _run_product("dgrad", dy, weight, dx, z, None, accumulate, activation, activation is not None, num_sms),
-        (dy, weight, dx, z),
-        options,
-    )
+    _run_product("dgrad", dy, weight, dx, z, None, accumulate, activation, num_sms)
 
 
 def _run_product(
@@ -127,10 +119,10 @@ def _run_product(
     bias: Tensor | None,
     accumulate: bool,
     activation: str | None,
-    backward: bool,
     num_sms: int | None,
 ) -> None:
     (p, r), q = a.shape, b.shape[1]
+    backward = op == "dgrad" and activation is not None
     if p == 0 or q == 0:
         return
     left, right = as_operand(a), as_operand(b)

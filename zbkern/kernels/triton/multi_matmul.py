@@ -288,20 +288,7 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
         (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.parts(writes)),
         tile.warps,
         tile.stages,
-        _key(op, dtypes, slots, targets) if reads and writes else None,
     )
-
-
-def _key(op: str, dtypes: tuple, slots: Sequence[tuple], targets: Sequence[tuple]) -> tuple:
-    """What Triton specialises on besides the constants: dtypes, the sizes that are compiled in, where vectors begin.
-
-    Its own way of finding that out, argument by argument, takes a third of a launch.
-    """
-    sizes = [size for target in targets for size in (target[2:] if op == "wgrad" else target[3:])]
-    if op != "wgrad":
-        sizes += [slot[2] for slot in slots]
-    known = [size % 16 == 0 or (size == 1 and -1) for size in sizes]
-    return (*dtypes, *known, *[vector.data_ptr() % 16 for _, vector, _, _ in targets if vector is not None])
 
 
 def _columns(entries: Sequence[tuple]) -> list[Any]:
