@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,42 +26,37 @@ def ceilings(bench: Bench) -> Iterator[Case]:
     yield Case(f"torch.mm {n}^3", run, {}, lambda: None, 2 * n**3, 3 * n * n * size)
 
 
-def _product_bytes(m: int, n: int, k: int, size: int, out: int) -> int:
-    return (m * k + n * k) * size + m * n * out
+def _linear(bench: Bench, dgrad: bool) -> Iterator[Case]:
+    """y [M, N] = x weight^T, or dx [M, K] = dy weight, beside cuBLAS."""
+    backend = bench.backend("linear")
+    for m in bench.sizes.tokens:
+        for n, k in bench.sizes.layers:
+            inner, outer = (n, k) if dgrad else (k, n)
+            rows, weight = bench.random(m, inner), bench.random(n, k)
+            out, other = bench.empty(m, outer), bench.empty(m, outer)
+
+            def ours(rows: Tensor = rows, weight: Tensor = weight, out: Tensor = out) -> None:
+                backend.linear_dgrad(rows, weight, out) if dgrad else backend.linear_fwd(rows, weight, None, out)
+
+            matrix, size = weight if dgrad else weight.t(), rows.element_size()
+            yield Case(
+                f"M={m} N={n} K={k}",
+                ours,
+                {"cuBLAS": lambda rows=rows, matrix=matrix, other=other: torch.mm(rows, matrix, out=other)},
+                lambda out=out, other=other: testing.assert_close(out, other, "dx" if dgrad else "y"),
+                testing.linear_flops(m, k, n),
+                (m * inner + n * k + m * outer) * size,
+                0.90,
+                1.00,
+            )
 
 
 def forward(bench: Bench) -> Iterator[Case]:
-    backend = bench.backend("linear")
-    for m in bench.sizes.tokens:
-        for n, k in bench.sizes.layers:
-            x, weight, y, other = bench.random(m, k), bench.random(n, k), bench.empty(m, n), bench.empty(m, n)
-            yield Case(
-                f"M={m} N={n} K={k}",
-                lambda x=x, weight=weight, y=y: backend.linear_fwd(x, weight, None, y),
-                {"cuBLAS": lambda x=x, weight=weight, other=other: torch.mm(x, weight.t(), out=other)},
-                lambda y=y, other=other: testing.assert_close(y, other, "y"),
-                testing.linear_flops(m, k, n),
-                _product_bytes(m, n, k, x.element_size(), x.element_size()),
-                0.90,
-                1.00,
-            )
+    return _linear(bench, dgrad=False)
 
 
 def input_gradient(bench: Bench) -> Iterator[Case]:
-    backend = bench.backend("linear")
-    for m in bench.sizes.tokens:
-        for n, k in bench.sizes.layers:
-            dy, weight, dx, other = bench.random(m, n), bench.random(n, k), bench.empty(m, k), bench.empty(m, k)
-            yield Case(
-                f"M={m} N={n} K={k}",
-                lambda dy=dy, weight=weight, dx=dx: backend.linear_dgrad(dy, weight, dx),
-                {"cuBLAS": lambda dy=dy, weight=weight, other=other: torch.mm(dy, weight, out=other)},
-                lambda dx=dx, other=other: testing.assert_close(dx, other, "dx"),
-                testing.linear_flops(m, k, n),
-                _product_bytes(m, k, n, dy.element_size(), dy.element_size()),
-                0.90,
-                1.00,
-            )
+    return _linear(bench, dgrad=True)
 
 
 def addmm(dweight: Tensor, segments: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -77,24 +73,38 @@ def terms(bench: Bench, tokens: int) -> int:
     return 0 if bench.dtype == torch.float32 else 2 * tokens
 
 
+def _of_the_extension() -> dict[str, Callable[..., None]]:
+    """W of the CUDA extension, where there is one; "added in L2" should gain at 2048 tokens and fewer."""
+    from zbkern.kernels.cuda import wgrad
+
+    if wgrad.why_not() is not None:
+        return {}
+    return {"our CUDA": wgrad.linear_wgrad, "our CUDA, added in L2": partial(wgrad.linear_wgrad, reduce=True)}
+
+
 def _wgrad(bench: Bench, tokens: int, count: int, n: int, k: int, goals: tuple[float, float]) -> Case:
     backend = bench.backend("linear")
     segments = [(bench.random(tokens, k), bench.random(tokens, n)) for _ in range(count)]
     ours, theirs = bench.zeros(n, k), bench.zeros(n, k)
-    peers = {"addmm": lambda: addmm(theirs, segments)}
+    kernels = {"ours": backend.linear_wgrad, **_of_the_extension()}
+    runs: dict[str, Run] = {
+        name: lambda kernel=kernel: kernel(segments, (ours, None), True) for name, kernel in kernels.items()
+    }
+    peers = {"addmm": lambda: addmm(theirs, segments), **{name: runs[name] for name in list(runs)[1:]}}
     if count > 1:
-        single = bench.zeros(n, k)
-        peers["ours, one by one"] = lambda: [backend.linear_wgrad([s], (single, None), True) for s in segments]
+        peers["ours, one by one"] = lambda: [backend.linear_wgrad([s], (ours, None), True) for s in segments]
 
     def check() -> None:
-        backend.linear_wgrad(segments, (ours.zero_(), None), True)
         addmm(theirs.zero_(), segments)
-        testing.assert_close(ours, theirs, "dweight", terms=terms(bench, count * tokens))
+        for name, run in runs.items():
+            ours.zero_()
+            run()
+            testing.assert_close(ours, theirs, f"dweight, {name}", terms=terms(bench, count * tokens))
 
     size = segments[0][0].element_size()
     return Case(
         f"{count} x T={tokens} N={n} K={k}",
-        lambda: backend.linear_wgrad(segments, (ours, None), True),
+        runs["ours"],
         peers,
         check,
         count * testing.linear_flops(tokens, k, n),
