@@ -352,6 +352,6 @@ def test_impl_goes_with_the_modules() -> None:
     zbkern.restore(model)
     assert "zbkern_impl" not in vars(model[0])
     assert type(model[0]) is OwnNorm
-    with pytest.raises(ValueError, match=r"convert: impl must be .auto. or one of .* got 'magic'"):
+    with pytest.raises(ValueError, match=r"convert: impl must be one of .* got 'magic'"):
         zbkern.convert(model, impl="magic")
     assert type(model[0]) is OwnNorm

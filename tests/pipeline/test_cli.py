@@ -131,22 +131,6 @@ def test_a_placement_can_be_spelt_out(run) -> None:
     assert named.split("\n")[1:] == spelt.split("\n")[1:]
 
 
-def test_a_grid_wider_than_the_terminal_is_cut_and_says_so(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run("--schedule", "gpipe")
-    monkeypatch.setenv("COLUMNS", "40")
-    text = run("--schedule", "gpipe")
-    grid = text.split("\n\n")[1].split("\n")
-    assert max(map(len, grid[:3])) <= 40
-    assert grid[0].split()[:4] == ["rank", "0", "F0", "F1"]
-    assert ".." in grid[1].split()
-    assert "--out plan.txt" in grid[3]
-    first, last, total = (int(word) for word in grid[3].split() if word.isdigit())
-    cells = [line.split()[2:] for line in whole.split("\n\n")[1].split("\n")]
-    assert total == len(cells[0])
-    for line, row in zip(grid, cells, strict=False):
-        assert line.split()[2:] == [*row[:first], "..", *row[last + 1 :]]
-
-
 def test_compare_has_every_schedule_and_the_plan_sorted_by_bubble(run) -> None:
     text = run("--compare", "--memory", "1x", *SECOND)
     header, *rows = text.split("\n\n")[3].strip().split("\n")

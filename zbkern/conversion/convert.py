@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from zbkern import functional, nn
+from zbkern import nn
 from zbkern.conversion.parameter_use import uses_parameters_within
 from zbkern.conversion.recognition import is_rms_norm, looks_like_rms_norm
+from zbkern.ops import checks
 from zbkern.wgrad import WGradQueue, no_defer
 
 Module = torch.nn.Module
@@ -61,9 +62,9 @@ def convert(
     _check("convert", model, filter)
     if defer is not None and not callable(defer):
         raise TypeError(f"convert: defer must be callable as defer(name, module); got {type(defer).__name__}")
-    functional.check_recipe("convert", recipe)
+    checks.check_recipe("convert", recipe)
     if impl is not None:
-        functional.check_impl("convert", impl)
+        checks.check_impl("convert", impl)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Layer):
             twin = _twin(module)

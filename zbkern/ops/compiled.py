@@ -77,12 +77,12 @@ def can_defer_sharded(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 @torch.compiler.allow_in_graph
-def sharded_linear(x: Any, weight: Any, bias: Any) -> Any:
+def sharded_linear(x: Any, weight: Any, bias: Any, activation: str | None, transposed: bool) -> Any:
     """functional.linear of DTensors: torch's F and B, and a tap for W of this rank's part, where that is a product of
     local parts. One node until the compiler traces autograd, because the placements are known only there."""
     placements = sharded.placements_for_w(x, weight, bias)
-    if placements is None:
-        return linear_functions.linear_with_torch(weight, bias, x, None, False)
+    if placements is None or activation is not None or transposed:
+        return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)
     y = F.linear(x, weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
     own = weight.to_local(), None if bias is None else bias.to_local()
     pairs = zip(placements, weight.placements, strict=True)
@@ -90,9 +90,9 @@ def sharded_linear(x: Any, weight: Any, bias: Any) -> Any:
     return _Tap.apply(y, "linear", *own, (None, [], sums), placements, x.detach().to_local())
 
 
-def gated_mlp(x: Tensor, params: Sequence[Any], activation: str) -> Tensor:
-    """functional.gated_mlp; params: gate, up and down, then their biases."""
-    gate, up, down, *biases = params
+def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *biases_and_activation: Any) -> Tensor:
+    """functional.gated_mlp."""
+    *biases, activation = biases_and_activation
     h = linear(x, gate, biases[0], activation, False) * linear(x, up, biases[1], None, False)
     return linear(h, down, biases[2], None, False)
 
@@ -119,16 +119,23 @@ def grouped_linear(
 
 
 def grouped_mlp(
-    x: Tensor, params: Sequence[Any], ends: Tensor, options: GateOptions, transposed: bool, every_row: bool
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    ends: Tensor,
+    options: GateOptions,
+    transposed: bool,
+    every_row: bool = True,
 ) -> Tensor:
-    """functional.grouped_mlp; params: gate_up and down, then their biases."""
-    gate_up, down, gate_up_bias, down_bias = params
+    """functional.grouped_mlp."""
     z = grouped_linear(x, gate_up, gate_up_bias, ends, transposed, every_row)
     return grouped_linear(grouped_reference.gated(z, options), down, down_bias, ends, transposed, every_row)
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: CrossEntropyOptions
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: CrossEntropyOptions, sums: bool
 ) -> Tensor:
     """functional.linear_cross_entropy of rows [M, K], for parameters that all take a gradient: the loss of each."""
     values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
