@@ -26,8 +26,6 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
-from zbkern.pipeline.checkpoint import protocols as checkpoint_protocols
-from zbkern.pipeline.optimizer import protocols as optimizer_protocols
 from zbkern.pipeline.runtime.run_ahead import StepValidator
 
 
@@ -134,15 +132,12 @@ def train(modules: list[torch.nn.Module], inputs: Tensor, targets: Tensor) -> No
 def rooms(pipe: Pipeline, optimizer: Optimizer) -> None:
     """What each room asks of another room's class, in a protocol of its own, is what that class has."""
     validator: StepValidator = optimizer
-    of_optimizer: optimizer_protocols.PipelineLike = pipe
-    of_checkpoint: checkpoint_protocols.PipelineLike = pipe
-    saved: checkpoint_protocols.OptimizerLike = optimizer
     pipe.attach(validator)
     assert_type(pipe.optimizer, StepValidator | None)
     pipe.optimizer = optimizer  # type: ignore[misc]
     pipe.detach()
-    checkpoint.load("folder", of_checkpoint, saved)
+    checkpoint.load("folder", pipe, optimizer)
     checkpoint.save("folder", 1, torch.nn.Linear(2, 2), torch.optim.SGD([]))
     checkpoint.save("folder", 1, "model")  # type: ignore[arg-type]
-    Optimizer(torch.optim.SGD([]), of_optimizer)
+    Optimizer(torch.optim.SGD([]), pipe)
     Optimizer(torch.optim.SGD([]), "pipe")  # type: ignore[arg-type]

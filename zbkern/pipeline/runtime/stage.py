@@ -52,9 +52,7 @@ class Stage:
         side: keyword arguments besides the inputs.
         """
         with self.queue.defer((self.chunk, microbatch)):  # layers then know that their W will wait
-            outputs = self._call(inputs, side or {})
-            if self.loss_fn is not None:
-                outputs = self._loss(outputs, target) / self.microbatches
+            outputs = self._outputs(inputs, target, side or {})
         leaves = pytree.tree_leaves(outputs)
         self._check_outputs(leaves)
         if torch.is_grad_enabled():
@@ -176,6 +174,10 @@ class Stage:
                 "leave out .item(), .detach() and torch.no_grad()"
             )
         return loss
+
+    def _outputs(self, inputs: Any, target: Any, side: Mapping[str, Any]) -> Any:
+        outputs = self._call(inputs, side)
+        return outputs if self.loss_fn is None else self._loss(outputs, target) / self.microbatches
 
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         arguments: Sequence[Any] = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
