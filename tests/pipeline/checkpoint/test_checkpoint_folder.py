@@ -148,6 +148,39 @@ def test_what_is_only_called_like_a_checkpoint_breaks_nothing(tmp_path: Path, na
         assert stray.read_text() == "mine"
 
 
+def test_a_checkpoint_that_has_lost_its_files_is_named(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 3, make(1.0))
+    for file in path.iterdir():
+        file.unlink()
+    message = "step-00000003 is no checkpoint, as it has neither zbkern.json nor .metadata"
+    for step in (None, 3):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.load(tmp_path, make(), step=step)
+    checkpoint.save(tmp_path, 2, make(2.0))
+    assert loaded(tmp_path) == (2, 2.0)
+
+
+@pytest.mark.parametrize("name", ["zbkern.json", "__0_0.distcp"])
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By a save with keep=1, of another job."""
+    module = make(1.0)
+    checkpoint.save(tmp_path, 1, module)
+    real = directory.find
+
+    def find_and_lose(folder: Path, step: int | None) -> Path | None:
+        found = real(folder, step)
+        if found is not None:
+            (found / name).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(directory, "find", find_and_lose)
+    with pytest.raises(ValueError, match=rf"{name}.* was deleted.*load again.*keep=") as caught:
+        checkpoint.load(tmp_path, module)
+    assert "step-00000001" in str(caught.value)
+
+
 def test_a_save_says_what_is_in_its_way(tmp_path: Path) -> None:
     (tmp_path / "step-00000009").write_text("mine")
     with pytest.raises(ValueError, match="step-00000009 is in the way, and is no checkpoint"):
