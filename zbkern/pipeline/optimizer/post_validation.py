@@ -48,7 +48,7 @@ from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout
-from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_row, tied_names
+from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 
@@ -167,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
             install_masters(optimizer)
         self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
         self._pipe = pipeline
-        self._transport = connect_row(pipe, self._device) if pipeline is None else pipeline.transport
+        self._transport = connect_peers(pipe, self._device) if pipeline is None else pipeline.transport
         self._owned = self._transport if pipeline is None and self._transport is not pipe else None
         self._number = self._settled = self._taken = 0
         self._total: Tensor | None = None
