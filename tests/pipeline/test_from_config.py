@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,22 @@ def test_no_line_is_wider_than_the_terminal(capsys: pytest.CaptureFixture, monke
 def test_a_folder_without_the_file_is_named(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert __main__.main(["plan", "--config", str(tmp_path), "--stages", "2", "--microbatches", "4"]) == 2
     assert f"cannot read {tmp_path / 'config.json'}: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [10**9, "9" * 400, "9" * 5000])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size"])
+def test_absurd_numbers_are_refused_at_once(
+    name: str, number: object, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    config = json.loads(Path(LLAMA[2]).read_text())
+    text = json.dumps({**config, name: 12345}).replace("12345", str(number))
+    (tmp_path / "config.json").write_text(text)
+    begin = time.monotonic()
+    status = __main__.main(["plan", "--config", str(tmp_path), "--stages", "4", "--microbatches", "8", *QUICK])
+    assert time.monotonic() - begin < 30
+    error = capsys.readouterr().err
+    assert (status, len(error) < 500) == (2, True)
+    assert re.search(f"argument --config: .*({name} must be .* at most|integer string)", error)
 
 
 def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -39,7 +39,15 @@ _HOME = {
 _MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules", "trace": "draw.trace"}
 
 __all__ = [
-    *("Action", "Costs", "Event", "LayerCosts", "ModelCosts", "Schedule", "ScheduleError", "Timeline", "simulate"),
+    "Action",
+    "Costs",
+    "Event",
+    "LayerCosts",
+    "ModelCosts",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "simulate",
     *_HOME,
     *_MODULES,
 ]

@@ -3,7 +3,6 @@ in the epilogue of the down projection's dgrad. Each tensor that stays in regist
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -126,16 +125,15 @@ def gated_linear_fwd(
     reads = has_bulk_copies(x.device) and a.describable and b.describable
     tile, programs = plan("fwd", p, 2 * q, r, x.dtype, x.device, reads, num_sms)
     width = tile.n // 2  # of each half: together they are as wide as the tile of one product
-    operands, strides = [a.tensor, b.tensor, c.tensor], (a.stride, b.stride)
-    if reads:
-        operands = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, width), c.descriptor(tile.k, width)]
-        strides = (1, 1)
-    results, writes, output_stride = _outputs(outputs, tile.m, width)
+    left, x_stride = a.argument(tile.m, tile.k, reads)
+    (first, w_stride), (second, _) = (weight.argument(tile.k, width, reads) for weight in (b, c))
+    writes = has_bulk_copies(x.device)
+    targets = [Matrix(output).argument(tile.m, width, writes) for output in outputs]
     biases = [None if bias is None else bias.contiguous() for bias in (bias_gate, bias_up)]
     flags = (a.transposed, b.transposed, reads, writes, activation, precision(x.dtype))
     _gated_fwd(
         programs,
-        (*operands, *results, *biases, p, q, r, *strides, output_stride),
+        (left, first, second, *(target for target, _ in targets), *biases, p, q, r, x_stride, w_stride, targets[0][1]),
         (*flags, tile.m, width, tile.k, tile.group, _flatten(capability_of(x.device))),
         tile.warps,
         tile.stages,
@@ -167,13 +165,11 @@ def gated_linear_dgrad(
         return
     reads = has_bulk_copies(dy.device) and a.describable and b.describable
     tile, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, reads, num_sms)
-    operands, strides = [a.tensor, b.tensor], (a.stride, b.stride)
-    if reads:
-        operands, strides = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)], (1, 1)
+    (left, y_stride), (right, w_stride) = a.argument(tile.m, tile.k, reads), b.argument(tile.k, tile.n, reads)
     flags = (a.transposed, b.transposed, reads, activation, precision(dy.dtype))
     _gated_dgrad(
         programs,
-        (*operands, gate, up, *outputs, p, q, r, *strides, gate.stride(0), h.stride(0)),
+        (left, right, gate, up, *outputs, p, q, r, y_stride, w_stride, gate.stride(0), h.stride(0)),
         (*flags, tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype)),
         tile.warps,
         tile.stages,
@@ -190,10 +186,3 @@ def _regular(tensors: Sequence[Tensor]) -> bool:
     """Whether epilogues take them: one stride for all."""
     columns = tensors[0].shape[1]
     return all(tensor.stride() == tensors[0].stride() and regular(tensor, columns) for tensor in tensors)
-
-
-def _outputs(tensors: Sequence[Tensor], rows: int, columns: int) -> tuple[list[Any], bool, int]:
-    """(what the kernel is given, whether these are descriptors, the stride of its rows)."""
-    if has_bulk_copies(tensors[0].device):
-        return [Matrix(tensor).descriptor(rows, columns) for tensor in tensors], True, 1
-    return list(tensors), False, tensors[0].stride(0)

@@ -2,8 +2,6 @@
 projection's dgrad, where the gradient of h stays in registers.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +28,7 @@ from zbkern.kernels.triton.grouped_tile import (
     matrix_of,
     padded,
     plan_groups,
-    ragged_descriptor,
+    ragged_argument,
     row_tiles,
 )
 from zbkern.kernels.triton.matmul_tile import (
@@ -118,14 +116,13 @@ def grouped_gated_dgrad(
     reads = has_bulk_copies(dy.device) and left.describable and right.describable
     wide = reads and not options.interleaved  # a tile of 256 columns beside an interleaved z spills on sm_90
     tile, programs = plan_groups("dgrad", groups, -(-rows // groups), hidden, r, dy.dtype, dy.device, wide, num_sms)
-    factors: list[Any] = [left.tensor, right.tensor]
-    strides = [left.stride, *right.strides]
-    if reads:
-        factors, strides = [ragged_descriptor(left, tile.m, tile.k), right.descriptor(tile.k, tile.n)], [1, 1, 1]
+    x, x_stride = ragged_argument(left, tile.m, tile.k, reads)
+    matrices, w_strides = right.argument(tile.k, tile.n, reads)
+    strides = (x_stride, *w_strides, z.stride(0), dz.stride(0), h.stride(0))
     flags = (right.transposed, reads, precision(dy.dtype), *gate_constants(options), padded(groups))
     _grouped_gated_dgrad(
         programs,
-        (*factors, z, dz, h, ends, rows, groups, hidden, r, *strides, z.stride(0), dz.stride(0), h.stride(0)),
+        (x, matrices, z, dz, h, ends, rows, groups, hidden, r, *strides),
         (*flags, tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype, options.interleaved)),
         tile.warps,
         tile.stages,

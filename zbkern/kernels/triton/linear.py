@@ -1,7 +1,5 @@
 """Linear layers as Triton kernels: forward and dgrad, one persistent product with what surrounds it in its epilogue."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -132,15 +130,10 @@ def _run_product(
     reads = bulk and left.describable and right.describable
     writes = bulk and all(target is None or target.describable for target in targets)
     tile, programs = plan(op, p, q, r, a.dtype, a.device, reads and writes, num_sms)
-    factors: list[Any] = [left.tensor, right.tensor]
-    results: list[Any] = [rows, beside]
-    strides = [left.stride, right.stride, *(1 if target is None else target.stride for target in targets)]
-    if reads:
-        factors = [left.descriptor(tile.m, tile.k), right.descriptor(tile.k, tile.n)]
-        strides[:2] = 1, 1
-    if writes:
-        results = [target and target.descriptor(tile.m, tile.n // tile.parts()) for target in targets]
-        strides[2:] = 1, 1
+    width = tile.n // tile.parts()
+    results = [(None, 1) if target is None else target.argument(tile.m, width, writes) for target in targets]
+    pairs = [left.argument(tile.m, tile.k, reads), right.argument(tile.k, tile.n, reads), *results]
+    given, strides = zip(*pairs, strict=True)
     bias = None if bias is None else bias.contiguous()
     read = beside if backward else rows if accumulate else None
     read_stride = 1 if read is None else read.stride(0)
@@ -148,7 +141,7 @@ def _run_product(
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.parts(writes))
     _product(
         programs,
-        (*factors, *results, bias, read, p, q, r, *strides, read_stride),
+        (*given, bias, read, p, q, r, *strides, read_stride),
         (*flags, precision(a.dtype), *sizes),
         tile.warps,
         tile.stages,

@@ -146,6 +146,10 @@ KINDS = (*_DENSE, *_SPARSE)
 """The model types whose shapes are known."""
 
 
+_MOST_COUNTED = 10_000  # layers, heads, experts: each of them is worked on
+_LARGEST = 10**8  # of sizes
+
+
 class _Numbers:
     """The whole numbers of a configuration, with an error that names the one that is missing."""
 
@@ -154,8 +158,10 @@ class _Numbers:
 
     def __getitem__(self, name: str) -> int:
         value = self.config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"architecture: {name} must be a whole number, at least 1; got {value!r}")
+        most = _MOST_COUNTED if name.startswith("num_") or name.endswith(("_experts", "_group")) else _LARGEST
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            got = repr(value)[:60]
+            raise ValueError(f"architecture: {name} must be a whole number, at least 1 and at most {most:,}; got {got}")
         return value
 
     def get(self, name: str, default: int) -> int:
