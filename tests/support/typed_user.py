@@ -44,16 +44,14 @@ def layers(model: torch.nn.Sequential) -> None:
 def ops(x: Tensor, weight: Tensor) -> None:
     assert_type(functional.linear(x, weight, activation="gelu"), Tensor)
     assert_type(functional.swiglu(x, weight, weight, weight), Tensor)
-    assert_type(functional.attention(x, x, x, causal=True, window=128), Tensor)
+    assert_type(functional.attention(x, x, x, functional.AttentionOptions(causal=True, window=128)), Tensor)
     assert_type(functional.rotary(x, weight, weight), Tensor)
     assert_type(functional.embedding(x, weight, padding_idx=0), Tensor)
     assert_type(functional.linear_cross_entropy(x, weight, x, reduction="sum"), Tensor)
     assert_type(functional.grouped_linear(x, weight, [3, 4]), Tensor)
-    assert_type(functional.grouped_mlp(x, weight, weight, offsets=weight, interleaved=True), Tensor)
-    assert_type(functional.rms_norm(x, weight), Tensor)
-    assert_type(functional.rms_norm(x, weight, residual=x), tuple[Tensor, Tensor])
-    assert_type(functional.layer_norm(x, weight, weight), Tensor)
-    assert_type(functional.layer_norm(x, weight, weight, residual=x), tuple[Tensor, Tensor])
+    assert_type(functional.grouped_mlp(x, weight, weight, gate=functional.GateOptions("gelu"), offsets=weight), Tensor)
+    functional.rms_norm(x, weight, residual=x)
+    functional.layer_norm(x, 1.0)  # type: ignore[arg-type]
     functional.linear(x, weight, 1.0)  # type: ignore[arg-type]
 
 
