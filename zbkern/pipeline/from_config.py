@@ -16,7 +16,7 @@ from zbkern.pipeline.simulation.architecture import Architecture, Experts, load_
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import static_of_ranks
-from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters
+from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters, predictors
 from zbkern.pipeline.simulation.needs import least_need
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -203,8 +203,7 @@ def title(arguments: argparse.Namespace, setting: Setting) -> str:
 
 def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     """The costs of a layer, the cut, and how long a step takes."""
-    counted = "embedding, head and predictors" if setting.architecture.predictors else "embedding and head"
-    chunks = report.cut(found, len(setting.costs.layers), width, f", with {counted}")
+    chunks = report.cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
     seconds = report.reached(found.timeline, objective) / 1e3
     rate = found.schedule.microbatches * setting.job.tokens * setting.job.data_parallel / seconds
     gpus = _gpus(found.schedule.stages, setting.job)
@@ -216,6 +215,18 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
         f"{_block_costs(setting)}\n{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most by rank: weights, "
         f"gradients, optimizer states\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, "
         f"{rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops"
+    )
+
+
+def _counted(architecture: Architecture) -> str:
+    """Which layers a partition counts, by the names that `cut` has for them."""
+    found = f"model.embed_tokens, model.layers.0 to {len(architecture.blocks) - 1}, model.norm with the head"
+    further = predictors(architecture)
+    if not further:
+        return found
+    return (
+        f"{found}, then {', '.join(further)}, each with a head, which models of the transformers library do not have: "
+        "to cut one, plan with num_nextn_predict_layers 0 in its config.json"
     )
 
 
