@@ -112,12 +112,13 @@ def test_options_are_told_apart(worked_out: list[int]) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_no_rows(accumulate: bool) -> None:
+@pytest.mark.parametrize("segments", [[(torch.ones(0, 16),) * 2], []], ids=["of no rows", "none"])
+def test_no_rows(segments: list, accumulate: bool) -> None:
     """Nothing to launch is not a launch to repeat: what is written then is written every time."""
+    some, dweights = torch.ones(8, 16), torch.empty(2, 16, 16)
     for _ in range(3):
-        dweights = torch.ones(2, 16, 16)
-        some, none = torch.ones(8, 16), torch.ones(0, 16)
-        layers = [([(some, some)], (dweights[0], None)), ([(none, none)], (dweights[1], None))]
+        dweights.fill_(1.0)
+        layers = [([(some, some)], (dweights[0], None)), (segments, (dweights[1], None))]
         triton_kernels.linear_wgrads(layers, accumulate)
         assert torch.equal(dweights[0], torch.full((16, 16), 8.0 + accumulate))
         assert torch.equal(dweights[1], torch.full((16, 16), float(accumulate)))
