@@ -143,6 +143,18 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1 <= len(small._templates) <= 3
 
 
+def test_more_turns_than_are_kept_cost_no_more_than_those_that_are_too_many(
+    monkeypatch: pytest.MonkeyPatch, worked_out: list[int]
+) -> None:
+    """Microbatches come round and round: forgetting all, or the oldest, would forget each just before its turn."""
+    monkeypatch.setattr(triton_wgrad, "replay", Replay(layouts=8))
+    operands = [(torch.randn(rows, 16), torch.randn(rows, 16)) for rows in range(1, 11)]
+    for _ in range(20):
+        for x, dy in operands:
+            wgrad(x, dy)
+    assert 20 < len(worked_out) < 100  # of 200
+
+
 def test_an_error_is_not_kept() -> None:
     mine, x = Replay(), torch.ones(4)
     fails: Callable[[], None] = mock.Mock(side_effect=ValueError("as it does"))
