@@ -96,7 +96,7 @@ bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 	$(PYTHON) -m bench.pipeline --out $(OUT)
 
 kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for sm_80, sm_90 and sm_100
-	TRITON_INTERPRET=0 $(PYTHON) -m bench.kernels_report
+	TRITON_INTERPRET=0 $(PYTHON) -m build_tools.kernels
 
 bench-gpu: ready-gpu ## our kernels on a GPU beside torch's and other libraries', in about 8 minutes
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.gpu --out $(OUT)

@@ -36,7 +36,7 @@ def main() -> int:
     reason = cuda_wgrad.why_not()
     if reason is not None:
         print(f"cannot run: {reason}")
-        return 1
+        return 2
     figures = []
     for n, k in SHAPES:
         for tokens in TOKENS:

@@ -31,7 +31,7 @@ HEADER = ("row", "shape", "ours", "time of a peer over ours", "floor / target", 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--impl", default="triton", help="whose kernels: triton, cuda, torch, or auto per op")
-    parser.add_argument("--rows", default="", help="rows whose name contains this")
+    parser.add_argument("--rows", nargs="*", default=[""], help="rows whose name contains one of these")
     parser.add_argument("--seconds", type=float, default=360.0, help="for everything, compilation included")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda")
@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("cannot run: no CUDA device (--device cpu --impl torch --tiny tries the program without one)")
-        return 1
+        return 2
     sizes = Sizes.tiny() if arguments.tiny else Sizes()
     bench = Bench(device, getattr(torch, arguments.dtype), arguments.impl, sizes)
-    rows = [row for row in gpu_rows.ROWS if arguments.rows.lower() in row.name.lower()]
+    rows = [row for row in gpu_rows.ROWS if any(part.lower() in row.name.lower() for part in arguments.rows)]
     if not rows:
         print(f"no row matches {arguments.rows!r}; there are: {', '.join(row.name for row in gpu_rows.ROWS)}")
         return 2

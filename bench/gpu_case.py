@@ -28,11 +28,10 @@ class Sizes:
     heads: tuple[int, int, int] = (32, 128, 8192)  # heads, head size, tokens
     vocabulary: tuple[int, int, int] = (8192, 4096, 128256)  # tokens, features, vocabulary
     norm: tuple[int, int] = (16384, 4096)
-    parameters: tuple[int, ...] = (*[4096 * 4096] * 4, *[11008 * 4096] * 3, *[4096] * 8)  # of an optimizer's tensors
 
     @classmethod
     def tiny(cls) -> Sizes:
-        return cls(64, 4096, (32,), (16,), ((48, 32),), (32, 48), (2, 16, 32), (16, 32, 64), (24, 32), (64, 7))
+        return cls(64, 4096, (32,), (16,), ((48, 32),), (32, 48), (2, 16, 32), (16, 32, 64), (24, 32))
 
 
 @dataclass(frozen=True)

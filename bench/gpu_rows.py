@@ -385,7 +385,5 @@ ROWS = (
     Row("attention forward", "TFLOP/s", "rate", attention_forward),
     Row("attention backward", "TFLOP/s", "rate", attention_backward),
     Row("linear + cross entropy", "TFLOP/s", "rate", linear_cross_entropy),
-    Row("AdamW, fp32", "TB/s", "ratio", memory.adamw),
-    Row("AdamW, bf16 + masters", "TB/s", "ratio", memory.adamw_with_masters),
     Row("host time of a W", "us", "rate", host_time),
 )

@@ -1,4 +1,4 @@
-"""The rows of `bench.gpu` that move memory and do little else: copies, norms, rotary embedding, AdamW."""
+"""The rows of `bench.gpu` that move memory and do little else: copies, norms, rotary embedding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench import gpu_peers
 from bench.gpu_case import Bench, Case, Run
-from zbkern import optim, testing
+from zbkern import testing
 
 
 def copies(bench: Bench) -> Iterator[Case]:
@@ -157,40 +157,3 @@ def rotary(bench: Bench, interleaved: bool = False) -> Iterator[Case]:
 
 def rotary_interleaved(bench: Bench) -> Iterator[Case]:
     return rotary(bench, interleaved=True)
-
-
-def adamw(bench: Bench) -> Iterator[Case]:
-    yield _adamw(bench, torch.float32)
-
-
-def adamw_with_masters(bench: Bench) -> Iterator[Case]:
-    yield _adamw(bench, torch.bfloat16)
-
-
-def _adamw(bench: Bench, dtype: torch.dtype) -> Case:
-    """Weights in fp32; or in bf16 with fp32 masters, where the peer casts gradients, steps masters, and rounds them."""
-    ours = [torch.nn.Parameter(bench.random(n).to(dtype)) for n in bench.sizes.parameters]
-    theirs = [torch.nn.Parameter(parameter.detach().float()) for parameter in ours]
-    rounded = [torch.empty_like(parameter) for parameter in ours]
-    for parameter, twin in zip(ours, theirs, strict=True):
-        parameter.grad = torch.randn_like(parameter)
-        twin.grad = parameter.grad.float()
-    impl = "torch" if bench.impl == "torch" else "cuda"  # Triton has no step, and "auto" may be the peer itself
-    optimizer = optim.AdamW(ours, weight_decay=0.1, master_weights=True, impl=impl)
-    peer = torch.optim.AdamW(theirs, weight_decay=0.1, fused=True)
-
-    @torch.no_grad()
-    def peers_step() -> None:
-        if dtype != torch.float32:
-            torch._foreach_copy_([twin.grad for twin in theirs], [parameter.grad for parameter in ours])
-        peer.step()
-        if dtype != torch.float32:
-            torch._foreach_copy_(rounded, theirs)
-
-    def check() -> None:
-        for parameter, twin in zip(ours, theirs, strict=True):
-            testing.assert_close(optimizer.state[parameter].get("master", parameter).detach(), twin.detach(), "weight")
-
-    count = sum(bench.sizes.parameters)
-    # weight, exp_avg, exp_avg_sq there and back; gradient once: in bf16 it leaves room for the rounded weight
-    return Case(f"{count:,} weights", optimizer.step, {"torch, fused": peers_step}, check, 0, 28 * count, 0.95, 1.0)

@@ -207,8 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     report.add_out(parser)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("nothing measured: this needs a CUDA GPU (bench.sleeping_ranks runs the engine without one)")
-        return 0
+        print("cannot run: this needs a CUDA GPU (bench.sleeping_ranks runs the engine without one)")
+        return 2
     if os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32") != "32":
         print("CUDA_DEVICE_MAX_CONNECTIONS is not 32: streams may share a queue, and wait for each other")
     device = torch.device("cuda", 0)

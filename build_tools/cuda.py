@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,74 +51,40 @@ class Interpreter:
     include: str
     suffix: str
 
-    @property
-    def tag(self) -> str:
-        """Such as "cp312"."""
-        found = re.search(r"cpython-(\w+)-", self.suffix)
-        return "this Python" if found is None else f"cp{found[1]}"
-
 
 def this_interpreter() -> Interpreter:
     return Interpreter(sysconfig.get_paths()["include"], sysconfig.get_config_var("EXT_SUFFIX"))
 
 
-def interpreter_at(python: str) -> Interpreter:
-    """That of an executable. Raises RuntimeError where it does not run, or where Python's headers are missing."""
-    ask = "import sysconfig as s; print(s.get_paths()['include'], s.get_config_var('EXT_SUFFIX'), sep='\\n')"
-    try:
-        answer = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60, check=True).stdout
-        found = Interpreter(*answer.splitlines())
-    except (OSError, subprocess.SubprocessError, TypeError) as error:
-        raise RuntimeError(f"{python} does not run: {error}") from error
-    if not Path(found.include, "Python.h").exists():
-        raise RuntimeError(f"{python} has no Python.h in {found.include}; install Python's development headers")
-    return found
-
-
 def build(target: Path, machine: Machine) -> None:
     """Makes the extension module `target`. Raises RuntimeError with the failing command and the compiler's words."""
-    (objects,) = build_for({this_interpreter(): target}, machine)
+    assert machine.nvcc is not None
+    toolkit = find_toolkit(machine.nvcc, machine.cuda)
+    objects = compile_objects(toolkit, decide(machine), cache_folder(machine))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _run([toolkit.nvcc, "-shared", "-cudart", "static", "-o", str(target), *map(str, objects)], "linking")
     reports = [path.with_suffix(".txt").read_text() for path in objects]
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text("\n".join([sources_hash(), *reports]))
-
-
-def build_for(
-    targets: Mapping[Interpreter, Path], machine: Machine, toolkit: Toolkit | None = None
-) -> list[list[Path]]:
-    """Makes an extension module for each interpreter; only bindings are compiled for each. Returns their objects."""
-    assert machine.nvcc is not None
-    toolkit = toolkit or find_toolkit(machine.nvcc, machine.cuda)
-    objects = compile_objects(toolkit, decide(machine), cache_folder(machine), list(targets))
-    for target, mine in zip(targets.values(), objects, strict=True):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _run([toolkit.nvcc, "-shared", "-cudart", "static", "-o", str(target), *map(str, mine)], "linking")
-    return objects
 
 
 def cache_folder(machine: Machine) -> Path:
     return Path(machine.environment.get("ZBKERN_BUILD_CACHE") or CACHE)
 
 
-def compile_objects(
-    toolkit: Toolkit, decision: Decision, cache: Path, interpreters: Sequence[Interpreter]
-) -> list[list[Path]]:
-    """For each interpreter the objects of every source, compiled where the cache lacks them."""
+def compile_objects(toolkit: Toolkit, decision: Decision, cache: Path) -> list[Path]:
+    """The objects of every source, compiled where the cache lacks them."""
     cache.mkdir(parents=True, exist_ok=True)
-    commands, objects = {}, []
-    for interpreter in interpreters:
-        mine = {}
-        for source in sources():
-            command = [toolkit.nvcc, *flags(source, toolkit, decision.architectures, interpreter), "-c", str(source)]
-            mine[cache / f"{source.stem}-{content_hash(source, command, toolkit, interpreter)}.o"] = command
-        objects.append(list(mine))
-        commands |= mine
+    commands, interpreter = {}, this_interpreter()
+    for source in sources():
+        command = [toolkit.nvcc, *flags(source, toolkit, decision.architectures, interpreter), "-c", str(source)]
+        commands[cache / f"{source.stem}-{content_hash(source, command, toolkit, interpreter)}.o"] = command
     missing = {path: command for path, command in commands.items() if not path.exists()}
     if missing:
         names = ", ".join(decision.architectures)
         tell(f"zbkern: compiling {len(missing)} CUDA sources for {names}, which takes minutes; {HOW_TO_SKIP}")
         _compile(missing, decision.jobs, cache)
-    return objects
+    return list(commands)
 
 
 def tell(line: str, terminal: str = "/dev/tty") -> None:

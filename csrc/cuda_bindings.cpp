@@ -3,9 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
-
-#include "cuda_optimizer.h"
 #include "cuda_wgrad.h"
 
 namespace py = pybind11;
@@ -33,23 +30,6 @@ Product product_from(const py::handle& source) {
   for (const py::handle& segment : fields[5]) product.segments.push_back(segment_from(segment));
   return product;
 }
-
-// Lists that Python keeps from step to step: to make one costs the host more than to launch it.
-struct AdamTensors {
-  std::vector<AdamTensor> items;
-};
-
-struct Spans {
-  std::vector<Span> items;
-};
-
-template <class T = void>
-T* pointer(std::uintptr_t value) {
-  return reinterpret_cast<T*>(value);
-}
-
-using Addresses = std::vector<std::uintptr_t>;
-using Counts = std::vector<std::int64_t>;
 
 // The device of the launch is current while this lives.
 class OnDevice {
@@ -113,71 +93,4 @@ PYBIND11_MODULE(_cuda, module) {
       py::arg("products"), py::arg("input"), py::arg("dweight"), py::arg("dbias"), py::arg("accumulate"),
       py::arg("places"), py::arg("max_tiles"), py::arg("hopper"), py::arg("device"), py::arg("stream"),
       py::arg("reduce"));
-
-  // addresses of each tensor's parts, its master or 0, and how many elements it has; then set_grads
-  py::class_<AdamTensors>(module, "AdamTensors")
-      .def(py::init([](const Addresses& params, const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
-                       const Addresses& steps, const Addresses& masters, const Counts& counts) {
-             AdamTensors list;
-             for (std::size_t i = 0; i < counts.size(); ++i) {
-               list.items.push_back({pointer(params.at(i)), nullptr, pointer<float>(exp_avgs.at(i)),
-                                     pointer<float>(exp_avg_sqs.at(i)), pointer<float>(steps.at(i)),
-                                     pointer<float>(masters.at(i)), counts[i]});
-             }
-             return list;
-           }),
-           py::arg("params"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("masters"),
-           py::arg("counts"))
-      .def(
-          "set_grads",
-          [](AdamTensors& list, const Addresses& grads) {
-            for (std::size_t i = 0; i < list.items.size(); ++i) list.items[i].grad = pointer(grads.at(i));
-          },
-          py::arg("grads"));
-  module.def(
-      "adam",
-      [](const AdamTensors& tensors, int param, int grad, std::uintptr_t control, double lr, std::uintptr_t lr_at,
-         double beta1, double beta2, double eps, double weight_decay, double max_norm, bool maximize, bool undo,
-         int device, std::uintptr_t stream) {
-        const OnDevice there(device);
-        adam({tensors.items, kind_of(param), kind_of(grad), pointer<const float>(control),
-              {beta1, beta2, eps, weight_decay, lr, pointer<const float>(lr_at), max_norm, maximize}, undo,
-              stream_of(stream)});
-      },
-      py::arg("tensors"), py::arg("param"), py::arg("grad"), py::arg("control"), py::arg("lr"), py::arg("lr_at"),
-      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("max_norm"),
-      py::arg("maximize"), py::arg("undo"), py::arg("device"), py::arg("stream"));
-  module.def(
-      "adam_element",  // the arithmetic of one element, on the host: (w, m, v)
-      [](float gradient, float w, float m, float v, double step, const std::array<float, 3>& control, double lr,
-         double beta1, double beta2, double eps, double weight_decay, double max_norm, bool maximize, bool undo) {
-        if (!adam_skips(control.data())) {
-          const AdamNumbers numbers{beta1, beta2, eps, weight_decay, lr, nullptr, max_norm, maximize};
-          const AdamRates rates = adam_rates(numbers, step, control.data());
-          undo ? adam_element<true>(rates, gradient, w, m, v) : adam_element<false>(rates, gradient, w, m, v);
-        }
-        return py::make_tuple(w, m, v);
-      },
-      py::arg("gradient"), py::arg("w"), py::arg("m"), py::arg("v"), py::arg("step"), py::arg("control"),
-      py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("max_norm"),
-      py::arg("maximize"), py::arg("undo"));
-  // workspace: floats that squared_norm needs
-  py::class_<Spans>(module, "Spans")
-      .def(py::init([](const Addresses& data, const Counts& counts) {
-             Spans list;
-             for (std::size_t i = 0; i < counts.size(); ++i) list.items.push_back({pointer(data.at(i)), counts[i]});
-             return list;
-           }),
-           py::arg("data"), py::arg("counts"))
-      .def_property_readonly("workspace", [](const Spans& list) { return 2 * squared_norm_blocks(list.items); });
-  module.def(
-      "squared_norm",
-      [](const Spans& spans, int kind, bool accumulate, std::uintptr_t result, std::uintptr_t workspace, int device,
-         std::uintptr_t stream) {
-        const OnDevice there(device);
-        squared_norm(spans.items, kind_of(kind), accumulate, pointer<float>(result), pointer<float>(workspace),
-                     stream_of(stream));
-      },
-      py::arg("spans"), py::arg("kind"), py::arg("accumulate"), py::arg("result"), py::arg("workspace"),
-      py::arg("device"), py::arg("stream"));
 }

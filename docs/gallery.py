@@ -164,9 +164,9 @@ def jitter() -> str:
     counts = (1, 2, 4, 8)
     rows = []
     for deviation in (0, 0.05, 0.1, 0.2):
-        filled = [mean_rate(deviation, fill="eager", slices=count, memory_limit=8) for count in counts]
+        filled = [mean_rate(deviation, fill="eager", parts=count, memory_limit=8) for count in counts]
         rows.append([f"{deviation:.0%}", *map(percent, [mean_rate(deviation), *filled])])
-    return table(["jitter", "as planned", "whole W", *(f"{count} slices" for count in counts[1:])], rows)
+    return table(["jitter", "as planned", "whole W", *(f"{count} parts" for count in counts[1:])], rows)
 
 
 def mean_rate(deviation: float, **keywords: Any) -> float:

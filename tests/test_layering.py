@@ -54,12 +54,12 @@ def room(module: str) -> str:
 
 
 @functools.cache
-def imports(module: str) -> frozenset[str]:
-    """Full names of what a module imports, inside functions too, but for what only type checkers see."""
+def imports(module: str, typed: bool = False) -> frozenset[str]:
+    """Full names of what a module imports, inside functions too; typed: also what only type checkers see."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and not typed and "TYPE_CHECKING" in ast.unparse(node.test):
             return
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
@@ -74,8 +74,8 @@ def imports(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def imports_of_zbkern(module: str) -> set[str]:
-    return {name.removeprefix("zbkern.") for name in imports(module) if name.startswith("zbkern.")}
+def imports_of_zbkern(module: str, typed: bool = False) -> set[str]:
+    return {name.removeprefix("zbkern.") for name in imports(module, typed) if name.startswith("zbkern.")}
 
 
 def test_every_module_is_under_a_rule() -> None:
@@ -108,6 +108,15 @@ def test_rooms_without_torch_import_only_each_other() -> None:
     assert not {name for own in WITHOUT_TORCH for name in MAY_IMPORT[own]} - WITHOUT_TORCH
 
 
+STILL_CIRCULAR = {  # to be empty, and gone
+    ("pipeline.planner.offload", "pipeline.planner.plan"),
+    ("pipeline.optimizer.protocols", "pipeline.optimizer.post_validation"),
+}
+
+
 def test_there_is_no_import_circle() -> None:
-    graph = {module: imports_of_zbkern(module) for module in modules()}
+    """Imports for types alone count, too."""
+    graph = {module: imports_of_zbkern(module, typed=True) for module in modules()}
+    for module, imported in STILL_CIRCULAR:
+        graph.get(module, set()).discard(imported)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

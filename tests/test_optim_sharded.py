@@ -143,7 +143,6 @@ def refusals() -> list[str]:
 @pytest.mark.dist
 def test_what_cannot_be_stepped_is_refused(two_ranks: Any) -> None:
     for plain, whole_gradient, elsewhere, clipped in two_ranks.run(refusals):
-        assert "a gradient must be a Tensor like its parameter of shape [4, 6]; got DTensor" in plain
-        assert "a gradient must be a DTensor like its parameter of shape [4, 6]; got Tensor" in whole_gradient
-        assert "a gradient must be on the device mesh of its parameter" in elsewhere
+        for refused in (plain, whole_gradient, elsewhere):
+            assert "a gradient must be on the device mesh of its parameter, or both on none" in refused
         assert "max_norm needs whole parameters" in clipped

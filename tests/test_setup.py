@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -154,7 +153,7 @@ def test_asks_nvcc_for_its_version(tmp_path: Path) -> None:
 
 
 def test_code_flags_of_sources() -> None:
-    everywhere, hopper, ampere = map(Path, ("cuda_optimizer.cu", "cuda_x_sm90.cu", "cuda_x_sm80.cu"))
+    everywhere, hopper, ampere = map(Path, ("cuda_x.cu", "cuda_x_sm90.cu", "cuda_x_sm80.cu"))
     assert cuda.code_flags(everywhere, ("8.0", "9.0a", "12.0+PTX")) == [
         *("-gencode", "arch=compute_80,code=[sm_80]"),
         *("-gencode", "arch=compute_90a,code=[sm_90a]"),
@@ -237,32 +236,6 @@ def test_compiles_only_what_the_cache_lacks(toolkit_of_shell: SimpleNamespace) -
     assert sorted(build()) == ["link", "one"]
     source.write_text(before)
     assert build() == ["link"]
-
-
-def test_kernels_are_compiled_once_for_all_interpreters(toolkit_of_shell: SimpleNamespace, tmp_path: Path) -> None:
-    pytest.importorskip("pybind11")
-    (toolkit_of_shell.sources / "cuda_bindings.cpp").write_text("int bindings;\n")
-    targets = {
-        cuda.Interpreter(f"/include/{tag}", f".cpython-{tag}-linux.so"): tmp_path / f"{tag}.so" for tag in (312, 313)
-    }
-    one, two = cuda.build_for(targets, toolkit_of_shell.machine)
-    lines = toolkit_of_shell.log.read_text().splitlines()
-    assert sum("cuda_one.cu" in line for line in lines) == 1
-    bindings = [line for line in lines if "cuda_bindings.cpp" in line]
-    assert sorted(word for line in bindings for word in line.split() if "include/" in word) == [
-        *("-I/include/312", "-I/include/313")
-    ]
-    assert len(set(one) & set(two)) == 2
-    assert all(target.exists() for target in targets.values())
-    assert [interpreter.tag for interpreter in targets] == ["cp312", "cp313"]
-
-
-def test_an_interpreter_is_asked_where_its_headers_are(tmp_path: Path) -> None:
-    assert cuda.interpreter_at(sys.executable) == cuda.this_interpreter()
-    with pytest.raises(RuntimeError, match="absent does not run"):
-        cuda.interpreter_at(str(tmp_path / "absent"))
-    with pytest.raises(RuntimeError, match=r"has no Python.h in /nowhere; install"):
-        cuda.interpreter_at(executable(tmp_path / "python", "#!/bin/sh\nprintf '/nowhere\n.cpython-312-x.so\n'\n"))
 
 
 def test_says_what_takes_minutes_and_how_to_skip_it(toolkit_of_shell: SimpleNamespace) -> None:

@@ -66,7 +66,7 @@ def _ops() -> list[str]:
     groups: dict[str, list[str]] = {}  # ops of which the same is to be said
     for op in spec.OPS:
         reasons = {impl: dispatch.why_not(op, impl, device) for impl in spec.IMPLEMENTATIONS}
-        chosen = next((impl for impl in dispatch.candidates(op, device) if reasons[impl] is None), "nothing")
+        chosen = next((impl for impl in dispatch.candidates(device) if reasons[impl] is None), "nothing")
         named = [impl for impl, reason in reasons.items() if reason is None and impl != chosen]
         if chosen == "triton" and "linear_fwd" in spec.OPS[op]:
             chosen += " (matmuls with nothing to fuse: cuBLAS)"

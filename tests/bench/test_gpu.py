@@ -41,10 +41,7 @@ def test_the_rows_fit_our_kernels(row: str, tmp_path: Path) -> None:
     options = ["--impl", "triton", "--rows", row, "--seconds", "0.1", "--out", str(tmp_path)]
     assert gpu.main([*CPU, *options]) == 0
     (figure,) = json.loads((tmp_path / "gpu.json").read_text())["figures"]["rows"]
-    if row.startswith("AdamW"):  # Triton has none, and torch beside torch would say nothing
-        assert "impl='cuda' cannot run" in figure["why not"]
-    else:
-        assert "rate" in figure or figure["why not"] == "the row's time was up"
+    assert "rate" in figure or figure["why not"] == "the row's time was up"
 
 
 def bench() -> Bench:
@@ -116,7 +113,7 @@ def test_goals_may_be_about_another_peer_than_results_are_checked_with() -> None
 
 def test_no_figure_without_a_gpu(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 1
+    assert gpu.main([]) == 2
     assert "cannot run: no CUDA device" in capsys.readouterr().out
     assert gpu.main([*CPU, "--rows", "nothing like this"]) == 2
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import zbkern
 from tests.support.pages import block, blocks
-from zbkern.pipeline import Costs, Pipeline, StepOptions, plan, profile
+from zbkern.pipeline import Costs, Pipeline, ProfileOptions, StepOptions, plan, profile
 from zbkern.pipeline.transport.local import LocalTransport
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -47,11 +47,12 @@ def test_parts_of_a_chunk() -> None:
     inputs = torch.randn(16, 8).double()
     expected = torch.autograd.grad(nn.functional.mse_loss(chunk(inputs), inputs), [*chunk.parameters()])
     names: dict[str, Any] = {"modules": [zbkern.convert(chunk)], "placement": [0], "loss_fn": nn.functional.mse_loss}
-    names |= {"inputs": inputs, "targets": inputs, "plan": plan, "StepOptions": StepOptions}
+    names |= {"inputs": inputs, "targets": inputs, "plan": plan}
     names["profile"] = functools.partial(profile, group=LocalTransport.ring(1)[0])
     names["Pipeline"] = functools.partial(Pipeline, group=LocalTransport.ring(1)[0])
     code = block(DOCS / "offload.md", "StepOptions(recompute=parts)")
-    code = code.replace("from zbkern.pipeline import Pipeline, StepOptions, plan, profile", "")
+    names |= {"StepOptions": StepOptions, "ProfileOptions": ProfileOptions}
+    code = code.replace("from zbkern.pipeline import Pipeline, ProfileOptions, StepOptions, plan, profile", "")
     exec(code.replace("stages=8, microbatches=32", "stages=1, microbatches=4, effort=0"), names)
     with names["pipe"] as pipe:
         pipe.step(inputs, inputs)

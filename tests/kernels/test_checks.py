@@ -91,7 +91,6 @@ def test_one_wrong_element_fails(name: str) -> None:
 
 def test_every_launch_has_a_check() -> None:
     elsewhere = {"attention_fwd", "attention_dgrad", "norm_partials"}  # attention_checks.py
-    elsewhere |= {"adamw", "squared_norm"}  # test_cuda_calls.py, gpu/test_cuda_optimizer.py
     assert set(spec.KERNELS) - elsewhere <= CHECKS.keys()
 
 

@@ -17,9 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from build_tools import cuda as build
-from zbkern.kernels.cuda import adamw as cuda_adamw
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
-from zbkern.kernels.spec import AdamWOptions
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would launch on the GPU that is here")
 
@@ -107,37 +105,6 @@ def test_every_tile_is_computed_once_and_in_bands(extension: ModuleType, rows: i
         assert after[0] == before[0] + 1 or after[1] == before[1] + 1 or after == (before[0] // band * band + band, 0)
 
 
-def test_workspace_of_the_norm(extension: ModuleType) -> None:
-    assert extension.Spans([0] * 4, [1, 16384, 16385, 0]).workspace == 2 * (1 + 1 + 2 + 0)
-
-
-@pytest.mark.parametrize("undo", [False, True])
-@pytest.mark.parametrize("step", [1, 7])
-@pytest.mark.parametrize(
-    ("control", "factor"), [([0.25, 0.0, 1.0], 1), ([64.0, 0.0, 4.0], 0.125), ([4.0, 0.0, 4.0], 0.25)]
-)
-def test_arithmetic_of_adamw(extension: ModuleType, control: list[float], factor: float, step: int, undo: bool) -> None:
-    w, m, v, gradient = 0.7, 0.02, 0.003, -0.4
-    numbers = {"lr": 0.05, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-    weight = torch.tensor([w], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.AdamW([weight], lr=0.05, betas=(0.9, 0.99), weight_decay=0.1, maximize=True)
-    weight.grad = torch.tensor([gradient * factor], dtype=torch.float64)
-    optimizer.state[weight] = {
-        "step": torch.tensor(float(step - 1)),
-        "exp_avg": torch.tensor([m], dtype=torch.float64),
-        "exp_avg_sq": torch.tensor([v], dtype=torch.float64),
-    }
-    optimizer.step()
-    state = optimizer.state[weight]
-    after = (weight.item(), state["exp_avg"].item(), state["exp_avg_sq"].item())
-    start, end = (after, (w, m, v)) if undo else ((w, m, v), after)
-    numbers |= {"max_norm": 1.0, "maximize": True, "undo": undo}
-    got = extension.adam_element(gradient, *start, step, control, **numbers)
-    assert got == pytest.approx(end, rel=2e-6)
-    for bad in ([float("nan"), 0.0, 1.0], [float("inf"), 0.0, 1.0], [1.0, 1.0, 1.0]):
-        assert extension.adam_element(gradient, *start, step, bad, **numbers) == pytest.approx(start, rel=1e-7)
-
-
 # what wgrad takes; a test changes one thing
 def product(extension: ModuleType, **change: object) -> tuple[list[tuple], list[int]]:
     values = {"dweight": 1024, "n": 64, "k": 64, "stride": 64, "x": 2048, "dy": 4096, "rows": 32, "count": 1} | change
@@ -181,25 +148,6 @@ def test_wgrad_refuses_dtypes(extension: ModuleType, place: int, value: int, wor
 def test_a_launch_without_a_gpu_is_an_error_not_a_crash(extension: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="zbkern: asking for the device"):
         extension.wgrad(product(extension), 1, 0, 0, True, 0, 0, False, 0, 0, True)
-    with pytest.raises(RuntimeError, match="zbkern: asking for the device"):
-        extension.squared_norm(extension.Spans([1024], [16]), 0, False, 2048, 4096, 0, 0)
-    tensors = extension.AdamTensors([1024], [2048], [4096], [8192], [0], [16])
-    with pytest.raises(RuntimeError, match="zbkern: asking for the device"):
-        extension.adam(tensors, 0, 0, 0, 0.1, 0, 0.9, 0.99, 1e-8, 0.0, 1.0, False, False, 0, 0)
-
-
-def test_lists_of_the_optimizer_are_checked() -> None:
-    wide, half, step, options = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16), torch.zeros(()), AdamWOptions(0.1)
-    with pytest.raises(ValueError, match="equally long"):
-        cuda_adamw.adamw([wide], [wide, wide], [wide], [wide], [step], None, options)
-    with pytest.raises(ValueError, match=r"exp_avgs\[0\] must be torch.float32"):
-        cuda_adamw.adamw([half], [half], [half], [wide], [step], None, options)
-    with pytest.raises(ValueError, match=r"exp_avgs\[0\] must be contiguous, with 8 elements"):
-        cuda_adamw.adamw([wide], [wide], [torch.zeros(4, 2).t()], [wide], [step], None, options)
-    with pytest.raises(ValueError, match=r"steps\[0\] must be one float32 on cpu; got 1 torch.float64"):
-        cuda_adamw.adamw([wide], [wide], [wide], [wide], [step.double()], None, options)
-    with pytest.raises(ValueError, match=r"tensors\[0\] must be torch.float64, one of"):
-        cuda_adamw.squared_norm([wide.double()], wide)
 
 
 # ---- the machine code ----
@@ -227,7 +175,6 @@ def test_no_kernel_spills_and_wgmma_is_not_serialised(report: str) -> None:
         if "4sm90" in kernel:
             assert target == "sm_90a"
             assert registers == 168, kernel  # 65536 / 384 threads; setmaxnreg hands them out anew
-    assert {name for name in ("adam_kernel", "square_kernel", "count_kernel") if any(name in f[0] for f in found)}
     assert "serializ" not in report  # ptxas says so when it makes wgmma wait
     assert "warning" not in report
 
@@ -264,15 +211,6 @@ def test_hopper_code_uses_wgmma_and_tma(extension: ModuleType) -> None:
         assert ("UTMAREDG" in body, "UTMASTG" in body) == (reduces, not reduces), name
         assert "USETMAXREG" in body, name
         assert not re.search(r"\b(STL|LDL)\b", body), name
-
-
-@pytest.mark.parametrize("architecture", ["8.0", "9.0a"])
-def test_the_optimizer_moves_16_bytes_at_a_time(extension: ModuleType, architecture: str) -> None:
-    kernels = {name: body for name, body in machine_code(extension, architecture).items() if "adam_kernel" in name}
-    assert len(kernels) == 18  # dtypes of parameters and of gradients, and the inverse
-    for name, body in kernels.items():
-        wide = [re.findall(rf"{what}\.E(?:\.\w+)*\.128\b", body) for what in ("LDG", "STG")]
-        assert min(map(len, wide)) >= 3, name  # exp_avg, exp_avg_sq, and the master where it is not the parameter
 
 
 def test_ampere_code_uses_tensor_cores_and_asynchronous_copies(extension: ModuleType) -> None:

@@ -1,26 +1,21 @@
-"""kernels/cuda/wgrad.py and cuda_optimizer.py on CPU tensors, over a stand-in for the extension (host_extension.py)."""
+"""kernels/cuda/wgrad.py on CPU tensors, over a stand-in for the extension (host_extension.py)."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.gpu.test_cuda_sanitizer import SMALL_RUN
-from tests.support.host_extension import AdamTensors, HostExtension
+from tests.support.host_extension import HostExtension
 from zbkern import testing
-from zbkern.kernels import reference, spec
-from zbkern.kernels.cuda import adamw as cuda_adamw
+from zbkern.kernels import reference
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import WGradQueue, WGradTask
-
-# the module: in `reference` this name is the kernel
-reference_adamw = importlib.import_module("zbkern.kernels.reference.adamw")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -29,9 +24,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostExtension]:
     host = HostExtension()
     properties = SimpleNamespace(major=9, multi_processor_count=132)
-    for module in (cuda_wgrad, cuda_adamw):
-        monkeypatch.setattr(module, "_cuda", host)
-        monkeypatch.setattr(module, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(cuda_wgrad, "_cuda", host)
+    monkeypatch.setattr(cuda_wgrad, "raw_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     cuda_wgrad._gpu.cache_clear()
     yield host
@@ -211,153 +205,8 @@ def test_a_weight_without_elements(extension: HostExtension, n: int, k: int) -> 
     assert not extension.launches
 
 
-SIZES = (7, 64, 3)
-
-
-def adam_state(dtype: torch.dtype, grad_dtype: torch.dtype, masters: bool = False) -> list[list[Tensor] | None]:
-    """Parameters, gradients, and state after some steps, in the order of the launch."""
-    torch.manual_seed(0)
-    params = [torch.randn(size).to(dtype) for size in SIZES]
-    wide = [param.float() + 1e-4 for param in params] if masters else None
-    grads = [torch.randn(size).to(grad_dtype) for size in SIZES]
-    averages = [[torch.rand(size) for size in SIZES] for _ in range(2)]
-    return [params, grads, *averages, [torch.tensor(4.0) for _ in SIZES], wide]
-
-
-def copied(lists: list[list[Tensor] | None]) -> list[list[Tensor] | None]:
-    return [tensors and [tensor.clone() for tensor in tensors] for tensors in lists]
-
-
-def close(ours: list[list[Tensor] | None], theirs: list[list[Tensor] | None]) -> None:
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        for got, want in zip(a or (), b or (), strict=True):
-            testing.assert_close(got, want, f"list {i}")
-
-
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize(("dtype", "grad_dtype"), [(FP32, FP32), (FP32, BF16), (BF16, FP32), (BF16, BF16)])
-@pytest.mark.parametrize(
-    "numbers", [None, (4.0, 0.0, 1.0), (400.0, 0.0, 8.0), (float("inf"), 0.0, 1.0), (1.0, 1.0, 1.0)]
-)
-def test_adamw_is_the_references(
-    dtype: torch.dtype, grad_dtype: torch.dtype, masters: bool, numbers: tuple[float, ...] | None
-) -> None:
-    options = spec.AdamWOptions(0.01, (0.8, 0.95), 1e-6, 0.1, maximize=masters, max_norm=1.0)
-    lists = adam_state(dtype, grad_dtype, masters)
-    control = None if numbers is None else torch.tensor(numbers)
-    before, twins = copied(lists), copied(lists)
-    for _ in range(2):
-        cuda_adamw.adamw(*lists, options, control)
-        reference.adamw(*twins, options, control)
-    close(lists, twins)
-    skipped = numbers is not None and (numbers[0] == float("inf") or numbers[1] == 1)
-    assert torch.equal(lists[0][1], before[0][1]) is skipped
-    if dtype == FP32 or masters:
-        for _ in range(2):
-            cuda_adamw.adamw(*lists, options, control, undo=True)
-            reference.adamw(*twins, options, control, undo=True)
-        close(lists[2:], before[2:])
-        close(twins[2:], before[2:])
-        assert lists[4][0] == 4
-
-
-def test_a_learning_rate_is_read_where_it_lies() -> None:
-    lists, lr = adam_state(FP32, FP32), torch.tensor(0.5)
-    twins = copied(lists)
-    cuda_adamw.adamw(*lists, spec.AdamWOptions(lr))
-    cuda_adamw.adamw(*twins, spec.AdamWOptions(0.5))
-    assert torch.equal(lists[0][1], twins[0][1])
-
-
-def test_addresses_are_packed_again_only_where_they_move(
-    extension: HostExtension, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed = []
-    monkeypatch.setattr(extension, "AdamTensors", lambda *columns: packed.append(1) or AdamTensors(columns))
-    lists, memory, options = adam_state(FP32, FP32), {}, spec.AdamWOptions(0.01)
-    twins = copied(lists)
-    for change in (None, None, 1, 2, None):  # nothing, gradients, averages
-        if change is not None:
-            lists[change] = [tensor.clone() for tensor in lists[change]]
-        cuda_adamw.adamw(*lists, options, memory=memory)
-        reference.adamw(*twins, options)
-    close(lists, twins)
-    assert len(packed) == 2
-    lists[1] = [tensor.double() for tensor in lists[1]]
-    with pytest.raises(ValueError, match=r"grads\[0\] must be torch.float64, one of"):
-        cuda_adamw.adamw(*lists, options, memory=memory)
-
-
-@pytest.mark.parametrize("module", [cuda_adamw, reference])
-def test_norm(module: ModuleType) -> None:
-    tensors = [torch.randn(9), torch.randn(4, 5), torch.empty(0)]
-    control = torch.full((3,), float("nan"))
-    module.squared_norm(tensors, control)
-    testing.assert_close(control[0], sum(tensor.square().sum() for tensor in tensors), "norm")
-    assert control[1] == 0
-    assert control[2].isnan()
-    first, memory = control[0].clone(), {}
-    module.squared_norm([torch.tensor([2.0, float("inf")])[:1]], control, accumulate=True, memory=memory)
-    testing.assert_close(control[0], first + 4, "norm")
-    module.squared_norm([torch.tensor([2.0, float("inf")], dtype=BF16)], control, memory=memory)
-    assert control[1] == 1
-    module.squared_norm([torch.ones(2)], control, accumulate=True)
-    assert control[1] == 1
-    module.squared_norm([], control)
-    assert control.tolist()[:2] == [0, 0]
-
-
-@pytest.mark.parametrize("undo", [False, True])
-def test_what_the_reference_does_where_reading_would_wait(undo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = spec.AdamWOptions(torch.tensor(0.01, dtype=torch.float64), max_norm=1.0)
-    for control in (torch.tensor([4.0, 0.0, 1.0]), torch.tensor([4.0, 1.0, 1.0])):
-        lists = adam_state(BF16, FP32, masters=True)
-        twins = copied(lists)
-        reference.adamw(*twins, options, control, undo)
-        with monkeypatch.context() as patch:
-            patch.setattr(reference_adamw, "_HOST", ("meta",))
-            reference.adamw(*lists, options, control, undo)
-        close(lists, twins)
-
-
-@pytest.mark.parametrize("undo", [False, True])
-@pytest.mark.parametrize("numbers", [None, (400.0, 0.0, 8.0)])
-@pytest.mark.parametrize(
-    ("dtype", "grad_dtype", "masters"), [(FP32, FP32, False), (BF16, BF16, True), (BF16, FP32, False)]
-)
-def test_the_reference_converts_by_portions(
-    dtype: torch.dtype, grad_dtype: torch.dtype, masters: bool, numbers: tuple[float, ...] | None, undo: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """16 elements at a time: 7, 64 and 3 are each of another kind. The bits are those of the whole."""
-    options, control = spec.AdamWOptions(0.01, max_norm=1.0), None if numbers is None else torch.tensor(numbers)
-    lists = adam_state(dtype, grad_dtype, masters)
-    twins = copied(lists)
-    norms = torch.zeros(3), torch.zeros(3)
-    for tensors, norm, portion in ((twins, norms[0], 1 << 18), (lists, norms[1], 16)):
-        monkeypatch.setattr(reference_adamw, "_PORTION", portion)
-        reference.adamw(*tensors, options, control, undo)
-        reference.squared_norm(tensors[1], norm)
-    for ours, theirs in zip(lists, twins, strict=True):
-        assert all(map(torch.equal, ours or (), theirs or ()))
-    testing.assert_close(*norms, "norm")
-
-
-@pytest.mark.parametrize("moved", range(4))
-def test_the_reference_goes_by_elements_whatever_the_strides(moved: int) -> None:
-    """torch's fused step goes by memory on a CPU, and is silently wrong there."""
-    lists = [[torch.rand(6, 5)] for _ in range(4)] + [[torch.tensor(4.0)], None]
-    twins = copied(lists)
-    lists[moved] = [lists[moved][0].t().contiguous().t()]
-    for tensors in (lists, twins):
-        reference.adamw(*tensors, spec.AdamWOptions(0.01))
-    for ours, theirs in zip(lists, twins, strict=True):
-        assert all(map(torch.equal, ours or (), theirs or ()))
-
-
 def test_what_the_sanitizer_runs(extension: HostExtension, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU nobody else would see that its names are out of date."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     exec(SMALL_RUN.replace('"cuda"', '"cpu"'), {})
     assert len(extension.launches) > 100
-    assert len(extension.adams) == 16

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from zbkern.kernels.triton import aot as triton_aot
-from zbkern.kernels.triton import sass as triton_sass
+from build_tools.kernels import aot as triton_aot
+from build_tools.kernels import sass as triton_sass
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,11 +67,9 @@ def test_accesses_and_sizes() -> None:
 
 
 LISTING = """
-import importlib
-from zbkern.kernels.triton import aot, sass
-variants = importlib.import_module("zbkern.kernels.triton.attention_forward").variants(90)
-variant = next(variant for variant in variants if variant.name == "attention fwd bf16 64 causal")
-print(sass.disassemble(aot.compiled(variant, 90).asm["cubin"]))
+from build_tools.kernels import jobs, launches, sass
+named = next(named for named in launches.jobs(90) if named.name == "attention bf16 64 causal: forward")
+print(sass.disassemble(jobs.compile_job(named.job).asm["cubin"]))
 """
 
 

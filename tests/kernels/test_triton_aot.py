@@ -1,4 +1,4 @@
-"""Every production variant of the Triton kernels, compiled for three GPUs that need not be here.
+"""What calls of the Triton kernels launch, compiled for three GPUs that need not be here.
 
 In a process of its own: this one interprets Triton kernels, and a process does one or the other.
 """
@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from zbkern.kernels.triton import aot as triton_aot
+from build_tools.kernels import aot as triton_aot
+from build_tools.kernels import jobs, launches
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def reports() -> list[dict]:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "bench.kernels_report", "--json"]
+    command = [sys.executable, "-m", "build_tools.kernels", "--json"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -64,7 +65,7 @@ def test_what_was_found_is_not_compiled_again(tmp_path: Path) -> None:
         folder = tmp_path / turn
         folder.mkdir()
         paths = {"XDG_CACHE_HOME": str(tmp_path / "kept"), "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
-        command = [sys.executable, "-m", "bench.kernels_report", "--json", "--only", "attention tiles"]
+        command = [sys.executable, "-m", "build_tools.kernels", "--json", "--only", ": tabulate"]
         command += ["--capability", "90"]
         found.append(subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True).stdout)
         compiled.append(len(list(folder.glob("*/*.cubin"))))
@@ -76,18 +77,16 @@ def test_what_was_found_is_not_compiled_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_module_lists_variants(reports: list[dict]) -> None:
+def test_every_kernel_is_compiled(reports: list[dict]) -> None:
     """A kernel that nobody compiles here is a kernel that nobody checks."""
-    kernels = Path(triton_aot.__file__).parent.glob("*.py")
-    modules = {path.stem for path in kernels if re.search(r"^@Kernel|= Kernel\(", path.read_text(), re.MULTILINE)}
-    assert {report["module"] for report in reports} == modules
+    assert {report["module"] for report in reports} == {name.rpartition(".")[2] for name in jobs.kernel_modules()}
 
 
 @pytest.mark.slow
 def test_what_epilogues_read_is_called_to_l2(reports: list[dict]) -> None:
     """Nothing uses the result of that assembly, and no result depends on it."""
-    gates, adds = r"(gated_linear|grouped_gated)_dgrad", r"linear_wgrad .* 1 x \d.* add|linear_dgrad .* add"
-    wanted = [r for r in reports if re.match(rf"{gates}|linear_dgrad .* gelu|{adds}", r["name"])]
+    pattern = r"linear .* dgrad (add|\w*gelu|silu)|grouped_gated_dgrad|linear_wgrad .* 1 x \d.* add"
+    wanted = [report for report in reports if re.match(pattern, report["name"])]
     assert len(wanted) > 10 * len(triton_aot.CAPABILITIES)
     assert [(r["name"], r["capability"]) for r in wanted if not r["instructions"]["calls to L2"]] == []
 
@@ -96,7 +95,7 @@ def test_what_epilogues_read_is_called_to_l2(reports: list[dict]) -> None:
 def test_two_programs_of_a_norms_backward_fit_a_multiprocessor(reports: list[dict]) -> None:
     """As many as `norm_partials` counts on: 65536 registers, handed to a thread in eights, and 1 KB that each program
     takes of the shared memory beside its own."""
-    mine = [r for r in reports if r["module"] == "norm_backward" and r["name"].startswith("dgrad") and r["warps"] <= 8]
+    mine = [report for report in reports if report["name"].startswith("norm dgrad") and report["warps"] <= 8]
     assert len(mine) > 5 * len(triton_aot.CAPABILITIES)
     for report in mine:
         assert 2 * 32 * report["warps"] * (-(-report["registers"] // 8) * 8) <= 65536, report
@@ -117,16 +116,35 @@ def test_faults_are_found() -> None:
 @pytest.mark.parametrize(("ptx", "expected"), [("wgmma.mma_async", ["(C7515) serialised"]), ("mma.sync", [])])
 def test_warnings_are_of_whatever_has_wgmma(monkeypatch: pytest.MonkeyPatch, ptx: str, expected: list[str]) -> None:
     """Not only of variants that must have it: float32 is multiplied by it where its tile allows."""
-    variant = SimpleNamespace(name="some fp32", warps=4, stages=2, wgmma=False, bulk=False, aligned=True)
-    module = SimpleNamespace(variants=lambda capability: [variant])
-    kernel = SimpleNamespace(asm={"cubin": b"", "ptx": ptx}, metadata=SimpleNamespace(shared=0))
-    monkeypatch.setattr(triton_aot.importlib, "import_module", lambda name: module)
+    target, options = SimpleNamespace(arch=90), {"num_warps": 4, "num_stages": 2}
+    named = launches.Named("some fp32", jobs.Job(("some.module", "_some"), {}, {}, {}, target, options), True)
+    kernel = SimpleNamespace(asm={"cubin": b"", "ptx": ptx, "ttir": ""}, metadata=SimpleNamespace(shared=0))
     for name, value in (
-        ("compiled", kernel), ("_resources", (32, 0)), ("_ptxas_log", "ptxas info : (C7515) serialised"),
+        ("compile_job", kernel), ("_resources", (32, 0)), ("_ptxas_log", "ptxas info : (C7515) serialised"),
     ):  # fmt: skip
         monkeypatch.setattr(triton_aot, name, lambda *_, value=value: value)
     monkeypatch.setattr(triton_aot.triton_sass, "disassembler", lambda: None)
-    assert triton_aot._compile("some.module", 0, 90).warnings == expected
+    assert triton_aot._compile(named).warnings == expected
+
+
+PRODUCT = (
+    "%4 = tt.dot %1, %2, %3, inputPrecision = ieee : tensor<128x64x{0}> * tensor<64x256x{0}> -> tensor<128x256xf32>"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("linear bf16 fwd", PRODUCT.format("bf16"), True),
+        ("fp8_linear_fwd", PRODUCT.format("f8E4M3FN"), True),
+        ("linear fp32 dgrad", PRODUCT.format("f32"), True),
+        ("linear fp32 transposed gated dgrad gelu", PRODUCT.format("f32"), False),
+        ("attention fp32 64: dq", PRODUCT.format("f32"), False),
+        ("gate bf16", "%5 = tt.load %4", False),
+    ],
+)
+def test_which_products_tensor_cores_should_take(name: str, code: str, expected: bool) -> None:
+    assert triton_aot._multiplies(code, name) == expected
 
 
 COPY, DOT = "%a = ttng.async_tma_copy_global_to_local", "%c = ttng.warp_group_dot %x, %y"
@@ -148,10 +166,10 @@ def test_copies_ahead_are_counted(before: list[str], inside: list[str], expected
 
 
 def test_no_stride_is_kept_from_being_compiled_in() -> None:
-    """An argument of an annotated type is never a constant on a GPU, not even a stride of 1, while `aot` takes what a
-    variant lists: the report would be of kernels that load whole rows, and the GPU would run ones that cannot."""
+    """An argument of an annotated type is never a constant on a GPU, not even a stride of 1: elements of rows would be
+    loaded one by one."""
     found = []
-    for path in Path(triton_aot.__file__).parent.glob("*.py"):
+    for path in (ROOT / "zbkern" / "kernels" / "triton").glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list):
                 arguments = [a for a in function.args.args if a.annotation is not None]

@@ -193,7 +193,7 @@ def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "a.json").read_text())
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == actions
     assert Schedule.from_csv((tmp_path / "a.csv").read_text()) == schedule
-    assert Schedule.from_csv((tmp_path / "a.torch.csv").read_text(), dialect="torch").actions == schedule.actions
+    assert Schedule.from_csv((tmp_path / "a.torch.csv").read_text()).actions == schedule.actions
     assert (tmp_path / "a.txt").read_text() == schedule.to_text() + "\n"
 
 
@@ -219,8 +219,11 @@ def test_png_is_written_or_refused_before_the_search(run, fails, tmp_path: Path)
         (["--schedule", "zb_h9"], "argument --schedule: invalid choice: 'zb_h9'"),
         (["--schedule", "zb_v", "--chunks", "3"], "argument --chunks: zb_v has 2 per rank; leave --chunks out"),
         (["--schedule", "zb_v", "--placement", "v"], "argument --placement: zb_v has its own"),
-        (["--placement", "v"], 'argument --placement: plan: placement "v" needs chunks=2'),
-        (["--placement", "0,1,1"], "argument --placement: plan: placement must name every rank below 3 1 times"),
+        (["--placement", "v"], 'argument --placement, --stages: plan: placement "v" needs chunks=2'),
+        (
+            ["--placement", "0,1,1"],
+            "argument --placement, --stages: plan: placement must name every rank below 3 1 times",
+        ),
         (["--placement", "w"], "argument --placement: expected linear, loop, v, zigzag or a rank per chunk; got 'w'"),
         (["--time-limit", "-1"], "argument --time-limit: expected a number of seconds"),
         (["--objective", "speed"], "argument --objective: invalid choice: 'speed'"),

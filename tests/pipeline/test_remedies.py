@@ -56,14 +56,6 @@ def test_each_option_makes_it_fit(name: str, training: Training) -> None:
             assert not fits(name, training._replace(stages=changes["stages"] - 1))
 
 
-def test_where_no_option_is_enough_several_together_are() -> None:
-    found = remedies(load_architecture(CONFIGURATIONS / "deepseek-v3.json"), H100, Training(2, 1 << 16), LIMIT)
-    assert len(found) == 1
-    words = found[0].split()
-    assert len(words) > 2
-    assert {"--stages", "--tensor-parallel", "--expert-parallel"} >= set(words[::2])
-
-
 def test_the_least_need_is_that_of_the_best_cut() -> None:
     layers = [
         LayerCosts("e", 1, 1, 1, static=5, tied="e"),

@@ -7,7 +7,6 @@ launch, how segments are split over launches, and what is copied first.
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any
 
 import torch
@@ -27,27 +26,9 @@ def tensor_at(address: int, kind: int, shape: tuple[int, ...], stride: int | Non
     return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
 
 
-class AdamTensors:
-    """Addresses of tensors and their states: params, exp_avgs, exp_avg_sqs, steps, masters, and numbers of elements."""
-
-    def __init__(self, columns: tuple[list[int], ...]) -> None:
-        self.rows = list(zip(*columns, strict=True))
-        self.grads: list[int] = []
-
-    def set_grads(self, grads: list[int]) -> None:
-        self.grads = grads
-
-
-class Spans:
-    def __init__(self, data: list[int], counts: list[int]) -> None:
-        self.data, self.counts, self.workspace = data, counts, 2 * len(counts)
-
-
 class HostExtension:
     """launches: the number of weights and of segments of each launch. grids: its places, max_tiles and hopper. reduced:
     whether stores may add.
-
-    adams: the number of tensors of each launch of AdamW.
     """
 
     MAX_SEGMENTS = 16
@@ -57,7 +38,6 @@ class HostExtension:
         self.launches: list[tuple[int, int]] = []
         self.grids: list[tuple[int, int, bool]] = []
         self.reduced: list[bool] = []
-        self.adams: list[int] = []
 
     def has_sm90(self) -> bool:
         return True
@@ -86,54 +66,6 @@ class HostExtension:
             self._write(dweight, total, accumulate)
             if dbias_at:
                 self._write(tensor_at(dbias_at, dbias_kind, (n,)), bias, accumulate)
-
-    @staticmethod
-    def AdamTensors(*columns: list[int]) -> AdamTensors:
-        return AdamTensors(columns)
-
-    @staticmethod
-    def Spans(data: list[int], counts: list[int]) -> Spans:
-        return Spans(data, counts)
-
-    def adam(
-        self, tensors: AdamTensors, param: int, grad: int, control: int, lr: float, lr_at: int,
-        beta1: float, beta2: float, eps: float, weight_decay: float, max_norm: float, maximize: bool, undo: bool,
-        *rest: Any,
-    ) -> None:  # fmt: skip
-        self.adams.append(len(tensors.rows))
-        rate, factor = tensor_at(lr_at, 0, (1,)).item() if lr_at else lr, -1.0 if maximize else 1.0
-        if control:
-            squares, bad, scale = tensor_at(control, 0, (3,)).tolist()
-            if bad or not math.isfinite(squares):
-                return
-            factor *= min(1.0, max_norm / (math.sqrt(squares) / scale + 1e-6)) / scale
-        for grad_at, (param_at, m_at, v_at, step_at, master_at, count) in zip(tensors.grads, tensors.rows, strict=True):
-            count_of_steps = tensor_at(step_at, 0, (1,))
-            count_of_steps += 0 if undo else 1
-            step = count_of_steps.item()
-            weight, g = tensor_at(param_at, param, (count,)), tensor_at(grad_at, grad, (count,)).double() * factor
-            m, v = tensor_at(m_at, 0, (count,)), tensor_at(v_at, 0, (count,))
-            master = tensor_at(master_at, 0, (count,)) if master_at else weight
-            if not undo:
-                m.copy_(beta1 * m.double() + (1 - beta1) * g)
-                v.copy_(beta2 * v.double() + (1 - beta2) * g * g)
-            change = rate * m.double() / (1 - beta1**step) / ((v.double() / (1 - beta2**step)).sqrt() + eps)
-            decay = 1 - rate * weight_decay
-            new = (master.double() + change) / decay if undo else decay * master.double() - change
-            master.copy_(new)
-            weight.copy_(new)
-            if undo:
-                m.copy_((m.double() - (1 - beta1) * g) / beta1)
-                v.copy_(((v.double() - (1 - beta2) * g * g) / beta2).clamp_min(0))
-                count_of_steps -= 1
-
-    def squared_norm(self, spans: Spans, kind: int, accumulate: bool, result: int, *rest: Any) -> None:
-        values = [tensor_at(at, kind, (count,)).double() for at, count in zip(spans.data, spans.counts, strict=True)]
-        norm = sum(value.square().sum().item() for value in values)
-        bad = any(not value.isfinite().all() for value in values)
-        out = tensor_at(result, 0, (2,))
-        before = out.tolist() if accumulate else (0.0, 0.0)
-        out.copy_(torch.tensor([before[0] + norm, max(before[1], float(bad))]))
 
     @staticmethod
     def _aligned(*addresses: int) -> None:

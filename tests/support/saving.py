@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from zbkern.pipeline import Action, Schedule
+
+
+def schedule_of(*rows: str, microbatches: int, placement: Sequence[int] | None = None) -> Schedule:
+    """Of one row of actions per rank, as text; a chunk on every rank unless placement says otherwise."""
+    actions = [[Action.parse(text) for text in row.split()] for row in rows]
+    return Schedule.build(actions, [*range(len(rows))] if placement is None else [*placement], microbatches)
 
 
 class Wide(nn.Module):

@@ -106,7 +106,7 @@ def schedule() -> Schedule:
     assert_type(answer.lower_bound, float)
     assert_type(answer.optimal, bool)
     plan(costs, 4)  # type: ignore[call-arg]
-    assert_type(Schedule.from_csv(answer.schedule.to_csv(dialect="torch"), dialect="torch"), Schedule)
+    assert_type(Schedule.from_csv(answer.schedule.to_csv(header=False), "planned"), Schedule)
     return answer.schedule
 
 

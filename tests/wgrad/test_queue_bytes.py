@@ -1,4 +1,4 @@
-"""What a queue pins: its count of bytes, and its limit, which runs W early."""
+"""What a queue holds: its count of bytes, and its limit, which runs W early."""
 
 from __future__ import annotations
 

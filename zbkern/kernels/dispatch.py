@@ -27,7 +27,6 @@ _MODULES = {
     "torch": "zbkern.kernels.reference",
 }
 _FALLBACK_BACKEND = {"cuda": "triton"}  # has the kernels that the other one lacks
-_STANDALONE_OPS = {("adamw", "cuda"): "zbkern.kernels.cuda.adamw"}  # all kernels of the op, dtypes of their own
 
 _CAPABILITIES = {"fp8_linear": (9, 0)}  # what Triton's kernels of an op need, where that is more than 8.0
 
@@ -49,8 +48,6 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     if impl not in _MODULES:
         return f"this version of zbkern has no {impl} kernels; use impl='torch' or impl='auto'"
     if impl == "triton":
-        if (op, "cuda") in _STANDALONE_OPS:
-            return "it has no kernels for this"
         reason = _why_not_triton(torch.device(device), dtype, _CAPABILITIES.get(op, (8, 0)))
         if reason is not None:
             return reason
@@ -58,7 +55,7 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
         reason = _why_not_cuda(op, torch.device(device), dtype)
         if reason is not None:
             return reason
-    module = _backend_of(op, impl)
+    module = _backend(impl)
     missing = [name for name in spec.OPS[op] if not hasattr(module, name)]
     return f"{impl} lacks {', '.join(missing)}" if missing else None
 
@@ -66,26 +63,20 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
 @functools.cache
 def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype | None = None) -> ModuleType:
     """The module whose kernels run `op`. Raises UnavailableError when a named backend cannot."""
-    for candidate in candidates(op, device) if impl == "auto" else (impl,):
+    for candidate in candidates(device) if impl == "auto" else (impl,):
         reason = why_not(op, candidate, device, dtype)
         if reason is None:
-            return _auto_backend() if impl == "auto" and candidate == "triton" else _backend_of(op, candidate)
+            return _auto_backend() if impl == "auto" and candidate == "triton" else _backend(candidate)
     raise UnavailableError(f"{op}: impl={impl!r} cannot run on {device}: {reason}")
 
 
-def candidates(op: str, device: torch.device | str) -> tuple[str, ...]:
+def candidates(device: torch.device | str) -> tuple[str, ...]:
     """What "auto" chooses from, in order.
 
     On a CPU Triton is an interpreter, for tests; it runs where it is named. Where "auto" takes Triton, some matmuls are
     cuBLAS's (`_auto_backend`).
     """
-    if torch.device(device).type != "cuda":
-        return ("torch",)
-    return ("cuda", "torch") if (op, "cuda") in _STANDALONE_OPS else ("triton", "torch")
-
-
-def _backend_of(op: str, impl: str) -> ModuleType:
-    return importlib.import_module(_STANDALONE_OPS[op, impl]) if (op, impl) in _STANDALONE_OPS else _backend(impl)
+    return ("triton", "torch") if torch.device(device).type == "cuda" else ("torch",)
 
 
 @functools.cache
@@ -133,8 +124,7 @@ def _auto_backend() -> ModuleType:
 
 
 def _why_not_cuda(op: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
-    standalone = (op, "cuda") in _STANDALONE_OPS
-    module = _backend_of(op, "cuda") if standalone else importlib.import_module(_MODULES["cuda"])
+    module = importlib.import_module(_MODULES["cuda"])
     if not any(hasattr(module, name) for name in spec.OPS[op]):
         return "it has nothing of its own for this; use impl='triton'"
     if dtype is not None and dtype not in module.DTYPES:
@@ -142,7 +132,7 @@ def _why_not_cuda(op: str, device: torch.device, dtype: torch.dtype | None) -> s
         return f"its kernels take {names}, not {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda":
         return f"its kernels need a CUDA device, not {device}"
-    return module.why_not(device) or (None if standalone else why_not(op, _FALLBACK_BACKEND["cuda"], device, dtype))
+    return module.why_not(device) or why_not(op, _FALLBACK_BACKEND["cuda"], device, dtype)
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype | None, needed: tuple[int, int]) -> str | None:

@@ -94,20 +94,6 @@ Kernels
                       gradients=None)                          dx is the gradient of every row's own loss; gradients
                                                                (dweight, dbias) | None: of the sum of all losses
     cross_entropy_wgrad([(x, target, lse, dloss [M]), ...], (dweight, dbias), accumulate, weight, bias | None, options)
-
-    adamw(params, grads, exp_avgs, exp_avg_sqs, steps, masters | None, options, control=None, undo=False, memory=None)
-                                                               one step of all tensors in place (lists of equal length),
-                                                               or its inverse with the same gradients and numbers. Of
-                                                               one dtype: params; grads. float32 at least: exp_avgs,
-                                                               exp_avg_sqs, steps [] (of each), masters (the weights,
-                                                               of which params are then rounded copies)
-    squared_norm(tensors, control, accumulate=False, memory=None)
-                                                               control[0] (+)= sum of the squares of all elements,
-                                                               control[1] = 1 where one is not finite (or the sum
-                                                               is not), else 0 (accumulate: kept);
-                                                               control [3] float32; [2] is the loss scale of grads
-                                                               memory: a dict of the caller's, the same for lists that
-                                                               change rarely; what can be reused is kept there
 """
 
 from __future__ import annotations
@@ -136,7 +122,6 @@ OPS = {
     "attention": ("attention_fwd", "attention_dgrad", "norm_wgrad"),
     "rotary": ("rotary_fwd", "rotary_dgrad"),
     "linear_cross_entropy": ("cross_entropy_fwd", "cross_entropy_wgrad"),
-    "adamw": ("adamw", "squared_norm"),
 }
 """The kernels that a backend must have to run an op."""
 
@@ -196,23 +181,3 @@ class CrossEntropyOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk: int = 1024
-
-
-@dataclass(frozen=True)
-class AdamWOptions:
-    """Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), with g = +-factor x gradient:
-
-        m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
-        w = (1 - lr weight_decay) w - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
-
-    lr: a number, or a tensor with one element, which is read on its device. max_norm: with control, factor is
-    min(1, max_norm / (norm + 1e-6)) / control[2], norm = sqrt(control[0]) / control[2]; without, 1. Nothing changes
-    where control[1] is not 0 or control[0] is not finite. maximize: factor is negative.
-    """
-
-    lr: float | Tensor
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    maximize: bool = False
-    max_norm: float = float("inf")

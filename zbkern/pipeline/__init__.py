@@ -19,6 +19,7 @@ _HOME = {
     "Optimizer": "optimizer",
     "Pipeline": "runtime.engine",
     "PipelineError": "transport.base",
+    "ProfileOptions": "runtime.options",
     "Replanner": "planner.replanning",
     "StepOptions": "runtime.options",
     "clip_grad_norm_": "optimizer",
@@ -46,6 +47,7 @@ __all__ = [
     "Optimizer",
     "Pipeline",
     "PipelineError",
+    "ProfileOptions",
     "Replanner",
     "Schedule",
     "ScheduleError",
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.planner.plan import plan as plan
     from zbkern.pipeline.planner.replanning import Replanner as Replanner
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
+    from zbkern.pipeline.runtime.options import ProfileOptions as ProfileOptions
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions
     from zbkern.pipeline.runtime.profiling import profile as profile
     from zbkern.pipeline.runtime.profiling import profile_layers as profile_layers

@@ -12,13 +12,14 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from zbkern.pipeline import draw, from_config, report, schedules
+from zbkern.pipeline.from_config import WrongArgument
 from zbkern.pipeline.planner import Plan, plan
-from zbkern.pipeline.planner.arguments import chunks_per_rank
+from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
 from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.plan import EFFORT
 from zbkern.pipeline.schedules.actions import ScheduleError
@@ -30,7 +31,43 @@ from zbkern.pipeline.simulation.simulator import simulate
 
 SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt")
 _Given = TypeVar("_Given", Costs, ModelCosts)
-_PLACEMENTS = ("linear", "loop", "v", "zigzag")
+_ABOUT = (
+    "Finds the order of forwards (F), input gradients (B) and weight gradients (W) with the least idle time within a "
+    "memory limit, and prints it with a lower bound; --compare shows published schedules beside it. Costs are measured "
+    "(--costs), or computed from a model's configuration (--config)."
+)
+
+
+def _number(kind: Callable[[str], Any], expected: str, least: float = 0, most: float = 1e300) -> Callable[[str], Any]:
+    """A reader of such numbers from `least` to `most`."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected {expected}; got {text[:60]!r}")
+        return value
+
+    return read
+
+
+def _memory(text: str) -> tuple[float, bool]:
+    """A number, and whether it counts what one microbatch holds in the whole model."""
+    read = _number(float, "a limit such as 1.5x, or 60e9 in the unit of activation, bytes")
+    return read(text.removesuffix("x")), text.endswith("x")
+
+
+def _placement(text: str) -> str | tuple[int, ...]:
+    if text in PLACEMENTS:
+        return text
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        return tuple(map(int, text.split(",")))
+    raise argparse.ArgumentTypeError(f"expected {', '.join(PLACEMENTS)} or a rank per chunk; got {text!r}")
+
+
+_count = _number(int, "a whole number, at least 1", 1)
 _HELP = {
     "--stages": "pipeline ranks, p",
     "--microbatches": "microbatches per step, m",
@@ -40,7 +77,7 @@ _HELP = {
     "1x, and the costs' static memory besides), a plain number is in the unit of the costs' activation, bytes with "
     "--config; without it there is no limit, with --config 0.9 of the GPU's memory",
     "--chunks": "chunks per rank (default 1, or those of --schedule; what is best for costs of layers)",
-    "--placement": f"where the chunks are: {', '.join(_PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
+    "--placement": f"where the chunks are: {', '.join(PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
     "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
     "--effort": f"rounds of search, each twice as long as the one before (default {EFFORT}, about ten seconds in all; "
     "0: the quick answer alone); the plan depends on it and not on how fast or busy the machine is",
@@ -51,13 +88,17 @@ _HELP = {
     "--schedule": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
     "--compare": "also a table of all published schedules and the plan",
     "--out": "files to write, by suffix: .svg .html .png (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
-    "(for torch.distributed.pipelining), .txt (the whole grid)",
+    "(without comments, for torch.distributed.pipelining), .txt (the whole grid)",
+    "--config": "plan for a model that was never run: its folder or config.json, as transformers writes it; "
+    "--costs and --schedule do not go with it, and the table of published schedules is always printed",
+    "--gpu": "with --config: a GPU in the table of hardware (default h100)",
+    "--hardware": "with --config: a table of your own, in the form of zbkern/pipeline/simulation/hardware.json",
+    "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",
+    "--expert-parallel": "with --config: GPUs that share the experts (default 1)",
+    "--data-parallel": "with --config: pipelines that share the optimizer's state (default: as few as experts need)",
+    "--sequence": "with --config: tokens of a sequence (default 4096)",
+    "--microbatch-size": "with --config: sequences of a microbatch (default 1)",
 }
-_ABOUT = (
-    "Finds the order of forwards (F), input gradients (B) and weight gradients (W) with the least idle time within a "
-    "memory limit, and prints it with a lower bound; --compare shows published schedules beside it. Costs are measured "
-    "(--costs), or computed from a model's configuration (--config)."
-)
 
 
 def add_to(commands: Any) -> None:
@@ -75,34 +116,34 @@ def add_to(commands: Any) -> None:
     add("--chunks", type=_count, metavar="V")
     add("--placement", type=_placement, metavar="NAME")
     add("--objective", choices=("cost", "makespan"), default="cost")
-    add("--effort", type=_rounds, default=EFFORT, metavar="ROUNDS")
-    add("--time-limit", type=_seconds, metavar="SECONDS")
-    add("--offload", type=_bandwidth, nargs="?", const=0.0, metavar="GB/s")
+    add("--effort", type=_number(int, "a number of rounds from 0 to 99", most=99), default=EFFORT, metavar="ROUNDS")
+    add("--time-limit", type=_number(float, "a number of seconds such as 10"), metavar="SECONDS")
+    rate = _number(float, "a bandwidth in GB/s above 0, such as 50", 1e-9)
+    add("--offload", type=rate, nargs="?", const=0.0, metavar="GB/s")
     add("--recompute", action="store_true")
     add("--schedule", choices=schedules.NAMES, metavar="NAME")
     add("--compare", action="store_true")
     add("--out", type=Path, nargs="+", action="extend", default=[], metavar="FILE")
-    from_config.add_to(parser, _count)
+    add("--config", type=Path, metavar="FILE")
+    add("--gpu", metavar="NAME")
+    add("--hardware", type=Path, metavar="FILE")
+    for name in from_config.SIZES:
+        add(from_config.option(name), type=_count, metavar="N")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Does what the parsed arguments say, and returns the exit status."""
     try:
-        _check_outputs(arguments.out)
-        _check_sizes(arguments)
+        _check(arguments)
         if arguments.config is not None:
-            progress = show_progress if sys.stderr.isatty() else _silent
-            found = from_config.run(arguments, _width(), progress)
-            for path in arguments.out:
-                print(f"wrote {_write(found, path)}")
-            return 0
-        from_config.check_absent(arguments)
-        costs = _costs(arguments.costs)
-        found = _of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)
+            found = _of_model(arguments)
+        else:
+            costs = _costs(arguments.costs)
+            found = _of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)
         for path in arguments.out:
             print(f"wrote {_write(found, path)}")
-    except (_WrongArgument, from_config.WrongArgument) as error:
+    except WrongArgument as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
     return 0
@@ -115,11 +156,11 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
     try:
         flat = given.per_chunk(stages * chunks)
     except ValueError as error:
-        raise _WrongArgument("--costs", f"{arguments.costs}: {error}; --stages and --chunks say how many") from error
+        raise WrongArgument("--costs", f"{arguments.costs}: {error}; --stages and --chunks say how many") from error
     costs = _with_copies(arguments, given, flat.checkpoint is not None)
     whole = sum(flat.activation)
-    limit = None if arguments.memory is None else arguments.memory.limit(whole)
-    found = (_named if arguments.schedule else _searched)(arguments, chunks, costs, limit)
+    limit = _limit(arguments, whole)
+    found = _named(arguments, chunks, costs, limit) if arguments.schedule else _plan(arguments, costs, limit, chunks)
     whole = 0.0 if any(flat.static) else whole
     print(report.describe(found, objective, limit, whole, _width()))
     if arguments.compare:
@@ -136,18 +177,15 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
 def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
     """Plans, prints and compares, for costs of layers: the model is cut, too."""
     if arguments.schedule is not None:
-        raise _WrongArgument(
-            "--schedule",
-            "--costs has layers, which are cut differently for every schedule; --compare shows them all",
+        raise WrongArgument(
+            "--schedule", "--costs has layers, which are cut differently for every schedule; --compare shows them all"
         )
     costs = _with_copies(arguments, given, True)
     whole = sum(layer.activation for layer in costs.layers)
-    limit = None if arguments.memory is None else arguments.memory.limit(whole)
-    chunks = arguments.chunks or from_config.chunks_of(arguments.placement, arguments.stages)
-    found = _searched(arguments, chunks, costs, limit)
+    limit = _limit(arguments, whole)
+    found = _plan(arguments, costs, limit)
     whole = 0.0 if any(layer.static for layer in costs.layers) else whole
-    searched = from_config.searched(arguments, costs)
-    print(report.describe(found, arguments.objective, limit, whole, _width(), searched))
+    print(report.describe(found, arguments.objective, limit, whole, _width(), _searched(arguments, costs)))
     print(report.cut(found, len(costs.layers), _width()))
     if arguments.compare:
         published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
@@ -155,43 +193,50 @@ def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
     return found
 
 
+def _of_model(arguments: argparse.Namespace) -> Plan:
+    """Plans, prints and compares, for a model's configuration."""
+    setting = from_config.setting(arguments)
+    costs = _with_copies(arguments, setting.costs, True)
+    limit = _limit(arguments, sum(layer.activation for layer in costs.layers)) or setting.limit
+    found = _plan(arguments, costs, limit, why_not=lambda: from_config.why_not(arguments, setting, limit))
+    published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
+    objective, width = arguments.objective, _width()
+    print(from_config.title(arguments, setting))
+    print("\n" + report.describe(found, objective, limit, 0.0, width, _searched(arguments, costs)))
+    print(from_config.step(found, setting, objective, width))
+    tokens = arguments.microbatches * setting.job.tokens * setting.job.data_parallel
+    print("\n" + report.table([*published, found.timeline], objective, limit, tokens=tokens))
+    print("\n" + from_config.assumptions(setting, costs, arguments.offload is not None, arguments.recompute, width))
+    return found
+
+
 def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-class _WrongArgument(Exception):
-    def __init__(self, argument: str, message: str) -> None:
-        super().__init__(f"{argument}: {message}")
+def _limit(arguments: argparse.Namespace, whole: float) -> float | None:
+    """What a rank may hold, where one microbatch holds `whole` in the model."""
+    if arguments.memory is None:
+        return None
+    value, relative = arguments.memory
+    return value * whole if relative else value
 
 
-class _Memory(NamedTuple):
-    """A limit, absolute or in units of what one microbatch holds in the whole model."""
-
-    value: float
-    relative: bool
-
-    def limit(self, whole: float) -> float:
-        return self.value * whole if self.relative else self.value
-
-
-def _check_sizes(arguments: argparse.Namespace) -> None:
-    try:
-        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1)
-    except ScheduleError as error:
-        raise _WrongArgument("--stages", str(error)) from error
+def _searched(arguments: argparse.Namespace, costs: ModelCosts) -> report.Searched:
+    return report.Searched(costs, arguments.chunks is None and arguments.placement is None)
 
 
 def _chunks(arguments: argparse.Namespace) -> int:
-    """Chunks per rank."""
+    """Chunks per rank, for costs of chunks."""
     name = arguments.schedule
     if name is None:
         return arguments.chunks or chunks_per_rank(arguments.placement, arguments.stages)
     if arguments.placement is not None:
-        raise _WrongArgument("--placement", f"{name} has its own; leave out --placement, or --schedule")
+        raise WrongArgument("--placement", f"{name} has its own; leave out --placement, or --schedule")
     chunks = comparison.build(name, arguments.stages, 1, arguments.chunks).chunks
     if arguments.chunks not in (None, chunks):
         others = " or ".join(comparison.INTERLEAVED)
-        raise _WrongArgument("--chunks", f"{name} has {chunks} per rank; leave --chunks out, or use {others}")
+        raise WrongArgument("--chunks", f"{name} has {chunks} per rank; leave --chunks out, or use {others}")
     return chunks
 
 
@@ -202,59 +247,67 @@ def _costs(path: str | None) -> Costs | ModelCosts:
         text = Path(path).read_text(encoding="utf-8")
         return (ModelCosts if '"layers"' in text else Costs).from_json(text)
     except OSError as error:
-        raise _WrongArgument("--costs", f"cannot read {path}: {error.strerror}") from error
+        raise WrongArgument("--costs", f"cannot read {path}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
         example = '{"forward": 1.0, "backward": 1.0, "weight": 1.0}'
-        raise _WrongArgument("--costs", f"{path}: {error}; a whole file could be {example}") from error
+        raise WrongArgument("--costs", f"{path}: {error}; a whole file could be {example}") from error
 
 
 def _with_copies(arguments: argparse.Namespace, costs: _Given, has_checkpoint: bool) -> _Given:
-    """The costs with the bandwidth of --offload, in their own units."""
+    """The costs with the bandwidth of --offload, in their own units; without a number that of the table of hardware."""
     saving = "--offload" if arguments.offload is not None else "--recompute"
     if arguments.offload is None and not arguments.recompute:
         return costs
     if arguments.schedule is not None:
-        raise _WrongArgument(saving, f"{arguments.schedule} is as published; leave --schedule or {saving} out")
-    if arguments.memory is None:
-        raise _WrongArgument(saving, "without a limit nothing needs less memory; give one with --memory")
+        raise WrongArgument(saving, f"{arguments.schedule} is as published; leave --schedule or {saving} out")
+    if arguments.memory is None and arguments.config is None:
+        raise WrongArgument(saving, "without a limit nothing needs less memory; give one with --memory")
     if arguments.recompute and not has_checkpoint:
-        raise _WrongArgument(
+        raise WrongArgument(
             "--recompute", "--costs must have checkpoint, what an F keeps; zbkern's profile measures it"
         )
-    if arguments.offload is None:
-        return costs
-    if not arguments.offload:
-        raise _WrongArgument("--offload", "expected GB/s, such as --offload 50; only --config has a table of hardware")
     rate = arguments.offload
+    if rate is None or (arguments.config is not None and not rate and costs.offload_bandwidth is not None):
+        return costs
+    if not rate:
+        where = "only --config has a table of hardware, and host_bandwidth must be in it"
+        raise WrongArgument("--offload", f"expected GB/s, such as --offload 50; {where}")
     if costs.memory_unit == "bytes" and costs.time_unit is not None:
         rate *= 1e9 / TIME_UNITS[costs.time_unit]
     return dataclasses.replace(costs, offload_bandwidth=rate, reload_bandwidth=rate)
 
 
-def _searched(
-    arguments: argparse.Namespace, chunks: int | None, costs: Costs | ModelCosts, limit: float | None
+def _plan(
+    arguments: argparse.Namespace,
+    costs: Costs | ModelCosts,
+    limit: float | None,
+    chunks: int | None = None,
+    why_not: Callable[[], str | None] = lambda: None,
 ) -> Plan:
-    stages, microbatches, placement = arguments.stages, arguments.microbatches, arguments.placement
+    """chunks: those of the arguments by default; why_not: explains that nothing fits."""
+    spelt = arguments.placement is not None and not isinstance(arguments.placement, str)
+    if chunks is None:
+        chunks = arguments.chunks or (chunks_per_rank(arguments.placement, arguments.stages) if spelt else None)
     try:
         return plan(
             costs,
-            stages,
-            microbatches,
+            arguments.stages,
+            arguments.microbatches,
             chunks,
-            placement,
+            arguments.placement,
             limit,
             arguments.time_limit,
             objective=arguments.objective,
             effort=arguments.effort,
-            progress=show_progress if sys.stderr.isatty() else _silent,
+            progress=show_progress if sys.stderr.isatty() else lambda line: None,
             offload=arguments.offload is not None,
             recompute=arguments.recompute,
         )
     except ScheduleError as error:
-        raise _WrongArgument("--memory", str(error)) from error
+        raise WrongArgument("--memory", why_not() or str(error)) from error
     except ValueError as error:  # everything else has been checked
-        given = "" if chunks is None else f"; --chunks is {chunks}"
-        raise _WrongArgument("--placement" if arguments.placement else "--stages", f"{error}{given}") from error
+        named = [f"--{name}" for name in ("placement", "chunks") if getattr(arguments, name) is not None]
+        raise WrongArgument(", ".join([*named, "--stages"]), str(error)) from error
 
 
 def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
@@ -263,7 +316,7 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     timeline = simulate(schedule, costs)
     peak = max(timeline.peak_memory)
     if limit is not None and report.exceeds(peak, limit):
-        raise _WrongArgument(
+        raise WrongArgument(
             "--memory",
             f"{schedule.name} holds {amount(peak, costs.memory_unit)} on one rank, more than "
             f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
@@ -273,21 +326,15 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
         costs, stages, schedule.microbatches, chunks, schedule.placement, limit, time_limit=0, objective=objective
     )
     idle = report.idle(timeline, objective)
-    reached = timeline.cost if objective == "cost" else timeline.makespan
-    limits = None if limit is None else [limit] * stages
     return dataclasses.replace(
         other,
         schedule=schedule,
         timeline=timeline,
         lower_bound=min(idle, other.lower_bound),
         optimal=idle - other.lower_bound < 1e-9,
-        mean_cost=reached,
-        idle=idle_time(timeline, costs, objective, limits),
+        mean_cost=timeline.cost if objective == "cost" else timeline.makespan,
+        idle=idle_time(timeline, costs, objective, None if limit is None else [limit] * stages),
     )
-
-
-def _silent(line: str) -> None:
-    """Where nobody watches."""
 
 
 def show_progress(line: str) -> None:
@@ -295,17 +342,22 @@ def show_progress(line: str) -> None:
     print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
-def _check_outputs(paths: Sequence[Path]) -> None:
+def _check(arguments: argparse.Namespace) -> None:
     """Before the search, so that an error comes at once."""
-    for path in paths:
+    for path in arguments.out:
         if not path.name.endswith(SUFFIXES):
-            raise _WrongArgument("--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
+            raise WrongArgument("--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
         if not path.parent.is_dir():
-            raise _WrongArgument("--out", f"cannot write {path}: there is no folder {path.parent}; create it first")
+            raise WrongArgument("--out", f"cannot write {path}: there is no folder {path.parent}; create it first")
         if path.suffix == ".png" and importlib.util.find_spec("cairosvg") is None:
-            raise _WrongArgument(
+            raise WrongArgument(
                 "--out", f"{path} needs the package cairosvg: pip install 'zbkern[draw]', or write .svg"
             )
+    try:
+        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1)
+    except ScheduleError as error:
+        raise WrongArgument("--stages", str(error)) from error
+    from_config.check_whether_given(arguments)
 
 
 def _write(found: Plan, path: Path) -> Path:
@@ -314,58 +366,11 @@ def _write(found: Plan, path: Path) -> Path:
         if path.suffix == ".txt":
             path.write_text(schedule.to_text() + "\n", encoding="utf-8")
         elif path.suffix == ".csv":
-            dialect = "torch" if path.name.endswith(".torch.csv") else "zbkern"
-            cut = f"# partition: {' '.join(map(str, found.partition))}\n" if found.partition else ""
-            path.write_text((cut if dialect == "zbkern" else "") + schedule.to_csv(dialect), encoding="utf-8")
+            header = not path.name.endswith(".torch.csv")
+            cut = f"# partition: {' '.join(map(str, found.partition))}\n" if header and found.partition else ""
+            path.write_text(cut + schedule.to_csv(header=header), encoding="utf-8")
         else:
             draw.save([found.timeline], path, costs=[found.costs])
     except OSError as error:
-        raise _WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
+        raise WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
     return path
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"\d{1,21}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number, at least 1; got {text[:60]!r}")
-    return int(text)
-
-
-def _rounds(text: str) -> int:
-    if not re.fullmatch(r"\d{1,2}", text):
-        raise argparse.ArgumentTypeError(f"expected a number of rounds from 0 to 99; got {text[:60]!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    return _number(text, "a number of seconds such as 10")
-
-
-def _bandwidth(text: str) -> float:
-    rate = _number(text, "a bandwidth in GB/s such as 50")
-    if rate == 0:
-        raise argparse.ArgumentTypeError(f"expected a bandwidth above 0; got {text!r}")
-    return rate
-
-
-def _memory(text: str) -> _Memory:
-    relative = text.endswith("x")
-    expected = "a limit such as 1.5x, or 60e9 in the unit of activation, bytes"
-    return _Memory(_number(text.removesuffix("x"), expected), relative)
-
-
-def _number(text: str, expected: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}")
-    return value
-
-
-def _placement(text: str) -> str | tuple[int, ...]:
-    if text in _PLACEMENTS:
-        return text
-    if re.fullmatch(r"\d+(,\d+)*", text):
-        return tuple(map(int, text.split(",")))
-    raise argparse.ArgumentTypeError(f"expected {', '.join(_PLACEMENTS)} or a rank per chunk; got {text!r}")

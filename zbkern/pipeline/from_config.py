@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zbkern.pipeline import report, schedules
-from zbkern.pipeline.planner import Plan, plan
-from zbkern.pipeline.planner.arguments import chunks_per_rank
+from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
 from zbkern.pipeline.remedies import Training, may_fit_with_saving, remedies
-from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.architecture import Architecture, Experts, load_architecture
@@ -32,27 +27,20 @@ USABLE = 0.9
 _LEAST_LIMIT = 1e6
 """Bytes: a limit below is taken for one in GB."""
 
-_HELP = {
-    "--config": "plan for a model that was never run: its folder or config.json, as transformers writes it; "
-    "--costs and --schedule do not go with it, and the table of published schedules is always printed",
-    "--gpu": "with --config: a GPU in the table of hardware (default h100)",
-    "--hardware": "with --config: a table of your own, in the form of zbkern/pipeline/simulation/hardware.json",
-    "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",
-    "--expert-parallel": "with --config: GPUs that share the experts (default 1)",
-    "--data-parallel": "with --config: pipelines that share the optimizer's state (default: as few as experts need)",
-    "--sequence": "with --config: tokens of a sequence (default 4096)",
-    "--microbatch-size": "with --config: sequences of a microbatch (default 1)",
-}
-_SIZES = ("tensor_parallel", "expert_parallel", "data_parallel", "sequence", "microbatch_size")
+SIZES = {"tensor_parallel": 1, "expert_parallel": 1, "data_parallel": 0, "sequence": 4096, "microbatch_size": 1}
+"""Arguments that say how a model is trained, and their defaults."""
 
 
-def _option(name: str) -> str:
+def option(name: str) -> str:
     """The option with the argument of that name."""
     return "--" + name.replace("_", "-")
 
 
 class WrongArgument(ValueError):
     """Names the argument, and what to do about it."""
+
+    def __init__(self, argument: str, message: str) -> None:
+        super().__init__(f"{argument}: {message}")
 
 
 class Setting(NamedTuple):
@@ -72,85 +60,30 @@ class Setting(NamedTuple):
         return USABLE * self.hardware.memory
 
 
-def add_to(parser: argparse.ArgumentParser, count: Any) -> None:
-    """Adds --config and what belongs to it; count: reads a number of at least 1."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help=_HELP["--config"])
-    parser.add_argument("--gpu", metavar="NAME", help=_HELP["--gpu"])
-    parser.add_argument("--hardware", type=Path, metavar="FILE", help=_HELP["--hardware"])
-    for name in _SIZES:
-        parser.add_argument(_option(name), type=count, metavar="N", help=_HELP[_option(name)])
-
-
-def check_absent(arguments: argparse.Namespace) -> None:
-    """Raises WrongArgument for an argument that needs --config, which is not there."""
-    for name in ("gpu", "hardware", *_SIZES):
+def check_whether_given(arguments: argparse.Namespace) -> None:
+    """Raises WrongArgument for an argument that needs --config, which is not there, or does not go with it."""
+    with_model = arguments.config is not None
+    for name in ("costs", "schedule") if with_model else ("gpu", "hardware", *SIZES):
         if getattr(arguments, name) is not None:
             raise WrongArgument(
-                f"{_option(name)}: it describes a model's training; give the model with --config, or leave it out"
+                option(name),
+                "--config has the costs of its own model; leave one of the two out"
+                if with_model
+                else "it describes a model's training; give the model with --config, or leave it out",
             )
 
 
-def chunks_of(placement: str | Sequence[int] | None, stages: int) -> int | None:
-    """Chunks per rank of a placement that is spelt out; None where they are to be searched for."""
-    return None if placement is None or isinstance(placement, str) else chunks_per_rank(placement, stages)
-
-
-def searched(arguments: argparse.Namespace, costs: ModelCosts) -> report.Searched:
-    """What the search decides for costs of layers."""
-    return report.Searched(costs, arguments.chunks is None and arguments.placement is None)
-
-
-def run(arguments: argparse.Namespace, width: int, progress: Callable[[str], None]) -> Plan:
-    """Plans and prints; progress: as for `plan`. Raises WrongArgument."""
-    setting = _setting(arguments)
-    costs, limit = _with_copies(setting, arguments.offload), setting.limit
-    whole = sum(layer.activation for layer in costs.layers)
-    if arguments.memory is not None:
-        limit = arguments.memory.limit(whole)
-    try:
-        found = plan(
-            costs,
-            arguments.stages,
-            arguments.microbatches,
-            arguments.chunks or chunks_of(arguments.placement, arguments.stages),
-            arguments.placement,
-            limit,
-            arguments.time_limit,
-            objective=arguments.objective,
-            effort=arguments.effort,
-            progress=progress,
-            offload=arguments.offload is not None,
-            recompute=arguments.recompute,
-        )
-    except ScheduleError as error:
-        raise WrongArgument(f"--memory: {_why_not(arguments, setting, limit) or error}") from error
-    except ValueError as error:  # everything else has been checked
-        named = [name for name in ("placement", "chunks") if getattr(arguments, name) is not None]
-        raise WrongArgument(f"{', '.join(map(_option, [*named, 'stages']))}: {error}") from error
-    print(_title(arguments, setting))
-    print("\n" + report.describe(found, arguments.objective, limit, 0.0, width, searched(arguments, costs)))
-    print(_step(found, setting, arguments.objective, width))
-    published = published_timelines(costs, arguments.stages, arguments.microbatches, limit)
-    print("\n" + _table([*published, found.timeline], setting, arguments.objective, limit))
-    print("\n" + assumptions(setting, costs, arguments.offload is not None, arguments.recompute, width))
-    return found
-
-
-def _why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> str | None:
+def why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> str | None:
     """What does not fit, and what would; None where it does fit, but for a placement or chunks that were given."""
     costs, stages = setting.costs, arguments.stages
     need = least_need(costs, stages)
     saving = arguments.recompute or arguments.offload is not None
     if need.total <= limit or (saving and may_fit_with_saving(costs, stages, limit)):
         return None
-    job = setting.job
-    training = Training(
-        stages, job.sequence, job.microbatch, job.tensor_parallel, job.expert_parallel, arguments.data_parallel
-    )
-    ways = remedies(setting.architecture, setting.hardware, training, limit)
-    what = f"it fits with {' or '.join(ways)}" if ways else "no number of GPUs that is usual makes it fit"
-    if 0 < limit < _LEAST_LIMIT and arguments.memory is not None and not arguments.memory.relative:
-        what = f"a limit is in bytes: --memory {number(arguments.memory.value)}e9 for as many GB"
+    options = remedies(setting.architecture, setting.hardware, _training(arguments), limit)
+    what = f"it fits with {' or '.join(options)}" if options else "no one of the options for sizes makes it fit"
+    if 0 < limit < _LEAST_LIMIT and arguments.memory is not None and not arguments.memory[1]:
+        what = f"a limit is in bytes: --memory {number(limit)}e9 for as many GB"
     if not saving and may_fit_with_saving(costs, stages, limit):
         what += "; --recompute or --offload may do, too"
     return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
@@ -179,7 +112,7 @@ def assumptions(
         if job.expert_parallel > 1
         else "",
         "products are in bf16, none in FP8; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
-        + (", of which every pipeline holds its part" if job.replicas > 1 else ""),
+        + (", of which every pipeline holds its part" if job.data_parallel > 1 else ""),
         "layers are zbkern's own, for which the split into B and W costs nothing (converted ones of the transformers "
         "library keep more from F to B)",
         "an activation that is recomputed costs its chunk's forward once more" if recompute else "",
@@ -227,57 +160,41 @@ def published_timelines(costs: ModelCosts, stages: int, microbatches: int, limit
     return found
 
 
-def _setting(arguments: argparse.Namespace) -> Setting:
-    for name in ("costs", "schedule"):
-        if getattr(arguments, name) is not None:
-            raise WrongArgument(f"--{name}: --config has the costs of its own model; leave one of the two out")
+def setting(arguments: argparse.Namespace) -> Setting:
+    """What the arguments describe. Raises WrongArgument."""
     try:
         architecture = load_architecture(arguments.config)
     except OSError as error:
-        raise WrongArgument(f"--config: cannot read {error.filename}: {error.strerror}") from error
+        raise WrongArgument("--config", f"cannot read {error.filename}: {error.strerror}") from error
     except ValueError as error:
-        raise WrongArgument(f"--config: {arguments.config}: {error}") from error
+        raise WrongArgument("--config", f"{arguments.config}: {error}") from error
     try:
         hardware = load_hardware("h100" if arguments.gpu is None else arguments.gpu, arguments.hardware)
     except OSError as error:
-        raise WrongArgument(f"--hardware: cannot read {arguments.hardware}: {error.strerror}") from error
+        raise WrongArgument("--hardware", f"cannot read {arguments.hardware}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
-        options = "--gpu" if arguments.hardware is None else "--gpu, --hardware"
-        raise WrongArgument(f"{options}: {error}") from error
+        raise WrongArgument("--gpu" if arguments.hardware is None else "--gpu, --hardware", str(error)) from error
     try:
-        job = Job(
-            arguments.sequence or 4096,
-            arguments.microbatch_size or 1,
-            arguments.tensor_parallel or 1,
-            arguments.expert_parallel or 1,
-            arguments.data_parallel,
-        )
-        setting = Setting(architecture, hardware, job)
-        model_costs(*setting)
+        found = Setting(architecture, hardware, _training(arguments).job)
+        model_costs(*found)
     except ValueError as error:
-        named = [name for name in _SIZES if name in str(error)]
-        raise WrongArgument(f"{', '.join(map(_option, named))}: {error}") from error
-    return setting
+        named = [name for name in SIZES if name in str(error)]
+        raise WrongArgument(", ".join(map(option, named)), str(error)) from error
+    return found
 
 
-def _with_copies(setting: Setting, given: float | None) -> ModelCosts:
-    """The costs with the bandwidth of copies to the host: `given` in GB/s, or 0 for that of the table of hardware."""
-    if given is None:
-        return setting.costs
-    hardware = setting.hardware
-    if not given and hardware.host_bandwidth is None:
-        raise WrongArgument("--offload: the table of hardware has no host_bandwidth; give GB/s, such as --offload 50")
-    rate = given * 1e9 if given else (hardware.host_bandwidth or 0.0) * hardware.network_share
-    return replace(setting.costs, offload_bandwidth=rate / 1e3, reload_bandwidth=rate / 1e3)
+def _training(arguments: argparse.Namespace) -> Training:
+    return Training(arguments.stages, **{name: getattr(arguments, name) or least for name, least in SIZES.items()})
 
 
-def _title(arguments: argparse.Namespace, setting: Setting) -> str:
+def title(arguments: argparse.Namespace, setting: Setting) -> str:
+    """The model, and on what it is trained."""
     architecture, hardware, job = setting
     total, active = parameters(architecture)
     size = f"{number(total / 1e9)} billion parameters"
     if active < total:
         size += f", {number(active / 1e9)} of them for a token"
-    parallel = [(job.tensor_parallel, "tensor"), (job.expert_parallel, "expert"), (job.replicas, "data")]
+    parallel = [(job.tensor_parallel, "tensor"), (job.expert_parallel, "expert"), (job.data_parallel, "data")]
     beside = "".join(f", {kind} parallel {count}" for count, kind in parallel if count > 1)
     model = f"{arguments.config.name} ({architecture.kind}): {size}, {len(architecture.blocks)} layers"
     return (
@@ -286,10 +203,12 @@ def _title(arguments: argparse.Namespace, setting: Setting) -> str:
     )
 
 
-def _step(found: Plan, setting: Setting, objective: str, width: int) -> str:
+def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
+    """The costs of a layer, the cut, and how long a step takes."""
     counted = "embedding, head and predictors" if setting.architecture.predictors else "embedding and head"
     chunks = report.cut(found, len(setting.costs.layers), width, f", with {counted}")
-    seconds, rate = _speed(found.timeline, setting, objective)
+    seconds = report.reached(found.timeline, objective) / 1e3
+    rate = found.schedule.microbatches * setting.job.tokens * setting.job.data_parallel / seconds
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops
     used = rate * flops(setting.architecture, setting.job.sequence) / peak
@@ -313,31 +232,5 @@ def _block_costs(setting: Setting) -> str:
     return f"{'layer':<9} {block.name}: {times} ms; {amount(block.activation, 'bytes')} from F to B{held}"
 
 
-def _table(timelines: Sequence[Timeline], setting: Setting, objective: str, limit: float) -> str:
-    """A line per schedule, the fastest first."""
-    rows = [["schedule", "chunks", "step", "tokens/s", "bubble", "memory", ""]]
-    for timeline in sorted(timelines, key=lambda each: _speed(each, setting, objective)[0]):
-        seconds, rate = _speed(timeline, setting, objective)
-        peak = max(timeline.peak_memory)
-        rows.append(
-            [
-                timeline.schedule.name,
-                str(timeline.schedule.chunks),
-                f"{number(seconds)} s",
-                f"{rate:,.0f}",
-                f"{timeline.bubble_rate:.2%}",
-                amount(peak, timeline.memory_unit),
-                "over the limit" if report.exceeds(peak, limit) else "",
-            ]
-        )
-    return report.aligned(rows)
-
-
-def _speed(timeline: Timeline, setting: Setting, objective: str) -> tuple[float, float]:
-    """Seconds of a step, and tokens per second of all pipelines."""
-    seconds = (timeline.cost if objective == "cost" else timeline.makespan) / 1e3
-    return seconds, timeline.schedule.microbatches * setting.job.tokens * setting.job.replicas / seconds
-
-
 def _gpus(stages: int, job: Job) -> int:
-    return stages * job.tensor_parallel * job.replicas
+    return stages * job.tensor_parallel * job.data_parallel

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 from zbkern.pipeline.simulation.architecture import Architecture, Experts
@@ -19,22 +18,18 @@ _CHUNKS = 8  # per rank, at most, in a search
 
 
 class Training(NamedTuple):
-    """The options of `zbkern plan --config` that decide what a GPU holds; data_parallel None for its default."""
+    """The options of `zbkern plan --config` that decide what a GPU holds; the names are theirs."""
 
     stages: int
     sequence: int
     microbatch_size: int = 1
     tensor_parallel: int = 1
     expert_parallel: int = 1
-    data_parallel: int | None = None
+    data_parallel: int = 0
 
     @property
     def job(self) -> Job:
-        return Job(self.sequence, self.microbatch_size, self.tensor_parallel, self.expert_parallel, self.data_parallel)
-
-    @property
-    def gpus(self) -> int:
-        return self.stages * self.job.tensor_parallel * self.job.replicas
+        return Job(*self[1:])
 
 
 def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
@@ -45,27 +40,19 @@ def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
 
 
 def remedies(architecture: Architecture, hardware: Hardware, training: Training, limit: float) -> list[str]:
-    """Options, each of which makes the model fit; where none does, those that do together on the fewest GPUs."""
+    """Options with the least change of their numbers, each of which makes the model fit."""
     found = []
     for name in ("stages", "tensor_parallel", "expert_parallel", "data_parallel", "microbatch_size", "sequence"):
-        others = (training._replace(**{name: value}) for value in _values(name, training, architecture))
-        best = next((other for other in others if _fits(architecture, hardware, other, limit)), None)
-        if best is not None:
-            found.append(_options(best, (name,)))
-    if found:
-        return found
-    names = ("stages", "tensor_parallel", "expert_parallel")
-    values = [[getattr(training, name), *_values(name, training, architecture)] for name in names]
-    values[0] = [training.stages * factor for factor in (1, 2, 4, 8)]
-    combined = [training._replace(**dict(zip(names, each, strict=True))) for each in product(*values)]
-    fitting = (each for each in sorted(combined, key=_gpus) if _fits(architecture, hardware, each, limit))
-    best = next(fitting, None)
-    return [] if best is None else [_options(best, [n for n in names if getattr(best, n) != getattr(training, n)])]
+        for value in _values(name, training, architecture):
+            if _fits(architecture, hardware, training._replace(**{name: value}), limit):
+                found.append(f"--{name.replace('_', '-')} {value}")
+                break
+    return found
 
 
 def _values(name: str, training: Training, architecture: Architecture) -> Iterator[int]:
     """Of this option, in the order in which they are tried."""
-    value = training.job.replicas if name == "data_parallel" else getattr(training, name)
+    value = training.job.data_parallel if name == "data_parallel" else getattr(training, name)
     if name == "stages":
         yield from range(value + 1, _layers(architecture) + 1)
     elif name in ("microbatch_size", "sequence"):
@@ -88,16 +75,5 @@ def _fits(architecture: Architecture, hardware: Hardware, training: Training, li
     return fits(costs, training.stages, limit)
 
 
-def _gpus(training: Training) -> float:
-    try:
-        return training.gpus
-    except ValueError:  # expert parallelism that data_parallel has no room for
-        return float("inf")
-
-
 def _layers(architecture: Architecture) -> int:
     return len(architecture.blocks) + 2 * (1 + architecture.predictors)
-
-
-def _options(training: Training, names: Sequence[str]) -> str:
-    return " ".join(f"--{name.replace('_', '-')} {getattr(training, name)}" for name in names)

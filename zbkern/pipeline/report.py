@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbkern.pipeline.planner import Plan
+from zbkern.pipeline.schedules import grid as grids
 from zbkern.pipeline.schedules.program import offloads_or_recomputes
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration, number
@@ -138,58 +139,54 @@ def _more_even_stages(layers: ModelCosts, stages: int) -> int | None:
 
 def grid(schedule: Schedule, width: int) -> str:
     """The grid of `Schedule.to_text`; one wider than `width` is cut in the middle, and a line below says so."""
-    text = schedule.to_text()
-    if max(map(len, text.split("\n"))) <= width:
-        return text
-    lines = [line.split() for line in text.split("\n")]
-    cells = [line[2:] for line in lines]
-    total, column = len(cells[0]), 1 + max(len(cell) for row in cells for cell in row)
-    margin = len(f"rank {schedule.stages - 1} ")
+    cells = grids.cells_of(schedule.actions, schedule.placement)
+    column, margin = grids.widths(cells)
+    whole, total = grids.lines(cells, column, margin), len(cells[0])
+    if max(map(len, whole)) <= width:
+        return "\n".join(whole)
     room = max(2, (width - margin) // column - 1)  # less the column of dots
     first, last = room - room // 2, room // 2
-    shown = []
-    for rank, row in enumerate(cells):
-        kept = [*row[:first], "..", *row[total - last :]]
-        shown.append((f"rank {rank}".ljust(margin) + "".join(cell.ljust(column) for cell in kept)).rstrip())
-    shown.append(
+    shown = grids.lines([[*row[:first], "..", *row[total - last :]] for row in cells], column, margin)
+    note = (
         f"(columns {first} to {total - last - 1} of {total} left out: a wider terminal shows more, --out plan.txt all)"
     )
-    return "\n".join(shown)
+    return "\n".join([*shown, note])
 
 
-def table(timelines: Sequence[Timeline], objective: str, limit: float | None, whole: float) -> str:
-    """A line per timeline, least idle first, with the memory of the rank that holds most; whole: as for `describe`."""
-    rows = [["schedule", "chunks", "bubble", "makespan", "memory", "of 1x", ""]]
-    for timeline in sorted(timelines, key=lambda each: (round(idle(each, objective), 9), max(each.peak_memory))):
-        peak = max(timeline.peak_memory)
+def table(
+    timelines: Sequence[Timeline], objective: str, limit: float | None, whole: float = 0.0, tokens: int = 0
+) -> str:
+    """A line per timeline, with the memory of the rank that holds most; whole: as for `describe`.
+
+    The least idle first; with the tokens of a step, for times in ms, the fastest.
+    """
+    ends = ["step", "tokens/s", "bubble", "memory"] if tokens else ["bubble", "makespan", "memory", "of 1x"]
+    rows = [["schedule", "chunks", *ends, ""]]
+    for timeline in sorted(timelines, key=lambda each: _order(each, objective, tokens)):
+        peak, seconds = max(timeline.peak_memory), reached(timeline, objective) / 1e3
+        name, chunks = timeline.schedule.name, str(timeline.schedule.chunks)
+        bubble, memory = f"{timeline.bubble_rate:.2%}", amount(peak, timeline.memory_unit)
         over = "over the limit" if limit is not None and exceeds(peak, limit) else ""
-        relative = f"{peak / whole:.2f}x" if whole else ""
-        schedule = timeline.schedule
-        rows.append(
-            [
-                schedule.name,
-                str(schedule.chunks),
-                f"{timeline.bubble_rate:.2%}",
-                duration(timeline.makespan, timeline.unit),
-                amount(peak, timeline.memory_unit),
-                relative,
-                over,
-            ]
-        )
-    return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines with aligned columns, the first and the last to the left."""
+        if tokens:
+            cells = [f"{number(seconds)} s", f"{tokens / seconds:,.0f}", bubble, memory]
+        else:
+            makespan = duration(timeline.makespan, timeline.unit)
+            cells = [bubble, makespan, memory, f"{peak / whole:.2f}x" if whole else ""]
+        rows.append([name, chunks, *cells, over])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
-            + [row[-1]]
-        ).rstrip()
-        for row in rows
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:-1]), over]).rstrip()
+        for first, *cells, over in rows
     )
+
+
+def _order(timeline: Timeline, objective: str, tokens: int) -> tuple[float, float]:
+    speed = reached(timeline, objective) if tokens else round(idle(timeline, objective), 9)
+    return speed, max(timeline.peak_memory)
+
+
+def reached(timeline: Timeline, objective: str) -> float:
+    return timeline.cost if objective == "cost" else timeline.makespan
 
 
 def idle(timeline: Timeline, objective: str) -> float:

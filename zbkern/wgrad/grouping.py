@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from zbkern.wgrad.task import WGradTask
+from zbkern.wgrad.task import WGradTask
 
-Batch = list[list["WGradTask"]]  # groups that one kernel takes, each of tasks that are summed up
+Batch = list[list[WGradTask]]  # groups that one kernel takes, each of tasks that are summed up
 
 
 def batches(selected: Sequence[WGradTask], merge: bool | str) -> Iterator[tuple[Batch, bool]]:

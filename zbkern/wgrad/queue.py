@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from zbkern.wgrad import accumulation, forgotten, grouping, side_stream
+from zbkern.wgrad.storages import HeldStorages
 from zbkern.wgrad.task import WGradTask
 
 
 class WGradQueue:
     """Holds the W of every backward that ran inside `defer`, and runs it when asked, in any order.
 
-    max_bytes: pinned bytes above which the oldest W run at once instead of waiting; None for no limit.
+    max_bytes: held bytes above which the oldest W run at once instead of waiting; None for no limit.
     merge: True runs the pending tasks of one weight as one kernel (equal to separate kernels up to rounding); "exact"
     runs them one after the other in the order of their backwards, bit for bit as separate tasks; False never groups.
     listeners: functions, called with the tasks that have just run, once their gradients are complete. Every method may
@@ -77,8 +78,7 @@ class WGradQueue:
         self.regather_inputs = regather_inputs
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
-        self._pinned: dict[int, list[int]] = {}  # storage -> how many task tensors live in it, its bytes, itself
-        self._bytes = 0
+        self._held = HeldStorages()
         self._lock = threading.RLock()
         _count(1)  # before what may raise: __del__ counts it out
         self.stream = stream
@@ -122,13 +122,13 @@ class WGradQueue:
         with self._lock:
             if self._side is not None and task.tensors[0].device == self._side.stream.device:
                 task.ready_event = self._side.record_event()
-                self._unpin(self._side.take_finished())
+                self._release(self._side.take_finished())
             self._tasks[task] = None
-            self._pin(task)
-            if self.max_bytes is not None and self._bytes > self.max_bytes:
+            self._hold(task)
+            if self.max_bytes is not None and self._held.nbytes > self.max_bytes:
                 self._run_early()
-            if self._bytes > self.peak_bytes:
-                self.peak_bytes = self._bytes
+            if self._held.nbytes > self.peak_bytes:
+                self.peak_bytes = self._held.nbytes
 
     def exchange(self, task: WGradTask, tensors: Sequence[Tensor]) -> None:
         """Gives a waiting task other tensors with the same values, such as copies of them elsewhere.
@@ -139,13 +139,12 @@ class WGradQueue:
         with self._lock:
             if task not in self._tasks:
                 raise ValueError(f"WGradQueue.exchange: task must be one that waits in this queue; got {task!r}")
-            self._unpin([task])
-            task.pins.clear()
+            self._release([task])
             task.tensors = tuple(tensors)
             task.version = sum(tensor._version for tensor in task.tensors)
             if task.ready_event is not None and self._side is not None:
                 task.ready_event = self._side.record_event()
-            self._pin(task)
+            self._hold(task)
 
     def run(self, key: Hashable | list[Hashable] = None) -> int:
         """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many tasks."""
@@ -161,7 +160,7 @@ class WGradQueue:
         """Makes the current stream wait for the W on the queue's own stream, whose gradients are then complete."""
         if self._side is not None:
             with self._lock:
-                self._unpin(self._side.join())
+                self._release(self._side.join())
 
     def run_one(self, key: Hashable | list[Hashable] = None) -> bool:
         """Runs the oldest task (of the given keys), with every pending task of its weight among them when merging.
@@ -221,7 +220,7 @@ class WGradQueue:
     @property
     def bytes(self) -> int:
         """Bytes of the storages that W keep alive, waiting or running on the queue's stream, each storage once."""
-        return self._bytes
+        return self._held.nbytes
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -301,7 +300,7 @@ class WGradQueue:
         for task in tasks:
             del self._tasks[task]
         if side is None:
-            self._unpin(tasks)
+            self._release(tasks)
         if gradients:  # the tasks are gone by now: if a hook raises, the gradient is not added twice
             accumulation.accumulate_via_autograd(gradients)
         if self.listeners:
@@ -331,9 +330,9 @@ class WGradQueue:
         """
         assert self.max_bytes is not None
         for task in list(self._tasks):
-            if self._bytes > self.max_bytes:
+            if self._held.nbytes > self.max_bytes:
                 self.join()
-            if self._bytes <= self.max_bytes:
+            if self._held.nbytes <= self.max_bytes:
                 return
             if not task.has_hooks:
                 self._run([([[task]], False)], task)
@@ -347,36 +346,20 @@ class WGradQueue:
                         WGradTask(accumulation.ADD_GRADIENTS, sums, parameters, 0, task.name, task.ddp_managed),
                         task.key,
                     )
-        if self._bytes > self.max_bytes:
+        if self._held.nbytes > self.max_bytes:
             self.join()
 
     def _remove(self, tasks: Iterable[WGradTask]) -> None:
         for task in tasks:
             del self._tasks[task]
-        self._unpin(tasks)
+        self._release(tasks)
 
-    def _pin(self, task: WGradTask) -> None:
-        pinned, pins = self._pinned, task.pins
-        for tensor in task.tensors:
-            storage = tensor.untyped_storage()
-            address = storage._cdata
-            if address in pinned:
-                pin = pinned[address]
-                pin[0] += 1
-            else:
-                size = storage.nbytes()
-                pin = pinned[address] = [1, size, address]
-                self._bytes += size
-            pins.append(pin)
+    def _hold(self, task: WGradTask) -> None:
+        task.storages = self._held.add(task.tensors)
 
-    def _unpin(self, tasks: Iterable[WGradTask]) -> None:
+    def _release(self, tasks: Iterable[WGradTask]) -> None:
         for task in tasks:
-            for pin in task.pins:
-                if pin[0] > 1:
-                    pin[0] -= 1
-                else:
-                    del self._pinned[pin[2]]
-                    self._bytes -= pin[1]
+            self._held.remove(task.storages)
 
 
 class _Scope:

@@ -42,7 +42,7 @@ class WGradTask:
     """
 
     __slots__ = (
-        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "pins", "ready_event", "tensors"),
+        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "ready_event", "storages", "tensors"),
         *("version", "weight"),
     )
 
@@ -63,7 +63,7 @@ class WGradTask:
         self.ddp_managed = ddp_managed
         self.key: Any = None  # hashable
         self.ready_event: Any = None  # where W has a stream of its own: after it `tensors` hold their values
-        self.pins: list[list[int]] = []  # a queue's entries for the storages of the tensors
+        self.storages: list[int] = []  # those of `tensors`, as a queue has counted them
         version = 0  # grows whenever one of the tensors is modified in place
         try:
             for tensor in tensors:

@@ -77,7 +77,7 @@ def test_masters_take_the_weights_of_a_model_that_is_loaded_alone(tmp_path: Path
     def make() -> tuple[nn.Module, Pipeline, Optimizer]:
         module = zbkern.convert(nn.Linear(4, 4, dtype=torch.bfloat16))
         pipe = Pipeline(module, schedules.gpipe(1, 1), squared, LocalTransport.ring(1)[0])
-        inner = zbkern.optim.AdamW(module.parameters(), lr=0.01, betas=(0, 0), master_weights=inside)
+        inner = zbkern.optim.AdamW(module.parameters(), lr=0.01, betas=(0.0, 0.0), master_weights=inside)
         return module, pipe, Optimizer(inner, pipe, master_weights=not inside)
 
     def squared(output: Any, target: Tensor) -> Tensor:

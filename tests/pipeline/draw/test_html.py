@@ -5,108 +5,118 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zbkern.pipeline import Costs, schedules, simulate
-from zbkern.pipeline.draw import html, style
-from zbkern.pipeline.schedules import units
+from zbkern.pipeline import Costs, draw, schedules, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def data(text: str) -> Any:
-    found = re.search(r"^const data = (.*);$", text, re.MULTILINE)
+def picture(text: str) -> ElementTree.Element:
+    found = re.search(r"<svg.*</svg>", text, re.DOTALL)
     assert found is not None
-    return json.loads(found[1])
+    return ElementTree.fromstring(found[0])
 
 
-def test_the_page_has_every_event_and_what_each_rank_holds() -> None:
+def test_the_page_has_every_event_its_number_and_what_its_rank_holds() -> None:
     costs = [Costs(forward=2, activation=3), Costs(weight=0.25)]
-    timelines = [simulate(schedules.zb_v(2, 3), costs[0]), simulate(schedules.zb_h2(2, 3), costs[1])]
-    found = data(html.html(timelines, ["one", "two"], costs))["timelines"]
-    assert [each["title"] for each in found] == ["one", "two"]
-    for timeline, each in zip(timelines, found, strict=True):
-        assert [[event[:2] + event[3:] for event in row] for row in each["rows"]] == [
-            [[event.start, event.end, str(event.action), event.action.microbatch] for event in row]
-            for row in timeline.events
-        ]
-        assert [max(held for _, held in track) for track in each["held"]] == list(timeline.peak_memory)
-        for rank, row in enumerate(each["rows"]):
-            chunks = timeline.schedule.chunks_of(rank)
-            for event, (_, action, _, _) in zip(row, timeline.events[rank], strict=True):
-                colour, number = each["fills"][event[2]]
-                assert colour == style.shade(action.kind, chunks.index(action.chunk), len(chunks))
-                assert number == ("#24292f" if style.is_light(colour) else "#fff")
+    timelines = [simulate(schedules.zb_v(2, 30), costs[0]), simulate(schedules.zb_h2(2, 3), costs[1])]
+    page = draw.html(timelines, ["one", "two"], costs)
+    assert "<title>one, two</title>" in page
+    said = [box[0].text or "" for box in picture(page).iter(f"{SVG}rect") if box.get("class") == "action"]
+    events = [event for timeline in timelines for row in timeline.events for event in row]
+    numbers = [each.text for each in picture(page).iter(f"{SVG}text") if "number" in each.get("class", "")]
+    assert numbers == [str(event.action.microbatch) for event in events]
+    for text, event in zip(said, events, strict=True):
+        assert text.startswith(f"{event.action} on rank {event.rank}: {event.start:g} to {event.end:g}, memory held ")
+    assert max(float(text.rpartition(" ")[2]) for text in said) == max(timelines[0].peak_memory)
 
 
-def test_the_page_fetches_nothing_and_its_titles_are_text() -> None:
-    text = html.html([simulate(schedules.gpipe(1, 1))], ["</script><b>"])
-    assert not re.search(r"https?:|src=|href=|@import|url\(", text)
-    assert text.count("</script>") == 1
-    assert "<title>&lt;/script&gt;&lt;b&gt;</title>" in text
-    assert data(text)["timelines"][0]["title"] == "</script><b>"
-
-
-@pytest.mark.parametrize("title", ["<!--<script", "</script", "<script>", "]]>"])
-def test_no_title_can_reach_into_the_script(title: str) -> None:
+@pytest.mark.parametrize("title", ["</script><b>", "<!--<script", "<script>", "]]>", "@SVG@"])
+def test_the_page_fetches_nothing_and_its_titles_are_text(title: str) -> None:
     """`<!--<script` keeps a browser from seeing the end of a script."""
-    text = html.html([simulate(schedules.gpipe(1, 1))], [title])
-    script = text[text.index("<script>") + 8 : text.rindex("</script>")]
-    assert not re.search("<!--|<script|</script", script)
-    assert data(text)["timelines"][0]["title"] == title
+    text = draw.html([simulate(schedules.gpipe(1, 1))], [title])
+    assert not re.search(r"https?:|src=|href=|@import|url\(", text.replace('xmlns="http://www.w3.org/2000/svg"', ""))
+    assert text.count("<script>") == text.count("</script>") == 1
+    assert next(picture(text).iter(f"{SVG}tspan")).text == title
 
 
 def test_the_page_is_made_from_a_zip_too(tmp_path: Path) -> None:
-    package = Path(html.__file__).parents[2]
+    package = Path(draw.__file__).parents[2]
     with zipfile.ZipFile(tmp_path / "zbkern.zip", "w") as archive:
         for path in package.rglob("*"):
             if path.suffix in (".py", ".html"):
                 archive.write(path, path.relative_to(package.parent))
-    code = (
-        "from zbkern.pipeline import schedules, simulate; from zbkern.pipeline.draw import html; "
-        "print(html.html([simulate(schedules.gpipe(1, 1))]))"
-    )
+    code = "from zbkern.pipeline import draw, schedules, simulate; print(draw.html([simulate(schedules.gpipe(1, 1))]))"
     found = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "zbkern.zip")}, capture_output=True, text=True
     )
     assert found.stdout.startswith("<!doctype html>"), found.stderr
 
 
-def test_measured_times_start_at_zero_and_keep_their_digits() -> None:
-    from zbkern.pipeline import Event, Timeline
-
-    planned = simulate(schedules.gpipe(1, 1))
-    events = tuple(
-        tuple(Event(e.rank, e.action, 1e6 + e.start / 3, 1e6 + e.end / 3) for e in r) for r in planned.events
-    )
-    (row,) = data(html.html([Timeline(planned.schedule, events, unit="s")]))["timelines"][0]["rows"]
-    assert [event[:2] for event in row] == [[0.0, pytest.approx(1 / 3, 1e-4)], [pytest.approx(1 / 3, 1e-4), 1.0]]
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="node, which checks the script, is not installed")
-def test_the_script_is_javascript(tmp_path: Path) -> None:
-    text = html.html([simulate(schedules.zb_h1(2, 3))])
-    script = re.search(r"<script>(.*)</script>", text, re.DOTALL)
-    assert script is not None
-    path = tmp_path / "page.js"
-    path.write_text(script[1])
-    subprocess.run(["node", "--check", str(path)], check=True)
+PAGE = """
+function element(attributes, text) {
+  return {attributes, textContent: text, style: {setProperty(name, value) { this[name] = value; }}, clientWidth: 1400,
+    marked: false, viewBox: {baseVal: {width: 1400}}, getBoundingClientRect: () => ({left: 0}),
+    getAttribute(name) { return this.attributes[name]; }, setAttribute(name, value) { this.attributes[name] = value; },
+    classList: {contains: () => true, toggle(name, on) { boxes.find(b => b.classList === this).marked = on; }},
+    handlers: {}, addEventListener(name, handler) { this.handlers[name] = handler; }};
+}
+const boxes = ['0F3 on rank 0', '1W3:0/2 on rank 1', '0F13 on rank 0'].map(text => element({width: 10}, text));
+const texts = ['3', '3', '13'].map((text, i) => Object.assign(element({}, text), {previousSibling: boxes[i]}));
+const found = {'.time': [element({}, '')], '.number': texts, '.action': boxes,
+  '.tick': [element({x: 64}, '0'), element({x: 724}, '50')]};
+const root = element({}, '');
+root.querySelectorAll = name => found[name];
+globalThis.document = {querySelector: () => root};
+globalThis.addEventListener = (name, handler) => { root.handlers[name] = handler; };
+"""
+STATE = """
+function state() {
+  return {transform: found['.time'][0].attributes.transform, ticks: found['.tick'].map(t => +t.textContent),
+    shown: texts.map(n => n.style.display !== 'none'), marked: boxes.map(b => b.marked)};
+}
+const states = [state()], does = (name, event) => { root.handlers[name](event); states.push(state()); };
+for (let i = 0; i < 10; i++) root.handlers.wheel({clientX: 724, deltaY: -1, preventDefault() {}});
+states.push(state());
+root.handlers.pointerdown({clientX: 700});
+does('pointermove', {clientX: 690});
+root.handlers.pointerup({});
+does('pointerover', {target: boxes[0]});
+does('pointerout', {target: boxes[0]});
+does('dblclick', {});
+console.log(JSON.stringify(states));
+"""
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node, which runs the script, is not installed")
-@pytest.mark.parametrize("unit", ["bytes", None])
-def test_the_page_writes_memory_as_tables_do(unit: str | None) -> None:
-    values = [0, 3, 999, 1000, 2500, 512e6, 2.45e10, 1e12, 3.2e15]
-    timeline = simulate(schedules.gpipe(1, 1), Costs(memory_unit=unit))
-    text = html.html([timeline], costs=[Costs(memory_unit=unit)])
-    short = re.search(r"^const short = .*$", text, re.MULTILINE)
-    amount = re.search(r"^function amount.*?^}", text, re.MULTILINE | re.DOTALL)
-    assert short is not None
-    assert amount is not None
-    script = f"const data = {json.dumps({'memoryUnit': data(text)['memoryUnit']})};\n{short[0]}\n{amount[0]}"
-    run = f"{script}\nconsole.log(JSON.stringify({json.dumps(values)}.map(amount)))"
-    found = json.loads(subprocess.run(["node", "-e", run], capture_output=True, text=True, check=True).stdout)
-    said = [units.amount(value, unit) for value in values]
-    assert found == (said if unit else [str(int(value)) for value in values])
+def test_the_wheel_zooms_around_the_pointer_and_dragging_moves() -> None:
+    """The page's script on a page of plain objects: a time axis of 1320 pixels with a tick at 0 and at 50."""
+    script = re.search(r"<script>(.*)</script>", draw.html([simulate(schedules.zb_h1(2, 3))]), re.DOTALL)
+    assert script is not None
+    run = subprocess.run(["node", "-e", PAGE + script[1] + STATE], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    whole, zoomed, moved, over, out, again = json.loads(run.stdout)
+    assert whole == {
+        "transform": "translate(0 0) scale(1 1)",
+        "ticks": [0, 50],
+        "shown": [True, True, False],
+        "marked": [False] * 3,
+    }
+    shift, factor = transform(zoomed)
+    assert factor == pytest.approx(1.2**10)
+    assert zoomed["ticks"][1] == pytest.approx(50)  # where the pointer was
+    assert zoomed["shown"] == [True] * 3
+    assert transform(moved) == (pytest.approx(shift + 10), factor)
+    assert (over["marked"], out["marked"]) == ([True, True, False], [False] * 3)
+    assert again == whole
+
+
+def transform(state: dict[str, Any]) -> tuple[float, float]:
+    shift, factor = re.findall(r"-?[\d.]+", state["transform"])[::2]
+    return -float(shift), float(factor)

@@ -101,7 +101,7 @@ def test_memory_is_drawn_below_each_rank_as_it_changes() -> None:
     timeline = simulate(schedules.zb_h1(1, 2), costs)  # F B W F B W: 2, 1, 0, 2, 1, 0 from 0, 2, 3, 3, 5, 6
     root = ElementTree.fromstring(draw.svg([timeline], width=64 + 16 + 60, costs=[costs]))
     (outline,) = [e.get("d") for e in root.iter() if e.get("class") == "held"]
-    assert outline == "M0 0H0V-19H20V-9.5H30V-0H30V-19H50V-9.5H60V-0V0Z"
+    assert outline == "M0 19H0V0H20V9.5H30V19H30V0H50V9.5H60V19V19Z"
     assert "memory held, at most 2" in draw.svg([timeline], costs=[costs])
     assert "memory held" not in draw.svg([timeline])
     with pytest.raises(ValueError, match="costs must be one for each of 1 timelines; got 2"):

@@ -17,6 +17,7 @@ from zbkern.pipeline import (
     ModelCosts,
     Optimizer,
     Pipeline,
+    ProfileOptions,
     checkpoint,
     cut,
     export,
@@ -39,7 +40,9 @@ def measure(config: Any, **where: Any) -> ModelCosts:
     layers = {name: zbkern.convert(chunk.double()) for name, chunk in layer_chunks(config, **where).items()}
     tokens, mask, labels = batch()
     side = {"attention_mask": mask}
-    return profile_layers(layers, token_loss, tokens, token_targets(labels, 2), 2, group, repeats=1, side=side)
+    return profile_layers(
+        layers, token_loss, tokens, token_targets(labels, 2), 2, group, side=side, options=ProfileOptions(repeats=1)
+    )
 
 
 def eager(family: str) -> Any:

@@ -27,7 +27,7 @@ from tests.support.two_by_two import (
     whole,
     wrap,
 )
-from zbkern.pipeline import Pipeline, PipelineError, Replanner, schedules
+from zbkern.pipeline import Pipeline, PipelineError, Replanner, StepOptions, schedules
 from zbkern.pipeline.runtime import data_parallel
 
 pytestmark = pytest.mark.dist
@@ -102,7 +102,7 @@ def test_replicas_that_disagree_about_w_reduce_in_one_order(
     ],
 )
 def test_options_of_the_wrappers(four_ranks: Any, kind: str, options: dict[str, Any]) -> None:
-    four_ranks.run(train, kind, "zb_v", "eager", options, {"max_wgrad_bytes": 2000})
+    four_ranks.run(train, kind, "zb_v", "eager", options, {"options": StepOptions(max_wgrad_bytes=2000)})
 
 
 # ---- when reductions start

@@ -166,7 +166,7 @@ def test_an_evaluation_leaves_every_module_in_its_mode() -> None:
     assert [part.training for part in module.modules()] == [True, True, True, False]
 
 
-def test_slices_of_w_add_up() -> None:
+def test_parts_of_w_add_up() -> None:
     whole = schedules.zb_h1(1, 2)
     sliced = [
         piece
@@ -203,7 +203,6 @@ def one_rank(**changes: Any) -> Pipeline:
         ({"fill": "lazy"}, "fill must be one of"),
         ({"loss_fn": None}, "loss_fn must be callable on rank 0, which holds the last chunk; got None"),
         ({"loss_fn": "mse"}, r"loss_fn must be callable as loss_fn\(output, target\); got 'mse'"),
-        ({"max_wgrad_bytes": -1}, "max_bytes must be"),
         ({"group": None}, "init_process_group"),
         ({"modules": None}, "modules must be this rank's chunks, each a torch.nn.Module; got NoneType"),
         ({"modules": [nn.Linear]}, "each a torch.nn.Module; got type"),

@@ -15,6 +15,7 @@ from zbkern.pipeline import (
     Action,
     Costs,
     Pipeline,
+    ProfileOptions,
     Schedule,
     StepOptions,
     profile,
@@ -37,7 +38,8 @@ def planned_and_measured(
     modules = [zbkern.convert(nn.Sequential(Wide(), Wide())) for _ in chunks]
     arguments = (nn.functional.mse_loss, *data, schedule.microbatches)
     options: dict[str, Any] = {"copy_size": copy_size, "recompute": recompute}
-    costs = profile(modules, schedule.placement, *arguments, repeats=1, bytes_per_parameter=0, **options)
+    measured = ProfileOptions(1, 0, **options)
+    costs = profile(modules, schedule.placement, *arguments, options=measured)
     planned = simulate(schedule, replace(costs, offload_bandwidth=1e6, reload_bandwidth=1e6)).peak_memory
     with Pipeline(modules, schedule, nn.functional.mse_loss, options=StepOptions(**options)) as pipe:
         pipe.step(*data)
@@ -66,7 +68,7 @@ def streaming(copy_size: int) -> tuple[float, float, float]:
     modules = [zbkern.convert(nn.Sequential(*(Wide() for _ in range(8))))]
     schedule = Schedule.build([[Action.parse(text) for text in ["0F0", "0O0", "0L0", "0BW0"]]], [0], 1)
     arguments = (nn.functional.mse_loss, data, data, 1, LocalTransport.ring(1)[0])
-    costs = profile(modules, [0], *arguments, repeats=1, bytes_per_parameter=0, copy_size=copy_size)
+    costs = profile(modules, [0], *arguments, options=ProfileOptions(1, 0, copy_size))
     in_forward: list[float] = []
     options = StepOptions(copy_size=copy_size)
     with Pipeline(modules, schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0], options=options) as pipe:

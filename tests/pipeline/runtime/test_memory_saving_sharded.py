@@ -13,7 +13,7 @@ from tests.support.saving import saved_in_turn, with_actions
 from tests.support.tensor_parallel import MICROBATCHES, Stages, batch, loss_fn
 from tests.support.two_by_two import MICROBATCHES as OF_REPLICAS
 from tests.support.two_by_two import Setup, mean_square, mesh
-from zbkern.pipeline import Schedule, StepOptions, profile, simulate
+from zbkern.pipeline import ProfileOptions, Schedule, StepOptions, profile, simulate
 
 pytestmark = pytest.mark.dist
 
@@ -35,9 +35,7 @@ def planned(modules: Any, schedule: Schedule, *arguments: Any, **options: Any) -
     measured = profile(
         modules,
         *(schedule.placement, loss, *data, microbatches, group),
-        repeats=1,
-        bytes_per_parameter=0,
-        **options,
+        options=ProfileOptions(1, 0, **options),
     )
     costs = replace(measured, static=0, offload_bandwidth=1e9, reload_bandwidth=1e9)
     return simulate(schedule, costs).peak_memory

@@ -12,7 +12,17 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from zbkern.pipeline import Costs, ModelCosts, Timeline, plan, profile, profile_layers, schedules, simulate
+from zbkern.pipeline import (
+    Costs,
+    ModelCosts,
+    ProfileOptions,
+    Timeline,
+    plan,
+    profile,
+    profile_layers,
+    schedules,
+    simulate,
+)
 from zbkern.pipeline.runtime.links import Link, latency_and_bandwidth
 from zbkern.pipeline.runtime.measured_costs import communication
 from zbkern.pipeline.transport.base import PipelineError
@@ -49,7 +59,7 @@ def measure(blocks: list[nn.Module], **changes: Any) -> list[Costs]:
 
     def rank(transport: LocalTransport) -> Costs:
         module = zbkern.convert(blocks[transport.rank])
-        arguments = {"repeats": 2, "group": transport, **changes}
+        arguments = {"options": ProfileOptions(2), "group": transport, **changes}
         placement = range(len(blocks))
         return profile([module], placement, nn.functional.mse_loss, data, data, **arguments)
 
@@ -112,7 +122,7 @@ def layers_on_ranks(cut: list[list[str]], **changes: Any) -> list[ModelCosts]:
 
     def rank(transport: LocalTransport) -> ModelCosts:
         mine = {name: zbkern.convert(modules[name]) for name in cut[transport.rank]}
-        arguments = {"repeats": 1, "group": transport, **changes}
+        arguments = {"options": ProfileOptions(1), "group": transport, **changes}
         return profile_layers(mine, nn.functional.mse_loss, data, data, **arguments)
 
     return results_on_threads(len(cut), rank)
@@ -141,7 +151,7 @@ def test_layers_are_measured_one_by_one_on_any_cut() -> None:
 
 def layer_of_rank(rank: int, group: Any = None) -> ModelCosts:
     layer, data = zbkern.convert(nn.Linear(8, 8)), torch.randn(4, 8)
-    arguments = {"microbatches": 1, "repeats": 1, "group": group}
+    arguments = {"microbatches": 1, "options": ProfileOptions(1), "group": group}
     return profile_layers({f"layer {rank}": layer}, nn.functional.mse_loss, data, data, **arguments)
 
 
@@ -199,7 +209,7 @@ class Part(nn.Module):
 def test_what_a_forward_does_besides_its_layers_is_counted_once_per_chunk() -> None:
     layers = {f"layer {n}": zbkern.convert(Part()) for n in range(2)}
     data = torch.randn(8, 16)
-    costs = profile_layers(layers, nn.functional.mse_loss, data, data, repeats=1)
+    costs = profile_layers(layers, nn.functional.mse_loss, data, data, options=ProfileOptions(1))
     assert 20 <= costs.forward_overhead < 28  # nobody sleeps less, and on a busy machine more
     assert all(8 <= layer.forward < 20 for layer in costs.layers)  # a difference of two medians
     assert 38 <= costs.chunk_costs([0]).forward[0] < 60  # and not 60, twice all that a part does
@@ -208,7 +218,7 @@ def test_what_a_forward_does_besides_its_layers_is_counted_once_per_chunk() -> N
 
 def test_chunks_of_one_process_need_no_group() -> None:
     chunks = [zbkern.convert(nn.Linear(4, 4)) for _ in range(2)]
-    costs = profile(chunks, [0, 0], nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4), repeats=1)
+    costs = profile(chunks, [0, 0], nn.functional.mse_loss, *torch.randn(2, 8, 4), options=ProfileOptions(1))
     assert len(costs.per_chunk(2).forward) == 2
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
         profile(chunks[:1], [0, 1], nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4))
@@ -217,7 +227,9 @@ def test_chunks_of_one_process_need_no_group() -> None:
 def test_layers_of_one_process_need_no_group() -> None:
     layers = {"first": zbkern.convert(nn.Linear(4, 4)), "second": zbkern.convert(nn.Linear(4, 4))}
     layers["second"].weight = layers["first"].weight
-    costs = profile_layers(layers, nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4), bytes_per_parameter=18)
+    costs = profile_layers(
+        layers, nn.functional.mse_loss, *torch.randn(2, 8, 4), options=ProfileOptions(bytes_per_parameter=18)
+    )
     assert [layer.static for layer in costs.layers] == [18 * 20] * 2
     assert costs.layers[0].tied == costs.layers[1].tied == "rank 0: 0"
     with pytest.raises(TypeError, match=r"profile_layers: layers must be a mapping .*; got list"):

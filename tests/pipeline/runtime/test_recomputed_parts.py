@@ -20,6 +20,7 @@ from zbkern.pipeline import (
     ModelCosts,
     Pipeline,
     PipelineError,
+    ProfileOptions,
     Schedule,
     StepOptions,
     cut,
@@ -139,7 +140,7 @@ def test_from_measured_costs_to_a_step_that_fits() -> None:
     schedule, data = schedules.gpipe(1, 4), torch.randn(128, WIDTH)
     module, parts = zbkern.convert(Chunk()), ["*norm", nn.GELU]
     arguments = (nn.functional.mse_loss, data, data, 4, LocalTransport.ring(1)[0])
-    costs = profile([module], [0], *arguments, bytes_per_parameter=0, recompute=parts)
+    costs = profile([module], [0], *arguments, options=ProfileOptions(bytes_per_parameter=0, recompute=parts))
     flat = costs.per_chunk(1)
     assert flat.checkpoint is not None
     assert 0.3 < flat.checkpoint[0] / flat.activation[0] < 0.9
@@ -166,8 +167,8 @@ def planned_from_layers(
 
     def measure(transport: LocalTransport) -> ModelCosts:
         mine = dict([*named.items()][:half] if transport.rank == 0 else [*named.items()][half:])
-        arguments = {"repeats": 1, "bytes_per_parameter": 0, "recompute": parts}
-        return profile_layers(mine, loss_fn, data, data, 4, transport, **arguments)
+        options = ProfileOptions(repeats=1, bytes_per_parameter=0, recompute=parts)
+        return profile_layers(mine, loss_fn, data, data, 4, transport, options=options)
 
     first, second = results_on_threads(2, measure)
     assert first == second
@@ -206,10 +207,11 @@ def test_layers_without_such_a_part_have_nothing_to_recompute() -> None:
     torch.manual_seed(3)
     layers = {"in": nn.Linear(WIDTH, WIDTH), "blocks.0": Layer(), "blocks.1": Layer()}
     data = torch.randn(64, WIDTH)
-    arguments = {"bytes_per_parameter": 0, "repeats": 1}
 
     def measure(recompute: list[Any]) -> ModelCosts:
-        return profile_layers(layers, nn.functional.mse_loss, data, data, recompute=recompute, **arguments)
+        return profile_layers(
+            layers, nn.functional.mse_loss, data, data, options=ProfileOptions(1, 0, recompute=recompute)
+        )
 
     plain, norms, whole = measure([]), measure(["*norm"]), measure(["blocks.*"])
     assert all(layer.checkpoint is None and layer.recompute is None for layer in plain.layers)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zbkern
-from zbkern.pipeline import Pipeline, StepOptions, profile, schedules, simulate
+from zbkern.pipeline import Pipeline, ProfileOptions, StepOptions, profile, schedules, simulate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -67,7 +67,7 @@ def planned_and_held(name: str, fill: str) -> tuple[float, float]:
     modules = [zbkern.convert(nn.Sequential(*(Layer(WIDTH) for _ in range(LAYERS)))) for _ in schedule.chunks_of(rank)]
     inputs, targets = torch.randn(2, MICROBATCHES * TOKENS, WIDTH)
     arguments = (nn.functional.mse_loss, inputs[: 2 * TOKENS], targets[: 2 * TOKENS])
-    costs = profile(modules, schedule.placement, *arguments, microbatches=2, repeats=1, bytes_per_parameter=0)
+    costs = profile(modules, schedule.placement, *arguments, microbatches=2, options=ProfileOptions(1, 0))
     with Pipeline(modules, schedule, nn.functional.mse_loss, fill=fill) as pipe:
         pipe.step(inputs, targets)  # makes the gradients
         with Resident() as resident:

@@ -23,7 +23,7 @@ from tests.support.tensor_parallel import (
     parallelize,
     values,
 )
-from zbkern.pipeline import clip_grad_norm_, profile
+from zbkern.pipeline import ProfileOptions, clip_grad_norm_, profile
 
 pytestmark = pytest.mark.dist
 
@@ -108,7 +108,7 @@ def measured(tensor: int) -> tuple[Any, ...]:
         targets if stage == 1 else None,
         MICROBATCHES,
         mesh.get_group("stage"),
-        repeats=1,
+        options=ProfileOptions(repeats=1),
     )
     assert all(parameter.grad is None for parameter in module.parameters())
     return costs.activation, costs.held, costs.weight

@@ -240,7 +240,7 @@ def test_parallelism_that_does_not_divide(job: dict[str, int], message: str) -> 
     ("tensor", "expert", "data"), [(1, 8, 8), (4, 64, 16), (8, 4, 1), (3, 8, 8), (16, 24, 3), (1, 1, 1)]
 )
 def test_as_many_pipelines_as_experts_need(tensor: int, expert: int, data: int) -> None:
-    assert Job(16, tensor_parallel=tensor, expert_parallel=expert).replicas == data
+    assert Job(16, tensor_parallel=tensor, expert_parallel=expert).data_parallel == data
     with pytest.raises(ValueError, match="tensor_parallel must be at least 1"):
         Job(16, tensor_parallel=0, expert_parallel=expert)
 

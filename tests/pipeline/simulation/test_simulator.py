@@ -21,10 +21,10 @@ ANY = schedules.NAMES
 class Ticks:
     """Integer durations only. Written without a look at simulate: no arrival times are computed ahead."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, slices: int | None, limit: float) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, count: int | None, limit: float) -> None:
         self.schedule, self.costs = schedule, costs.per_chunk(len(schedule.placement))
-        self.slices, self.limit = slices, limit
-        eager = slices is not None
+        self.count, self.limit = count, limit
+        eager = count is not None
         self.todo = [[a for a in row if not (eager and a.kind == "W")] for row in schedule.actions]
         self.pending: list[list[Action]] = [[] for _ in self.todo]
         self.running: list[tuple[Action, int] | None] = [None] * len(self.todo)
@@ -59,8 +59,8 @@ class Ticks:
         if action.kind != "F":
             self.memory[rank] -= activation - (held if action.kind == "B" else 0)
             self.peak[rank] = max(self.peak[rank], self.memory[rank])
-        if action.kind == "B" and self.slices is not None:
-            parts = [None] if self.slices == 1 else [(i, self.slices) for i in range(self.slices)]
+        if action.kind == "B" and self.count is not None:
+            parts = [None] if self.count == 1 else [(i, self.count) for i in range(self.count)]
             self.pending[rank] += [Action("W", action.chunk, action.microbatch, part) for part in parts]
         to = action.chunk + (1 if action.kind == "F" else -1)
         if 0 <= to < len(self.schedule.placement):
@@ -106,7 +106,7 @@ class Ticks:
         if (
             kind == "W"
             and part is None
-            and self.slices is None
+            and self.count is None
             and last
             and last._replace(microbatch=0) == (Action("W", chunk, 0))
         ):
@@ -118,7 +118,7 @@ class Ticks:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     name = draw(st.sampled_from(ANY))
-    schedule = _with_slices(
+    schedule = _in_parts(
         getattr(schedules, name)(draw(st.integers(1, 4)), draw(st.integers(1, 6))), draw(st.sampled_from([None, 1, 2]))
     )
     chunks = len(schedule.placement)
@@ -138,8 +138,8 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     )
 
 
-def _with_slices(schedule: Schedule, every: int | None) -> Schedule:
-    """The schedule with the W of every so many microbatches in two slices, one after the other."""
+def _in_parts(schedule: Schedule, every: int | None) -> Schedule:
+    """The schedule with the W of every so many microbatches in two parts, one after the other."""
     rows = [
         [
             part
@@ -175,22 +175,22 @@ def test_planned_equals_ticks(case: tuple[Schedule, Costs]) -> None:
 
 
 @settings(max_examples=120, deadline=None)
-@given(case=cases(), slices=st.sampled_from([1, 2, 4]), limit=st.integers(0, 30))
-def test_eager_equals_ticks(case: tuple[Schedule, Costs], slices: int, limit: int) -> None:
+@given(case=cases(), parts=st.sampled_from([1, 2, 4]), limit=st.integers(0, 30))
+def test_eager_equals_ticks(case: tuple[Schedule, Costs], parts: int, limit: int) -> None:
     schedule, costs = case
-    timeline = simulate(schedule, costs, fill="eager", slices=slices, memory_limit=limit)
-    assert_equal(timeline, Ticks(schedule, costs, slices, limit).run())
+    timeline = simulate(schedule, costs, fill="eager", parts=parts, memory_limit=limit)
+    assert_equal(timeline, Ticks(schedule, costs, parts, limit).run())
 
 
 # ---- the on-line mode and jitter
 
 
 @settings(max_examples=40, deadline=None)
-@given(case=cases(), slices=st.integers(1, 8))
-def test_eager_stays_within_the_plans_own_peak(case: tuple[Schedule, Costs], slices: int) -> None:
+@given(case=cases(), parts=st.integers(1, 8))
+def test_eager_stays_within_the_plans_own_peak(case: tuple[Schedule, Costs], parts: int) -> None:
     schedule, costs = case
     costs = Costs(**{**costs.__dict__, "held": [min(pair) for pair in zip(costs.held, costs.activation, strict=True)]})
-    planned, eager = simulate(schedule, costs), simulate(schedule, costs, fill="eager", slices=slices)
+    planned, eager = simulate(schedule, costs), simulate(schedule, costs, fill="eager", parts=parts)
     for here, there in zip(eager.peak_memory, planned.peak_memory, strict=True):
         assert here <= there + 1e-6
     assert sum(eager.busy) == pytest.approx(sum(simulate(schedule, _without_merging(costs)).busy))
@@ -217,7 +217,7 @@ def test_jitter_samples_passes_and_not_their_order() -> None:
     assert mean((length - 4) ** 2 for length in forwards) ** 0.5 == pytest.approx(0.4, rel=0.1)
 
 
-def test_slices_win_under_jitter_and_whole_weights_do_not() -> None:
+def test_parts_win_under_jitter_and_whole_weights_do_not() -> None:
     """8 stages, the 1.5B profile, 24 microbatches, all ranks limited to 1F1B's memory, every pass random by 10%."""
     cell = PUBLISHED["one_chunk"][0]
     times = [cell[name] for name in ("forward", "backward", "weight", "communication")]
@@ -229,7 +229,7 @@ def test_slices_win_under_jitter_and_whole_weights_do_not() -> None:
         return mean(simulate(schedule, costs, jitter=0.1, seed=seed, **keywords).bubble_rate for seed in seeds)
 
     fixed = idle()
-    whole, sliced = (idle(fill="eager", slices=slices, memory_limit=limit) for slices in (1, 8))
+    whole, sliced = (idle(fill="eager", parts=parts, memory_limit=limit) for parts in (1, 8))
     assert sliced < fixed - 0.015
     assert sliced < whole - 0.02
     assert simulate(schedule, costs).bubble_rate < sliced  # jitter costs something, whatever one does
@@ -254,11 +254,11 @@ def test_default_costs_are_unit_passes() -> None:
     ("keywords", "message"),
     [
         ({"fill": "lazy"}, "fill must be one of"),
-        ({"fill": "eager", "slices": 0}, "slices must be at least 1"),
+        ({"fill": "eager", "parts": 0}, "parts must be at least 1"),
         ({"jitter": -0.1}, "jitter at least 0"),
         ({"jitter": float("nan")}, "jitter at least 0; got 1 and nan"),
         ({"fill": "eager", "memory_limit": [4, -1]}, "memory_limit must be at least 0"),
-        ({"slices": 4}, 'belong to fill="eager"'),
+        ({"parts": 4}, 'belong to fill="eager"'),
         ({"memory_limit": 4}, 'belong to fill="eager"'),
         ({"fill": "eager", "memory_limit": [1, 2, 3]}, r"one number or one per rank \(2\); got 3"),
     ],
@@ -278,8 +278,8 @@ def test_types_are_checked() -> None:
         simulate(schedule, jitter="10%")
     with pytest.raises(TypeError, match="memory_limit must be one number or one per rank; got str '1x'"):
         simulate(schedule, fill="eager", memory_limit="1x")
-    with pytest.raises(TypeError, match="slices must be an int; got float"):
-        simulate(schedule, fill="eager", slices=1.5)
+    with pytest.raises(TypeError, match="parts must be an int; got float"):
+        simulate(schedule, fill="eager", parts=1.5)
 
 
 def test_a_schedule_that_cannot_run_is_refused() -> None:

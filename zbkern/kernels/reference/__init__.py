@@ -7,8 +7,6 @@ from zbkern.kernels.reference.activation import activation_function as activatio
 from zbkern.kernels.reference.activation import activation_fwd as activation_fwd
 from zbkern.kernels.reference.activation import gated_bwd as gated_bwd
 from zbkern.kernels.reference.activation import gated_fwd as gated_fwd
-from zbkern.kernels.reference.adamw import adamw as adamw
-from zbkern.kernels.reference.adamw import squared_norm as squared_norm
 from zbkern.kernels.reference.attention import attention_dgrad as attention_dgrad
 from zbkern.kernels.reference.attention import attention_fwd as attention_fwd
 from zbkern.kernels.reference.embedding import embedding_fwd as embedding_fwd

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import Kernel, Variant, activate, activation_gradient, offset, widen
+from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, offset, widen
 
 _BLOCK = 1024
 """Elements of 4 warps: 8 per thread, which is one 16-byte access for half precision."""
@@ -145,18 +145,3 @@ def _launch(kernel: Kernel, tensors: tuple[Tensor, ...], activation: str, num_sm
     count = rows * blocks
     turns = None if num_sms is None else count
     kernel(min(count, num_sms or count), (*tensors, turns, columns, blocks, *strides), (activation, block), warps, 1)
-
-
-def variants(capability: int) -> list[Variant]:
-    """The variants for contiguous bf16 tensors, the same on every GPU."""
-    kernels = {
-        "activation_fwd": (_activation_fwd, 2),
-        "activation_bwd": (_activation_bwd, 3),
-        "gated_fwd": (_gated_fwd, 3),
-        "gated_bwd": (_gated_bwd, 6),
-    }
-    sizes, constants = (None, "i32:16", "i32"), ("silu", _BLOCK)
-    return [
-        Variant(f"{name} silu", kernel, ("*bf16",) * n + sizes + ("i32:16", 1) * n, constants, 4, 1)
-        for name, (kernel, n) in kernels.items()
-    ]

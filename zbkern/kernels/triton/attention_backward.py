@@ -12,8 +12,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.triton.attention_forward import (
     LOG2_E,
-    SHAPES,
-    Shape,
     capped,
     check_head_sizes,
     describe,
@@ -29,7 +27,7 @@ from zbkern.kernels.triton.attention_forward import (
     tile_of,
 )
 from zbkern.kernels.triton.attention_tiles import line_length, place, place_tiles
-from zbkern.kernels.triton.common import Kernel, Variant, dot
+from zbkern.kernels.triton.common import Kernel, dot
 from zbkern.kernels.triton.matmul_tile import precision
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -233,7 +231,7 @@ def _dkdv_range(
 
     Queries that do not exist have -inf in their line and so no weight, without a mask. One loop for all heads: between
     two, the accumulators would have to leave Blackwell's tensor memory, and copies would not run ahead. With TMA all
-    causal scores are masked: behind a branch around that, ptxas waits for every wgmma (aot.py looks).
+    causal scores are masked: behind a branch around that, ptxas waits for every wgmma (the report looks).
     """
     KEYS: tl.constexpr = key.shape[0]
     zeros = tl.zeros([KEYS, QUERIES], tl.float32)
@@ -324,25 +322,3 @@ def _dkdv(
     if dv is not None:
         out = rows_of(dv, sequence, k_first, keys, head, dv_row, dv_head, False)
         store_rows(out, first, keys, dv_row, dv_sum, KEYS, V_D, V_SIZE)
-
-
-def variants(capability: int) -> list[Variant]:
-    """As those of the forward."""
-    found = []
-    for shape in (Shape(capability, *row) for row in SHAPES):
-        tensor, places, rest = (
-            shape.tensor,
-            (*shape.places, "fp32", "fp32", shape.bend),
-            ("i32:16", "i32", *("i32:16",) * 12),
-        )
-        tile = shape.tile("dq")
-        delta = "*fp32" if shape.sinks else None
-        inputs = (tensor, tensor, *shape.streamed(tile, tile.keys), tensor, tensor)
-        found.append(shape.variant("dq", _dq, (*inputs, "*fp32", "*fp32", delta, *places, "i32", *rest), tile))
-        tile = shape.tile("dkdv")
-        lines = f"tensordesc<fp32[1, {tile.queries}]>" if shape.tma and not tile.piece else "*fp32"
-        parts = {"dk": (tensor, None), "dv": (None, tensor)} if tile.split else {"dkdv": (tensor, tensor)}
-        for part, pair in parts.items():
-            types = (*shape.streamed(tile, tile.queries), tensor, tensor, *pair, lines, *places, *rest)
-            found.append(shape.variant(part, _dkdv, types, tile))
-    return found

@@ -7,7 +7,6 @@ whole and needs no mask.
 
 import functools
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -18,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zbkern.kernels import tiles
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.triton.attention_tiles import one_length, place, place_tiles
-from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, dot
+from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot
 from zbkern.kernels.triton.matmul_tile import precision
 
 LOG2_E = math.log2(math.e)
@@ -244,7 +243,7 @@ def _attend(
 
     q: the tile, or with a PIECE where it begins. One loop, in which a BRANCH masks what needs a mask: one after the
     other for whole and partial blocks would keep the accumulators of each apart, and spill. Around large heads' scores
-    it makes ptxas wait for every product (aot.py looks): there, except in packed sequences, all blocks are masked.
+    it makes ptxas wait for every product (the report looks): there, except in packed sequences, all blocks are masked.
     """
     for begin in tl.range(start, stop, KEYS):
         if PIECE:
@@ -327,84 +326,3 @@ def _forward(
     found = tl.where(some, (level + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
     places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
     tl.store(lse + places, found, query < queries)
-
-
-SHAPES = (
-    # dtype, head size, causal, window, sequences of different lengths[, head size of values, soft cap, sinks]
-    ("bf16", 40, True, True, True),
-    ("bf16", 64, True, False, False),
-    ("bf16", 64, False, False, True),
-    ("bf16", 64, True, True, True),
-    ("bf16", 96, True, False, False),
-    ("bf16", 128, True, False, False),
-    ("bf16", 128, False, False, True),
-    ("bf16", 128, True, True, True),
-    ("bf16", 256, False, False, False),
-    ("bf16", 256, True, False, False),
-    ("bf16", 256, True, True, True),
-    ("bf16", 64, True, True, True, 64, False, True),
-    ("bf16", 128, True, False, True, 128, True, True),
-    ("bf16", 256, True, True, False, 256, True, False),
-    ("bf16", 192, True, False, False, 128, False, False),
-    ("bf16", 192, True, False, True, 128, False, False),
-    ("fp32", 64, False, False, True),
-    ("fp32", 128, True, False, False),
-    ("fp32", 128, True, True, True),
-    ("fp32", 256, True, True, True),
-)
-"""What is compiled ahead of time: every head size that has tiles of its own, the longest code of each, and what has
-the fewest registers left."""
-
-
-class Shape:
-    """One of SHAPES on a GPU, and what the variants of all launches have in common."""
-
-    def __init__(
-        self,
-        capability: int,
-        dtype: str,
-        size: int,
-        causal: bool,
-        window: bool,
-        packed: bool,
-        value_size: int | None = None,
-        capped: bool = False,
-        sinks: bool = False,
-    ) -> None:
-        self.tma, self.tensor, self.dtype = capability >= 90, f"*{dtype}", dtype
-        self.places = ("*i32" if packed else None, "i32", "i32", "i32", "i32:16" if window else None)
-        self.bend, self.sinks = "fp32" if capped else None, sinks
-        self._sizes = size, size if value_size is None else value_size
-        sizes = "/".join(map(str, dict.fromkeys(self._sizes)))
-        flags = " causal" * causal + " window" * window + " packed" * packed + " softcap" * capped + " sinks" * sinks
-        self.name = f"{dtype} {sizes}{flags}"
-        self._causal = causal
-        self._choice = max(self._sizes), {"bf16": "bfloat16", "fp32": "float32"}[dtype], capability, packed, capped
-
-    def tile(self, launch: str) -> tiles.AttentionTile:
-        return tiles.attention(launch, *self._choice, COMPILER)
-
-    def streamed(self, tile: tiles.AttentionTile, rows: int) -> tuple[str, str]:
-        """The types of k and v, or of q and dy, of which blocks of so many rows are read."""
-        if not self.tma or tile.piece:
-            return self.tensor, self.tensor
-        one, two = (f"tensordesc<{self.dtype}[1, {rows}, 1, {size_block(size)}]>" for size in self._sizes)
-        return one, two
-
-    def variant(self, part: str, kernel: Kernel, types: Sequence, tile: tiles.AttentionTile) -> Variant:
-        half, tma = self.dtype == "bf16", self.tma and not tile.piece
-        sizes = (self._causal, *head_constants(*self._sizes), tile.queries, tile.keys, tile.piece)
-        constants = (*sizes, "ieee" if half else "tf32x3", tma)
-        name = f"attention {part} {self.name}"
-        return Variant(name, kernel, types, constants, tile.warps, tile.stages, wgmma=half, bulk=tma)
-
-
-def variants(capability: int) -> list[Variant]:
-    """bf16, and float32 where it is multiplied as three products."""
-    found = []
-    for shape in (Shape(capability, *row) for row in SHAPES):
-        tile = shape.tile("fwd")
-        outputs = (shape.tensor, "*fp32", "*fp32" if shape.sinks else None)
-        types = (shape.tensor, *shape.streamed(tile, tile.keys), *outputs, *shape.places, "fp32", shape.bend)
-        found.append(shape.variant("fwd", _forward, (*types, "i32", "i32", *("i32:16",) * 8), tile))
-    return found

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import AttentionOptions
-from zbkern.kernels.triton.common import Kernel, Variant, outside_capture
+from zbkern.kernels.triton.common import Kernel, outside_capture
 
 LINE = 128
 """Where the backward keeps a number per query, sequences begin at multiples of this: no tile meets two of them."""
@@ -176,12 +176,3 @@ def place(table, queries, keys, blocks, BLOCK: tl.constexpr, LAST_FIRST: tl.cons
         if LAST_FIRST:
             block = blocks - 1 - block
         return sequence, 0, queries, 0, keys, block * BLOCK, sequence * tl.cdiv(queries, _LINE) * _LINE
-
-
-def variants(capability: int) -> list[Variant]:
-    """The table of ends that are on the device, the same on every GPU."""
-    types = ("*i32", "*i32", "*i32", "i32", "i32", "i32")
-    return [
-        Variant(f"attention tiles of {side}", _tabulate, types, (1024, 128, side == "queries", True), 4, 1)
-        for side in ("queries", "keys")
-    ]

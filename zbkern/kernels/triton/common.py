@@ -1,13 +1,12 @@
 """What all Triton kernels share: launching a variant cheaply, arithmetic that the interpreter gets right, activations.
 
 A kernel is a jitted function inside a `Kernel`. Its arguments come first, its compile-time constants last; one set of
-constants, with the warps and stages, is a variant. `aot.py` compiles the same variants without a GPU.
+constants, with the warps and stages, is a variant. build_tools/kernels compiles the same variants without a GPU.
 """
 
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -132,29 +131,6 @@ def recorded() -> Iterator[list[Launch]]:
         yield _recorder.launches
     finally:
         _recorder.launches = None
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A production variant of a kernel, as `aot.py` compiles it. Each triton_*.py lists its own in `variants`.
-
-    types: one per argument of the kernel: "*bf16" (a pointer that is a multiple of 16 bytes; "*bf16:1" is any), "i32"
-    or "i64", with ":16" for multiples of 16, 1 or None for arguments that are 1 or None (Triton makes them constants),
-    "fp32", "tensordesc<bf16[128, 64]>". constants: values of its constexprs. wgmma: it multiplies matrices, so its
-    sm_90 code must have wgmma, that of sm_80 mma and that of sm_100 tcgen05. bulk: it reads through descriptors, so
-    from sm_90 on its code must have bulk tensor copies. aligned: where False, its arguments begin anywhere, and it
-    reads or writes one element at a time.
-    """
-
-    name: str
-    kernel: Kernel
-    types: Sequence[str | int | None]
-    constants: Sequence[Any]
-    warps: int
-    stages: int
-    wgmma: bool = False
-    bulk: bool = False
-    aligned: bool = True
 
 
 def outside_capture(what: str) -> None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import Kernel, Variant, offset, widen
+from zbkern.kernels.triton.common import Kernel, offset, widen
 
 _MERGED = 4  # segments that one launch takes; more take several launches
 _RARE = (4, 512)  # rows x columns at a time: most tokens of a text are rare
@@ -108,12 +108,3 @@ def _sum_runs(
         if ACCUMULATE:
             value += widen(tl.load(out, j < features, other=0))
         tl.store(out, value.to(dweight.dtype.element_ty), j < features)
-
-
-def variants(capability: int) -> list[Variant]:
-    """bf16 into fp32, the same on every GPU."""
-    types = (*("*bf16",) * 4, *("i32",) * 3, "*i64", "*i64", "*fp32", "i32", "i32", "i32:16", *("i32:16", 1) * 2)
-    return [
-        Variant(f"embedding_wgrad, {parts} segments, {name}", _sum_runs, types, (True, parts, *tile), 4, 1)
-        for parts, name, tile in ((1, "rare", _RARE), (_MERGED, "rare", _RARE), (_MERGED, "frequent", _FREQUENT))
-    ]

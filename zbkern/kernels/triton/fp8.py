@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, dot, offset, rows_dense, widen
+from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import Matrix, processors, store, tile_index
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -156,18 +156,3 @@ def _product(
             j = q + tl.arange(0, N)
             total += widen(tl.load(bias + j, j < Q, 0.0))[None, :]
         store(out, total, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR)
-
-
-def variants(capability: int) -> list[Variant]:
-    """bf16 in and out, from 9.0 on, which has bulk copies and multiplies 8-bit numbers."""
-    if capability < 90:
-        return []
-    operand, result = "tensordesc<fp8e4nv[128, 128]>", "tensordesc<bf16[128, 128]>"
-    types = (operand, operand, "*fp32", "*fp32", result, "*bf16", "i32", "i32:16", "i32:16", 1)
-    quantise = ("*bf16", "*fp8e4nv", "*fp32", "i32:16", "i32:16", "i32:16", 1, "i32:16")
-    return [
-        Variant("fp8 product bias", _product, types, (True, _M, _N, _GROUP), _WARPS, _STAGES, wgmma=True, bulk=True),
-        Variant("fp8 quantise rows", _quantise, quantise, (32, False, False), 4, 1),
-        Variant("fp8 quantise weight", _quantise, quantise, (128, True, False), 8, 1),
-        Variant("fp8 quantise weight, transposed", _quantise, quantise, (128, True, True), 8, 1),
-    ]

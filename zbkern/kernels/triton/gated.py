@@ -12,12 +12,11 @@ from torch import Tensor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.triton.activation import gated_bwd, gated_fwd
-from zbkern.kernels.triton.common import Kernel, Variant, activate, activation_gradient, dot, widen
+from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, dot, widen
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
-    block_type,
     call_to_l2,
     capability_of,
     has_bulk_copies,
@@ -242,7 +241,7 @@ def _backward(
 
 def _flatten(capability: int) -> bool:
     """Whether the forward's loops become one: with two accumulators ptxas then waits for every wgmma; without it no
-    copy for tcgen05 runs ahead (aot.py looks for both)."""
+    copy for tcgen05 runs ahead (the report looks for both)."""
     return tiles.unit(capability) != "wgmma"
 
 
@@ -265,46 +264,3 @@ def _outputs(tensors: Sequence[Tensor], rows: int, columns: int) -> tuple[list[A
     if has_bulk_copies(tensors[0].device):
         return [Matrix(tensor).descriptor(rows, columns) for tensor in tensors], True, 1
     return list(tensors), False, tensors[0].stride(0)
-
-
-def variants(capability: int) -> list[Variant]:
-    """A large bf16 layer, and the dgrad of a float32 one whose down weight is transposed: the fewest registers left."""
-    bulk = capability >= 90
-    sms = {80: 108, 90: 132, 100: 148}[capability]
-
-    forward = tiles.choose("fwd", 4096, 22016, 4096, "bfloat16", capability, sms)
-    m, n, k = forward.m, forward.n // 2, forward.k
-    stride, sizes = 1 if bulk else "i32:16", ("i32", "i32:16", "i32:16")
-
-    def dgrad(dtype: str, activation: str, transposed: bool) -> Variant:
-        long, half = {"bf16": ("bfloat16", True), "fp32": ("float32", False)}[dtype]
-        tile = tiles.choose("dgrad", 4096, 11008, 4096, long, capability, sms)
-        down = (tile.n, tile.k) if transposed else (tile.k, tile.n)
-        flags = (False, transposed, bulk, activation, "ieee" if half else "tf32x3")
-        factors = (block_type(dtype, bulk, tile.m, tile.k), block_type(dtype, bulk, *down))
-        return Variant(
-            f"gated_linear_dgrad {dtype} {activation}" + " transposed" * transposed,
-            _gated_dgrad,
-            (*factors, *(f"*{dtype}",) * 5, *sizes, stride, stride, "i32:16", "i32:16"),
-            (*flags, tile.m, tile.n, tile.k, tile.group, _parts(tile)),
-            tile.warps,
-            tile.stages,
-            wgmma=half,
-            bulk=bulk,
-        )
-
-    factors = (block_type("bf16", bulk, m, k), *(block_type("bf16", bulk, n, k),) * 2)
-    return [
-        Variant(
-            "gated_linear_fwd bf16 silu",
-            _gated_fwd,
-            (*factors, *(block_type("bf16", bulk, m, n),) * 3, None, None, *sizes, *(stride,) * 3),
-            (False, True, bulk, bulk, "silu", "ieee", m, n, k, forward.group, _flatten(capability)),
-            forward.warps,
-            forward.stages,
-            wgmma=True,
-            bulk=bulk,
-        ),
-        dgrad("bf16", "silu", False),
-        dgrad("fp32", "gelu", True),
-    ]

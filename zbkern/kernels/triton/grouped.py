@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import Kernel, Variant, dot, offset, rows_dense, widen
+from zbkern.kernels.triton.common import Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.grouped_tile import (
     as_rows,
     as_stack,
@@ -22,9 +22,8 @@ from zbkern.kernels.triton.grouped_tile import (
     ragged_descriptor,
     row_tiles,
     store_rows,
-    tile_of,
 )
-from zbkern.kernels.triton.matmul_tile import Matrix, block_type, has_bulk_copies, pieces, precision, tile_index
+from zbkern.kernels.triton.matmul_tile import Matrix, has_bulk_copies, pieces, precision, tile_index
 
 
 @Kernel
@@ -110,37 +109,3 @@ def _run_product(
     )
     if written is not out:
         out.copy_(written)
-
-
-def variants(capability: int) -> list[Variant]:
-    """Eight experts of a large bf16 layer, float32, and an output that bulk copies refuse."""
-    bulk, groups = capability >= 90, 8
-
-    def product(
-        op: str, dtype: str = "bf16", bias: bool = False, transposed: bool = False, writes: bool = bulk
-    ) -> Variant:
-        tile, b_t = tile_of(op, dtype, capability, bulk and writes), (op == "fwd") != transposed
-        parts, pointer = tile.parts(writes), f"*{dtype}"
-        types = (
-            block_type(dtype, bulk, 1, 1, tile.m, tile.k),
-            block_type(dtype, bulk, 1, tile.n, tile.k) if b_t else block_type(dtype, bulk, 1, tile.k, tile.n),
-            block_type(dtype, bulk, 1, 1, tile.m, tile.n // parts) if writes else f"{pointer}:1" if bulk else pointer,
-            pointer if bias else None,
-            "*i32",
-            *("i32", "i32", "i32:16" if writes or not bulk else "i32", "i32:16"),
-            *((1,) * 3 if bulk else ("i32:16", "i64:16", "i32:16")),
-            1 if writes else "i32" if bulk else "i32:16",
-        )
-        sizes = (groups, tile.m, tile.n, tile.k, tile.group, parts)
-        constants = (b_t, bulk, writes, "tf32x3" if dtype == "fp32" else "ieee", *sizes)
-        name = f"grouped_linear_{op} {dtype}" + " bias" * bias + " transposed" * transposed + " pointers" * (not writes)
-        aligned = writes or not bulk
-        return Variant(name, _grouped_product, types, constants, tile.warps, tile.stages, True, bulk, aligned)
-
-    return [
-        product("fwd"),
-        product("fwd", bias=True, transposed=True),
-        product("dgrad"),
-        product("fwd", dtype="fp32", bias=True),
-        *([product("dgrad", writes=False)] if bulk else []),
-    ]

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import GateOptions
-from zbkern.kernels.triton.common import Kernel, Variant, activate, activation_gradient, dot, rows_dense, widen
+from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, dot, rows_dense, widen
 from zbkern.kernels.triton.grouped import grouped_linear_dgrad, grouped_linear_fwd
 from zbkern.kernels.triton.grouped_tile import (
     as_rows,
@@ -23,10 +23,8 @@ from zbkern.kernels.triton.grouped_tile import (
     plan_groups,
     ragged_descriptor,
     row_tiles,
-    tile_of,
 )
 from zbkern.kernels.triton.matmul_tile import (
-    block_type,
     call_to_l2,
     has_bulk_copies,
     load,
@@ -268,42 +266,3 @@ def _parts(columns: int, dtype: torch.dtype, interleaved: bool) -> int:
     """In how many the dgrad writes its tile: registers hold five tensors of a piece beside the tile itself, so that a
     piece reads 64 bytes of a row of z at a time."""
     return 8 if columns * dtype.itemsize * (2 if interleaved else 1) >= 512 else 4
-
-
-def variants(capability: int) -> list[Variant]:
-    """Eight experts of a large bf16 layer, gpt-oss's gate, float32 with a transposed weight; the gate alone."""
-    bulk, groups = capability >= 90, 8
-    plain, gpt_oss = GateOptions(), GateOptions("silu", True, 7.0, 1.702, 1.0)
-
-    def dgrad(dtype: str, options: GateOptions, transposed: bool) -> Variant:
-        tile = tile_of("dgrad", dtype, capability, bulk and not options.interleaved)
-        down = (tile.n, tile.k) if transposed else (tile.k, tile.n)
-        pointer, stride = f"*{dtype}", "i32:16"
-        types = (
-            *(block_type(dtype, bulk, 1, 1, tile.m, tile.k), block_type(dtype, bulk, 1, *down)),
-            *(pointer, pointer, pointer, "*i32", "i32", "i32", "i32:16", "i32:16"),
-            *((1, 1, 1) if bulk else (stride, "i64:16", stride)),
-            *(stride, stride, stride),
-        )
-        flags = (transposed, bulk, "tf32x3" if dtype == "fp32" else "ieee", *_gate_constants(options), groups)
-        half = dtype == "bf16"
-        parts = _parts(tile.n, torch.bfloat16 if half else torch.float32, options.interleaved)
-        constants = (*flags, tile.m, tile.n, tile.k, tile.group, parts)
-        name = f"grouped_gated_dgrad {dtype} {options.activation}" + " interleaved" * options.interleaved
-        return Variant(name, _grouped_gated_dgrad, types, constants, tile.warps, tile.stages, half, bulk)
-
-    def gate(options: GateOptions, backward: bool) -> Variant:
-        more = "*bf16" if backward else None
-        types = ("*bf16", more, "*bf16", more, "i32", "i32:16", "i32:16", *(["i32:16"] * 3))
-        constants = (backward, *_gate_constants(options), _ROWS, _COLUMNS)
-        name = "gate bf16" + " backward" * backward + " interleaved" * options.interleaved
-        return Variant(name, _gate, types, constants, 4, 2)
-
-    return [
-        dgrad("bf16", plain, False),
-        dgrad("bf16", gpt_oss, True),
-        dgrad("fp32", GateOptions("gelu"), True),
-        gate(plain, False),
-        gate(gpt_oss, False),
-        gate(gpt_oss, True),
-    ]

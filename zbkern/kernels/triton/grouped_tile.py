@@ -161,9 +161,3 @@ def plan_groups(op: str, groups: int, p: int, q: int, r: int, *options: Any) -> 
 
 def padded(groups: int) -> int:
     return 1 << (groups - 1).bit_length()
-
-
-def tile_of(op: str, dtype: str, capability: int, bulk: bool) -> tiles.Tile:
-    """The tile of eight experts of a large layer, for a `Variant`."""
-    sms, long = {80: 108, 90: 132, 100: 148}[capability], {"bf16": "bfloat16", "fp32": "float32"}[dtype]
-    return tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk, ((4096, 4096),) * 7)

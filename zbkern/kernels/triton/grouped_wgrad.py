@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, dot, offset, rows_dense, widen
+from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.grouped_tile import (
     Stack,
     as_rows,
@@ -17,11 +17,9 @@ from zbkern.kernels.triton.grouped_tile import (
     plan_groups,
     ragged_descriptor,
     row_counts,
-    tile_of,
 )
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
-    block_type,
     has_bulk_copies,
     load,
     pieces,
@@ -216,42 +214,3 @@ def _add_rows(dy: Tensor, ends: Tensor, dbias: Tensor, accumulate: bool, num_sms
     _grouped_rows(min(count, num_sms or count), arguments, (accumulate, 32, 64), warps=4, stages=3)
     if written is not dbias:
         dbias.copy_(written)
-
-
-def variants(capability: int) -> list[Variant]:
-    """W of eight experts of a large bf16 layer, of one microbatch and merged; float32; odd outputs; a bias gradient."""
-    bulk, groups = capability >= 90, 8
-
-    def sums(segments: int, dtype: str = "bf16", out: str = "fp32", add: bool = True, writes: bool = bulk) -> Variant:
-        tile = tile_of("wgrad", dtype, capability, bulk and writes)
-        parts = tile.parts(writes)
-
-        def slots(kind: str) -> tuple[str | None, ...]:
-            return (kind,) * segments + (None,) * (SLOTS - segments)
-
-        types = (
-            *slots(block_type(dtype, bulk, 1, 1, tile.k, tile.m)),
-            *slots(block_type(dtype, bulk, 1, 1, tile.k, tile.n)),
-            *slots("*i32"),
-            f"tensordesc<{out}[1, {tile.m}, {tile.n // parts}]>" if writes else f"*{out}:1" if bulk else f"*{out}",
-            *("i32", "i32", "i32:16", "i32:16" if writes or not bulk else "i32"),
-            *((1, 1) if bulk else ("i32:16", "i32:16")),
-            *((1, 1) if writes else ("i32", "i32") if bulk else ("i64:16", "i32:16")),
-        )
-        reduces = writes and add and out == "fp32"
-        precise = "tf32x3" if dtype == "fp32" else "ieee"
-        flags = (segments, bulk, writes, add, reduces, precise, groups)
-        constants = (*flags, tile.m, tile.n, tile.k, tile.group, parts)
-        name = f"grouped_linear_wgrad {dtype} to {out}, {segments}" + " add" * add + " pointers" * (not writes)
-        aligned = writes or not bulk
-        return Variant(name, _grouped_sums, types, constants, tile.warps, tile.stages, True, bulk, aligned)
-
-    rows = ("*bf16", "*i32", "*fp32", "i32", "i32:16", "i32:16")
-    return [
-        sums(1),
-        sums(4),
-        sums(8, out="bf16"),
-        sums(1, dtype="fp32", add=False),
-        *([sums(4, writes=False)] if bulk else []),
-        Variant("grouped_rows bf16", _grouped_rows, rows, (True, 32, 64), 4, 3),
-    ]

@@ -6,12 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels import tiles
-from zbkern.kernels.triton.common import Kernel, Variant, activate, activation_gradient, rows_dense, widen
+from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
-    block_type,
     call_to_l2,
     has_bulk_copies,
     load,
@@ -167,53 +165,3 @@ def _run_product(
         out.copy_(rows)
     if z is not None and beside is not None and beside is not z and not backward:
         z.copy_(beside)
-
-
-def variants(capability: int) -> list[Variant]:
-    """Large bf16 layers with their epilogues, float32, and an output that bulk copies refuse."""
-    bulk = capability >= 90
-    sms = {80: 108, 90: 132, 100: 148}[capability]
-
-    def product(
-        op: str, epilogue: str = "", dtype: str = "bf16", z: bool = False, bias: bool = False, accumulate: bool = False,
-        writes: bool = bulk,
-    ) -> Variant:  # fmt: skip
-        long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
-        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
-        backward = op == "dgrad" and z
-        b_t = op == "fwd"
-        pointer, parts = f"*{dtype}", tile.parts(writes)
-        aligned, reads = writes or not bulk, backward or accumulate
-
-        target = block_type(dtype, bulk, tile.m, tile.n // parts) if writes else f"{pointer}:1" if bulk else pointer
-        types = (
-            block_type(dtype, bulk, tile.m, tile.k),
-            block_type(dtype, bulk, tile.n, tile.k) if b_t else block_type(dtype, bulk, tile.k, tile.n),
-            target,
-            target if z else None,
-            pointer if bias else None,
-            (pointer if aligned else f"{pointer}:1") if reads else None,
-            *("i32", "i32:16" if writes or not bulk else "i32", "i32:16"),
-            *((1 if bulk else "i32:16",) * 2),
-            *((1 if writes else "i32" if bulk else "i32:16",) * 2),
-            ("i32:16" if aligned else "i32") if reads else 1,
-        )
-        constants = (
-            *(False, b_t, bulk, writes, accumulate, epilogue, backward),
-            "tf32x3" if dtype == "fp32" else "ieee",
-            *(tile.m, tile.n, tile.k, tile.group, parts),
-        )
-        name = f"linear_{op} {dtype}" + f" {epilogue}" * bool(epilogue) + " bias" * bias + " add" * accumulate
-        name += " pointers" * (not writes)
-        return Variant(name, _product, types, constants, tile.warps, tile.stages, True, bulk, aligned)
-
-    return [
-        product("fwd", bias=True),
-        product("fwd", "silu", z=True, bias=True),
-        product("dgrad"),
-        product("dgrad", accumulate=True),
-        product("dgrad", "gelu", z=True),
-        product("fwd", "silu", dtype="fp32", z=True, bias=True),
-        product("dgrad", dtype="fp32"),
-        *([product("dgrad", "gelu", z=True, writes=False)] if bulk else []),
-    ]

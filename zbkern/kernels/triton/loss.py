@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import CrossEntropyOptions
-from zbkern.kernels.triton.common import Kernel, Variant, widen
+from zbkern.kernels.triton.common import Kernel, widen
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.wgrad import linear_wgrad
 
@@ -173,15 +173,3 @@ def _gradient(
     found = tl.load(lse + row * lse_row)
     value = _logit_gradient(value, first + inside, mine, found, factor, smoothing, z_loss, vocabulary)
     tl.store(place, tl.where(mine != ignored, value, 0).to(z.dtype.element_ty), inside < width)
-
-
-def variants(capability: int) -> list[Variant]:
-    """bf16 logits, the same on every GPU."""
-    numbers, strides = ("i32", "fp32", "fp32", "i32:16"), ("i32:16", 1, 1, 1)
-    loss = ("*bf16", "*i64", "*fp32", "*fp32", *numbers, *strides)
-    gradient = ("*bf16", "*i64", "*fp32", "*fp32", *numbers, "i32", "i32:16", *strides)
-    return [
-        Variant("cross_entropy loss, smoothed, and dz", _loss, loss, (True, True, _PIECE), 8, 1),
-        Variant("cross_entropy loss", _loss, loss, (False, False, _PIECE), 8, 1),
-        Variant("cross_entropy dz", _gradient, gradient, (_BLOCK,), 4, 1),
-    ]

@@ -256,8 +256,3 @@ def precision(dtype: torch.dtype) -> str:
     if allowed is None:
         return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return "tf32" if allowed == "tf32" else "tf32x3"
-
-
-def block_type(dtype: str, bulk: bool, *shape: int) -> str:
-    """The type of an operand in a `Variant`."""
-    return f"tensordesc<{dtype}[{', '.join(map(str, shape))}]>" if bulk else f"*{dtype}"

@@ -12,11 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels import tiles
-from zbkern.kernels.triton.common import INTERPRETED, Kernel, Variant, rows_dense, widen
+from zbkern.kernels.triton.common import INTERPRETED, Kernel, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
-    block_type,
     call_to_l2,
     has_bulk_copies,
     load,
@@ -65,7 +64,7 @@ def _sums(
     through all matmuls without a pause. Tiles, segments and steps are one loop: each step picks its operands by its
     number, so copies run ahead across the borders of segments and tiles, and an output is read and written once. (As
     nested loops the compiler fuses tiles and steps only where all tiles take as many; `turn` must come first, and from
-    a choice, not a branch, or no copy runs ahead at all: aot.py looks.)
+    a choice, not a branch, or no copy runs ahead at all: build_tools/kernels looks.)
     """
     a_s = (a0, a1, a2, a3, a4, a5, a6, a7)
     b_s = (b0, b1, b2, b3, b4, b5, b6, b7)
@@ -318,60 +317,3 @@ def _columns(entries: Sequence[tuple]) -> list[Any]:
 def _power_of_2(count: int) -> int:
     """The next one; Triton's own, which kernels can call, takes 12 us."""
     return 1 << (count - 1).bit_length()
-
-
-def variants(capability: int) -> list[Variant]:
-    """W of large bf16 layers: one weight, merged, several weights; one in float32; outputs that bulk copies refuse."""
-    bulk = capability >= 90
-    sms = {80: 108, 90: 132, 100: 148}[capability]
-
-    def sums(
-        op: str, products: int, segments: int, dtype: str = "bf16", out: str = "fp32", accumulate: bool = True,
-        vector: bool = False, writes: bool = bulk,
-    ) -> Variant:  # fmt: skip
-        long = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
-        tile = tiles.choose(op, 4096, 4096, 4096, long, capability, sms, bulk and writes)
-        a_t = op == "wgrad"
-
-        def slots(kind: str | None, count: int) -> tuple[str | None, ...]:
-            return (kind,) * count + (None,) * (SLOTS - count)
-
-        used, parts = products * segments, tile.parts(writes)
-        target = f"*{out}:1" if bulk else f"*{out}"
-        if writes:
-            target = f"tensordesc<{out}[{tile.m}, {tile.n // parts}]>"
-        types = (
-            *slots(block_type(dtype, bulk, tile.k, tile.m) if a_t else block_type(dtype, bulk, tile.m, tile.k), used),
-            *slots(block_type(dtype, bulk, tile.k, tile.n), used),
-            *slots("i32" if op == "wgrad" else "i32:16", used),
-            *slots(target, products),
-            *slots(f"*{out}" if vector else None, products),
-            *slots("i32:16" if op == "wgrad" else "i32", products),
-            *slots("i32:16" if writes or not bulk else "i32", products),
-            *((1 if bulk else "i32:16",) * 2),
-            1 if writes else "i32" if bulk else "i32:16",
-            (f"*{out}" if writes or not bulk else f"*{out}:1") if accumulate and products == 1 else None,
-            "i32",
-        )
-        reduces = writes and accumulate and out == "fp32"
-        constants = (
-            *(products, segments, a_t, False, bulk, writes, accumulate, reduces, vector),
-            "tf32x3" if dtype == "fp32" else "ieee",
-            *(tile.m, tile.n, tile.k, tile.group, parts),
-        )
-        name = f"linear_{op} {dtype} to {out}, {products} x {segments}" + " bias" * vector + " add" * accumulate
-        name += " pointers" * (not writes)
-        kernel = _over_rows if op == "wgrad" else _of_rows
-        aligned = writes or not bulk
-        return Variant(name, kernel, types, constants, tile.warps, tile.stages, True, bulk, aligned)
-
-    return [
-        sums("wgrad", 1, 1),
-        sums("wgrad", 1, 4, vector=True),
-        sums("wgrad", 1, 8, out="bf16"),
-        sums("wgrad", 8, 1),
-        sums("wgrad", 2, 4, vector=True),
-        sums("wgrad", 1, 1, dtype="fp32", accumulate=False),
-        sums("dgrad", 1, 4, out="bf16", accumulate=False),
-        *([sums("wgrad", 8, 1, writes=False)] if bulk else []),
-    ]

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import Kernel, Variant, offset
-from zbkern.kernels.triton.norm_forward import PIECE, SHAPES, dense, describe, norm_tile, strides_of
+from zbkern.kernels.triton.common import Kernel, offset
+from zbkern.kernels.triton.norm_forward import PIECE, dense, norm_tile, strides_of
 
 HELD = 8192
 """Features up to which dgrad holds a row in registers, beside dy and its sums: 32 elements of each per thread spill."""
@@ -313,26 +313,3 @@ def _sum_partials(
     if ACCUMULATE:
         total += tl.load(out, inside, other=0).to(total.dtype)
     tl.store(out, total.to(out_ptr.dtype.element_ty), inside)
-
-
-def variants(capability: int) -> list[Variant]:
-    """In bf16, the same on every GPU; where a residual was added, with the gradient of the sum."""
-    found = []
-    for features, centered, added in SHAPES:
-        name, tile = describe(features, centered, added), norm_tile(features)
-        mean, more = "*fp32" if centered else None, "*bf16" if added else None
-        strides = ("i32:16", 1)
-        tensors = ("*bf16", "*bf16", more, "*bf16", mean, "*fp32", "*bf16")
-        all_strides = (*strides * 2, *(strides if added else (None, None)), *strides)
-        if features <= HELD:
-            types = (*tensors, "*fp32", "i32", "i32:16", *all_strides)
-            constants = (centered, tile.rows, tile.columns, _STAGES)
-            found.append(Variant(f"dgrad {name}", _dgrad_rows, types, constants, tile.warps, 1))
-            continue
-        types = (*tensors, "i32:16", *all_strides)
-        found.append(Variant(f"dgrad {name}", _dgrad_pieces, types, (centered, PIECE), 8, 1))
-        if not added:
-            types = ("*bf16", "*bf16", mean, "*fp32", "*fp32", "i32", "i32:16", *strides * 2)
-            found.append(Variant(f"sums {name}", _sum_columns, types, (centered, 8, 256), 4, 1))
-    types = ("*fp32",) * 4 + ("i32",) * 4 + ("i32:16", "*fp32", "i32:16", 1)
-    return [*found, Variant("wgrad", _sum_partials, types, (True, 32, 32), 4, 1)]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import Kernel, Variant, offset
+from zbkern.kernels.triton.common import Kernel, offset
 
 HELD = 16384
 """Features up to which a row is held in registers; longer ones are read in pieces, once per pass."""
@@ -224,30 +224,3 @@ def _forward_pieces(
         if bias_ptr is not None:
             y += tl.load(bias_ptr + column, inside, other=0).to(wide)
         tl.store(y_ptr + row * y_row + offset(column, y_column), y.to(y_ptr.dtype.element_ty), inside)
-
-
-_PLAIN = ((128, False), (4096, False), (4096, True), (8192, True), (16384, True), (65536, True))
-_ADDED = ((4096, False), (8192, True), (16384, True), (65536, True))
-SHAPES = (*((*shape, False) for shape in _PLAIN), *((*shape, True) for shape in _ADDED))
-"""(features, centered, added) of rows of usual lengths, for `variants`. added: with a residual."""
-
-
-def describe(features: int, centered: bool, added: bool) -> str:
-    """Such a shape in a variant's name; layer is LayerNorm, which holds more than RMSNorm."""
-    return f"{'added ' if added else ''}{'layer' if centered else 'rms'} {features}"
-
-
-def variants(capability: int) -> list[Variant]:
-    """In bf16, the same on every GPU."""
-    found = []
-    for features, centered, added in SHAPES:
-        name, tile = f"forward {describe(features, centered, added)}", norm_tile(features)
-        mean, bias, more = "*fp32" if centered else None, "*bf16" if centered else None, "*bf16" if added else None
-        strides = ("i32:16", 1, *(("i32:16", 1) if added else (None, None)))
-        types = ("*bf16", more, "*bf16", bias, "*bf16", more, mean, "*fp32", "fp32", "i32", "i32:16", *strides * 2)
-        if features <= HELD:
-            constants = (centered, tile.rows, tile.columns)
-            found.append(Variant(name, _forward_rows, types, constants, tile.warps, 1))
-        else:
-            found.append(Variant(name, _forward_pieces, types, (centered, PIECE), 8, 1))
-    return found

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import Kernel, Variant, offset, widen
+from zbkern.kernels.triton.common import Kernel, offset, widen
 
 _ELEMENTS = 4096
 """Of one program: 32 per thread of 4 warps; the cosines and sines of a token are loaded once for all of its heads."""
@@ -102,14 +102,3 @@ def _rotate(
         column = 2 * half + tl.arange(0, REST)[None, :]
         mask = (head < heads) & (column < size)
         tl.store(y + offset(column, y_column), tl.load(x + offset(column, x_column), mask), mask)
-
-
-def variants(capability: int) -> list[Variant]:
-    """bf16 with float32 cosines, the same on every GPU: all of a head of 128, and 64 of 256 columns."""
-    found = []
-    for interleaved, size, half in ((False, 128, 64), (True, 128, 64), (True, 256, 32)):
-        strides = ("i32:16",) * 3 + (1,) + ("i32:16", 1) * 2 + ("i32:16",) * 3 + (1,)
-        types = ("*bf16", "*fp32", "*fp32", "*bf16", "i32:16", "i32:16", "i32:16", "i32:16", *strides)
-        name = f"rotary {'interleaved ' if interleaved else ''}{2 * half} of {size}"
-        found.append(Variant(name, _rotate, types, (interleaved, False, *_tile(32, size, half)), 4, 1))
-    return found

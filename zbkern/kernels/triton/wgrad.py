@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import Kernel, Variant, offset, widen
+from zbkern.kernels.triton.common import Kernel, offset, widen
 from zbkern.kernels.triton.matmul_tile import Matrix, precision
 from zbkern.kernels.triton.multi_matmul import Product, run
 from zbkern.kernels.triton.replay import replay
@@ -115,10 +115,3 @@ def sum_rows(
         arguments = (dy, dbias, m, n, *dy.stride(), *dbias.stride())
         _sum_rows(programs, arguments, (accumulate, 32, 64), warps=4, stages=3)
         accumulate = True
-
-
-def variants(capability: int) -> list[Variant]:
-    """A bias gradient that no matmul computes, the same on every GPU; the matmuls are those of multi_matmul.py."""
-    return [
-        Variant("sum_rows bf16", _sum_rows, ("*bf16", "*fp32", "i32", "i32:16", "i32:16", 1, 1), (True, 32, 64), 4, 3),
-    ]

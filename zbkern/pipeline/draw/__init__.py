@@ -7,27 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from zbkern.pipeline.draw import html, trace
+from zbkern.pipeline.draw import trace
+from zbkern.pipeline.draw.style import Drawable
+from zbkern.pipeline.draw.svg import html as html
 from zbkern.pipeline.draw.svg import svg as svg
-
-if TYPE_CHECKING:
-    from zbkern.pipeline.simulation.costs import Costs
-    from zbkern.pipeline.simulation.timeline import Timeline
 
 
 def save(
-    timelines: Sequence[Timeline],
+    timelines: Sequence[Drawable],
     path: str | Path,
     titles: Sequence[str] | None = None,
-    costs: Sequence[Costs] | None = None,
+    costs: Sequence[Any] | None = None,
 ) -> Path:
     """Writes the file that the suffix names, and returns its path: .svg, .html, .png, or .json (a Perfetto trace).
 
-    titles, costs: one per timeline; by default the schedules' names, and no memory curves (a trace has none). Raises
-    ValueError for another suffix or count, TypeError for what is no list of timelines or no path, ImportError for a PNG
-    without the package cairosvg.
+    titles, costs (`Costs`): one per timeline; by default the schedules' names, and no memory curves (a trace has none).
+    Raises ValueError for another suffix or count, TypeError for what is no list of timelines or no path, ImportError
+    for a PNG without the package cairosvg.
     """
     if not isinstance(path, (str, Path)):
         raise TypeError(
@@ -39,7 +37,7 @@ def save(
     if path.suffix == ".svg":
         path.write_text(svg(timelines, titles, costs=costs), encoding="utf-8")
     elif path.suffix == ".html":
-        path.write_text(html.html(timelines, titles, costs), encoding="utf-8")
+        path.write_text(html(timelines, titles, costs), encoding="utf-8")
     elif path.suffix == ".png":
         try:
             import cairosvg

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Protocol
 
+from zbkern.pipeline.schedules.actions import Event
+from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration
-
-if TYPE_CHECKING:
-    from zbkern.pipeline.simulation.costs import Costs
-    from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 COLOURS = {
     "F": "#3f83c9",
@@ -32,38 +30,32 @@ MEANING = {
 LANES = {"O": "out", "L": "back"}  # the copies of a rank: below its passes, a lane for each direction
 IDLE, OUTSIDE, HELD = "#f7c5c1", "#eef0f3", "#a9b3bf"
 
-Track = list[tuple[float, float]]  # of one rank: (time, memory held from then on)
 
-
-class Drawing(NamedTuple):
-    """What is to be drawn: per timeline a title and the memory curve of every rank (empty without costs)."""
-
-    timelines: Sequence[Timeline]
-    titles: Sequence[str]
-    memory: list[list[Track]]
-    memory_unit: str
+class Drawable(Protocol):
+    """A Timeline, as far as pictures need it: drawing takes data, and imports no class of the simulation."""
 
     @property
-    def most_memory(self) -> float:
-        """The memory that any rank holds at most; 0 where none is drawn."""
-        return max((held for rows in self.memory for track in rows for _, held in track), default=0.0)
+    def schedule(self) -> Schedule: ...
+    @property
+    def events(self) -> Sequence[Sequence[Event]]: ...
+    @property
+    def copies(self) -> Sequence[Sequence[Event]]: ...
+    @property
+    def peak_memory(self) -> Sequence[float]: ...
+    @property
+    def samples(self) -> Sequence[Sequence[tuple[float, ...]]]: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def memory_unit(self) -> str: ...
+    @property
+    def makespan(self) -> float: ...
+    @property
+    def bubble_rate(self) -> float: ...
+    def memory_held(self, costs: Any) -> list[list[tuple[float, float]]]: ...
 
 
-def drawing(timelines: Sequence[Timeline], titles: Sequence[str] | None, costs: Sequence[Costs] | None) -> Drawing:
-    """The drawing of these timelines. Raises TypeError or ValueError where they are none, or the counts differ."""
-    titles = checked("draw", timelines, titles)
-    if costs is None:
-        return Drawing(timelines, titles, [[[] for _ in timeline.events] for timeline in timelines], "")
-    if not _is_list(costs, "per_chunk"):
-        raise TypeError(f"draw: costs must be a list with the Costs of every timeline, or None; got {costs!r}")
-    if len(costs) != len(timelines):
-        raise ValueError(f"draw: costs must be one for each of {len(timelines)} timelines; got {len(costs)}")
-    units = {each.memory_unit or "" for each in costs}
-    memory = [timeline.memory_held(each) for timeline, each in zip(timelines, costs, strict=True)]
-    return Drawing(timelines, titles, memory, units.pop() if len(units) == 1 else "")
-
-
-def checked(function: str, timelines: Sequence[Timeline], titles: Sequence[str] | None) -> Sequence[str]:
+def checked(function: str, timelines: Sequence[Drawable], titles: Sequence[str] | None) -> Sequence[str]:
     """The title of every timeline: as given, or the name of its schedule. Raises TypeError or ValueError."""
     if not _is_list(timelines, "events"):
         raise TypeError(
@@ -77,12 +69,19 @@ def checked(function: str, timelines: Sequence[Timeline], titles: Sequence[str] 
     return titles or [timeline.schedule.name for timeline in timelines]
 
 
+def check_costs(timelines: Sequence[Drawable], costs: Any) -> None:
+    """Raises TypeError or ValueError for what are no costs, one for each timeline."""
+    if not _is_list(costs, "per_chunk"):
+        raise TypeError(f"draw: costs must be a list with the Costs of every timeline, or None; got {costs!r}")
+    if len(costs) != len(timelines):
+        raise ValueError(f"draw: costs must be one for each of {len(timelines)} timelines; got {len(costs)}")
+
+
 def _is_list(values: Any, attribute: str) -> bool:
-    """Whether these are a list of what has such an attribute: drawing takes data, and imports no class of it."""
     return isinstance(values, Sequence) and all(hasattr(value, attribute) for value in values)
 
 
-def note(timeline: Timeline) -> str:
+def note(timeline: Drawable) -> str:
     """The figures beside a title."""
     text = f"{timeline.bubble_rate:.1%} bubble, makespan {duration(timeline.makespan, timeline.unit)}"
     if timeline.peak_memory:
@@ -90,23 +89,21 @@ def note(timeline: Timeline) -> str:
     return text
 
 
-def lanes(timeline: Timeline, rank: int) -> dict[str, list[Event]]:
+def lanes(timeline: Drawable, rank: int) -> dict[str, list[Event]]:
     """The copies of a rank by their lane, for every rank of a timeline that has any; else no lanes."""
     if not any(timeline.copies):
         return {}
     return {lane: [e for e in timeline.copies[rank] if e.action.kind == kind] for kind, lane in LANES.items()}
 
 
-def legend(shown: Drawing) -> list[tuple[str, str]]:
+def legend(timelines: Sequence[Drawable]) -> list[tuple[str, str]]:
     """The entries of the legend: text and colour."""
-    rows = [row for timeline in shown.timelines for row in (*timeline.events, *timeline.copies)]
+    rows = [row for timeline in timelines for row in (*timeline.events, *timeline.copies)]
     present = {event.action.kind for row in rows for event in row}
     entries = [(f"{kind} {MEANING[kind]}", COLOURS[kind]) for kind in COLOURS if kind in present]
-    if any(timeline.schedule.chunks > 1 for timeline in shown.timelines):
+    if any(timeline.schedule.chunks > 1 for timeline in timelines):
         entries.append(("later chunk of a rank", shade("F", 1, 2)))
-    entries += [("idle", IDLE), ("not yet started, or done", OUTSIDE)]
-    most = shown.most_memory
-    return [*entries, (f"memory held, at most {amount(most, shown.memory_unit)}", HELD)] if most else entries
+    return [*entries, ("idle", IDLE), ("not yet started, or done", OUTSIDE)]
 
 
 def shade(kind: str, index: int, count: int) -> str:

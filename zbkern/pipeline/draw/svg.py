@@ -1,4 +1,4 @@
-"""Pictures of timelines, planned or measured, as SVG.
+"""Pictures of timelines, planned or measured, as SVG; and as a page around one that zooms.
 
 Several timelines stand one above the other on one time axis. A box is an action: its colour the kind, its shade the
 chunk of the rank, its number the microbatch. Idle time between a rank's first and last action is pink, that before and
@@ -9,123 +9,163 @@ has any, and given costs the memory that it holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from importlib import resources
+from typing import Any, NamedTuple
 
-from zbkern.pipeline.draw.style import HELD, IDLE, OUTSIDE, Track, drawing, is_light, lanes, legend, note, shade
-from zbkern.pipeline.schedules.units import duration, number
+from zbkern.pipeline.draw import style
+from zbkern.pipeline.draw.style import Drawable
+from zbkern.pipeline.schedules.actions import Event
+from zbkern.pipeline.schedules.units import amount, duration, number
 
-if TYPE_CHECKING:
-    from zbkern.pipeline.simulation.costs import Costs
-    from zbkern.pipeline.simulation.timeline import Event, Timeline
-
-_LEFT, _RIGHT, _TITLE, _ROW, _HELD_ROW, _GAP, _AXIS = 64, 16, 28, 24, 26, 20, 30
+_LEFT, _RIGHT, _TITLE, _ROW, _GAP, _AXIS = 64, 16, 28, 24, 20, 30
 _LANE = 16  # of the copies in one direction
+_HELD = 19  # of the memory, of which the most that any rank holds takes all
 _DARK = "#24292f"
 _STYLE = f"""
 text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }}
 .title {{ font-size: 14px; font-weight: 600; fill: {_DARK}; }} .end {{ text-anchor: end; }}
 .tick {{ text-anchor: middle; }} .number {{ font-size: 11px; fill: #fff; text-anchor: middle; }}
-.dark {{ fill: {_DARK}; }} .action {{ stroke: #fff; }} .held {{ fill: {HELD}; }}
-.track {{ fill: #f6f8fa; }} .outside {{ fill: {OUTSIDE}; }} .idle {{ fill: {IDLE}; }}
+.dark {{ fill: {_DARK}; }} .action {{ stroke: #fff; }} .held {{ fill: {style.HELD}; }}
+.track {{ fill: #f6f8fa; }} .outside {{ fill: {style.OUTSIDE}; }} .idle {{ fill: {style.IDLE}; }}
 """
+
+Track = list[tuple[float, float]]  # of one rank: (time, memory held from then on)
+
+
+class _Axis(NamedTuple):
+    """How times of one timeline become pixels, and how many pixels memory has at most."""
+
+    timeline: Drawable
+    tracks: Sequence[Track]
+    first: float
+    scale: float
+    width: float
+    most: float
+    crowded: bool  # numbers also where there is no room for them
+
+    def x(self, time: float) -> float:
+        return (time - self.first) * self.scale
 
 
 def svg(
-    timelines: Sequence[Timeline],
+    timelines: Sequence[Drawable],
     titles: Sequence[str] | None = None,
     width: int = 1000,
-    costs: Sequence[Costs] | None = None,
+    costs: Sequence[Any] | None = None,
 ) -> str:
     """The picture as SVG text, `width` pixels wide; titles and costs as in `draw.save`."""
-    shown = drawing(timelines, titles, costs)
-    span = max(timeline.makespan for timeline in timelines) or 1.0
-    scale = (width - _LEFT - _RIGHT) / span
-    most = shown.most_memory
-    head, top = _legend(legend(shown), width)
-    parts = [head]
-    for timeline, title, rows in zip(timelines, shown.titles, shown.memory, strict=True):
-        first = min((row[0].start for row in timeline.events if row), default=0.0)
+    return _picture(timelines, titles, width, costs, crowded=False)
+
+
+def html(timelines: Sequence[Drawable], titles: Sequence[str] | None = None, costs: Sequence[Any] | None = None) -> str:
+    """The same picture in a self-contained page; titles and costs as in `draw.save`.
+
+    The wheel zooms, dragging moves, a double click shows everything again; hovering shows the times of an action, and
+    marks its microbatch on all ranks.
+    """
+    picture = _picture(timelines, titles, 1400, costs, crowded=True)
+    page = resources.files("zbkern.pipeline.draw").joinpath("viewer.html").read_text(encoding="utf-8")
+    head, script = page.split("@SVG@")
+    return head.replace("@TITLE@", escape(", ".join(style.checked("draw", timelines, titles)))) + picture + script
+
+
+def _picture(
+    timelines: Sequence[Drawable],
+    titles: Sequence[str] | None,
+    width: int,
+    costs: Sequence[Any] | None,
+    crowded: bool,
+) -> str:
+    titles = style.checked("draw", timelines, titles)
+    memory: list[list[Track]] = [[[] for _ in timeline.events] for timeline in timelines]
+    if costs is not None:
+        style.check_costs(timelines, costs)
+        memory = [timeline.memory_held(each) for timeline, each in zip(timelines, costs, strict=True)]
+    most = max((held for tracks in memory for track in tracks for _, held in track), default=0.0)
+    room, span = width - _LEFT - _RIGHT, max(timeline.makespan for timeline in timelines) or 1.0
+    entries = style.legend(timelines)
+    if most:
+        units = {each.memory_unit for each in costs or ()}
+        entries.append((f"memory held, at most {amount(most, units.pop() if len(units) == 1 else None)}", style.HELD))
+    head, top = _legend(entries, width)
+    parts, labels = [head], []
+    for timeline, title, tracks in zip(timelines, titles, memory, strict=True):
         parts.append(
             f'<text x="{_LEFT}" y="{top + 17:g}"><tspan class="title">{escape(title)}</tspan>'
-            f'<tspan dx="10">{escape(note(timeline))}</tspan></text>'
+            f'<tspan dx="10">{escape(style.note(timeline))}</tspan></text>'
         )
         top += _TITLE
-        for rank, row in enumerate(timeline.events):
-            boxes = _row(timeline, rank, row, first, scale, width - _LEFT - _RIGHT)
-            parts.append(f'<g transform="translate({_LEFT} {top:g})">{boxes}</g>')
-            top += _ROW
-            for lane, copies in lanes(timeline, rank).items():
-                boxes = _lane(timeline, rank, lane, copies, first, scale, width - _LEFT - _RIGHT)
-                parts.append(f'<g transform="translate({_LEFT} {top:g})">{boxes}</g>')
-                top += _LANE
-            if most:
-                held = _held(rows[rank], first, scale, (_HELD_ROW - 7) / most)
-                parts.append(
-                    f'<g transform="translate({_LEFT} {top + _HELD_ROW - 7:g})"><rect class="track" '
-                    f'y="{5 - _HELD_ROW}" width="{width - _LEFT - _RIGHT}" height="{_HELD_ROW - 5}"/>'
-                    f'<path class="held" d="{held}"/></g>'
-                )
-                top += _HELD_ROW
+        first = min((row[0].start for row in timeline.events if row), default=0.0)
+        axis = _Axis(timeline, tracks, first, room / span, room, most, crowded)
+        for label, height, band in _bands(axis):
+            parts.append(f'<g transform="translate({_LEFT} {top:g})">{band}</g>')
+            labels.append(f'<text class="end" x="{_LEFT - 8}" y="{top + (height + 6) // 2:g}">{label}</text>')
+            top += height
         top += _GAP
-    parts.append(_axis(span, scale, top - _GAP, timelines[0].unit))
-    height = round(top - _GAP + _AXIS)
+    top -= _GAP
+    height = round(top + _AXIS)
+    labels.append(_ticks(span, room, top, timelines[0].unit))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>\n' + "\n".join(parts) + "</svg>\n"
+        f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>\n'
+        + "\n".join([*parts, f'<rect width="{_LEFT}" height="{height}" fill="#fff"/>', *labels])
+        + "</svg>\n"
     )
 
 
-def _row(timeline: Timeline, rank: int, row: Sequence[Event], first: float, scale: float, width: float) -> str:
-    tall = f'height="{_ROW - 2}"'
-    parts = [
-        f'<text class="end" x="-8" y="{_ROW - 9}">rank {rank}</text>',
-        f'<rect class="outside" width="{width}" {tall}/>',
-    ]
-    if row:
-        left, length = (row[0].start - first) * scale, (row[-1].end - row[0].start) * scale
-        parts.append(f'<rect class="idle" x="{left:.5g}" width="{length:.5g}" {tall}/>')
-    return "".join([*parts, *_boxes(timeline, rank, row, first, scale, _ROW)])
+def _bands(axis: _Axis) -> Iterator[tuple[str, int, str]]:
+    """Label, height and content of each rank's row, lanes of copies, and memory."""
+    timeline = axis.timeline
+    for rank, row in enumerate(timeline.events):
+        idle = ""
+        if row:
+            left, length = axis.x(row[0].start), (row[-1].end - row[0].start) * axis.scale
+            idle = f'<rect class="idle" x="{left:.7g}" width="{length:.7g}" height="{_ROW - 2}"/>'
+        yield f"rank {rank}", _ROW, _band("outside", axis, _ROW, idle + _boxes(axis, rank, row, _ROW))
+        for lane, copies in style.lanes(timeline, rank).items():
+            yield lane, _LANE, _band("track", axis, _LANE, _boxes(axis, rank, copies, _LANE))
+        if axis.most:
+            held = f'<path class="held" d="{_outline(axis, axis.tracks[rank])}"/>'
+            yield "", _HELD + 7, _band("track", axis, _HELD + 4, held)
 
 
-def _lane(
-    timeline: Timeline, rank: int, name: str, copies: Sequence[Event], first: float, scale: float, width: float
-) -> str:
-    parts = [
-        f'<text class="end" x="-8" y="{_LANE - 5}">{name}</text>',
-        f'<rect class="track" width="{width}" height="{_LANE - 2}"/>',
-    ]
-    return "".join([*parts, *_boxes(timeline, rank, copies, first, scale, _LANE)])
+def _band(background: str, axis: _Axis, height: int, content: str) -> str:
+    """A background, and in the group `time` what moves with the time."""
+    return f'<rect class="{background}" width="{axis.width}" height="{height - 2}"/><g class="time">{content}</g>'
 
 
-def _boxes(timeline: Timeline, rank: int, row: Sequence[Event], first: float, scale: float, height: float) -> list[str]:
+def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
     """A box for each event in a row that is so high, and its number where there is room."""
     parts = []
-    chunks, base = timeline.schedule.chunks_of(rank), height - 9 if height == _ROW else height - 5
+    timeline, track = axis.timeline, axis.tracks[rank]
+    chunks, base = timeline.schedule.chunks_of(rank), (height + 6) // 2
     for event in row:
         kind, chunk, microbatch, _ = event.action
-        fill, label = shade(kind, chunks.index(chunk), len(chunks)), str(microbatch)
-        x, length = (event.start - first) * scale, (event.end - event.start) * scale
+        fill, label = style.shade(kind, chunks.index(chunk), len(chunks)), str(microbatch)
+        x, length = axis.x(event.start), (event.end - event.start) * axis.scale
         border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
+        held = bisect_right(track, (event.start, math.inf)) - 1
+        memory = f", memory held {amount(track[held][1], timeline.memory_unit)}" if held >= 0 else ""
         parts.append(
-            f'<rect class="action" x="{x:.5g}" width="{length:.5g}" height="{height - 2}" fill="{fill}"{border}>'
+            f'<rect class="action" x="{x:.7g}" width="{length:.7g}" height="{height - 2}" fill="{fill}"{border}>'
             f"<title>{event.action} on rank {rank}: {number(event.start)} to "
-            f"{duration(event.end, timeline.unit)}</title></rect>"
+            f"{duration(event.end, timeline.unit)}{memory}</title></rect>"
         )
-        if length >= 7 * len(label) + 2:
-            dark = " dark" if is_light(fill) else ""
-            parts.append(f'<text class="number{dark}" x="{x + length / 2:.5g}" y="{base}">{label}</text>')
-    return parts
+        if axis.crowded or length >= 7 * len(label) + 2:
+            dark = " dark" if style.is_light(fill) else ""
+            parts.append(f'<text class="number{dark}" x="{x + length / 2:.7g}" y="{base}">{label}</text>')
+    return "".join(parts)
 
 
-def _held(track: Track, first: float, scale: float, tall: float) -> str:
-    """The outline of the memory held over time, from the base line up and back."""
+def _outline(axis: _Axis, track: Track) -> str:
+    """Of the memory held over time, from the base line up and back."""
     if not track:
         return ""
-    begin = (track[0][0] - first) * scale
-    steps = "".join(f"H{(time - first) * scale:.5g}V{-held * tall:.4g}" for time, held in track)
-    return f"M{begin:.5g} 0{steps}V0Z"
+    steps = "".join(f"H{axis.x(time):.7g}V{_HELD * (1 - held / axis.most):.4g}" for time, held in track)
+    return f"M{axis.x(track[0][0]):.7g} {_HELD}{steps}V{_HELD}Z"
 
 
 def _legend(entries: Sequence[tuple[str, str]], width: int) -> tuple[str, float]:
@@ -141,12 +181,12 @@ def _legend(entries: Sequence[tuple[str, str]], width: int) -> tuple[str, float]
     return "".join(parts), y + 20.0
 
 
-def _axis(span: float, scale: float, y: float, unit: str) -> str:
+def _ticks(span: float, width: float, y: float, unit: str) -> str:
     step = 10 ** math.floor(math.log10(span / 5))
     step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 10)
     parts = [f'<text class="end" x="{_LEFT - 20}" y="{y + 19:g}">{unit or "time"}</text>']
     for index in range(int(span / step + 1e-9) + 1):
-        x = _LEFT + index * step * scale
-        parts.append(f'<path d="M{x:.5g} {y + 2:g}v4" stroke="#8c959f"/>')
-        parts.append(f'<text class="tick" x="{x:.5g}" y="{y + 19:g}">{index * step:g}</text>')
+        x = _LEFT + index * step * width / span
+        parts.append(f'<path d="M{x:.7g} {y + 2:g}v4" stroke="#8c959f"/>')
+        parts.append(f'<text class="tick" x="{x:.7g}" y="{y + 19:g}">{index * step:g}</text>')
     return "".join(parts)

@@ -6,18 +6,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from zbkern.pipeline.draw.style import checked, lanes
+from zbkern.pipeline.draw.style import Drawable, checked, lanes
+from zbkern.pipeline.schedules.actions import Event
 from zbkern.pipeline.schedules.units import TIME_UNITS
-
-if TYPE_CHECKING:
-    from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 _COUNTERS = ("pending W", "held bytes", "bytes allocated")
 
 
-def save(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None) -> Path:
+def save(timelines: Sequence[Drawable], path: str | Path, titles: Sequence[str] | None = None) -> Path:
     """Writes the trace as JSON and returns its path; titles: one per timeline, by default the schedules' names."""
     if not isinstance(path, (str, Path)):
         raise TypeError(f"trace.save: path must be a str or Path, such as 'step.json'; got {path!r}")
@@ -26,7 +24,7 @@ def save(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] 
     return path
 
 
-def events(timelines: Sequence[Timeline], titles: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def events(timelines: Sequence[Drawable], titles: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """The trace's events; where the timeline's unit is not known, one counts as a millisecond.
 
     Raises TypeError for what is no list of timelines, ValueError for an empty one or another number of titles.

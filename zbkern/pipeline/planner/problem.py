@@ -191,7 +191,7 @@ def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
 
 
 def ordering_of(schedule: Schedule) -> Ordering:
-    """A published schedule as orders: without slices of W, and the microbatches of a chunk in order. No cost yet."""
+    """A published schedule as orders: without parts of W, and the microbatches of a chunk in order. No cost yet."""
     chunks, microbatches = len(schedule.placement), schedule.microbatches
     fused = [0] * (chunks * microbatches)
     first = {(kind, chunk): (number * chunks + chunk) * microbatches

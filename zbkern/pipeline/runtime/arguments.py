@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +96,27 @@ def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Modu
     if device.type == "cuda" and device.index is None:  # threads have a current device each
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+class Batch(NamedTuple):
+    """What the microbatches of a step are given, one after the other."""
+
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    side: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def split(cls, call: str, inputs: Any, targets: Any, side: Any, count: int, ends: tuple[bool, bool]) -> Batch:
+        """The arguments of `call` in `count` microbatches; ends: whether this rank has the first and the last chunk.
+
+        Raises TypeError or ValueError as `split` does.
+        """
+        sides = split_side(call, side, count)
+        if side is not None and inputs is None:
+            given: Sequence[Any] = [()] * count
+        else:
+            given = split(call, "inputs", inputs, count) if ends[0] else []
+        return cls(given, split(call, "targets", targets, count) if ends[1] else [], sides)
 
 
 def split(call: str, name: str, value: Any, count: int) -> list[Any]:

@@ -15,20 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.runtime.arguments import (
-    check,
-    check_place,
-    device_of,
-    module_list,
-    name_with_side,
-    split,
-    split_side,
-)
+from zbkern.pipeline.runtime.arguments import Batch, check, check_place, device_of, module_list, name_with_side
 from zbkern.pipeline.runtime.data_parallel import Replicas
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memory_saving, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.recorder import Recorder
+from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
 from zbkern.pipeline.runtime.run_ahead import SpeculativeForwards, StepValidator
 from zbkern.pipeline.runtime.schedule_updates import ReplannerLike, ScheduleUpdates
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
@@ -40,7 +32,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import speculative_forwards
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.drift import Drift, compare, in_seconds
-from zbkern.pipeline.simulation.timeline import Event, Sample, Timeline, measured
+from zbkern.pipeline.simulation.timeline import Sample, Timeline
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.wgrad import WGradQueue
@@ -53,14 +45,13 @@ class Pipeline:
     be wrapped in DistributedDataParallel or sharded by `fully_shard`, over ranks that hold the same chunks of other
     pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). loss_fn: called as loss_fn(output,
     target) for one microbatch on the last chunk's rank, None will do elsewhere. group: the pipeline's ranks, None for
-    all; or a Transport. fill: "planned" or "eager". max_wgrad_bytes: bytes that waiting W may pin before the oldest run
-    at once. tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum
-    of their gradients; a module may declare its own in an attribute `tied_parameters`, as those of `cut` do.
-    timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
-    init_process_group was given. options: what else a step does (`StepOptions`). replanner: a `Replanner`, which
-    measures every so many steps, and has a better schedule take over where it finds one; on all ranks alike.
-    Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank
-    does not come.
+    all; or a Transport. fill: "planned" or "eager". tied: {name: parameter} of weights that several ranks hold: those
+    that give the same name get the sum of their gradients; a module may declare its own in an attribute
+    `tied_parameters`, as those of `cut` do. timeout: seconds to wait for one message before the step fails; to connect,
+    ranks wait as long as init_process_group was given. options: what else a step does (`StepOptions`). replanner: a
+    `Replanner`, which measures every so many steps, and has a better schedule take over where it finds one; on all
+    ranks alike. Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError
+    when a rank does not come.
 
     A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
     call `step` again on every rank, unless a process was lost.
@@ -75,7 +66,6 @@ class Pipeline:
         device: torch.device | str | None = None,
         *,
         fill: str = "planned",
-        max_wgrad_bytes: int | None = None,
         tied: Mapping[str, Tensor] | None = None,
         timeout: float = 1800.0,
         options: StepOptions | None = None,
@@ -91,7 +81,7 @@ class Pipeline:
         self._on_idle = options.on_idle
         self._raises_nonfinite = options.nonfinite == "raise"
         self.device = device_of(device, modules)
-        self.queue = WGradQueue(max_bytes=max_wgrad_bytes)
+        self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes)
         self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
         if replanner is not None and self._replicas.gathers:
             raise ValueError(
@@ -99,7 +89,7 @@ class Pipeline:
                 f"measure other times would take other schedules, and communicate in another order; got {replanner!r}"
             )
         self._last = len(schedule.placement) - 1
-        check_memory_saving(schedule, fill, max_wgrad_bytes, replanner)
+        check_memory_saving(schedule, fill, options.max_wgrad_bytes, replanner)
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
         self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder, options)
         self.rank = rank
@@ -112,6 +102,8 @@ class Pipeline:
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
         self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
         self._use_schedule(schedule)
+        self._batch = Batch([], [], [])
+        self._losses: list[Tensor] = []
         self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
         self._in_flight = 0  # microbatches that were begun, and are not through their B
@@ -199,11 +191,9 @@ class Pipeline:
     @property
     def last_timeline(self) -> Timeline:
         """When this rank's actions of the last step ran, in seconds since its first; other ranks' rows are empty."""
-        rows: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
-        rows[self.rank] = self._recorder.events()
-        copies: list[list[Event]] = [[] for _ in rows]
-        copies[self.rank] = self._recorder.copies()
-        return measured(self.schedule, rows, copies=copies if any(copies) else ())
+        ranks = [Recorded() for _ in range(self.schedule.stages)]
+        ranks[self.rank] = Recorded(self._recorder.events(), copies=self._recorder.copies())
+        return timeline_of(self.schedule, ranks)
 
     def gather(self, value: Any) -> list[Any]:
         """One picklable value of every rank, by rank; collective. Raises PipelineError as a step does."""
@@ -217,18 +207,7 @@ class Pipeline:
         Where the schedule has R, O or L, `peak_memory` is what microbatches held at most on each rank that has them, in
         bytes.
         """
-        self._check_open("gather_timeline")
-        recorder = self._recorder
-        with self._failing_together():
-            mine = recorder.events(), self.samples, recorder.copies(), recorder.peak_bytes
-            events, samples, copies, peaks = zip(*self._transport.gather(mine, self.timeout), strict=True)
-        return measured(
-            self.schedule,
-            events,
-            samples if any(samples) else (),
-            copies if any(copies) else (),
-            peaks if any(peaks) else (),
-        )
+        return timeline_of(self.schedule, self.gather(self._recorder.recorded()))
 
     @property
     def samples(self) -> list[Sample]:
@@ -274,32 +253,20 @@ class Pipeline:
         """
         return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
-    def _use_schedule(self, schedule: Schedule) -> None:
+    def _use_schedule(self, schedule: Schedule, stages: Mapping[int, Stage] | None = None) -> None:
         """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank.
 
-        For replanning and measuring, which see to that: nothing is checked.
+        stages: those of these chunks from then on. For replanning and measuring, which see to that: nothing is checked.
         """
+        if stages is not None:
+            for stage in self._stages.values():
+                stage.close()
+            self._stages = {**stages}
         self.schedule = schedule
         actions = schedule.actions[self.rank]
         self._program = list(merge_neighbours(actions))
         self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
-
-    def _rebuild_stages(
-        self,
-        modules: Mapping[int, torch.nn.Module],
-        schedule: Schedule,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        options: StepOptions,
-    ) -> Mapping[int, Stage]:
-        """Stages of these modules, by chunk, with what the schedule's R, O and L need: from the next step on.
-
-        For measuring: nothing is checked, and gradients are reduced as for the modules before.
-        """
-        for stage in self._stages.values():
-            stage.close()
-        self._stages = make_stages(modules, schedule, self.rank, loss_fn, self.queue, self._recorder, options)
-        return self._stages
 
     # ---- the loop
 
@@ -329,17 +296,14 @@ class Pipeline:
             raise
         count = self.schedule.microbatches
         try:
-            self._side = split_side(call, side, count)
-            if side is not None and inputs is None:
-                self._inputs: list[Any] = [()] * count
-            else:
-                self._inputs = split(call, "inputs", inputs, count) if 0 in self._stages else []
-            self._targets = split(call, "targets", targets, count) if self._last in self._stages else []
+            self._batch = Batch.split(
+                call, inputs, targets, side, count, (0 in self._stages, self._last in self._stages)
+            )
         except Exception as error:  # the other ranks have begun: tell them why this one has not
             self.abandon()
             self._transport.fail(f"rank {self.rank}: {error}")
             raise
-        self._losses: list[Tensor] = []
+        self._losses = []
         self._recorder.clear()
         self._in_flight = 0
         self._step += 1
@@ -437,10 +401,10 @@ class Pipeline:
         _, chunk, microbatch, _ = action
         if self.fill == "eager":
             self._free_memory_for_forward()
-        inputs = self._forward_input = self._inputs[microbatch] if chunk == 0 else self._await("F", action)
+        inputs = self._forward_input = self._batch.inputs[microbatch] if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
-        target = self._targets[microbatch] if chunk == self._last else None
-        outputs = self._stages[chunk].forward(microbatch, inputs, target, self._side[microbatch])
+        target = self._batch.targets[microbatch] if chunk == self._last else None
+        outputs = self._stages[chunk].forward(microbatch, inputs, target, self._batch.side[microbatch])
         self._in_flight += 1
         if chunk == self._last:
             self._losses.append(outputs.detach())
@@ -546,7 +510,7 @@ class Pipeline:
 
     def _loss(self) -> Tensor | None:
         self.completed += 1
-        self._inputs = self._targets = self._side = []
+        self._batch = Batch([], [], [])
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _forget(self) -> None:

@@ -6,14 +6,14 @@ On a GPU a lane is a stream, and a wait is an event that the current stream wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # destination, source
+Pairs = list[tuple[Tensor, Tensor]]  # destination, source
 
 
 class Copy(NamedTuple):
@@ -71,6 +71,7 @@ class _ThreadLane:
     def _copy(self, pairs: Pairs) -> tuple[Any, Any]:
         begun = self._now()
         copy(pairs)
+        pairs.clear()  # the thread keeps its arguments a little longer, and with them the memory to be given back
         return begun, self._now()
 
 

@@ -14,7 +14,7 @@ from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 from zbkern.pipeline.simulation.timeline import Timeline
 
 
-class MeasuredParts(NamedTuple):
+class RecomputedParts(NamedTuple):
     """Bytes that an F keeps with an R of named parts, and how much of the chunk's output that R computes again."""
 
     kept: int
@@ -29,7 +29,7 @@ class MeasuredChunk(NamedTuple):
     static: float
     output: int
     transfer: float
-    parts: MeasuredParts | None  # None where it has none of those that an R runs again
+    parts: RecomputedParts | None  # None where it has none of those that an R runs again
     name: str
     tied: str | None
     within: float  # ms of a forward in its layers, and besides them
@@ -107,19 +107,12 @@ def layer_costs(found: Measurements) -> ModelCosts:
             output=chunk.output,
             static=flat.static[at],
             tied=chunk.tied,
+            recompute=flat.recompute[at] if found.recomputing else None,
+            checkpoint=chunk.kept if found.recomputing else None,
+            output_again=chunk.parts.output if chunk.parts else 0,
         )
         for at, chunk in enumerate(found.chunks)
     ]
-    if found.recomputing is not None:
-        layers = [
-            replace(
-                layer,
-                recompute=time,
-                checkpoint=chunk.kept,
-                output_again=0 if chunk.parts is None else chunk.parts.output,
-            )
-            for layer, time, chunk in zip(layers, flat.recompute, found.chunks, strict=True)
-        ]
     overhead = median(chunk.besides for chunk in found.chunks)
     return ModelCosts(
         tuple(layers), latency, bandwidth, "ms", "bytes", copy_size=costs.copy_size, forward_overhead=overhead

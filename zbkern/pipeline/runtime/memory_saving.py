@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.recomputed_parts import RecomputedParts, parts_of
+from zbkern.pipeline.runtime.recomputation import RecomputedTensors, parts_of
 from zbkern.pipeline.runtime.recorder import Recorder
-from zbkern.pipeline.runtime.saved_tensors import OffloadedTensors, RecomputedTensors, SavedTensors
+from zbkern.pipeline.runtime.saved_tensors import SavedTensors
 from zbkern.pipeline.runtime.stage import Stage
-from zbkern.pipeline.runtime.storages import Place, Resident, Storages, Transfer, Travel
+from zbkern.pipeline.runtime.storages import Offload, Resident, Storage, Storages
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import offloaded_after, offloads_or_recomputes, recomputed, streamed
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -52,78 +53,93 @@ def make_stages(
 ) -> dict[int, Stage]:
     """The stage of every chunk of this rank: one that saves memory where the rank's row has R, O or L."""
     row, count, last = schedule.actions[rank], schedule.microbatches, len(schedule.placement) - 1
-    losses = {chunk: loss_fn if chunk == last else None for chunk in modules}
-    arguments = [(module, chunk, queue, losses[chunk], count) for chunk, module in modules.items()]
+    stages = [(each, chunk, queue, loss_fn if chunk == last else None, count) for chunk, each in modules.items()]
     if not offloads_or_recomputes(row):
-        return {each[1]: Stage(*each) for each in arguments}
+        return {stage[1]: Stage(*stage) for stage in stages}
+    again = {chunk for chunk, _ in recomputed(row)}
+    parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}
     lanes = CopyLanes(recorder.device, recorder.now)
-    stages = {
-        each[1]: MemorySavingStage(*each, row=row, lanes=lanes, recorder=recorder, options=options)
-        for each in arguments
-    }
-    recorder.watch([*stages.values()])
-    return {**stages}
+    saving = [MemorySavingStage(*s, row, lanes, recorder, options.copy_size, parts.get(s[1], {})) for s in stages]
+    recorder.watch(saving)
+    return {stage.chunk: stage for stage in saving}
+
+
+def _named_parts(
+    module: torch.nn.Module, chunk: int, named: Sequence[str | type]
+) -> dict[torch.nn.Module, torch.nn.Module | None]:
+    """`parts_of` a chunk that has an R. Raises ValueError where it has none of them."""
+    found = parts_of(module, named)
+    if named and not found:
+        names = [name for name, _ in module.named_modules()][1:9]
+        raise ValueError(
+            f"StepOptions: recompute must name a part of every chunk that has an R in the schedule; chunk {chunk} has "
+            f"none for {tuple(named)}; its modules are {names} and so on"
+        )
+    return found
 
 
 class MemorySavingStage(Stage):
     """A Stage that also runs R, O and L of its chunk.
 
-    stage: the arguments of `Stage`. row: this rank's actions, which tell a forward what will become of its activations.
-    lanes: the copies of the rank; recorder: of when they run, and of what is held meanwhile. The tensors that autograd
-    saves in a forward, those of the loss among them, are kept in `SavedTensors`; what W needs stays in the queue, whose
-    tasks get other tensors. Parameters, buffers and the batch stay on the device, and are neither moved nor counted.
+    row: this rank's actions, which tell a forward what will become of its activations. lanes: the copies of the rank;
+    recorder: of when they run, and of what is held meanwhile. parts: what an R runs again (`parts_of`), the whole chunk
+    where there are none. The others are those of `Stage`. The tensors that autograd saves in a forward, those of the
+    loss among them, are kept in `SavedTensors`; what W needs stays in the queue. Parameters, buffers and the batch stay
+    on the device, and are neither moved nor counted.
     """
 
     def __init__(
-        self, *stage: Any, row: Sequence[Action], lanes: CopyLanes, recorder: Recorder, options: StepOptions
+        self,
+        module: torch.nn.Module,
+        chunk: int,
+        queue: WGradQueue,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        microbatches: int,
+        row: Sequence[Action],
+        lanes: CopyLanes,
+        recorder: Recorder,
+        copy_size: int,
+        parts: Mapping[torch.nn.Module, torch.nn.Module | None],
     ) -> None:
-        super().__init__(*stage)
-        self._lanes = lanes
-        self._recorder = recorder
-        self._copy_size = options.copy_size
-        self.kept_bytes = 0  # by the last F with an R
+        super().__init__(module, chunk, queue, loss_fn, microbatches)
+        self._lanes, self._recorder = lanes, recorder
+        self._copy_size = copy_size
+        self.kept_sizes: list[int] = []  # bytes of the storages that the last F has left
         self.output_again_bytes = 0  # of its output, what the R computes again
-        self._recomputed = {microbatch for chunk, microbatch in recomputed(row) if chunk == self.chunk}
-        named = options.recompute if self._recomputed else ()
-        self._parts = parts_of(self.module, self.chunk, named) if named else {}
-        self._streamed = {microbatch for chunk, microbatch in streamed(row) if chunk == self.chunk}
-        self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == self.chunk}  # pass, microbatch
-        self._activations: dict[int, SavedTensors | RecomputedTensors] = {}
-        self._again: dict[int, _Again] = {}
-        self._waiting: dict[int, _HeldTensors] = {}
-        self._loads: dict[int, list[Transfer]] = {}  # under way
-        self._given: Any = None  # in the place of the inputs that the forward is called with
+        self._parts = parts
+        self._recomputed = {microbatch for each, microbatch in recomputed(row) if each == chunk}
+        self._streamed = {microbatch for each, microbatch in streamed(row) if each == chunk}
+        self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == chunk}  # pass, microbatch
+        self._activations: dict[int, SavedTensors] = {}  # from F to B
+        self._waiting: dict[int, _WaitingTasks] = {}  # from B to W
+        self._loads: dict[int, list[Copy]] = {}  # under way
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device of what microbatches hold here: activations from F to B, and what W needs, every storage
         of a microbatch once."""
-        return sum(each.nbytes for each in (*self._activations.values(), *self._waiting.values()))
+        return sum(storages.nbytes for storages in self._all_storages())
 
     def forward(self, microbatch: int, inputs: Any, target: Any = None, side: Mapping[str, Any] | None = None) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(microbatch, inputs, target, side)
+        self._give_back()
         tensors = self._activations[microbatch] = self._saver(microbatch, inputs, target, side)
-        if tensors.travel is not None and self.chunk > 0:  # the batch stays, and the caller has its gradient
-            self._given, inputs = inputs, pytree.tree_map(_stand_in, inputs)
         with tensors.saving():
             outputs = super().forward(microbatch, inputs, target, side)
-            if isinstance(tensors, RecomputedParts):
+            if isinstance(tensors, RecomputedTensors):
                 self.output_again_bytes = tensors.computed_again(outputs)
-        self._given = None
-        if tensors.travel is not None:
-            tensors.travel.begin()
-        if microbatch in self._recomputed:
-            self.kept_bytes = tensors.nbytes
-        if microbatch in self._again:
-            self._again[microbatch].before.keep_written()
+        tensors.storages.drop_unused()
+        self.kept_sizes = tensors.storages.sizes
+        if tensors.storages.offload is not None:
+            tensors.storages.begin_offload()
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
         self._activations.pop(microbatch)  # only the graph keeps them now, and frees each once it has been used
         found = super().backward_input(microbatch, gradients, fused=fused)
         self._end_loads(microbatch)  # of what no backward has asked for
-        self._waiting[microbatch] = self._held(microbatch, ("B", microbatch) in self._offloaded)
+        self._waiting[microbatch] = self._tasks(microbatch, ("B", microbatch) in self._offloaded)
         return found
 
     def weight(self, *microbatches: int) -> None:
@@ -134,59 +150,53 @@ class MemorySavingStage(Stage):
             self._waiting.pop(microbatch, None)
 
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
-        self._end_load_of_held(microbatch)
+        self._end_load_of_tasks(microbatch)
         super().weight_part(microbatch, index, count)
         self._waiting.pop(microbatch)
         if index < count - 1:
-            self._waiting[microbatch] = self._held(microbatch, offload=False)
+            self._waiting[microbatch] = self._tasks(microbatch, offload=False)
 
     def prepare(self, microbatch: int) -> None:
-        for transfer in self._loads.get(microbatch, [])[:1]:  # it waits for the others as it comes to their tensors
-            transfer.end()
+        self._give_back()
+        for copy in self._loads.get(microbatch, [])[:1]:  # it waits for the others as it comes to their tensors
+            copy.wait()
 
     def save_memory(self, action: Action) -> None:
         """Runs an R, O or L."""
+        self._give_back()
         {"R": self._recompute, "O": self._offload, "L": self._load}[action.kind](action.microbatch)
 
     def reset(self) -> None:
         super().reset()
-        for each in (*self._activations.values(), *self._waiting.values()):
-            if each.travel is not None:
-                each.travel.abandon()
-        for transfer in [each for loads in self._loads.values() for each in loads]:
-            transfer.abandon()
-        for kept in (self._activations, self._again, self._waiting, self._loads):
+        for storages in self._all_storages():
+            storages.abandon()
+        for copy in [copy for loads in self._loads.values() for copy in loads]:
+            with suppress(Exception):
+                copy.wait()
+        for kept in (self._activations, self._waiting, self._loads):
             kept.clear()
-        self._given = None
 
     def close(self) -> None:
         self._lanes.close()
 
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
-        if self._given is not None:
-            given = iter(pytree.tree_leaves(self._given))
-            inputs = pytree.tree_map(lambda stand_in: _enter(stand_in, next(given)), inputs)
+        if self.chunk > 0:  # a tensor that the module keeps is then not the one that is known to be given up
+            inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf), inputs)
         return super()._call(inputs, side)
 
-    def _saver(
-        self, microbatch: int, inputs: Any, target: Any, side: Mapping[str, Any] | None
-    ) -> SavedTensors | RecomputedTensors:
+    def _saver(self, microbatch: int, inputs: Any, target: Any, side: Mapping[str, Any] | None) -> SavedTensors:
         """What a forward saves its tensors in."""
-        resident = self._resident(inputs, target, side)
-        storages = Storages(self._lanes.device, resident)
-        if ("F", microbatch) in self._offloaded:
-            return OffloadedTensors(self._travel(microbatch, storages), microbatch in self._streamed)
-        whole = microbatch in self._recomputed and not self._parts
-        kept = Storages(self._lanes.device, resident) if whole else storages
+        offload = self._offload_of(microbatch) if ("F", microbatch) in self._offloaded else None
+        storages = Storages(self._lanes.device, self._resident(inputs, target, side), offload)
         for leaf in pytree.tree_leaves(inputs):
             if isinstance(leaf, Tensor):
-                kept.place(leaf.detach())
-        if microbatch not in self._recomputed:
-            return SavedTensors(storages)
-        if not whole:
-            return RecomputedParts(storages, self._parts, self._lanes.device)
-        self._again[microbatch] = _Again(inputs, target, side or {}, self._forward_state())
-        return RecomputedTensors(kept, storages)
+                storages.add(leaf)
+        if offload is not None or microbatch not in self._recomputed:
+            return SavedTensors(storages, microbatch in self._streamed)
+        tensors = RecomputedTensors(storages, self._lanes.device, self._parts)
+        if not self._parts:
+            tensors.begin(self.module, self._outputs, inputs, target, side or {})
+        return tensors
 
     def _resident(self, inputs: Any = None, target: Any = None, side: Any = None) -> Resident:
         batch = (target, side, inputs if self.chunk == 0 else None)
@@ -194,53 +204,49 @@ class MemorySavingStage(Stage):
 
     def _recompute(self, microbatch: int) -> None:
         tensors = self._activations[microbatch]
-        present = self._forward_state()
+        assert isinstance(tensors, RecomputedTensors)
+        present = ForwardState([self.module], self._lanes.device)
         try:
-            if isinstance(tensors, RecomputedParts):
-                tensors.recompute(partial(self.queue.defer, (self.chunk, microbatch)))
-            else:
-                assert isinstance(tensors, RecomputedTensors)
-                self._recompute_all(microbatch, tensors)
+            tensors.recompute(partial(self.queue.defer, (self.chunk, microbatch)))
         finally:
             present.restore()
 
-    def _recompute_all(self, microbatch: int, tensors: RecomputedTensors) -> None:
-        again = self._again.pop(microbatch)
-        again.before.restore()
-        with self.queue.defer((self.chunk, microbatch)), tensors.filling():
-            outputs = self._call(again.inputs, again.side)
-            if self.loss_fn is not None:
-                self._loss(outputs, again.target) / self.microbatches
-        del outputs
-        tensors.check()
-
-    def _forward_state(self) -> ForwardState:
-        return ForwardState([self.module], self._lanes.device)
-
-    def _held(self, microbatch: int, offload: bool) -> _HeldTensors:
+    def _tasks(self, microbatch: int, offload: bool) -> _WaitingTasks:
         """What the W of a microbatch that has had its B need; offload: it goes to the host."""
-        storages, key = Storages(self._lanes.device, self._resident()), (self.chunk, microbatch)
-        travel = self._travel(microbatch, storages) if offload else None
-        return _HeldTensors(self.queue, key, storages, travel)
+        how = self._offload_of(microbatch) if offload else None
+        return _WaitingTasks(self.queue, (self.chunk, microbatch), Storages(self._lanes.device, self._resident(), how))
 
-    def _travel(self, microbatch: int, storages: Storages) -> Travel:
+    def _offload_of(self, microbatch: int) -> Offload:
         transfers = self._recorder.transfers(Action("O", self.chunk, microbatch))
 
         def began(copy: Copy) -> None:
             transfers.append(copy)
             self._recorder.held()  # what a forward holds before it waits for a copy
 
-        return Travel(storages, self._lanes, self._copy_size, began)
+        return Offload(self._lanes, self._copy_size, began)
 
     def _offload(self, microbatch: int) -> None:
-        self._movable(microbatch).end_offload()
+        self._storages(microbatch).end_offload()
 
     def _load(self, microbatch: int) -> None:
-        travel = self._movable(microbatch).travel
-        assert travel is not None
-        self._loads[microbatch] = travel.begin_load()
-        transfers = self._recorder.transfers(Action("L", self.chunk, microbatch))
-        transfers += [transfer.copy for transfer in self._loads[microbatch]]
+        storages = self._storages(microbatch)
+        storages.begin_load()
+        self._loads[microbatch] = storages.loads
+        self._recorder.transfers(Action("L", self.chunk, microbatch)).extend(storages.loads)
+
+    def _give_back(self) -> None:
+        """Frees what was offloaded, and held by others, too, until now."""
+        for storages in self._all_storages():
+            storages.give_back()
+
+    def _all_storages(self) -> list[Storages]:
+        activations = [each.storages for each in self._activations.values()]
+        return activations + [each.storages for each in self._waiting.values()]
+
+    def _storages(self, microbatch: int) -> Storages:
+        """Of what a microbatch holds now."""
+        kept = self._waiting if microbatch in self._waiting else self._activations
+        return kept[microbatch].storages
 
     def _run_as_loaded(self, microbatches: Sequence[int]) -> None:
         """Runs W of one weight after the other, each as soon as what it needs has been loaded.
@@ -253,101 +259,48 @@ class MemorySavingStage(Stage):
                 break
             for task in waiting:
                 if task.weight == waiting[0].weight:
-                    self._waiting[task.key[1]].exchange(task)
+                    self._waiting[task.key[1]].arrive(task)
             self.queue.run_one(keys)
         for microbatch in microbatches:
-            self._end_load_of_held(microbatch)
+            self._end_load_of_tasks(microbatch)
 
-    def _end_load_of_held(self, microbatch: int) -> None:
+    def _end_load_of_tasks(self, microbatch: int) -> None:
         if self._end_loads(microbatch):
-            self._waiting[microbatch].exchange_all()
+            self._waiting[microbatch].arrive_all()
 
     def _end_loads(self, microbatch: int) -> bool:
         """Waits for the loads of a microbatch; whether there were any."""
         loads = self._loads.pop(microbatch, [])
-        for transfer in loads:
-            transfer.end()
+        for copy in loads:
+            copy.wait()
         return bool(loads)
 
-    def _movable(self, microbatch: int) -> OffloadedTensors | _HeldTensors:
-        found = self._waiting.get(microbatch) or self._activations[microbatch]
-        assert isinstance(found, (OffloadedTensors, _HeldTensors))
-        return found
 
+class _WaitingTasks:
+    """What the W of one microbatch need that wait under `key`: counted in `storages`, which go to the host where these
+    are offloaded."""
 
-class _Again(NamedTuple):
-    """What a forward is run again with."""
-
-    inputs: Any
-    target: Any
-    side: Mapping[str, Any]
-    before: ForwardState
-
-
-class _HeldTensors:
-    """What the W of one microbatch need, in the tasks that wait under `key`.
-
-    travel: they are offloaded from here on; without it they are counted only, and nothing here keeps them alive.
-    """
-
-    def __init__(self, queue: WGradQueue, key: tuple[int, int], storages: Storages, travel: Travel | None) -> None:
+    def __init__(self, queue: WGradQueue, key: tuple[int, int], storages: Storages) -> None:
         self._queue = queue
-        self.travel = travel
-        self._moving: dict[WGradTask, list[Place | Tensor]] = {}
+        self.storages = storages
+        self._moving: dict[WGradTask, list[Storage]] = {}
         for task in reversed([task for task in queue.tasks() if task.key == key]):  # W begins with what leaves last
-            places = [storages.place(tensor) or tensor for tensor in task.tensors]
-            if travel is not None:
-                self._moving[task] = places
-                travel.begin_if_full()
-        if travel is not None:
-            travel.begin()
-        self._counted = storages.nbytes
+            if storages.offload is not None:  # tensors of ours: who else has one then has another in its storage
+                queue.exchange(task, [tensor.detach() for tensor in task.tensors])
+            self._moving[task] = [storage for tensor in task.tensors for storage in storages.add(tensor)]
+            if storages.offload is not None:
+                storages.begin_if_full()
+        if storages.offload is not None:
+            storages.begin_offload()
 
-    @property
-    def nbytes(self) -> int:
-        """On the device now."""
-        return self._counted if self.travel is None else self.travel.storages.nbytes
+    def arrive_all(self) -> None:
+        """Waits for the load of what the tasks need that still wait."""
+        for task in self._queue.tasks():
+            self.arrive(task)
 
-    def end_offload(self) -> None:
-        """Waits for the copies to the host: the tasks keep the tensors there."""
-        assert self.travel is not None
-        self.travel.end()
-        self.exchange_all()
-
-    def exchange_all(self) -> None:
-        """Gives the tasks that wait the tensors where they are now."""
-        waiting = self._queue.tasks()
-        for task in self._moving:
-            if task in waiting:
-                self.exchange(task)
-
-    def exchange(self, task: WGradTask) -> None:
-        """Gives a task the tensors where they are now; waits for their load."""
-        places = self._moving.get(task, [])
-        if places:
-            self._queue.exchange(task, [place.tensor if isinstance(place, Place) else place for place in places])
-
-
-class _Enter(torch.autograd.Function):
-    """The values of a chunk's input, in a graph that ends in its stand-in: nothing else of it keeps the input alive."""
-
-    @staticmethod
-    def forward(ctx: Any, stand_in: Tensor, values: list[Tensor]) -> Tensor:
-        return torch.ops.aten._unsafe_view(values[0], values[0].shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _stand_in(leaf: Any) -> Any:
-    """For an input that takes a gradient: a leaf of its shape and strides, which the gradient gets, without memory."""
-    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
-        return leaf
-    stand_in = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-    stand_in.untyped_storage().resize_(0)
-    return stand_in.requires_grad_()
-
-
-def _enter(stand_in: Any, leaf: Any) -> Any:
-    return leaf if stand_in is leaf else _Enter.apply(stand_in, [leaf.detach()])
+    def arrive(self, task: WGradTask) -> None:
+        """Waits for the load of what a task needs."""
+        if moving := self._moving.get(task):
+            for storage in moving:
+                storage.arrive()
+            self._queue.exchange(task, task.tensors)  # on a stream of the queue's own W comes after the load

@@ -1,4 +1,4 @@
-"""StepOptions: what a Pipeline does in a step besides its actions."""
+"""StepOptions: what a Pipeline does in a step besides its actions; ProfileOptions: how costs are measured."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ class StepOptions:
     on_idle: called where the rank would wait and no W is left; it does a little work of yours and returns True while
     there is more. nonfinite: "raise" ends the step with the microbatch whose loss is not finite (it waits for the
     device once per loss), "ignore" leaves that to an Optimizer, which skips the step. record: keep samples of the W
-    queue and of memory (`Pipeline.samples`). copy_size: bytes of activations after which an offload begins to copy
-    them, while the forward goes on (`Costs.copy_size` is the planner's). recompute: which parts of a chunk its R run
-    again, patterns of their names in the chunk ("*norm*", "layers.*.mlp") and classes (torch.nn.SiLU); the whole chunk
-    where there are none. Raises TypeError or ValueError for anything else.
+    queue and of memory (`Pipeline.samples`). max_wgrad_bytes: bytes that waiting W may pin before the oldest run at
+    once, None for no limit. copy_size: bytes of activations after which an offload begins to copy them, while the
+    forward goes on (`Costs.copy_size` is the planner's). recompute: which parts of a chunk its R run again, patterns of
+    their names in the chunk ("*norm*", "layers.*.mlp") and classes (torch.nn.SiLU); the whole chunk where there are
+    none. Raises TypeError or ValueError for anything else.
     """
 
     on_idle: Callable[[], bool] | None = None
     nonfinite: str = "ignore"
     record: bool = False
+    max_wgrad_bytes: int | None = None
     copy_size: int = COPY_SIZE
     recompute: Sequence[str | type] = ()
 
@@ -34,12 +36,49 @@ class StepOptions:
             raise ValueError(f'StepOptions: nonfinite must be "ignore" or "raise"; got {self.nonfinite!r}')
         if not isinstance(self.record, bool):
             raise TypeError(f"StepOptions: record must be True or False; got {self.record!r}")
-        if not isinstance(self.copy_size, int) or isinstance(self.copy_size, bool):
-            raise TypeError(f"StepOptions: copy_size must be a number of bytes, an int; got {self.copy_size!r}")
-        if self.copy_size < 1:
-            raise ValueError(f"StepOptions: copy_size must be at least 1 byte; got {self.copy_size}")
-        if isinstance(self.recompute, str) or not all(isinstance(each, (str, type)) for each in self.recompute):
+        if self.max_wgrad_bytes is not None:
+            _check_number("StepOptions", "max_wgrad_bytes", self.max_wgrad_bytes, 0)
+        _check_number("StepOptions", "copy_size", self.copy_size, 1)
+        _check_recompute("StepOptions", self.recompute)
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How `profile` and `profile_layers` measure.
+
+    repeats: steps of every kind after one to warm up, of which times are medians. bytes_per_parameter: of a weight, its
+    gradient and optimizer states together, which a rank's memory includes (`static`); None for AdamW's two moments, all
+    in the weight's dtype. copy_size: that of the `StepOptions` to come; in the costs it is what transfers of these
+    activations have, which end with whole tensors. recompute: likewise, the parts of chunks that an R runs again, for
+    the time of R and what an F keeps; else an R is a whole F, which keeps what it is given. In a chunk without such a
+    part there is nothing to recompute. Raises TypeError or ValueError for anything else.
+    """
+
+    repeats: int = 3
+    bytes_per_parameter: float | None = None
+    copy_size: int = COPY_SIZE
+    recompute: Sequence[str | type] = ()
+
+    def __post_init__(self) -> None:
+        _check_number("ProfileOptions", "repeats", self.repeats, 1)
+        if self.bytes_per_parameter is not None and not isinstance(self.bytes_per_parameter, (int, float)):
             raise TypeError(
-                "StepOptions: recompute must be a list of names of parts, such as '*norm*', and of their classes; got "
-                f"{self.recompute!r}"
+                f"ProfileOptions: bytes_per_parameter must be a number or None; got {self.bytes_per_parameter!r}"
             )
+        _check_number("ProfileOptions", "copy_size", self.copy_size, 1)
+        _check_recompute("ProfileOptions", self.recompute)
+
+
+def _check_number(options: str, name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{options}: {name} must be an int; got {value!r}")
+    if value < least:
+        raise ValueError(f"{options}: {name} must be at least {least}; got {value}")
+
+
+def _check_recompute(options: str, value: object) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(e, (str, type)) for e in value):
+        raise TypeError(
+            f"{options}: recompute must be a list of names of parts, such as '*norm*', and of their classes; got "
+            f"{value!r}"
+        )

@@ -2,135 +2,230 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.clock import EventClock
-from zbkern.pipeline.runtime.counted_chunk import CountedChunk, tied_names
 from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.runtime.host_copies import CopyLanes
 from zbkern.pipeline.runtime.links import measure_links
-from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, MeasuredParts, Measurements, largest_message
+from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, RecomputedParts, largest_message
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage
-from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.recomputed_parts import names_of_parts
+from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
+from zbkern.pipeline.runtime.recomputation import parts_of
+from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.base import Transport
 
+Parts = Mapping[torch.nn.Module, Any]  # as of `parts_of`
 
-@dataclass(frozen=True)
-class ProbeSteps:
-    """Arguments of the function that measures, under which errors are reported, and of the steps.
 
-    bytes_per_parameter, repeats: as for `profile`. layers: the names of this rank's modules where these are layers,
-    whose links are measured, too. The others are as for `Pipeline` and its `step`.
-    """
+class Batch(NamedTuple):
+    """What a step is given, of so many microbatches."""
 
-    function: str
-    placement: tuple[int, ...]
-    loss_fn: Callable[[Any, Any], Tensor] | None
     inputs: Any
     targets: Any
     side: Any
     microbatches: int
-    repeats: int
+
+
+@dataclass(frozen=True)
+class ProbeSteps:
+    """How to measure: function is the one that does, under which errors are reported; the others are as for it."""
+
+    function: str
+    batch: Batch
+    loss_fn: Callable[[Any, Any], Tensor] | None
     group: dist.ProcessGroup | Transport | None
     device: torch.device | str | None
-    bytes_per_parameter: float | None
-    options: StepOptions
-    layers: tuple[str, ...] = ()
+    options: ProfileOptions
 
-    def run(self, modules: Iterable[torch.nn.Module]) -> Measurements:
-        """Measures this rank's modules with those of the other ranks; collective. Leaves gradients as they were."""
+    def run(
+        self, modules: Iterable[torch.nn.Module], placement: tuple[int, ...], layers: tuple[str, ...] = ()
+    ) -> Measurements:
+        """Measures this rank's modules with those of the other ranks; collective. Leaves gradients as they were.
+
+        layers: the names of the modules where these are layers, whose links are measured, too.
+        """
         modules = module_list(self.function, modules)
         device = device_of(self.device, modules)
-        names = self.layers or [""] * len(modules)
-        counted = [CountedChunk(m, self.side, EventClock(device), n) for m, n in zip(modules, names, strict=True)]
-
-        def loss(output: Any, target: Any) -> Tensor:
-            return counted[-1].loss(self.loss_fn, output, target)  # type: ignore[arg-type]
-
-        criterion = None if self.loss_fn is None else loss
-        apart = _all_forwards_first(self.placement, self.microbatches)
+        watches = [_ForwardWatch(module, EventClock(device)) for module in modules]
+        apart = _all_forwards_first(placement, self.batch.microbatches)
         with ExitStack() as stack:
-            stack.enter_context(_left_as_they_were(counted, device))
-            for module in counted:
-                stack.enter_context(module.layers_apart())
-            pipe = stack.enter_context(Pipeline(counted, apart, criterion, self.group, device, options=self.options))
-            if 0 in pipe.modules:
-                counted[0].keeps_inputs = True
-            separate = self._steps(pipe, apart)
+            stack.enter_context(_left_as_they_were(modules, device))
+            for watch in watches:
+                stack.enter_context(watch.watching())
+            record = StepOptions(record=True)
+            pipe = stack.enter_context(Pipeline(modules, apart, self.loss_fn, self.group, device, options=record))
+            plain = dict(pipe._stages)
+            counting = self._saving_stages(pipe, apart, {})
+            self._steps(pipe, apart, counting, 0)
+            held_bytes = {chunk: stage.kept_sizes for chunk, stage in counting.items()}
+            separate = self._steps(pipe, apart, plain)
             held = _held_bytes(pipe)
             merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _fused(apart))
-            recomputing, parts = None, {}
-            if self.options.recompute:
-                schedule, stages = self._use_parts(pipe, apart, counted)
-                recomputing = self._steps(pipe, schedule)
-                parts = {at: MeasuredParts(stage.kept_bytes, stage.output_again_bytes) for at, stage in stages.items()}
-            chunks = self._chunks(pipe, counted, held, parts)
-            links = None
-            if self.layers:
-                links = measure_links(self.group, device, pipe.timeout, largest_message(chunks))
-        if self.options.recompute and not any(chunk.parts for chunk in chunks):
-            raise ValueError(
-                f"{self.function}: recompute must name parts of the modules, by patterns of their names or by their "
-                f"classes; got {tuple(self.options.recompute)}, which names none"
-            )
+            recomputing, again = self._recompute(pipe, apart, layers)
+            known: dict[int, MeasuredChunk] = {}
+            for chunk, watch, tied in zip(pipe.modules, watches, _tied_names(modules, pipe.rank), strict=True):
+                within, besides = watch.times()
+                known[chunk] = MeasuredChunk(
+                    activation=sum(held_bytes[chunk]),
+                    held=held[chunk],
+                    static=_static_bytes(watch.module, self.options.bytes_per_parameter),
+                    output=watch.output_bytes,
+                    transfer=_transfer_bytes(held_bytes[chunk], self.options.copy_size),
+                    parts=again.get(chunk),
+                    name=layers[len(known)] if layers else "",
+                    tied=tied,
+                    within=within,
+                    besides=besides,
+                )
+            everywhere = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
+            chunks = [everywhere[chunk] for chunk in range(len(placement))]
+            links = measure_links(self.group, device, pipe.timeout, largest_message(chunks)) if layers else None
         return Measurements(chunks, separate, merged, fused, recomputing, links)
 
-    def _steps(self, pipe: Pipeline, schedule: Schedule, merge: bool = False) -> list[Timeline]:
-        """Those of `repeats` steps of this schedule, after one to warm up."""
+    def _steps(
+        self,
+        pipe: Pipeline,
+        schedule: Schedule,
+        stages: Mapping[int, Stage] | None = None,
+        repeats: int | None = None,
+        merge: bool = False,
+    ) -> list[Timeline]:
+        """Those of so many steps of this schedule, after one to warm up."""
         pipe.queue.merge = merge
-        pipe._use_schedule(schedule)
+        pipe._use_schedule(schedule, stages)
         timelines = []
-        for _ in range(1 + self.repeats):
+        for _ in range(1 + (self.options.repeats if repeats is None else repeats)):
             for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
                 parameter.grad = None
-            pipe.step(self.inputs, self.targets, self.side)
+            pipe.step(self.batch.inputs, self.batch.targets, self.batch.side)
             timelines.append(_in_milliseconds(pipe.gather_timeline()))
         return timelines[1:]
 
-    def _use_parts(
-        self, pipe: Pipeline, schedule: Schedule, counted: Sequence[CountedChunk]
-    ) -> tuple[Schedule, dict[int, MemorySavingStage]]:
-        """Gives the pipeline stages for the schedule with an R in chunks that have named parts; the stages of these."""
-        mine = schedule.chunks_of(pipe.rank)
-        inner = {chunk: _by_its_own_name(module) for chunk, module in zip(mine, counted, strict=True)}
-        here = [chunk for chunk, module in inner.items() if names_of_parts(module, self.options.recompute)]
-        schedule = _recomputing(schedule, {chunk for found in pipe.gather(here) for chunk in found})
-        stages = pipe._rebuild_stages(inner, schedule, self.loss_fn, self.options)
-        return schedule, {chunk: stages[chunk] for chunk in here}  # type: ignore[misc]
-
-    def _chunks(
-        self, pipe: Pipeline, counted: Sequence[CountedChunk], held: dict[int, float], parts: dict[int, MeasuredParts]
-    ) -> list[MeasuredChunk]:
-        """What is known of all chunks, in model order; collective."""
-        known = {}
-        for chunk, module, tied in zip(pipe.modules, counted, tied_names(counted, pipe.rank), strict=True):
-            within, besides = module.times()
-            known[chunk] = MeasuredChunk(
-                activation=module.saved_bytes,
-                held=held[chunk],
-                static=module.static_bytes(self.bytes_per_parameter),
-                output=module.output_bytes,
-                transfer=module.transfer(self.options.copy_size),
-                parts=parts.get(chunk),
-                name=module.name,
-                tied=tied,
-                within=within,
-                besides=besides,
+    def _recompute(
+        self, pipe: Pipeline, schedule: Schedule, layers: Sequence[str]
+    ) -> tuple[list[Timeline] | None, dict[int, RecomputedParts]]:
+        """Steps with an R in chunks that have named parts, and what these chunks keep; None where none are named."""
+        named = self.options.recompute
+        if not named:
+            return None, {}
+        parts = {}
+        for index, (chunk, module) in enumerate(pipe.modules.items()):
+            of_model = not layers or hasattr(module, "layer_names")  # the names of its parts are whole
+            if found := parts_of(module, named, "" if of_model else layers[index]):
+                parts[chunk] = found
+        again = {chunk for found in pipe.gather([*parts]) for chunk in found}
+        if not again:
+            raise ValueError(
+                f"{self.function}: recompute must name parts of the modules, by patterns of their names or by their "
+                f"classes; got {tuple(named)}, which names none"
             )
-        everywhere = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
-        return [everywhere[chunk] for chunk in range(len(self.placement))]
+        schedule = _recomputing(schedule, again)
+        stages = self._saving_stages(pipe, schedule, parts)
+        timelines = self._steps(pipe, schedule, stages)
+        kept = {at: RecomputedParts(sum(stages[at].kept_sizes), stages[at].output_again_bytes) for at in parts}
+        return timelines, kept
+
+    def _saving_stages(
+        self, pipe: Pipeline, schedule: Schedule, parts: Mapping[int, Parts]
+    ) -> dict[int, MemorySavingStage]:
+        """Stages of the pipeline's modules that count what they hold, with R of these parts, by chunk."""
+        recorder = pipe._recorder
+        lanes = CopyLanes(recorder.device, recorder.now)
+        last, row = len(schedule.placement) - 1, schedule.actions[pipe.rank]
+        rest = row, lanes, recorder, self.options.copy_size
+        return {
+            chunk: MemorySavingStage(
+                *(module, chunk, pipe.queue, self.loss_fn if chunk == last else None, schedule.microbatches),
+                *(*rest, parts.get(chunk, {})),
+            )
+            for chunk, module in pipe.modules.items()
+        }
+
+
+class _ForwardWatch:
+    """Notes the bytes of a chunk's output, and how long its forwards take in its layers and besides them."""
+
+    def __init__(self, module: torch.nn.Module, clock: EventClock) -> None:
+        self.module = module
+        self.output_bytes = 0  # of one microbatch
+        self._clock = clock
+        self._forwards: list[list[Any]] = []  # marks: it begins, its first layer does, its last one ends, it ends
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        layers = getattr(self.module, "layer_names", None)
+        hooks = [self.module.register_forward_pre_hook(lambda *_: self._forwards.append([self._clock.now()]))]
+        if layers:
+            hooks.append(self.module.get_submodule(layers[0]).register_forward_pre_hook(self._mark))
+            hooks.append(self.module.get_submodule(layers[-1]).register_forward_hook(self._mark))
+        hooks.append(self.module.register_forward_hook(self._end))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def times(self) -> tuple[float, float]:
+        """Milliseconds of a forward in its layers and besides them, medians; zeros where it has nothing else."""
+        four = [[self._clock.seconds(mark) for mark in marks] for marks in self._forwards if len(marks) == 4]
+        if not four:
+            return 0.0, 0.0
+        within = median(left - entered for _, entered, left, _ in four)
+        return 1e3 * within, 1e3 * median(end - begin - (left - entered) for begin, entered, left, end in four)
+
+    def _mark(self, *_: Any) -> None:
+        self._forwards[-1].append(self._clock.now())
+
+    def _end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self._mark()
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        self.output_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def _static_bytes(module: torch.nn.Module, bytes_per_parameter: float | None) -> float:
+    """What stays: of every parameter so much, by default for weight, gradient and two moments; and the buffers."""
+    each = bytes_per_parameter
+    weights = sum(p.numel() * (4 * p.element_size() if each is None else each) for p in module.parameters())
+    return weights + sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+
+
+def _transfer_bytes(sizes: Sequence[int], copy_size: int) -> float:
+    """Bytes of a transfer to the host that begins once copy_size have been saved: the mean of two neighbours, those
+    that are largest. sizes: of the storages as they are saved."""
+    transfers = [0]
+    for size in sizes:
+        if transfers[-1] >= copy_size:
+            transfers.append(0)
+        transfers[-1] += size
+    return max([copy_size, *(sum(pair) / 2 for pair in pairwise(transfers))])
+
+
+def _tied_names(modules: Sequence[torch.nn.Module], rank: int) -> list[str | None]:
+    """By module, one name for those that share a parameter: the declared one, on whichever rank the others are."""
+    declared = [dict(getattr(module, "tied_parameters", {})) for module in modules]
+    owners: dict[int, list[int]] = {}
+    for at, module in enumerate(modules):
+        for parameter in module.parameters():
+            owners.setdefault(id(parameter), []).append(at)
+    shared = [found for found in owners.values() if len(found) > 1]
+    here = [next((f"rank {rank}: {found[0]}" for found in shared if at in found), None) for at in range(len(modules))]
+    return [next(iter(names), own) for names, own in zip(declared, here, strict=True)]
 
 
 @contextmanager
@@ -143,25 +238,6 @@ def _left_as_they_were(modules: Sequence[torch.nn.Module], device: torch.device)
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-
-
-def _by_its_own_name(counted: CountedChunk) -> torch.nn.Module:
-    """The module that is measured, under the name of its layer, unless it has those of the model."""
-    whole = not counted.name or hasattr(counted.module, "layer_names")
-    return counted.module if whole else _Under(counted.name, counted.module)
-
-
-class _Under(torch.nn.Module):
-    """A layer under its name, which those of its parts begin with."""
-
-    def __init__(self, name: str, layer: torch.nn.Module) -> None:
-        super().__init__()
-        first, _, rest = name.partition(".")
-        self.first = first
-        self.add_module(first, _Under(rest, layer) if rest else layer)
-
-    def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        return self._modules[self.first](*inputs, **keywords)  # type: ignore[misc]
 
 
 def _held_bytes(pipe: Pipeline) -> dict[int, float]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.runtime.host_copies import Copy
 from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.simulation.timeline import Event, Sample
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation.timeline import Event, Sample, Timeline, measured
 from zbkern.wgrad import WGradQueue
 
 
@@ -20,6 +21,21 @@ class Holder(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that it holds for microbatches now."""
+
+
+class Recorded(NamedTuple):
+    """What a rank knows of its last step."""
+
+    events: Sequence[Event] = ()
+    samples: Sequence[Sample] = ()
+    copies: Sequence[Event] = ()
+    peak_bytes: int = 0
+
+
+def timeline_of(schedule: Schedule, ranks: Sequence[Recorded]) -> Timeline:
+    """A step of all ranks, in their order."""
+    events, samples, copies, peaks = zip(*ranks, strict=True)
+    return measured(schedule, events, *(each if any(each) else () for each in (samples, copies, peaks)))
 
 
 class Recorder:
@@ -98,6 +114,10 @@ class Recorder:
             share = (finish - begin) / len(actions)
             events += [Event(self._rank, a, begin + i * share, begin + (i + 1) * share) for i, a in enumerate(actions)]
         return events
+
+    def recorded(self) -> Recorded:
+        """The last step, for the other ranks."""
+        return Recorded(self.events(), self.samples(), self.copies(), self.peak_bytes)
 
     def samples(self) -> list[Sample]:
         """What the queue held after every action; empty unless recording."""

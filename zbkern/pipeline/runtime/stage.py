@@ -52,9 +52,7 @@ class Stage:
         side: keyword arguments besides the inputs.
         """
         with self.queue.defer((self.chunk, microbatch)):  # layers then know that their W will wait
-            outputs = self._call(inputs, side or {})
-            if self.loss_fn is not None:
-                outputs = self._loss(outputs, target) / self.microbatches
+            outputs = self._outputs(inputs, target, side or {})
         leaves = pytree.tree_leaves(outputs)
         self._check_outputs(leaves)
         if torch.is_grad_enabled():
@@ -96,7 +94,7 @@ class Stage:
         self.queue.run([(self.chunk, microbatch) for microbatch in microbatches])
 
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
-        """Slice `index` of `count` of a W: its share of the tasks that are still pending."""
+        """Part `index` of `count` of a W: its share of the tasks that are still pending."""
         key = (self.chunk, microbatch)
         for _ in range(-(-self.queue.pending(key) // (count - index))):
             self.queue.run_one(key)
@@ -176,6 +174,10 @@ class Stage:
                 "leave out .item(), .detach() and torch.no_grad()"
             )
         return loss
+
+    def _outputs(self, inputs: Any, target: Any, side: Mapping[str, Any]) -> Any:
+        outputs = self._call(inputs, side)
+        return outputs if self.loss_fn is None else self._loss(outputs, target) / self.microbatches
 
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         arguments: Sequence[Any] = inputs if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -1,14 +1,16 @@
-"""Storages of a microbatch's tensors that move to the host and back, each once however many tensors share it.
+"""Storages of a microbatch's tensors, each once however many tensors share it: counted, and moved to the host and back.
 
-They move in groups: what was placed between two calls of `begin_offload`. On the way out a storage belongs to the first
-group with a tensor in it, as it can go early; on the way back to the last one, as backward needs it first there.
+A storage moves as it is: its memory is given back and taken again, and the tensors in it stay what they are. One that
+somebody else holds, too, stays on the device. Storages move in transfers: on the way out each belongs to the first with
+a tensor in it, as it can go early; on the way back to the last one, as backward needs it first there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,208 +19,147 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zbkern.data_parallel import parameter_groups, unsharded
 from zbkern.pipeline.runtime.data_parallel import sharded_roots
 from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
+from zbkern.wgrad.storages import storage_key
 
-_HOST = torch.device("cpu")
+
+class Offload(NamedTuple):
+    """How storages go to the host: on which lanes, in transfers of how many bytes; began: called with every copy."""
+
+    lanes: CopyLanes
+    copy_size: int
+    began: Callable[[Copy], None]
 
 
 class Storages:
-    """The storages of tensors on a device, without the `resident` ones (by `key`), which always stay.
+    """The storages of tensors on a device, without the `resident` ones (by their keys), which always stay.
 
-    nbytes: of those that are on the device now. group_bytes: of what was placed since the last `begin_offload`.
+    offload: None where they are counted only. nbytes: of those that are on the device now. loads: the copies back.
     """
 
-    def __init__(self, device: torch.device, resident: Container[int]) -> None:
-        self.nbytes = self.group_bytes = 0
-        self._device = device
-        self._resident = resident
-        self._here: dict[int, _Moved] = {}  # by key, which another storage may have once the memory is given back
-        self._group: list[_Moved] = []
-        self._groups: list[list[_Moved]] = []
+    def __init__(self, device: torch.device, resident: Container[int], offload: Offload | None = None) -> None:
+        self.nbytes = 0
+        self.loads: list[Copy] = []
+        self.offload = offload
+        self._device, self._resident = device, resident
+        self._known: dict[int, Storage] = {}  # by key, which no other storage has while this one lives
+        self._next: list[Storage] = []  # of the next transfer to the host
+        self._next_bytes = 0
+        self._transfers = 0  # begun
+        self._leaving: list[tuple[Sequence[Storage], Copy]] = []
+        self._copied: list[Storage] = []  # and not given back, because others hold them, too
 
-    def place(self, tensor: Tensor) -> Place | None:
-        """Where this tensor is in one of these storages, which it adds to them; None for one that does not move."""
-        tensor = wait_for(tensor)
-        if is_traceable_wrapper_subclass(tensor):
-            return self._place_wrapper(tensor)
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
-            return None
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.numel() == 0:
-            return None
-        storage = key(tensor)
-        if storage in self._resident:
-            return None
-        moved = self._here.get(storage)
-        if moved is None:
-            moved = self._here[storage] = _Moved(tensor)
-            self.nbytes += moved.memory.nbytes
-            self._add(moved)
-        elif not moved.covers(tensor) and moved.other is not None:
-            self._add(moved)  # its copy has begun, which may have been too early for this part of it: once more
-        moved.group = len(self._groups)
-        return _PlaceInStorage(moved, tensor)
+    def add(self, tensor: Tensor) -> list[Storage]:
+        """The storages that a tensor is in, without those that stay."""
+        found = []
+        for part in parts(wait_for(tensor)):
+            if part.layout is torch.strided and part.device == self._device and storage_key(part) not in self._resident:
+                found.append(self._add(part))
+        return found
 
-    def begin_offload(self, lanes: CopyLanes) -> Transfer:
-        """Begins the copy of the present group to the host; `end_offload` gives the device's memory back."""
-        group, self._group, self.group_bytes = self._group, [], 0
-        self._groups.append(group)
-        return Transfer(group, lanes.out.begin([m.copy_to(_HOST, self._device.type == "cuda") for m in group]))
+    def drop_unused(self) -> None:
+        """Drops those without a tensor, as of parts of a graph that lead to no output, of which nothing has gone."""
+        if not self._transfers:
+            self._known = {key: storage for key, storage in self._known.items() if storage.known_tensors()}
+            self._next = [*self._known.values()]
+            self.nbytes = self._next_bytes = sum(self.sizes)
 
-    def end_offload(self, transfer: Transfer) -> None:
-        """Waits for the end of the copy: the tensors are in the host's memory."""
-        leaving = [moved for moved in transfer.storages if not moved.away]
-        transfer.end()
-        for moved in leaving:
-            del self._here[moved.key]
-            moved.away = True
-            self.nbytes -= moved.memory.nbytes
-
-    def begin_load(self, lanes: CopyLanes) -> list[Transfer]:
-        """Takes memory on the device and begins the copies to it, the last group first."""
-        storages = {id(moved): moved for group in self._groups for moved in group}.values()
-        transfers = []
-        for index in reversed(range(len(self._groups))):
-            group = [moved for moved in storages if moved.group == index]
-            transfers.append(Transfer(group, lanes.back.begin([m.copy_to(self._device, False) for m in group])))
-            for moved in group:
-                moved.coming = transfers[-1]
-                self.nbytes += moved.memory.nbytes
-        return transfers
-
-    def _add(self, moved: _Moved) -> None:
-        if moved not in self._group:
-            self._group.append(moved)
-            self.group_bytes += moved.memory.nbytes
-
-    def _place_wrapper(self, tensor: Any) -> Place | None:
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}  # not all are tensors: a DTensor names its mesh
-        places = {name: self.place(part) if isinstance(part, Tensor) else None for name, part in inner.items()}
-        moving = {name: place for name, place in places.items() if place is not None}
-        return _PlaceInWrapper(tensor, inner, moving, context) if moving else None
-
-
-class Travel:
-    """The way of storages to the host and back: a transfer for every copy_size bytes, and one for the rest.
-
-    began: called with every copy to the host, as it begins.
-    """
-
-    def __init__(self, storages: Storages, lanes: CopyLanes, copy_size: int, began: Callable[[Copy], None]) -> None:
-        self.storages = storages
-        self._lanes, self._copy_size, self._began = lanes, copy_size, began
-        self._leaving: list[Transfer] = []
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of every storage, in the order in which they came."""
+        return [storage.nbytes for storage in self._known.values()]
 
     def begin_if_full(self) -> bool:
         """Begins a transfer to the host where enough waits for it; whether it has."""
-        full = self.storages.group_bytes >= self._copy_size
+        assert self.offload is not None
+        full = self._next_bytes >= self.offload.copy_size
         if full:
-            self.begin()
+            self.begin_offload()
         return full
 
-    def begin(self) -> None:
+    def begin_offload(self) -> None:
         """Begins the transfer to the host of what others have not taken."""
-        self._leaving.append(self.storages.begin_offload(self._lanes))
-        self._began(self._leaving[-1].copy)
+        assert self.offload is not None
+        group, self._next, self._next_bytes = self._next, [], 0
+        copy = self.offload.lanes.out.begin([storage.to_host() for storage in group])
+        self._transfers += 1
+        self._leaving.append((group, copy))
+        self.offload.began(copy)
 
-    def end(self, but: int = 0) -> None:
-        """Waits for all transfers to the host, but for the newest so many."""
+    def end_offload(self, but: int = 0) -> None:
+        """Waits for all transfers to the host, but for the newest so many, and gives the device's memory back."""
         while len(self._leaving) > but:
-            self.storages.end_offload(self._leaving.pop(0))
+            group, copy = self._leaving.pop(0)
+            copy.wait()
+            new = [storage for storage in group if storage not in self._copied]
+            self._copied += new
+            self.nbytes -= sum(storage.nbytes for storage in new)
+        self.give_back()
 
-    def begin_load(self) -> list[Transfer]:
-        """Begins the transfers to the device, the last first."""
-        return self.storages.begin_load(self._lanes)
+    def give_back(self) -> None:
+        """Gives back the memory of what has been copied and nobody else holds any more, a message under way, say."""
+        if self._copied:
+            again = {*self._next, *(storage for group, _ in self._leaving for storage in group)}
+            self._copied = [storage for storage in self._copied if storage in again or not storage.give_back()]
+
+    def begin_load(self) -> None:
+        """Takes memory on the device and begins the copies to it, the last transfer first."""
+        assert self.offload is not None
+        self.nbytes += sum(storage.nbytes for storage in self._copied)  # which have stayed
+        self._copied = []
+        away = [storage for storage in self._known.values() if storage.away]
+        for index in reversed(range(self._transfers)):
+            if group := [storage for storage in away if storage.transfer == index]:
+                copy = self.offload.lanes.back.begin([storage.to_device() for storage in group])
+                self.nbytes += sum(storage.nbytes for storage in group)
+                self.loads.append(copy)
+                for storage in group:
+                    storage.coming = copy
 
     def abandon(self) -> None:
-        """Waits for copies to the host, whose memory may be given to others then."""
-        for transfer in self._leaving:
-            transfer.abandon()
+        """Waits until all copies have ended, or have failed: nothing comes of them."""
+        for copy in (*self.loads, *(copy for _, copy in self._leaving)):
+            with suppress(Exception):
+                copy.wait()
+
+    def _add(self, tensor: Tensor) -> Storage:
+        key = storage_key(tensor)
+        storage = self._known.get(key)
+        if storage is None:
+            storage = self._known[key] = Storage(tensor)
+            self.nbytes += storage.nbytes
+            self._append(storage)
+        elif not storage.covers(tensor) and storage not in self._next:
+            self._append(storage)  # its copy has begun, which may have been too early for this part of it: once more
+        storage.tensors.append(weakref.ref(tensor))
+        storage.transfer = self._transfers
+        return storage
+
+    def _append(self, storage: Storage) -> None:
+        self._next.append(storage)
+        self._next_bytes += storage.nbytes
 
 
-class Transfer:
-    """Storages that are copied together. copy: how it goes."""
+class Storage:
+    """One storage. tensors: those in it that are known; transfer: the number of the last with a tensor in it."""
 
-    def __init__(self, storages: Sequence[_Moved], copy: Copy) -> None:
-        self.storages = storages
-        self.copy = copy
-
-    def end(self) -> None:
-        """Waits for the end of the copy; from then on the storages are where it went."""
-        self.copy.wait()
-        storages, self.storages = self.storages, ()
-        for moved in storages:
-            moved.move()
-
-    def abandon(self) -> None:
-        """Waits until the copy has ended, or has failed: nothing comes of it."""
-        with suppress(Exception):
-            self.copy.wait()
-
-
-class Place:
-    """Where a tensor is whose storage may move."""
-
-    @property
-    def away(self) -> bool:
-        """Whether its memory was offloaded, and is loaded again or not: the tensor that was placed is not it then."""
-        raise NotImplementedError
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor in the storage's present memory; waits for its load."""
-        raise NotImplementedError
-
-
-class _PlaceInStorage(Place):
-    __slots__ = ("_dtype", "_moved", "_offset", "_shape", "_stride")
-
-    def __init__(self, moved: _Moved, tensor: Tensor) -> None:
-        self._moved = moved
-        self._dtype, self._offset = tensor.dtype, int(tensor.storage_offset())
-        self._shape, self._stride = tensor.shape, tensor.stride()
-
-    @property
-    def away(self) -> bool:
-        return self._moved.away
-
-    @property
-    def tensor(self) -> Tensor:
-        memory = self._moved.arrived()
-        found = torch.empty(0, dtype=self._dtype, device=memory.device)
-        return found.set_(memory.untyped_storage(), self._offset, self._shape, self._stride)
-
-
-class _PlaceInWrapper(Place):
-    """Of a tensor that wraps others, such as a DTensor. moving: the places of those that may move, by name."""
-
-    def __init__(self, tensor: Any, inner: Mapping[str, Any], moving: Mapping[str, Place], context: Any) -> None:
-        self._kind: Any = type(tensor)
-        self._inner = {name: None if name in moving else part for name, part in inner.items()}
-        self._moving, self._context = moving, context
-        self._shape, self._stride = tensor.shape, tensor.stride()
-
-    @property
-    def away(self) -> bool:
-        return any(place.away for place in self._moving.values())
-
-    @property
-    def tensor(self) -> Tensor:
-        inner = {**self._inner, **{name: place.tensor for name, place in self._moving.items()}}
-        return self._kind.__tensor_unflatten__(inner, self._context, self._shape, self._stride)
-
-
-class _Moved:
-    """One storage. memory: all of it as bytes, where it is at present; group: the last with a tensor in it."""
-
-    __slots__ = ("_extent", "away", "coming", "group", "key", "memory", "other")
+    __slots__ = ("_extent", "_host", "_memory", "coming", "nbytes", "tensors", "transfer")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.key, self.group = key(tensor), 0
-        self.memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        self.other: Tensor | None = None  # the copy under way
-        self.coming: Transfer | None = None  # to the device
-        self.away = False
+        self._memory = tensor.untyped_storage()
+        self._host: Tensor | None = None
         self._extent = _extent(tensor)
+        self.nbytes, self.transfer = self._memory.nbytes(), 0
+        self.tensors: list[weakref.ref[Tensor]] = []
+        self.coming: Copy | None = None  # to the device
+
+    @property
+    def away(self) -> bool:
+        """Whether its memory was given back."""
+        return self._memory.nbytes() < self.nbytes
+
+    def known_tensors(self) -> int:
+        """How many of `tensors` there still are."""
+        return len({id(tensor) for reference in self.tensors if (tensor := reference()) is not None})
 
     def covers(self, tensor: Tensor) -> bool:
         """Whether the tensor is in the part of the storage that others have used; it has used its own from now on."""
@@ -226,22 +167,35 @@ class _Moved:
         self._extent = min(low, first), max(high, last)
         return self._extent == (low, high)
 
-    def copy_to(self, device: torch.device, pinned: bool) -> tuple[Tensor, Tensor]:
-        if self.other is None:
-            self.other = torch.empty(self.memory.shape, dtype=torch.uint8, device=device, pin_memory=pinned)
-        return self.other, self.memory
+    def to_host(self) -> tuple[Tensor, Tensor]:
+        """Destination and source of a copy."""
+        if self._host is None:
+            pinned = self._memory.device.type == "cuda"
+            self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._host, self._bytes()
 
-    def move(self) -> None:
-        """The copy is the storage from now on."""
-        if self.other is not None:  # else it has moved with the first of two copies
-            self.memory, self.other = self.other, None
-        self.coming = None
+    def give_back(self) -> bool:
+        """Frees the device's memory, unless somebody holds it whose tensors are not known."""
+        users = torch._C._storage_Use_Count(self._memory._cdata)
+        if not self._memory.resizable() or users > self.known_tensors() + 1:  # and this
+            return False
+        self._memory.resize_(0)
+        return True
 
-    def arrived(self) -> Tensor:
-        """Its memory, after the end of a load."""
+    def to_device(self) -> tuple[Tensor, Tensor]:
+        """Takes memory again. Destination and source of a copy."""
+        assert self._host is not None
+        self._memory.resize_(self.nbytes)
+        return self._bytes(), self._host
+
+    def arrive(self) -> None:
+        """Waits for its load."""
         if self.coming is not None:
-            self.coming.end()
-        return self.memory
+            self.coming.wait()
+            self.coming = self._host = None
+
+    def _bytes(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._memory.device).set_(self._memory)
 
 
 class Resident:
@@ -279,14 +233,9 @@ def parts(tensor: Any) -> Iterator[Tensor]:
             yield from parts(part)
 
 
-def key(tensor: Tensor) -> int:
-    """A number that tensors have in common that share a storage."""
-    return tensor.untyped_storage()._cdata
-
-
 def keys(tensors: Iterable[Tensor]) -> set[int]:
     """The same of several, for all their parts that have a storage."""
-    return {key(part) for tensor in tensors for part in parts(tensor) if part.layout is torch.strided}
+    return {storage_key(part) for tensor in tensors for part in parts(tensor) if part.layout is torch.strided}
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ B   The gradient of a chunk's input (the input gradient, or dgrad).
 W   The gradients of a chunk's parameters (the weight gradient, or wgrad).
     Needs:   its own B, and nothing of any other rank: it can run at any time after B, which is what fills bubbles.
     Gives:   the microbatch's share of the parameters' gradients, and nothing to any other rank.
-    Memory:  frees what B kept. It may be cut into n slices, `part=(i, n)`, which run one by one in any order.
+    Memory:  frees what B kept. It may be cut into n parts, `part=(i, n)`, which run one by one in any order.
 
 BW  A fused backward: B and W in one pass.
     Needs, gives and frees what B and W together do. A microbatch has either BW, or B and W.
@@ -58,7 +58,7 @@ from typing import NamedTuple
 KINDS = ("F", "B", "W", "BW", "R", "O", "L")
 COPIES = ("O", "L")  # which run beside the passes
 
-_ACTION = re.compile(r"(\d+)(F|BW|B|W|R|O|L)(\d+)(?::(\d+)/(\d+))?")
+_ACTION = re.compile(r"(\d{1,18})(F|BW|B|W|R|O|L)(\d{1,18})(?::(\d{1,18})/(\d{1,18}))?")
 
 
 class ScheduleError(ValueError):
@@ -70,7 +70,7 @@ class Action(NamedTuple):
 
     kind: one of `KINDS`, as the top of this module says. chunk: the part of the model, numbered from 0 in model order
     over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. microbatch: numbered from 0
-    in each step. part: None for a whole pass, or (i, n) for slice i of n of a W, with 0 <= i < n.
+    in each step. part: None for a whole pass, or (i, n) for part i of n of a W, with 0 <= i < n.
 
     >>> str(Action("B", chunk=2, microbatch=7))
     '2B7'
@@ -93,8 +93,18 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
-                f"Action.parse: expected chunk, kind and microbatch such as '0F3', '2BW7' or '2W7:0/4'; got {text!r}"
+                "Action.parse: expected chunk, kind and microbatch such as '0F3', '2BW7' or '2W7:0/4'; got "
+                f"{text!r:.60}"
             )
         chunk, kind, microbatch, index, count = match.groups()
         part = None if index is None else (int(index), int(count))
         return cls(kind, int(chunk), int(microbatch), part)
+
+
+class Event(NamedTuple):
+    """One action on one rank, from start to end, in the unit of the costs (seconds when measured)."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float

@@ -1,107 +1,86 @@
-"""A schedule as CSV, in two dialects: ours and that of torch.distributed.pipelining."""
+"""A schedule as CSV: a row per rank, in the letters of torch.distributed.pipelining (I is our B, and B our BW).
+
+Parts of W and our R, O and L are written as in `Action`; torch has no word for them.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
 
-if TYPE_CHECKING:
-    from zbkern.pipeline.schedules.schedule import Schedule
-
-DIALECTS = ("zbkern", "torch")
+Rows = Sequence[Sequence[Action]]
 
 _TO_TORCH = {"F": "F", "B": "I", "W": "W", "BW": "B"}
-_FROM_TORCH = {letter: kind for kind, letter in _TO_TORCH.items()}
-_TORCH_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
-_TORCH_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side there; here one after the other
-_TORCH_OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_TO_OURS = {letter: kind for kind, letter in _TO_TORCH.items()} | {"R": "R", "O": "O", "L": "L"}
+_CELL = re.compile(r"(\d+)([FIWBROL])(\d+(?::\d+/\d+)?)")
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side in torch; here one after the other
+_OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
-def write(schedule: Schedule, dialect: str) -> str:
+def write(rows: Rows, name: str, header: bool) -> str:
     """See `Schedule.to_csv`."""
-    _check_dialect("to_csv", dialect)
-    lines = [",".join(_cell(action, dialect) for action in row) for row in schedule.actions]
-    if dialect == "zbkern":
-        placement = " ".join(map(str, schedule.placement))
-        lines[:0] = [
-            f"# name: {schedule.name}",
-            f"# microbatches: {schedule.microbatches}",
-            f"# placement: {placement}",
-        ]
-    return "\n".join(lines) + "\n"
+    if not header:
+        _check_torch_has(rows)
+    lines = [",".join(map(_cell, row)) for row in rows]
+    return "\n".join([*([f"# name: {name}"] if header else []), *lines]) + "\n"
 
 
-def read(csv: str, dialect: str) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str]:
+def read(text: str) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str]:
     """Rows, placement, microbatches and name of the schedule; see `Schedule.from_csv`. They are not validated."""
-    if not isinstance(csv, str):
+    if not isinstance(text, str):
         raise TypeError(
-            f"from_csv: expected the text itself, as Path(file).read_text() gives it; got {type(csv).__name__} {csv!r}"
+            f"from_csv: expected the text itself, as Path(file).read_text() gives it; got "
+            f"{type(text).__name__} {text!r}"
         )
-    _check_dialect("from_csv", dialect)
-    lines = csv.strip("\n").split("\n")
-    header = dict(_header(line) for line in lines if line.startswith("#"))
+    lines = text.strip("\n").split("\n")
+    comments = [line.lstrip("# ").partition(":") for line in lines if line.startswith("#")]
+    header = {key.strip(): value.strip() for key, _, value in comments}
+    parse = _actions if "placement" not in header else _actions_of_earlier_files
     rows = [
-        tuple(action for cell in line.split(",") for action in _actions(cell.strip(), dialect))
-        for line in lines
-        if not line.startswith("#")
+        tuple(action for cell in line.split(",") for action in parse(cell.strip())) for line in lines if line[:1] != "#"
     ]
     microbatches = 1 + max((action.microbatch for row in rows for action in row), default=-1)
-    placement = _placement(rows)
-    if header.get("microbatches", str(microbatches)) != str(microbatches):
-        raise ScheduleError(
-            f"from_csv: the header says {header['microbatches']} microbatches and the actions have {microbatches}"
-        )
-    if header.get("placement", placement) not in (placement, " ".join(map(str, placement))):
-        raise ScheduleError(
-            f"from_csv: the header says placement {header['placement']} and the actions have {placement}"
-        )
-    return rows, placement, microbatches, header.get("name", "custom")
+    return rows, _placement(rows), microbatches, header.get("name", "custom")
 
 
-def _header(line: str) -> tuple[str, str]:
-    key, _, value = line.lstrip("# ").partition(":")
-    return key.strip(), value.strip()
+def _cell(action: Action) -> str:
+    text = str(action)
+    return text.replace(action.kind, _TO_TORCH.get(action.kind, action.kind))
 
 
-def _cell(action: Action, dialect: str) -> str:
-    if dialect == "zbkern":
-        return str(action)
-    if action.part is not None:
-        raise ScheduleError(
-            f'to_csv: torch has no slices of W, and the schedule has {action}; use dialect="zbkern", or whole W'
-        )
-    if action.kind not in _TO_TORCH:
-        raise ScheduleError(
-            f"to_csv: torch has no actions that offload, load or recompute, and the schedule has {action}; use "
-            'dialect="zbkern", or a schedule without them'
-        )
-    return f"{action.chunk}{_TO_TORCH[action.kind]}{action.microbatch}"
+def _check_torch_has(rows: Rows) -> None:
+    for action in (action for row in rows for action in row):
+        if action.part is not None or action.kind not in _TO_TORCH:
+            raise ScheduleError(
+                f"to_csv: torch has no parts of W, and no actions that offload, load or recompute, and the schedule "
+                f"has {action}; leave header=False out, or use a schedule without them"
+            )
 
 
-def _actions(cell: str, dialect: str) -> list[Action]:
-    if not cell:
+def _actions(cell: str) -> list[Action]:
+    if not cell or _OTHER.fullmatch(cell):
         return []
-    if dialect == "zbkern":
-        return [Action.parse(cell)]
-    pair = _TORCH_PAIR.fullmatch(cell)
+    pair = _PAIR.fullmatch(cell)
     if pair is not None:
-        return [action for part in pair[1].split(";") for action in _actions(part.strip(), dialect)]
-    if _TORCH_OTHER.fullmatch(cell):
-        return []
-    match = _TORCH_ACTION.fullmatch(cell)
+        return [action for each in pair[1].split(";") for action in _actions(each.strip())]
+    match = _CELL.fullmatch(cell)
     if match is None:
         raise ScheduleError(
-            f"from_csv: expected an action of torch.distributed.pipelining, such as '0F3', '0I3', '0W3' or '0B3'; "
-            f"got {cell!r}"
+            f"from_csv: expected an action of torch.distributed.pipelining, such as '0F3', '0I3', '0W3' or '0B3', or "
+            f"one of ours, such as '0W3:0/2', '0R3', '0O3' or '0L3'; got {cell[:60]!r}"
         )
-    chunk, letter, microbatch = match.groups()
-    return [Action(_FROM_TORCH[letter], int(chunk), int(microbatch))]
+    chunk, letter, rest = match.groups()
+    return [Action.parse(f"{chunk}{_TO_OURS[letter]}{rest}")]
 
 
-def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+def _actions_of_earlier_files(cell: str) -> list[Action]:
+    """Those that also named the placement had our letters."""
+    return [Action.parse(cell)] if cell else []
+
+
+def _placement(rows: Rows) -> tuple[int, ...]:
     owners: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -112,8 +91,3 @@ def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     if sorted(owners) != list(range(len(owners))):
         raise ScheduleError(f"from_csv: chunks must be numbered from 0 without gaps; got {sorted(owners)}")
     return tuple(owners[chunk] for chunk in range(len(owners)))
-
-
-def _check_dialect(function: str, dialect: str) -> None:
-    if dialect not in DIALECTS:
-        raise ScheduleError(f"{function}: dialect must be one of {DIALECTS}; got {dialect!r}")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zbkern.pipeline.schedules import csv as csv_text
-from zbkern.pipeline.schedules import grid, validation
+from zbkern.pipeline.schedules import csv, grid
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
+from zbkern.pipeline.schedules.validation import validate
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Schedule:
     def validate(self) -> None:
         """Proves that the schedule can run: complete, in place, in order, and free of deadlock.
 
-        Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all slices of one count), on
+        Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all parts of one count), on
         the chunk's rank; R, O and L stand where `actions.py` says; and the ranks, each in its order, can run to the
         end. Raises ScheduleError naming the first action that offends, with the part of the grid around it and the
         action marked. A schedule never changes, so that a second call costs nothing.
         """
         if "_valid" not in self.__dict__:
-            validation.validate(self)
+            validate(self.actions, self.placement, self.microbatches, self.name)
             object.__setattr__(self, "_valid", True)
 
     def to_text(self, width: int | None = None) -> str:
@@ -74,23 +74,22 @@ class Schedule:
 
         width: characters per line; longer grids continue in further blocks. None for lines of any length.
         """
-        return grid.grid(self, width)
+        return grid.grid(self.actions, self.placement, width)
 
-    def to_csv(self, dialect: str = "zbkern") -> str:
-        """A line per rank, its actions separated by commas.
+    def to_csv(self, *, header: bool = True) -> str:
+        """A line per rank, its actions separated by commas, with torch's letters: I is our B, and B our BW.
 
-        dialect: "zbkern" writes `str(action)` and starts with comment lines that carry name, microbatches and
-        placement; "torch" writes what torch.distributed.pipelining loads, where I is our B and B our BW.
-        Raises ScheduleError when the dialect cannot say it (torch has no slices of W, no R, O or L).
+        header: begins with a comment line that has the name; without it torch.distributed.pipelining loads the text.
+        Raises ScheduleError without a header for what torch has no word for: parts of W, R, O and L.
         """
-        return csv_text.write(self, dialect)
+        return csv.write(self.actions, self.name, header)
 
     @classmethod
-    def from_csv(cls, csv: str, dialect: str = "zbkern", name: str | None = None) -> Schedule:
-        """The schedule that `to_csv` wrote, validated; placement and microbatches follow from the actions.
+    def from_csv(cls, text: str, name: str | None = None) -> Schedule:
+        """The schedule that `to_csv` or torch wrote, validated; placement and microbatches follow from the actions.
 
-        From torch's dialect it takes the compute actions, and of a pair that torch overlaps one after the other.
-        Raises ScheduleError for text that is not a valid schedule.
+        name: instead of the one in the header. Of torch's actions it takes those that compute, and of a pair that torch
+        overlaps one after the other. Raises ScheduleError for text that is not a valid schedule.
         """
-        rows, placement, microbatches, written = csv_text.read(csv, dialect)
+        rows, placement, microbatches, written = csv.read(text)
         return cls.build(rows, placement, microbatches, name or written)

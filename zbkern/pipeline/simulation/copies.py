@@ -3,7 +3,7 @@
 There is one lane per direction, which copies one thing after the other. Activations go in transfers of `copy_size`: out
 as soon as an F has left so much, and back in the order in which a B or BW needs them, which waits for a transfer where
 it comes to it; F and B leave and need them evenly over their time. What W needs goes when its B has ended, and comes
-back for W in the same way (slices of a W wait for all of it). A copy back begins where its L stands, and the rank waits
+back for W in the same way (parts of a W wait for all of it). A copy back begins where its L stands, and the rank waits
 at O for the end of the copy out.
 
 Where an O directly follows its F, the F itself waits for transfers: it holds no more than the one that it fills and the

@@ -22,7 +22,7 @@ from zbkern.pipeline.simulation.timeline import Timeline
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
 
-    memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (slices or layers of a
+    memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (parts or layers of a
     W) counts as their sum. Bandwidths are those of all O or L together. communication is the least time from the end of
     a pass to the start of the one that needs it, over all edges, mean of both directions, so that a difference between
     two ranks' clocks cancels.

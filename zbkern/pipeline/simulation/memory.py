@@ -14,7 +14,7 @@ class Memory:
 
     It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
     adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`, a
-    slice of n its n-th part. O releases what the microbatch holds, L takes it again. row: the rank's actions; they are
+    part of n its n-th. O releases what the microbatch holds, L takes it again. row: the rank's actions; they are
     accounted in its order, or in another one that keeps that of every microbatch.
     """
 

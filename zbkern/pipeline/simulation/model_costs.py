@@ -34,7 +34,7 @@ class Job:
 
     tensor_parallel: GPUs that share every layer. expert_parallel: GPUs among which the experts are, whole; with 1 every
     expert is split as other layers are. data_parallel: pipelines beside each other, which share the optimizer's state.
-    By default as few as have room for the experts. sequence: tokens of a sequence; microbatch: sequences of a
+    0 for as few as have room for the experts. sequence: tokens of a sequence; microbatch: sequences of a
     microbatch. Raises TypeError or ValueError.
     """
 
@@ -42,20 +42,18 @@ class Job:
     microbatch: int = 1
     tensor_parallel: int = 1
     expert_parallel: int = 1
-    data_parallel: int | None = None
+    data_parallel: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is None and name == "data_parallel":
-                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"Job: {name} must be an int; got {value!r}")
-            if value < 1:
+            if value < (name != "data_parallel"):
                 raise ValueError(f"Job: {name} must be at least 1; got {value}")
-        if self.data_parallel is None:
+        if not self.data_parallel:
             least = self.expert_parallel // gcd(self.expert_parallel, self.tensor_parallel)
             object.__setattr__(self, "data_parallel", least)
-        if self.tensor_parallel * self.replicas % self.expert_parallel:
+        if self.tensor_parallel * self.data_parallel % self.expert_parallel:
             raise ValueError(
                 f"Job: tensor_parallel * data_parallel must be a multiple of expert_parallel, whose GPUs they are; got "
                 f"{self.tensor_parallel} * {self.data_parallel} and {self.expert_parallel}"
@@ -65,12 +63,6 @@ class Job:
     def tokens(self) -> int:
         """Of a microbatch."""
         return self.sequence * self.microbatch
-
-    @property
-    def replicas(self) -> int:
-        """data_parallel, as the number that it is."""
-        assert self.data_parallel is not None
-        return self.data_parallel
 
 
 def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> ModelCosts:
@@ -126,8 +118,8 @@ class _Layer:
         self.forward = self.backward = self.weight = self.saving = 0.0
         self.activation = self.held = self.static = 0.0
 
-    def linear(self, rows: float, inputs: float, outputs: float, matrices: float = 1) -> None:
-        """Products of so many rows in all with `matrices` weights [outputs, inputs]."""
+    def linear(self, rows: float, inputs: float, outputs: float, matrices: float = 1, replicas: float = 0) -> None:
+        """Products of so many rows in all with `matrices` weights [outputs, inputs], which this GPU has."""
         product = 2 * rows * inputs * outputs / (self.hardware.matmul_flops * self.hardware.matmul_share)
         moved, size = _WIDTH * rows * (inputs + outputs), matrices * inputs * outputs
         through = max(product, self.seconds(moved + _WIDTH * size))
@@ -136,6 +128,7 @@ class _Layer:
         self.backward += through
         self.weight += alone
         self.saving += alone - max(product, self.seconds(moved))  # merged W read and write the gradient once
+        self.weights(size, replicas)
 
     def attention(self, flops: float) -> None:
         """The core: two products forward, five backward, no weights."""
@@ -153,9 +146,9 @@ class _Layer:
         self.activation += _WIDTH * rows * activation
         self.held += _WIDTH * rows * held
 
-    def weights(self, count: float, replicas: float) -> None:
-        """Parameters on this GPU, whose optimizer state so many replicas share."""
-        self.static += count * (_WIDTH + _WIDE + _OPTIMIZER / replicas)
+    def weights(self, count: float, replicas: float = 0) -> None:
+        """Parameters on this GPU, whose optimizer state so many replicas share; 0 for all pipelines."""
+        self.static += count * (_WIDTH + _WIDE + _OPTIMIZER / (replicas or self.job.data_parallel))
 
     def gather_and_scatter(self, features: int) -> None:
         """Tensor parallelism around attention or an MLP: an all-gather and a reduce-scatter, forward and backward."""
@@ -195,18 +188,9 @@ class _Layer:
         forward, backward, weight, saving = (
             _MS * each for each in (self.forward, self.backward, self.weight, self.saving)
         )
-        return LayerCosts(
-            name,
-            forward,
-            backward,
-            weight,
-            self.activation,
-            self.held,
-            merge_saving=saving,
-            output=output,
-            static=self.static,
-            tied=tied,
-        )
+        times = {"forward": forward, "backward": backward, "weight": weight, "merge_saving": saving}
+        memory = {"activation": self.activation, "held": self.held, "static": self.static, "output": output}
+        return LayerCosts(name, **times, **memory, tied=tied)
 
     def _message(self, time: float) -> None:
         """Two messages that take so long together at the peak bandwidth, forward and again backward."""
@@ -221,7 +205,7 @@ def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> Laye
     layer.elementwise(rows, 2 * features, 0)
     layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
     layer.keep(rows, 0, features)
-    layer.weights(architecture.vocabulary * features / ranks, job.replicas)
+    layer.weights(architecture.vocabulary * features / ranks)
     return layer.costs("embedding", features, "embedding" if architecture.tied else None)
 
 
@@ -234,7 +218,6 @@ def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job, t
     layer.forward, layer.backward, layer.weight = layer.forward + twice, layer.backward - twice, layer.weight + twice
     layer.gather_and_scatter(features)
     layer.keep(job.tokens / ranks, 3 * features, features)  # input, its norm, and its gradient
-    layer.weights(architecture.vocabulary * features / ranks, job.replicas)
     return layer.costs(name, features, tied)
 
 
@@ -249,7 +232,6 @@ def _block(
     if joined:
         layer.linear(rows, 2 * features, features)
         layer.keep(rows, 2 * features, 3 * features)
-        layer.weights(2 * features * features, job.replicas)
     _add_attention(layer, block.attention, features)
     if isinstance(block.mlp, int):
         _add_mlp(layer, block.mlp, features)
@@ -270,12 +252,9 @@ def _add_attention(layer: _Layer, attention: Attention | LatentAttention, featur
     for index, (inputs, outputs) in enumerate(inner):
         if index in whole:  # small: every GPU computes its tokens, with all of the weight
             layer.linear(rows, inputs, outputs)
-            layer.weights(inputs * outputs, job.replicas)
         else:
             layer.linear(job.tokens, inputs, outputs / ranks)
-            layer.weights(inputs * outputs / ranks, job.replicas)
     layer.linear(job.tokens, last[0] / ranks, last[1])
-    layer.weights(last[0] * last[1] / ranks, job.replicas)
     held = sum(inputs + outputs for inputs, outputs in [*inner, last])
     if isinstance(attention, Attention):
         queries, keys = attention.heads * attention.head_size, attention.key_heads * attention.head_size
@@ -302,7 +281,6 @@ def _add_mlp(layer: _Layer, hidden: int, features: int) -> None:
     layer.elementwise(job.tokens / ranks, 3 * hidden, 6 * hidden)
     # F leaves the input, gate and up; B leaves the input, three gradients and the product of gate and up
     layer.keep(job.tokens / ranks, features + 2 * hidden, 2 * features + 3 * hidden)
-    layer.weights(3 * features * hidden / ranks, job.replicas)
 
 
 def _add_experts(layer: _Layer, experts: Experts, features: int) -> None:
@@ -310,20 +288,18 @@ def _add_experts(layer: _Layer, experts: Experts, features: int) -> None:
     job, ranks = layer.job, layer.job.tensor_parallel
     rows = job.tokens / ranks * experts.chosen  # of this GPU's tokens; as many come back from others
     layer.linear(job.tokens / ranks, features, experts.count)
-    layer.weights(features * experts.count, job.replicas)
     layer.elementwise(rows, 4 * features, 4 * features)  # sort by expert, and back with a weight each
     hidden = experts.hidden
     if job.expert_parallel > 1:
         here = experts.count / job.expert_parallel
         layer.dispatch_and_combine(job.tokens / ranks, experts, features)
-        layer.linear(rows, features, 2 * hidden, here)
-        layer.linear(rows, hidden, features, here)
-        layer.weights(here * 3 * features * hidden, job.replicas * ranks / job.expert_parallel)
+        replicas = job.data_parallel * ranks / job.expert_parallel
+        layer.linear(rows, features, 2 * hidden, here, replicas)
+        layer.linear(rows, hidden, features, here, replicas)
     else:
         layer.gather_and_scatter(features)
         layer.linear(rows * ranks, features, 2 * hidden / ranks, experts.count)
         layer.linear(rows * ranks, hidden / ranks, features, experts.count)
-        layer.weights(experts.count * 3 * features * hidden / ranks, job.replicas)
     layer.elementwise(rows, 3 * hidden, 6 * hidden)
     # of a sorted row: input, gate and up, their product, output; then the input, three gradients and the product
     layer.keep(rows, 2 * features + 3 * hidden, 2 * features + 3 * hidden)

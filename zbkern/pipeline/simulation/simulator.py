@@ -28,7 +28,7 @@ def simulate(
     costs: Costs | None = None,
     *,
     fill: str = "planned",
-    slices: int = 1,
+    parts: int = 1,
     memory_limit: float | Sequence[float] | None = None,
     jitter: float = 0.0,
     seed: int = 0,
@@ -36,14 +36,14 @@ def simulate(
     """The timeline of one step: all events, cost, bubble rate and memory per rank.
 
     costs: `Costs()`, all passes of unit length, when not given. fill: "planned" runs every W where the schedule has it;
-    "eager" keeps only the order of F and B and runs the oldest pending W, in `slices` slices, whenever the next input
+    "eager" keeps only the order of F and B and runs the oldest pending W, in `parts` parts, whenever the next input
     has not arrived, and before an F that would exceed `memory_limit` (one number, or one per rank; by default the
     schedule's own peak): what the engine does with fill="eager". jitter: each pass takes its cost times a normal
     variate of mean 1 and this deviation, at least 0; the sample depends on `seed` and not on the order or the fill, so
     that both can be compared on it.
 
     Memory: every rank starts with its chunks' `static`; F adds the chunk's activation when it starts; B leaves `held`
-    when it ends, and BW nothing; W releases `held` when it ends, a slice of n its n-th part. A W that directly follows
+    when it ends, and BW nothing; W releases `held` when it ends, a part of n its n-th. A W that directly follows
     a W of its chunk gains `merge_saving` (whole W only; never with fill="eager", which runs them one by one).
 
     O and L take memory per bandwidth, one after the other in each direction, and are in `Timeline.copies`, each as long
@@ -56,19 +56,17 @@ def simulate(
         raise TypeError(f"simulate: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
     if costs is not None and not isinstance(costs, Costs):
         raise TypeError(f"simulate: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
-    for name, value in (("slices", slices), ("seed", seed)):
+    for name, value in (("parts", parts), ("seed", seed)):
         if not isinstance(value, int):
             raise TypeError(f"simulate: {name} must be an int; got {type(value).__name__} {value!r}")
     if fill not in FILLS:
         raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
     if not isinstance(jitter, (int, float)):
         raise TypeError(f"simulate: jitter must be a number; got {type(jitter).__name__} {jitter!r}")
-    if slices < 1 or not jitter >= 0:
-        raise ValueError(f"simulate: slices must be at least 1 and jitter at least 0; got {slices} and {jitter}")
-    if fill == "planned" and (slices != 1 or memory_limit is not None):
-        raise ValueError(
-            'simulate: slices and memory_limit belong to fill="eager"; with "planned" the schedule decides'
-        )
+    if parts < 1 or not jitter >= 0:
+        raise ValueError(f"simulate: parts must be at least 1 and jitter at least 0; got {parts} and {jitter}")
+    if fill == "planned" and (parts != 1 or memory_limit is not None):
+        raise ValueError('simulate: parts and memory_limit belong to fill="eager"; with "planned" the schedule decides')
     schedule.validate()
     if fill == "eager" and any(offloads_or_recomputes(row) for row in schedule.actions):
         raise ValueError(
@@ -79,7 +77,7 @@ def simulate(
     flat = costs.per_chunk(len(schedule.placement))
     run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed), costs)
     if fill == "eager":
-        run.fill_eagerly(slices, _limits(schedule, flat, memory_limit))
+        run.fill_eagerly(parts, _limits(schedule, flat, memory_limit))
     unit, memory_unit = costs.time_unit or "", costs.memory_unit or ""
     return replace(run.timeline(), unit=unit, memory_unit=memory_unit)
 
@@ -106,9 +104,9 @@ class _Run:
         self._previous: list[Action | None] = [None] * len(self._rows)
         self._eager: list[_Pending] | None = None
 
-    def fill_eagerly(self, slices: int, limits: Sequence[float]) -> None:
+    def fill_eagerly(self, parts: int, limits: Sequence[float]) -> None:
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
-        self._eager = [_Pending(slices, limit) for limit in limits]
+        self._eager = [_Pending(parts, limit) for limit in limits]
 
     def timeline(self) -> Timeline:
         for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
@@ -175,14 +173,14 @@ class _Run:
 class _Pending:
     """The pending W of one rank, oldest first."""
 
-    def __init__(self, slices: int, limit: float) -> None:
+    def __init__(self, parts: int, limit: float) -> None:
         self.queue: deque[Action] = deque()
         self.limit = limit
-        self._slices = slices
+        self._parts = parts
 
     def add(self, action: Action) -> None:
-        for index in range(self._slices):
-            part = None if self._slices == 1 else (index, self._slices)
+        for index in range(self._parts):
+            part = None if self._parts == 1 else (index, self._parts)
             self.queue.append(Action("W", action.chunk, action.microbatch, part))
 
 

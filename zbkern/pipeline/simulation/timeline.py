@@ -8,22 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zbkern.pipeline import draw
-from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.actions import Event as Event
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import duration
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.memory import Memory
 
 _TAKING = ("F", "R", "L")  # what takes memory when it starts
-
-
-class Event(NamedTuple):
-    """One action on one rank, from start to end, in the unit of the costs (seconds when measured)."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
 
 
 class Sample(NamedTuple):

@@ -7,14 +7,15 @@ import dataclasses
 import json
 import sys
 
-from zbkern.kernels.triton import aot as triton_aot
-from zbkern.kernels.triton import sass as triton_sass
+from build_tools.kernels import aot as triton_aot
+from build_tools.kernels import launches
+from build_tools.kernels import sass as triton_sass
 
 
 def main() -> int:
     """Prints a table, or one JSON object per line; returns 1 when a kernel has a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--only", default="", help="calls whose name contains this")
     parser.add_argument("--capability", type=int, action="append", help="80, 90, 100; all when not given")
     parser.add_argument("--launched", action="store_true", help="everything that calls can select: half an hour")
     parser.add_argument("--json", action="store_true")
@@ -25,8 +26,9 @@ def main() -> int:
     if not arguments.json:
         columns = f"{'regs':>5} {'stack':>5} {'shared KB':>9} {'loop KB':>7}  PTX has"
         print(f"{'kernel':<44} {'sm':>4} {'warps':>5} {'stages':>6} {columns}")
-    listed = ("bench.kernels_launched",) if arguments.launched else ()
-    for report in triton_aot.reports(arguments.capability or triton_aot.CAPABILITIES, arguments.only, listed=listed):
+    capabilities = arguments.capability or triton_aot.CAPABILITIES
+    found = [named for capability in capabilities for named in launches.jobs(capability, arguments.launched)]
+    for report in triton_aot.reports([named for named in found if arguments.only in named.name]):
         faults = report.faults()
         bad += bool(faults)
         if arguments.json:

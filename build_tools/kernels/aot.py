@@ -1,4 +1,4 @@
-"""Compiles the production variants of the Triton kernels for GPUs that are not here, and says what came out."""
+"""Compiles what calls of the Triton kernels launch for GPUs that are not here, and says what came out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import pkgutil
 import re
 import subprocess
 import tempfile
@@ -19,8 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import zbkern.kernels.triton
-from zbkern.kernels.triton import sass as triton_sass
+from build_tools.kernels import sass as triton_sass
+from build_tools.kernels.jobs import compile_job
+from build_tools.kernels.launches import Named
 
 CAPABILITIES = (80, 90, 100)
 
@@ -101,36 +101,20 @@ class Report:
         return found
 
 
-def modules() -> list[str]:
-    """The modules that list variants."""
-    names = [f"zbkern.kernels.triton.{m.name}" for m in pkgutil.iter_modules(zbkern.kernels.triton.__path__)]
-    return [n for n in names if hasattr(importlib.import_module(n), "variants")]
+def reports(found: Sequence[Named], processes: int | None = None) -> Iterator[Report]:
+    """Compiles all, several at a time.
 
-
-def reports(
-    capabilities: Sequence[int] = CAPABILITIES,
-    only: str = "",
-    processes: int | None = None,
-    listed: Sequence[str] = (),
-) -> Iterator[Report]:
-    """Compiles every variant whose name contains `only`, several at a time.
-
-    processes: None for one per core. listed: names of the modules that list variants, when not all of ours. What was
-    found of a variant is kept in `kept_in()`, by all that it depends on: a second run compiles what has changed.
+    processes: None for one per core. What was found of a job is kept in `kept_in()`, by all that it depends on: a
+    second run compiles what has changed.
     """
-    jobs = [
-        (module, index, capability)
-        for module in listed or modules()
-        for capability in capabilities
-        for index, variant in enumerate(importlib.import_module(module).variants(capability))
-        if only in variant.name
-    ]
-    files = [kept_in() / "reports" / f"{_key(*job)}.json" for job in jobs]
+    files = [kept_in() / "reports" / f"{_key(named)}.json" for named in found]
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        begun = {job: pool.submit(_compile, *job) for job, file in zip(jobs, files, strict=True) if not file.exists()}
-        for job, file in zip(jobs, files, strict=True):
-            if job in begun:
-                _keep(file, json.dumps(asdict(begun[job].result())))
+        begun = {
+            file: pool.submit(_compile, named) for named, file in zip(found, files, strict=True) if not file.exists()
+        }
+        for file in files:
+            if file in begun:
+                _keep(file, json.dumps(asdict(begun[file].result())))
             yield _report_of(json.loads(file.read_text()))
 
 
@@ -152,17 +136,15 @@ def _report_of(found: dict[str, Any]) -> Report:
     return Report(**found, code=None if code is None else triton_sass.Findings(**code))
 
 
-def _key(module: str, index: int, capability: int) -> str:
+def _key(named: Named) -> str:
     """Of everything that a report depends on: the kernel's source, Triton, what is compiled in, and these files."""
     from triton.compiler import make_backend
 
-    variant = importlib.import_module(module).variants(capability)[index]
-    target, options = _target_and_options(variant, capability)
-    backend = make_backend(target)
+    job = named.job
+    backend = make_backend(job.target)
     words = (
-        *(_triton_key(), _source(variant).hash(), backend.hash(), backend.parse_options(options).hash()),
-        *(module, variant.name, variant.wgmma, variant.bulk, variant.aligned),
-        *(_digest_of_scan(), triton_sass.disassembler() is None),
+        *(_triton_key(), job.source().hash(), backend.hash(), backend.parse_options(job.options).hash()),
+        *(job.kernel, named.name, named.aligned, _digest_of_scan(), triton_sass.disassembler() is None),
     )
     return hashlib.sha256(repr(words).encode()).hexdigest()
 
@@ -185,25 +167,9 @@ _INSTRUCTIONS = {
 }
 
 
-def compiled(variant: Any, capability: int) -> Any:
-    """A variant as Triton compiles it for a capability: a CompiledKernel, with the code of every stage in `asm`."""
-    from triton.compiler import compile as triton_compile
-
-    target, options = _target_and_options(variant, capability)
-    return triton_compile(_source(variant), target=target, options=options)
-
-
-def _target_and_options(variant: Any, capability: int) -> tuple[Any, dict[str, Any]]:
-    from triton.backends.compiler import GPUTarget
-
-    from zbkern.kernels.triton.common import compile_options
-
-    return GPUTarget("cuda", capability, 32), compile_options(variant.warps, variant.stages)
-
-
-def _compile(module: str, index: int, capability: int) -> Report:
-    variant = importlib.import_module(module).variants(capability)[index]
-    kernel = compiled(variant, capability)
+def _compile(named: Named) -> Report:
+    job = named.job
+    kernel, capability = compile_job(job), job.target.arch
     cubin, ptx = kernel.asm["cubin"], kernel.asm["ptx"]
     registers, stack = _resources(cubin)
     instructions = {name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()}
@@ -211,23 +177,33 @@ def _compile(module: str, index: int, capability: int) -> Report:
     code = None
     if capability == SCANNED and triton_sass.disassembler() is not None:
         code = triton_sass.scan(triton_sass.disassemble(cubin))
+    multiplies = _multiplies(kernel.asm["ttir"], named.name)
     return Report(
-        module=module.rpartition(".")[2],
-        name=variant.name,
+        module=job.kernel[0].rpartition(".")[2],
+        name=named.name,
         capability=capability,
-        warps=variant.warps,
-        stages=variant.stages,
+        warps=job.options["num_warps"],
+        stages=job.options["num_stages"],
         registers=registers,
         stack=stack,
         shared=kernel.metadata.shared,
         instructions=instructions,
-        wgmma=variant.wgmma,
-        bulk=variant.bulk,
-        ahead=_ahead(kernel.asm["ttgir"]) if variant.wgmma else None,
+        wgmma=multiplies,
+        bulk=any(kind.startswith("tensordesc") for kind in job.signature.values()),
+        ahead=_ahead(kernel.asm["ttgir"]) if multiplies else None,
         tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
         warnings=serialised(log),
         code=code,
-        aligned=variant.aligned,
+        aligned=named.aligned,
+    )
+
+
+def _multiplies(code: str, name: str) -> bool:
+    """Whether it has products that tensor cores should take as the chip's own: those of float32 operands fit only
+    where both lie along the rows that are summed over, as in plain linear layers."""
+    kinds = set(re.findall(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \*", code))
+    return bool(kinds) and (
+        "f32" not in kinds or re.match(r"(grouped_)?linear\w* fp32 (?!transposed)", name) is not None
     )
 
 
@@ -269,28 +245,6 @@ def _ahead(code: str) -> int | None:
         if innermost and any(re.search(r"tt\.dot|warp_group_dot %|tc_gen5_mma", inside) for inside in body):
             return len(re.findall(r"async_(?:tma_)?copy_global_to_local", "\n".join(lines[:index])))
     return None
-
-
-def _source(variant: Any) -> Any:
-    """What `Kernel` would compile for such arguments."""
-    from triton.compiler import ASTSource
-
-    function = variant.kernel.function
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list] = {}
-    for position, (name, value) in enumerate(
-        zip(function.arg_names, (*variant.types, *variant.constants), strict=True)
-    ):
-        if position >= len(variant.types) or not isinstance(value, str):
-            signature[name] = "constexpr"
-            constants[(position,)] = value
-            continue
-        kind, _, divisor = value.partition(":")
-        signature[name] = kind
-        if divisor == "16" or (kind.startswith("*") and not divisor):
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    return ASTSource(function, signature, constants, attributes)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
