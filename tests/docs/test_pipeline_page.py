@@ -135,7 +135,7 @@ def planned_example(code: str) -> tuple[str, bool]:
         "loss_fn": nn.functional.mse_loss if rank == 1 else None,
     }
     names |= {"inputs": torch.ones(16, 8), "targets": torch.ones(16, 8)}
-    exec(code.replace("range(4)", "range(2)").replace("stages=4", "stages=2, time_limit=1"), names)
+    exec(code.replace("range(4)", "range(2)").replace("stages=4", "stages=2, effort=1"), names)
     with names["pipe"] as pipe:
         return pipe.schedule.to_csv(), pipe.step(names["inputs"], names["targets"]) is not None
 

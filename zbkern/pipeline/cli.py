@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from zbkern.pipeline import draw, from_config, report, schedules
 from zbkern.pipeline.from_config import WrongArgument
-from zbkern.pipeline.planner import Plan, plan
+from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
 from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.plan import EFFORT
@@ -288,6 +288,8 @@ def _plan(
     spelt = arguments.placement is not None and not isinstance(arguments.placement, str)
     if chunks is None:
         chunks = arguments.chunks or (chunks_per_rank(arguments.placement, arguments.stages) if spelt else None)
+    progress = show_progress if sys.stderr.isatty() else lambda line: None
+    options = PlanOptions(arguments.objective, time_limit=arguments.time_limit, progress=progress)
     try:
         return plan(
             costs,
@@ -296,12 +298,10 @@ def _plan(
             chunks,
             arguments.placement,
             limit,
-            arguments.time_limit,
-            objective=arguments.objective,
             effort=arguments.effort,
-            progress=show_progress if sys.stderr.isatty() else lambda line: None,
             offload=arguments.offload is not None,
             recompute=arguments.recompute,
+            options=options,
         )
     except ScheduleError as error:
         raise WrongArgument("--memory", why_not() or str(error)) from error
@@ -322,9 +322,8 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
             f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
         )
     stages, objective = arguments.stages, arguments.objective
-    other = plan(
-        costs, stages, schedule.microbatches, chunks, schedule.placement, limit, time_limit=0, objective=objective
-    )
+    options = PlanOptions(objective)
+    other = plan(costs, stages, schedule.microbatches, chunks, schedule.placement, limit, effort=0, options=options)
     idle = report.idle(timeline, objective)
     return dataclasses.replace(
         other,
@@ -332,7 +331,6 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
         timeline=timeline,
         lower_bound=min(idle, other.lower_bound),
         optimal=idle - other.lower_bound < 1e-9,
-        mean_cost=timeline.cost if objective == "cost" else timeline.makespan,
         idle=idle_time(timeline, costs, objective, None if limit is None else [limit] * stages),
     )
 

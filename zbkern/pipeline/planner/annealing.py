@@ -42,7 +42,7 @@ def anneal(
     found = native.core.anneal(
         problem, start.rows, start.fused, seed, scaled, passes, spread, target, problem.may_fuse, seconds
     )
-    return Ordering(*found[0])
+    return Ordering(*found)
 
 
 def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]] | None:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.problem import Ordering, Problem
 
-_NEVER = 2**61
 _FREE = 2**30  # a cap that is none
 _SLOPES = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
 _WAITS = ((0, False), (1, False), (2, False), (3, False), (4, False), (2, True), (4, True))
@@ -88,7 +87,7 @@ def _may_follow(problem: Problem) -> bool:
 def list_schedule(problem: Problem, rule: Rule) -> Ordering | None:
     """The orders that `rule` makes; None when it deadlocks."""
     assert native.core is not None
-    orders = Ordering(*native.core.list_schedule(problem, rule, _NEVER))
+    orders = Ordering(*native.core.list_schedule(problem, rule))
     return orders if orders.rows else None
 
 
@@ -111,7 +110,7 @@ def refine(
     target: a cost at which to stop. seconds: stop after this long.
     """
     assert native.core is not None
-    orders = Ordering(*native.core.refine(problem, rule, _may_follow(problem), tries, seed, target, seconds)[0])
+    orders = Ordering(*native.core.refine(problem, rule, _may_follow(problem), tries, seed, target, seconds))
     return orders if orders.rows else None
 
 

@@ -1,8 +1,8 @@
 """From layers to a plan: which partition, how many chunks per rank, where they are, and in which order they run.
 
 Every candidate is a partition of the layers on a placement. Of every placement those take part whose constructive
-answer is the best; all that may be better than the best known, by their lower bounds, are searched side by side. The answer is
-never worse than a published schedule that fits, on an even or on a balanced partition: all are measured.
+answer is the best; all that may be better than the best known, by their lower bounds, are searched side by side. The
+answer is never worse than a published schedule that fits, on an even or on a balanced partition: all are measured.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def add_serial(problem: Problem, best: Incumbent, budget: Budget) -> None:
 class Candidate(NamedTuple):
     """A rule, and the problem that it was tried on, mostly with fewer microbatches."""
 
-    index: int
+    number: int
     rule: Rule
     problem: Problem
 
@@ -134,7 +134,7 @@ class Population:
                 break
             runs = max(1, tries // SETTINGS.rule_tries)
             for run in range(runs):
-                number = (seed << 8 | run) << 32 | each.index
+                number = (seed << 8 | run) << 32 | each.number
                 found = refine(whole, each.rule, tries // runs, number, self.best.bound, self._budget.left)
                 if found is not None and (best is None or found.cost < best.cost):
                     best = found
