@@ -43,10 +43,9 @@ from zbkern.pipeline.optimizer.master_weights import (
     unscale,
     update_scale,
 )
-from zbkern.pipeline.optimizer.params import duplicate, hyperparameters, kinds_of, parameters, same_kind
-from zbkern.pipeline.optimizer.protocols import PipelineLike
+from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
-from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
+from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_row, tied_names
@@ -63,7 +62,12 @@ class NormTag(NamedTuple):
         return f"the squared gradient norm of {self.what} stages, optimizer step {self.number}"
 
 
-class Optimizer(OptimizerWrapper):
+_REGISTER = tuple(
+    f"register_{what}_{when}_hook" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
+
+
+class Optimizer(torch.optim.Optimizer):
     """Drives a torch optimizer of this rank's parameters as one with those of all other ranks of a pipeline.
 
     >>> optimizer = Optimizer(torch.optim.AdamW(chunk.parameters()), pipe, max_norm=1.0)    # doctest: +SKIP
@@ -97,10 +101,12 @@ class Optimizer(OptimizerWrapper):
     `masters`: (parameter, its fp32 copy) pairs.
     """
 
+    _step_supports_amp_scaling = True  # has GradScaler.step call `step` on every rank, also where it found infinity
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        pipe: PipelineLike | Transport | dist.ProcessGroup | None = None,
+        pipe: Pipeline | Transport | dist.ProcessGroup | None = None,
         *,
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -110,7 +116,8 @@ class Optimizer(OptimizerWrapper):
         tied: Mapping[str, Tensor] | None = None,
         timeout: float | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, OptimizerWrapper):
+        # torch.optim.Optimizer.__init__ is left out: it would make groups and state of its own
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, Optimizer):
             raise TypeError(
                 "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
                 f"{type(optimizer).__name__}"
@@ -129,7 +136,7 @@ class Optimizer(OptimizerWrapper):
                 f"Optimizer: {type(optimizer).__name__} has the fp32 masters of an Optimizer before this one, and "
                 "without them the model's parameters would stay as they are; give master_weights=True"
             )
-        pipeline = pipe if isinstance(pipe, PipelineLike) else None
+        pipeline = pipe if isinstance(pipe, Pipeline) else None
         if pipeline is not None and pipeline.optimizer is not None:
             raise ValueError(
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
@@ -140,7 +147,9 @@ class Optimizer(OptimizerWrapper):
             raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
         if timeout is not None:
             check_timeout("Optimizer", timeout)
-        super().__init__(optimizer)
+        self.optimizer = optimizer
+        for name in _REGISTER:
+            setattr(self, name, getattr(optimizer, name))
         self.max_norm = max_norm
         self.adaptive = adaptive
         self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
@@ -168,6 +177,24 @@ class Optimizer(OptimizerWrapper):
             self._connect_ranks(shared)
             if pipeline is not None:
                 pipeline.attach(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the torch optimizer, whose lists a load replaces; schedules may change them right after `step`."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Settings of groups that name none of their own."""
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the torch optimizer, as its last update left it."""
+        return self.optimizer.state
+
+    def __getstate__(self) -> Any:
+        raise TypeError("Optimizer: is tied to the other ranks and cannot be copied or pickled; keep its state_dict()")
 
     # ---- what a training loop calls
 
@@ -295,16 +322,12 @@ class Optimizer(OptimizerWrapper):
                 f"Optimizer.load_state_dict: state must be what Optimizer.state_dict() gave, with {sorted(needed)}; "
                 f"got {got}; a torch optimizer's own state goes into Optimizer.optimizer.load_state_dict()"
             )
-        ours, saved = ([list(master.shape) for master in m] for m in ((m for _, m in self.masters), state["masters"]))
-        if ours != saved:
+        saved = [list(master.shape) for master in state["masters"]]
+        if not same_kind(self.optimizer, state["kinds"]) or saved != [list(m.shape) for _, m in self.masters]:
             raise ValueError(
-                f"Optimizer.load_state_dict: state must have master weights of shapes {ours}; got {saved}; load it "
-                "with the master_weights= and the parameters that it was saved with"
-            )
-        if not same_kind(self.optimizer, state["kinds"]):
-            raise ValueError(
-                f"Optimizer.load_state_dict: state must be that of {type(self.optimizer).__name__}; got that of "
-                f"{state['kinds'][0]}; load it into the kind of optimizer that saved it"
+                f"Optimizer.load_state_dict: state must be that of {type(self.optimizer).__name__} with master weights "
+                f"of shapes {[list(m.shape) for _, m in self.masters]}; got that of {state['kinds'][0]} with {saved}; "
+                "load it into the kind of optimizer that saved it, with its master_weights= and its parameters"
             )
         self.optimizer.load_state_dict(state["optimizer"])
         self.abandon()
@@ -497,12 +520,15 @@ class Optimizer(OptimizerWrapper):
         return found
 
     def _check_unique(self) -> None:
-        if (twice := duplicate(self._model_parameters())) is not None:
-            raise ValueError(
-                f"Optimizer: {type(self.optimizer).__name__} has a parameter of shape {list(twice.shape)} twice and "
-                "would update it twice, a weight that two chunks share for example; give it "
-                "torch.nn.ModuleList(chunks).parameters(), which has each parameter once"
-            )
+        seen: set[Tensor] = set()
+        for parameter in self._model_parameters():
+            if parameter in seen:
+                raise ValueError(
+                    f"Optimizer: {type(self.optimizer).__name__} has a parameter of shape {list(parameter.shape)} "
+                    "twice and would update it twice, a weight that two chunks share for example; give it "
+                    "torch.nn.ModuleList(chunks).parameters(), which has each parameter once"
+                )
+            seen.add(parameter)
 
     def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}

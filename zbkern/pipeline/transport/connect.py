@@ -18,8 +18,7 @@ from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport
-from zbkern.pipeline.transport.distributed import DistributedTransport
-from zbkern.pipeline.transport.process_groups import rendezvous
+from zbkern.pipeline.transport.distributed import DistributedTransport, meet
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -46,7 +45,7 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
     if is_transport(group):
         return group
     rank = dist.get_rank(group)
-    names = rendezvous(dist.get_process_group_ranks(group or dist.group.WORLD), sorted(tied))
+    names = meet(group, sorted(tied))
     edges = {*pairwise(schedule.placement), *pairwise(rank_order(schedule))}
     for name in {name for row in names for name in row}:
         first, *others = (holder for holder, row in enumerate(names) if name in row)
