@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from zbkern.pipeline import draw, from_config, report, schedules
 from zbkern.pipeline.from_config import WrongArgument
-from zbkern.pipeline.planner import Plan, plan
+from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
 from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.plan import EFFORT
@@ -140,19 +140,22 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check(arguments)
         if arguments.config is not None:
-            found = _of_model(arguments)
+            found, limit = _of_model(arguments)
         else:
             costs = _costs(arguments.costs)
-            found = _of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)
+            if isinstance(costs, ModelCosts):
+                found, limit = _of_layers(arguments, costs)
+            else:
+                found, limit = _of_chunks(arguments, costs)
         for path in arguments.out:
-            print(f"wrote {_write(found, path)}")
+            print(f"wrote {_write(found, path, limit)}")
     except WrongArgument as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
+def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float | None]:
     """Plans, prints and compares, for costs of chunks."""
     stages, objective = arguments.stages, arguments.objective
     chunks = _chunks(arguments)
@@ -175,10 +178,10 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
         print("\n" + comparison.how_rechunked(costs, stages * chunks))
         if unknown:
             print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
-    return found
+    return found, limit
 
 
-def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
+def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> tuple[Plan, float | None]:
     """Plans, prints and compares, for costs of layers: the model is cut, too."""
     if arguments.schedule is not None:
         raise WrongArgument(
@@ -195,10 +198,10 @@ def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
     if arguments.compare:
         published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
         print("\n" + report.table([*published, found.timeline], arguments.objective, limit, whole, cuts=True))
-    return found
+    return found, limit
 
 
-def _of_model(arguments: argparse.Namespace) -> Plan:
+def _of_model(arguments: argparse.Namespace) -> tuple[Plan, float | None]:
     """Plans, prints and compares, for a model's configuration."""
     setting = from_config.setting(arguments)
     costs = _with_copies(arguments, setting.costs, True)
@@ -213,7 +216,7 @@ def _of_model(arguments: argparse.Namespace) -> Plan:
     tokens = arguments.microbatches * setting.job.tokens * setting.job.data_parallel
     print("\n" + report.table([*published, found.timeline], objective, limit, tokens=tokens, cuts=True))
     print("\n" + from_config.assumptions(setting, costs, arguments.offload is not None, arguments.recompute, width))
-    return found
+    return found, limit
 
 
 def _width() -> int:
@@ -322,12 +325,10 @@ def _search(
         chunks,
         arguments.placement,
         limit,
-        arguments.time_limit,
-        objective=arguments.objective,
         effort=arguments.effort,
-        progress=progress,
         offload=arguments.offload is not None,
         recompute=arguments.recompute,
+        options=PlanOptions(arguments.objective, time_limit=arguments.time_limit, progress=progress),
     )
 
 
@@ -369,9 +370,8 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
             f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
         )
     stages, objective = arguments.stages, arguments.objective
-    other = plan(
-        costs, stages, schedule.microbatches, chunks, schedule.placement, limit, time_limit=0, objective=objective
-    )
+    options = PlanOptions(objective)
+    other = plan(costs, stages, schedule.microbatches, chunks, schedule.placement, limit, effort=0, options=options)
     idle = report.idle(timeline, objective)
     return dataclasses.replace(
         other,
@@ -379,7 +379,6 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
         timeline=timeline,
         lower_bound=min(idle, other.lower_bound),
         optimal=idle - other.lower_bound < 1e-9,
-        mean_cost=timeline.cost if objective == "cost" else timeline.makespan,
         idle=idle_time(timeline, costs, objective, None if limit is None else [limit] * stages),
     )
 
@@ -407,7 +406,7 @@ def _check(arguments: argparse.Namespace) -> None:
     from_config.check_whether_given(arguments)
 
 
-def _write(found: Plan, path: Path) -> Path:
+def _write(found: Plan, path: Path, limit: float | None) -> Path:
     schedule = found.schedule
     try:
         if path.suffix == ".txt":
@@ -417,7 +416,7 @@ def _write(found: Plan, path: Path) -> Path:
             cut = f"# partition: {' '.join(map(str, found.partition))}\n" if header and found.partition else ""
             path.write_text(cut + schedule.to_csv(header=header), encoding="utf-8")
         else:
-            draw.save([found.timeline], path, costs=[found.costs])
+            draw.save([found.timeline], path, costs=[found.costs], limit=limit)
     except OSError as error:
         raise WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
     return path

@@ -197,7 +197,7 @@ def _order(timeline: Timeline, objective: str, limit: float | None, tokens: int)
 def gains(found: Plan, savings: Mapping[str, Plan], objective: str, width: int) -> list[str]:
     """What options that save memory would give, in a line each."""
     time = reached(found.timeline, objective)
-    lines = []
+    lines: list[str] = []
     for option, other in savings.items():
         less = 1 - reached(other.timeline, objective) / time
         said = f"{duration(reached(other.timeline, objective), other.timeline.unit)}, {abs(less):.2%} "

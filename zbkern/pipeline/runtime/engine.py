@@ -196,7 +196,10 @@ class Pipeline:
         return timeline_of(self.schedule, ranks)
 
     def gather(self, value: Any) -> list[Any]:
-        """One value of every rank, by rank: numbers, strings, containers, NamedTuples of them; collective. Raises PipelineError."""
+        """One value of every rank, by rank: numbers, strings, containers and NamedTuples of them; collective.
+
+        Raises PipelineError as a step does.
+        """
         self._check_open("gather")
         with self._failing_together():
             return self._transport.gather(value, self.timeout)
