@@ -210,12 +210,18 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     peak = gpus * setting.hardware.matmul_flops
     used = rate * flops(setting.architecture, setting.job.sequence) / peak
     placement = found.schedule.placement
-    static = static_of_ranks(found.costs.per_chunk(len(placement)), placement)
-    return (
-        f"{_block_costs(setting)}\n{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most by rank: weights, "
-        f"gradients, optimizer states\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, "
-        f"{rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops"
-    )
+    static = amount(max(static_of_ranks(found.costs.per_chunk(len(placement)), placement)), "bytes")
+    lines = [
+        report.figure("layer", _block_costs(setting), width),
+        chunks,
+        report.figure("static", f"{static} at most by rank: weights, gradients, optimizer states", width),
+        report.figure(
+            "step",
+            f"{number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops",
+            width,
+        ),
+    ]
+    return "\n".join(lines)
 
 
 def _counted(architecture: Architecture) -> str:
@@ -238,7 +244,7 @@ def _block_costs(setting: Setting) -> str:
         f"{name} {number(each)}" for name, each in (("F", block.forward), ("B", block.backward), ("W", block.weight))
     )
     held = f", {block.held / block.activation:.2f} times that from B to W" if block.activation else ""
-    return f"{'layer':<9} {block.name}: {times} ms; {amount(block.activation, 'bytes')} from F to B{held}"
+    return f"{block.name}: {times} ms; {amount(block.activation, 'bytes')} from F to B{held}"
 
 
 def _gpus(stages: int, job: Job) -> int:
