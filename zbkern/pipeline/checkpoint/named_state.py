@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.checkpoint.dcp_format import Stored
 from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
@@ -58,6 +59,7 @@ class NamedState:
         self._check_unique()
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
         self._names = names
+        self._as_saved: set[str] = set()  # whose optimizer state is of the dtypes that it had then
         self._own: dict[str, Tensor] = {}  # the optimizer's parameters, in its order
         for parameter in [] if self._inner is None else parameters(self._inner):
             if id(parameter) not in names:
@@ -77,10 +79,12 @@ class NamedState:
         found = self._model()
         if self._inner is None:
             return found
+        self._owners: dict[int, str] = {}  # of tensors in the optimizer's state
         for name, parameter in self._own.items():
             state = self._inner.state.get(parameter)
             if state is None:
                 continue
+            self._check_unshared(name, state)
             values = {}
             for entry, value in state.items():
                 kind = self._kind_of(entry, value)
@@ -101,6 +105,16 @@ class NamedState:
                 {"names": names, "values": values, "kinds": kinds_of(self._inner)}, "param_groups"
             )
         return found
+
+    def _check_unshared(self, name: str, state: dict[Any, Any]) -> None:
+        """Raises ValueError for a tensor that is in the state twice: it would be loaded as two."""
+        for leaf in pytree.tree_leaves(state):
+            owner = self._owners.setdefault(id(leaf), name) if isinstance(leaf, Tensor) else name
+            if owner not in self._names[id(self._own[name])]:
+                raise ValueError(
+                    f"checkpoint.save: the state of {name!r} has a tensor of shape {list(leaf.shape)} that the state "
+                    f"has elsewhere, too, of {owner!r}: loaded, they would be two; keep one for each parameter"
+                )
 
     def _kind_of(self, entry: Any, value: Any) -> str | None:
         """What the key of an entry begins with, None where it has none of its own."""
@@ -143,6 +157,12 @@ class NamedState:
                 found[key] = torch.empty_like(like, dtype=getattr(torch, what.dtype), requires_grad=False)
             elif kind in ("group", "others") or (kind in ("optimizer", "values") and name in self._own):
                 found[key] = what.empty()
+        masters = {id(master) for _, master in self._masters}
+        for name, parameter in self._own.items():
+            key, has_master = f"model.{name}", self._inner_has_masters or id(parameter) in masters
+            same = key in found and str(found[key].dtype) == f"torch.{stored[key].dtype}"
+            if same and has_master == (f"master.{name}" in stored):
+                self._as_saved.add(name)
         for _, master in self._masters:
             if (key := f"master.{self._names[id(master)][0]}") in stored:
                 found[key] = torch.empty_like(master)
@@ -214,6 +234,9 @@ class NamedState:
                 found = values.get(self._names[id(group["params"][0])][0], {})
                 described.update({name: _where(group.get(name), value) for name, value in found.items()})
         self._inner.load_state_dict({"state": state, "param_groups": groups})
+        for index, parameter in enumerate(parameters(self._inner)):
+            if self._names[id(parameter)][0] in self._as_saved:
+                _set_exactly(self._inner.state.get(parameter, {}), state[index], parameter.device)
         with torch.no_grad():
             for parameter, master in self._masters:
                 master.copy_(loaded.get(f"master.{self._names[id(master)][0]}", parameter))
@@ -319,6 +342,16 @@ def _plain(value: Any) -> Any:
 def unpack(packed: Tensor) -> Any:
     """What was packed: numbers, strings, tensors, and tuples, lists and dicts of them."""
     return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
+
+
+def _set_exactly(present: dict[Any, Any], saved: dict[Any, Any], device: torch.device) -> None:
+    """Gives entries back what torch's load_state_dict has converted: dtypes, and strings."""
+    for entry, value in saved.items():
+        made = present.get(entry)
+        if isinstance(value, Tensor) and isinstance(made, Tensor):
+            present[entry] = made if made.dtype == value.dtype else value.to(made.device)
+        elif type(made) is type(value):
+            present[entry] = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), value)
 
 
 def _where(present: Any, loaded: Any) -> Any:

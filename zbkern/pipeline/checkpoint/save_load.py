@@ -258,6 +258,11 @@ def _check_absent(folder: Path, step: int | None, seen: list[str | None]) -> Non
     for rank, name in enumerate(seen):
         if name is not None:
             raise ValueError(f"checkpoint.load: rank {rank} sees {folder / name}, and rank 0 does not; {_ONE_PLACE}")
+    for path in directory.lost(folder, step):
+        raise ValueError(
+            f"checkpoint.load: {path} is no checkpoint, as it has neither {dcp_format.INDEX} nor .metadata; its files "
+            "were lost or moved: bring them back, or remove the folder to start without it"
+        )
     if step is not None:
         steps = ", ".join(map(str, directory.complete(folder))) or "none"
         raise ValueError(f"checkpoint.load: {folder} has no checkpoint of step {step}; there are {steps}")
