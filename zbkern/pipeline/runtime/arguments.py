@@ -106,17 +106,46 @@ class Batch(NamedTuple):
     side: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def split(cls, call: str, inputs: Any, targets: Any, side: Any, count: int, ends: tuple[bool, bool]) -> Batch:
-        """The arguments of `call` in `count` microbatches; ends: whether this rank has the first and the last chunk.
+    def split(
+        cls, call: str, inputs: Any, targets: Any, side: Any, count: int, modules: Mapping[int, Any], last: int
+    ) -> Batch:
+        """The arguments of `call` in `count` microbatches, for this rank's modules, by chunk; last: the last chunk.
 
         Raises TypeError or ValueError as `split` does.
         """
-        sides = split_side(call, side, count)
-        if side is not None and inputs is None:
+        inputs, sides = share_inputs(call, inputs, side, count, modules.values())
+        if any(sides) and inputs is None:
             given: Sequence[Any] = [()] * count
         else:
-            given = split(call, "inputs", inputs, count) if ends[0] else []
-        return cls(given, split(call, "targets", targets, count) if ends[1] else [], sides)
+            given = split(call, "inputs", inputs, count) if 0 in modules else []
+        return cls(given, split(call, "targets", targets, count) if last in modules else [], sides)
+
+
+def share_inputs(
+    call: str, inputs: Any, side: Any, count: int, modules: Iterable[Any]
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Inputs, and each microbatch's side inputs, to which goes what every chunk needs of inputs that have names.
+
+    Which that is, modules tell in `split_batch`, as those of `cut` do; without it inputs stay as they are. Raises as
+    `split` does.
+    """
+    sides = split_side(call, side, count)
+    parts = inputs if isinstance(inputs, list) else [inputs]
+    splitter = next((module.split_batch for module in modules if hasattr(module, "split_batch")), None)
+    if not parts or not all(isinstance(part, Mapping) for part in parts):
+        return inputs, sides
+    if splitter is None:
+        named = [dict(part) for part in parts]  # a dict of the transformers library's is none for torch
+        return named if isinstance(inputs, list) else named[0], sides
+    own, shared = zip(*(splitter(part) for part in parts), strict=True)
+    if isinstance(inputs, list):
+        shared = split(call, "inputs", [*shared], count)
+    else:
+        shared = split(call, "inputs", shared[0], count) if shared[0] else [{}] * count
+    if twice := sorted({name for one, other in zip(sides, shared, strict=True) for name in one.keys() & other.keys()}):
+        raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
+    sides = [{**one, **other} for one, other in zip(sides, shared, strict=True)]
+    return [*own] if isinstance(inputs, list) else own[0], sides
 
 
 def split(call: str, name: str, value: Any, count: int) -> list[Any]:

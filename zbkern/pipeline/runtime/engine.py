@@ -286,7 +286,12 @@ class Pipeline:
                 f'Pipeline.{call}: with fill="eager" ranks run W in different orders, and with queue.regather_inputs '
                 'W communicates; use fill="planned", or set pipe.queue.regather_inputs = False'
             )
-        announced = name_with_side(call, side)
+        wrong = None
+        try:
+            self._batch = Batch.split(call, inputs, targets, side, self.schedule.microbatches, self.modules, self._last)
+            announced = name_with_side(call, self._batch.side)
+        except Exception as error:  # the other ranks will have begun: they are told why this one has not
+            wrong, announced = error, name_with_side(call, side)
         if self._failed:
             self._recover(announced)
         try:
@@ -294,21 +299,16 @@ class Pipeline:
         except PipelineError:  # a rank has failed that this one's last call needed nothing from
             self.abandon()
             raise
-        count = self.schedule.microbatches
-        try:
-            self._batch = Batch.split(
-                call, inputs, targets, side, count, (0 in self._stages, self._last in self._stages)
-            )
-        except Exception as error:  # the other ranks have begun: tell them why this one has not
+        if wrong is not None:
             self.abandon()
-            self._transport.fail(f"rank {self.rank}: {error}")
-            raise
+            self._transport.fail(f"rank {self.rank}: {wrong}")
+            raise wrong
         self._losses = []
         self._recorder.clear()
         self._in_flight = 0
         self._step += 1
         self._skip_rolled_back()
-        self._replicas.begin(count)
+        self._replicas.begin(self.schedule.microbatches)
 
     def _recover(self, call: str) -> None:
         """Connects anew after a failure, with all ranks about to make the same call; collective."""
