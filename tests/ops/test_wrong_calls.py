@@ -368,6 +368,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("pipe(schedule=S.zb_h1(2, 2))", ScheduleError, "Pipeline: the schedule has 2 stages and the group 1 ranks; build"),
     ("pipe(loss_fn=3)", TypeError, "Pipeline: loss_fn must be callable as loss_fn(output, target); got 3"),
     ("pipe(loss_fn=None)", TypeError, "Pipeline: loss_fn must be callable on rank 0, which holds the last chunk; got"),
+    ("pipe(fill='lazy')", ValueError, "Pipeline: fill must be one of ('planned', 'eager'); got 'lazy'"),
     ("StepOptions(max_wgrad_bytes=-1)", ValueError, "StepOptions: max_wgrad_bytes must be at least 0; got -1"),
     ("StepOptions(max_wgrad_bytes=True)", TypeError, "StepOptions: max_wgrad_bytes must be an int; got True"),
     ("pipe(tied=[layer().weight])", TypeError, 'Pipeline: tied must be {name: parameter}, as in {"embedding":'),

@@ -1,4 +1,4 @@
-"""A batch by names, as tokenizers and collators make it, is what `step` takes: each chunk gets what its forward needs."""
+"""A batch by names, as collators make it, is what `step` takes: each chunk gets what its forward needs."""
 
 from __future__ import annotations
 

@@ -15,23 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 import zbkern
 from tests.support.chunks import results_on_threads
+from tests.support.saving import schedule_of
 from zbkern.pipeline import (
-    Action,
     ModelCosts,
     Pipeline,
     PipelineError,
     ProfileOptions,
-    Schedule,
     StepOptions,
     cut,
     plan,
-    profile,
     profile_layers,
     schedules,
     simulate,
 )
 from zbkern.pipeline.planner import Plan
-from zbkern.pipeline.planner.offload import fit
 from zbkern.pipeline.transport.local import LocalTransport
 
 WIDTH = 8
@@ -69,7 +66,7 @@ def train(row: str, recompute: Any = (), module: nn.Module | None = None, autoca
     torch.manual_seed(3)
     random.seed(3)
     module = module or zbkern.convert(Chunk())
-    schedule = Schedule.build([[Action.parse(text) for text in row.split()]], [0], 3)
+    schedule = schedule_of(row, microbatches=3)
     data = torch.randn(6, WIDTH)
     options = StepOptions(recompute=recompute)
     with (
@@ -133,26 +130,6 @@ def test_one_microbatch_may_be_recomputed_and_another_offloaded() -> None:
     found, _ = train("0F0 0F1 0O1 0F2 0R0 0B0 0L1 0B1 0B2 0W0 0W1 0W2", ["*norm", nn.GELU])
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a, b)
-
-
-def test_from_measured_costs_to_a_step_that_fits() -> None:
-    torch.manual_seed(3)
-    schedule, data = schedules.gpipe(1, 4), torch.randn(128, WIDTH)
-    module, parts = zbkern.convert(Chunk()), ["*norm", nn.GELU]
-    arguments = (nn.functional.mse_loss, data, data, 4, LocalTransport.ring(1)[0])
-    costs = profile([module], [0], *arguments, options=ProfileOptions(bytes_per_parameter=0, recompute=parts))
-    flat = costs.per_chunk(1)
-    assert flat.checkpoint is not None
-    assert 0.3 < flat.checkpoint[0] / flat.activation[0] < 0.9
-    limit = 4 * flat.activation[0] - 2.5 * (flat.activation[0] - flat.checkpoint[0])
-    planned = fit(schedule, costs, limit, offload=False, recompute=True)
-    options = StepOptions(recompute=parts)
-    local = LocalTransport.ring(1)[0]
-    with Pipeline([module], planned.schedule, nn.functional.mse_loss, local, options=options) as pipe:
-        pipe.step(data, data)
-        measured = pipe.gather_timeline().peak_memory
-    assert measured == pytest.approx(planned.peak_memory, rel=0.1)
-    assert measured[0] <= limit
 
 
 def planned_from_layers(
@@ -232,9 +209,8 @@ def test_layers_of_other_ranks_are_no_parts_of_a_chunk(named: list[str]) -> None
     """What `cut` leaves in their place has their names."""
     torch.manual_seed(3)
     model, data = Chunk(4).eval(), torch.randn(6, WIDTH)
-    rows = ["F0 F1 R0 B0 R1 B1 F2 R2 B2 W0 W1 W2", "F0 R0 B0 F1 R1 B1 F2 R2 B2 W0 W1 W2"]
-    actions = [[Action.parse(f"{chunk}{text}") for text in row.split()] for chunk, row in enumerate(rows)]
-    schedule = Schedule.build(actions, [0, 1], 3)
+    rows = "0F0 0F1 0R0 0B0 0R1 0B1 0F2 0R2 0B2 0W0 0W1 0W2", "1F0 1R0 1B0 1F1 1R1 1B1 1F2 1R2 1B2 1W0 1W1 1W2"
+    schedule = schedule_of(*rows, microbatches=3)
 
     def step(transport: LocalTransport, recompute: list[str]) -> list[torch.Tensor]:
         (chunk,) = cut(copy.deepcopy(model), schedule, layers=["layers.*"], rank=transport.rank)
