@@ -189,8 +189,15 @@ class Optimizer(OptimizerWrapper):
             if (main_grad := main_grad_of(parameter)) is not None:
                 main_grad.zero_()
 
-    def step(self) -> None:  # type: ignore[override]  # no closure
-        """Steps at once if the norm of this rank and those before it allows that; `validate` corrects it if needed."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Steps at once if the norm of this rank and those before it allows that; `validate` corrects it if needed.
+
+        closure: None, as trainers pass it. Raises TypeError for any other: the gradients are a pipeline's.
+        """
+        if closure is not None:
+            raise TypeError(
+                f"Optimizer.step: closure must be None; got {closure!r}; call pipe.step() for the gradients before it"
+            )
         if self.__dict__.pop("found_inf", None) is not None:
             raise TypeError(
                 "Optimizer.step: was called by a GradScaler, which sees the gradients of this rank only; give it to "

@@ -93,6 +93,10 @@ def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Modu
     except (TypeError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"Pipeline: device must be a torch.device, its name or None; got {device!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"Pipeline: device must be one of this machine's {torch.cuda.device_count()} GPUs; got {device}"
+        )
     if device.type == "cuda" and device.index is None:  # threads have a current device each
         return torch.device("cuda", torch.cuda.current_device())
     return device

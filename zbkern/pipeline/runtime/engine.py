@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zbkern.pipeline.runtime.arguments import Batch, check, check_place, device_of, module_list, name_with_side
 from zbkern.pipeline.runtime.data_parallel import Replicas
-from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
+from zbkern.pipeline.runtime.failure import check_same_step, described, input_of, oom_hint
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memory_saving, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
@@ -243,7 +243,7 @@ class Pipeline:
         if error is not None:
             self._failed = True
             told = isinstance(error, PipelineError)
-            self._transport.fail(str(error) if told else f"rank {self.rank}: {type(error).__name__}: {error}")
+            self._transport.fail(str(error) if told else f"rank {self.rank}: {described(error)}")
         self.close()
 
     def drift(self, costs: Costs | None = None) -> Drift:
@@ -378,12 +378,13 @@ class Pipeline:
         except BaseException as error:
             more = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
             more = more or input_of(error, activity.action, self.schedule.placement, self._forward_input)
-            reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{more}"
+            reason = f"rank {self.rank}, action {activity.action}: {described(error)}{more}"
             self.abandon()
             self._transport.fail(reason)
             if not isinstance(error, Exception):
                 raise
-            raise PipelineError(reason) from error
+            # a StopIteration as its cause would be taken for the end of this generator
+            raise PipelineError(reason) from (None if isinstance(error, StopIteration) else error)
 
     def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
         activity, recorder = self._transport.activity, self._recorder
