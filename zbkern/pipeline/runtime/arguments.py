@@ -108,6 +108,17 @@ class Batch(NamedTuple):
     inputs: Sequence[Any]
     targets: Sequence[Any]
     side: Sequence[Mapping[str, Any]]
+    versions: Sequence[int] = ()  # of each microbatch's side inputs, as the step began
+
+    def side_of(self, microbatch: int) -> Mapping[str, Any]:
+        """Raises RuntimeError where the side inputs of a microbatch are not what they were."""
+        side = self.side[microbatch]
+        if side and _version(side) != self.versions[microbatch]:
+            raise RuntimeError(
+                f"side inputs of microbatch {microbatch}, {sorted(side)}, were modified in place by a forward before; "
+                "others read them, too: modify a copy"
+            )
+        return side
 
     @classmethod
     def split(
@@ -122,7 +133,14 @@ class Batch(NamedTuple):
             given: Sequence[Any] = [()] * count
         else:
             given = split(call, "inputs", inputs, count) if 0 in modules else []
-        return cls(given, split(call, "targets", targets, count) if last in modules else [], sides)
+        goals = split(call, "targets", targets, count) if last in modules else []
+        return cls(given, goals, sides, [_version(each) for each in sides])
+
+
+def _version(side: Mapping[str, Any]) -> int:
+    """Grows when one of the tensors is modified."""
+    tensors = [leaf for leaf in pytree.tree_leaves(dict(side)) if isinstance(leaf, Tensor)] if side else []
+    return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
 
 def share_inputs(

@@ -405,7 +405,7 @@ class Pipeline:
         inputs = self._forward_input = self._batch.inputs[microbatch] if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = self._batch.targets[microbatch] if chunk == self._last else None
-        outputs = self._stages[chunk].forward(microbatch, inputs, target, self._batch.side[microbatch])
+        outputs = self._stages[chunk].forward(microbatch, inputs, target, self._batch.side_of(microbatch))
         self._in_flight += 1
         if chunk == self._last:
             self._losses.append(outputs.detach())
