@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -139,7 +140,7 @@ def planned_from_layers(
     and the chunks with an R. Two ranks on threads."""
     torch.manual_seed(3)
     data, loss_fn = torch.randn(256, WIDTH), nn.functional.mse_loss
-    named = {f"layers.{number}": zbkern.convert(layer) for number, layer in enumerate(layers)}
+    named = {f"layers.{number}": zbkern.convert(layer).eval() for number, layer in enumerate(layers)}
     half = len(layers) // 2
 
     def measure(transport: LocalTransport) -> ModelCosts:
@@ -263,3 +264,43 @@ def test_what_is_not_there_is_told() -> None:
         train(SAVING, ["none"])
     with pytest.raises(TypeError, match="recompute must be a list of names of parts"):
         StepOptions(recompute="*norm*")
+
+
+class Unrepeatable(nn.Module):
+    """Its factor comes from where an R cannot put it back."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.linear, self.source, self.calls = nn.Linear(WIDTH, WIDTH), source, 0
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.source == "numpy":
+            factor: Any = np.random.rand()
+        elif self.source == "generator":
+            factor = torch.rand(WIDTH, generator=self.generator)
+        elif self.source == "order":
+            return self.linear(x).sin()[torch.randperm(len(x), generator=self.generator)]
+        else:
+            factor = 1 + 1e-3 * (self.calls if self.source == "counter" else max(0, self.calls - 14))
+        return self.linear(x).sin() * factor
+
+
+@pytest.mark.parametrize("recompute", [(), (nn.Sequential,)])
+@pytest.mark.parametrize(
+    ("source", "always"), [("numpy", 0), ("generator", 0), ("order", 0), ("counter", 0), ("later", 1)]
+)
+def test_a_forward_that_computes_something_else_is_told(source: str, always: bool, recompute: Any) -> None:
+    module = nn.Sequential(nn.Sequential(Unrepeatable(source)), nn.Linear(WIDTH, WIDTH))
+    options = StepOptions(recompute=recompute, check_recompute=bool(always))
+    arguments = [module], schedule_of(SAVING, microbatches=3), nn.functional.mse_loss, LocalTransport.ring(1)[0]
+    data = torch.randn(6, WIDTH)
+
+    def steps() -> None:
+        with Pipeline(*arguments, options=options) as pipe:
+            for _ in range(4):
+                pipe.step(data, data)
+
+    with pytest.raises(PipelineError, match=r"action 0R\d: RuntimeError: Sequential gave one result, and another when"):
+        steps()

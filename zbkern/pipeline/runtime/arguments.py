@@ -159,15 +159,15 @@ def share_inputs(
     if splitter is None:
         named = [dict(part) for part in parts]  # a dict of the transformers library's is none for torch
         return named if isinstance(inputs, list) else named[0], sides
-    own, shared = zip(*(splitter(part) for part in parts), strict=True)
+    own, every = (list(each) for each in zip(*(splitter(part) for part in parts), strict=True))
     if isinstance(inputs, list):
-        shared = split(call, "inputs", [*shared], count)
+        shared = split(call, "inputs", every, count)
     else:
-        shared = split(call, "inputs", shared[0], count) if shared[0] else [{}] * count
+        shared = split(call, "inputs", every[0], count) if every[0] else [{}] * count
     if twice := sorted({name for one, other in zip(sides, shared, strict=True) for name in one.keys() & other.keys()}):
         raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
     sides = [{**one, **other} for one, other in zip(sides, shared, strict=True)]
-    return [*own] if isinstance(inputs, list) else own[0], sides
+    return own if isinstance(inputs, list) else own[0], sides
 
 
 def split(call: str, name: str, value: Any, count: int) -> list[Any]:
