@@ -393,7 +393,7 @@ def test_a_rank_that_makes_another_call_is_told_and_all_with_it(odd: int, other:
     assert time.monotonic() - start < 8  # seconds: without a time-out
     for error in errors:
         assert isinstance(error, PipelineError)
-        assert "ranks make different calls: call 4 of this pipeline is" in str(error)
+        assert "ranks make different calls: call 5 of this pipeline is" in str(error)
         assert re.search(rf"{other} on rank {odd}\b", str(error)), str(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.schedule_updates import ReplannerLike
+from zbkern.pipeline.runtime.tied_weights import digest_of
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.program import FILLS
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -102,6 +104,9 @@ def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Modu
     return device
 
 
+logger = logging.getLogger("zbkern")
+
+
 class Batch(NamedTuple):
     """What the microbatches of a step are given, one after the other."""
 
@@ -137,6 +142,13 @@ class Batch(NamedTuple):
         return cls(given, goals, sides, [_version(each) for each in sides])
 
 
+def _as_dict(value: Any) -> Any:
+    """A mapping, such as the transformers library's, as a dict, which torch looks into; of a list, each."""
+    if isinstance(value, list):
+        return [_as_dict(part) for part in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
 def _version(side: Mapping[str, Any]) -> int:
     """Grows when one of the tensors is modified."""
     tensors = [leaf for leaf in pytree.tree_leaves(dict(side)) if isinstance(leaf, Tensor)] if side else []
@@ -157,8 +169,7 @@ def share_inputs(
     if not parts or not all(isinstance(part, Mapping) for part in parts):
         return inputs, sides
     if splitter is None:
-        named = [dict(part) for part in parts]  # a dict of the transformers library's is none for torch
-        return named if isinstance(inputs, list) else named[0], sides
+        return _as_dict(inputs), sides
     own, every = (list(each) for each in zip(*(splitter(part) for part in parts), strict=True))
     if isinstance(inputs, list):
         shared = split(call, "inputs", every, count)
@@ -168,6 +179,28 @@ def share_inputs(
         raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
     sides = [{**one, **other} for one, other in zip(sides, shared, strict=True)]
     return own if isinstance(inputs, list) else own[0], sides
+
+
+def identity(value: Any) -> bytes:
+    """A number for what a rank was given, equal for equal tensors; empty where there is nothing to compare."""
+    tensors = [leaf for leaf in pytree.tree_leaves(_as_dict(value)) if isinstance(leaf, Tensor)]
+    return b"".join(digest_of(leaf) or b"" for leaf in tensors if leaf.layout is torch.strided)
+
+
+def check_same_batch(identities: Sequence[Sequence[bytes]]) -> None:
+    """Warns where ranks were given inputs or targets that differ, as by a loader that shards them over all ranks.
+
+    identities: of inputs and targets, by rank. No error, since all but one rank's may be anything.
+    """
+    for name, numbers in zip(("inputs", "targets"), zip(*identities, strict=True), strict=True):
+        ranks = [rank for rank, number in enumerate(numbers) if number]
+        if len({numbers[rank] for rank in ranks}) > 1:
+            logger.warning(
+                "Pipeline.step: the %s of ranks %s differ, and only those of the rank that needs them count: the ranks "
+                "of one pipeline need one batch, so a DataLoader must not be sharded over them; ranks that need no %s "
+                "may pass None",
+                *(name, ranks, name),
+            )
 
 
 def split(call: str, name: str, value: Any, count: int) -> list[Any]:

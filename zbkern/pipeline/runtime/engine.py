@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.runtime.arguments import Batch, check, check_place, device_of, module_list, name_with_side
+from zbkern.pipeline.runtime.arguments import (
+    Batch,
+    check,
+    check_place,
+    check_same_batch,
+    device_of,
+    identity,
+    module_list,
+    name_with_side,
+)
 from zbkern.pipeline.runtime.data_parallel import Replicas
 from zbkern.pipeline.runtime.failure import check_same_step, described, input_of, oom_hint
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memory_saving, make_stages
@@ -294,6 +303,10 @@ class Pipeline:
             wrong, announced = error, name_with_side(call, side)
         if self._failed:
             self._recover(announced)
+        if call == "step" and self._step == 0 and self.schedule.stages > 1:
+            batches = self.gather((identity(inputs), identity(targets)))
+            if self.rank == 0:
+                check_same_batch(batches)
         try:
             self._transport.begin(announced)
         except PipelineError:  # a rank has failed that this one's last call needed nothing from
