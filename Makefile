@@ -100,7 +100,6 @@ kernels-report: $(READY) ## registers, spills and shared memory of the Triton ke
 
 bench-gpu: ready-gpu ## our kernels on a GPU beside torch's and other libraries', in about 8 minutes
 	TRITON_INTERPRET=0 $(PYTHON) -m bench.gpu --out $(OUT)
-	-TRITON_INTERPRET=0 $(PYTHON) -m bench.cuda_wgrad --out $(OUT)  # says so where the extension is not built
 
 bench-split: $(READY) ## what the split of backward into B and W costs
 	$(PYTHON) -m bench.split --out $(OUT)

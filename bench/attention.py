@@ -58,7 +58,7 @@ def ours(shape: Sequence[int], causal: bool, device: str = "cuda") -> None:
     """Our kernels' forward and backward once, for the compilers."""
     backend = dispatch.resolve("attention", "triton", device, torch.bfloat16)
     leaves = [torch.zeros(*shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    y = paths.through("triton", *leaves, options_of(shape, causal), backend)
+    y = paths.through("triton", paths.Case(*leaves, options_of(shape, causal), None, backend))
     torch.autograd.grad(y, leaves, torch.zeros_like(y))
 
 
@@ -73,17 +73,14 @@ def compare(shape: Sequence[int], causal: bool, rounds: int, device: str = "cuda
     batch, tokens, _, size = shape
     q, k, v, dy = (torch.randn(*shape, device=device, dtype=torch.bfloat16) for _ in range(4))
     options = options_of(shape, causal)
-    why_not_ours = dispatch.why_not("attention", "triton", device, q.dtype)
-    backend = None if why_not_ours else dispatch.resolve("attention", "triton", device, q.dtype)
+    runs = dispatch.why_not("attention", "triton", device, q.dtype) is None
+    backend = dispatch.resolve("attention", "triton", device, q.dtype) if runs else None
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    names = [
-        name
-        for name, reason in paths.explain(paths.case_of(q, k, v, options), why_not_ours)
-        if reason is None and paths.accepts(name, q, k, v, options)
-    ]
+    case = paths.Case(*leaves, options, None, backend)
+    names = paths.cores(case)
 
     def forward(name: str) -> Callable[[], Tensor]:
-        return lambda: paths.through(name, *leaves, options, backend)
+        return lambda: paths.through(name, case)
 
     def backward(name: str) -> list[Callable[[], object]]:
         y = forward(name)()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,42 +27,29 @@ def ceilings(bench: Bench) -> Iterator[Case]:
     yield Case(f"torch.mm {n}^3", run, {}, lambda: None, 2 * n**3, 3 * n * n * size)
 
 
-def _product_bytes(m: int, n: int, k: int, size: int, out: int) -> int:
-    return (m * k + n * k) * size + m * n * out
+def _linear(bench: Bench, dgrad: bool, m: int, n: int, k: int) -> Case:
+    """y [M, N] = x weight^T, or dx [M, K] = dy weight, beside cuBLAS."""
+    backend, (inner, outer) = bench.backend("linear"), (n, k) if dgrad else (k, n)
+    rows, weight, out, other = (bench.random(*s) for s in ((m, inner), (n, k), (m, outer), (m, outer)))
+
+    def ours() -> None:
+        backend.linear_dgrad(rows, weight, out) if dgrad else backend.linear_fwd(rows, weight, None, out)
+
+    return Case(
+        f"M={m} N={n} K={k}",
+        ours,
+        {"cuBLAS": lambda: torch.mm(rows, weight if dgrad else weight.t(), out=other)},
+        lambda: testing.assert_close(out, other, "dx" if dgrad else "y"),
+        testing.linear_flops(m, k, n),
+        (m * inner + n * k + m * outer) * rows.element_size(),
+        0.90,
+        1.00,
+    )
 
 
-def forward(bench: Bench) -> Iterator[Case]:
-    backend = bench.backend("linear")
-    for m in bench.sizes.tokens:
-        for n, k in bench.sizes.layers:
-            x, weight, y, other = bench.random(m, k), bench.random(n, k), bench.empty(m, n), bench.empty(m, n)
-            yield Case(
-                f"M={m} N={n} K={k}",
-                lambda x=x, weight=weight, y=y: backend.linear_fwd(x, weight, None, y),
-                {"cuBLAS": lambda x=x, weight=weight, other=other: torch.mm(x, weight.t(), out=other)},
-                lambda y=y, other=other: testing.assert_close(y, other, "y"),
-                testing.linear_flops(m, k, n),
-                _product_bytes(m, n, k, x.element_size(), x.element_size()),
-                0.90,
-                1.00,
-            )
-
-
-def input_gradient(bench: Bench) -> Iterator[Case]:
-    backend = bench.backend("linear")
-    for m in bench.sizes.tokens:
-        for n, k in bench.sizes.layers:
-            dy, weight, dx, other = bench.random(m, n), bench.random(n, k), bench.empty(m, k), bench.empty(m, k)
-            yield Case(
-                f"M={m} N={n} K={k}",
-                lambda dy=dy, weight=weight, dx=dx: backend.linear_dgrad(dy, weight, dx),
-                {"cuBLAS": lambda dy=dy, weight=weight, other=other: torch.mm(dy, weight, out=other)},
-                lambda dx=dx, other=other: testing.assert_close(dx, other, "dx"),
-                testing.linear_flops(m, k, n),
-                _product_bytes(m, k, n, dy.element_size(), dy.element_size()),
-                0.90,
-                1.00,
-            )
+def linears(bench: Bench, dgrad: bool) -> Iterator[Case]:
+    for m, (n, k) in itertools.product(bench.sizes.tokens, bench.sizes.layers):
+        yield _linear(bench, dgrad, m, n, k)
 
 
 def addmm(dweight: Tensor, segments: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -77,24 +66,38 @@ def terms(bench: Bench, tokens: int) -> int:
     return 0 if bench.dtype == torch.float32 else 2 * tokens
 
 
+def _of_the_extension() -> dict[str, Callable[..., None]]:
+    """W of the CUDA extension, where there is one; "added in L2" should gain at 2048 tokens and fewer."""
+    from zbkern.kernels.cuda import wgrad
+
+    if wgrad.why_not() is not None:
+        return {}
+    return {"our CUDA": wgrad.linear_wgrad, "our CUDA, added in L2": partial(wgrad.linear_wgrad, reduce=True)}
+
+
 def _wgrad(bench: Bench, tokens: int, count: int, n: int, k: int, goals: tuple[float, float]) -> Case:
     backend = bench.backend("linear")
     segments = [(bench.random(tokens, k), bench.random(tokens, n)) for _ in range(count)]
     ours, theirs = bench.zeros(n, k), bench.zeros(n, k)
-    peers = {"addmm": lambda: addmm(theirs, segments)}
+    kernels = {"ours": backend.linear_wgrad, **_of_the_extension()}
+    runs: dict[str, Run] = {
+        name: lambda kernel=kernel: kernel(segments, (ours, None), True) for name, kernel in kernels.items()
+    }
+    peers = {"addmm": lambda: addmm(theirs, segments), **{name: runs[name] for name in list(runs)[1:]}}
     if count > 1:
-        single = bench.zeros(n, k)
-        peers["ours, one by one"] = lambda: [backend.linear_wgrad([s], (single, None), True) for s in segments]
+        peers["ours, one by one"] = lambda: [backend.linear_wgrad([s], (ours, None), True) for s in segments]
 
     def check() -> None:
-        backend.linear_wgrad(segments, (ours.zero_(), None), True)
         addmm(theirs.zero_(), segments)
-        testing.assert_close(ours, theirs, "dweight", terms=terms(bench, count * tokens))
+        for name, run in runs.items():
+            ours.zero_()
+            run()
+            testing.assert_close(ours, theirs, f"dweight, {name}", terms=terms(bench, count * tokens))
 
     size = segments[0][0].element_size()
     return Case(
         f"{count} x T={tokens} N={n} K={k}",
-        lambda: backend.linear_wgrad(segments, (ours, None), True),
+        runs["ours"],
         peers,
         check,
         count * testing.linear_flops(tokens, k, n),
@@ -117,47 +120,45 @@ def merged(bench: Bench) -> Iterator[Case]:
             yield _wgrad(bench, tokens, 4, n, k, goal)
 
 
-def whole_layer(bench: Bench) -> Iterator[Case]:
+def _layer(bench: Bench, tokens: int) -> Case:
     """All W of a block of attention and MLP: seven weights."""
     backend = bench.backend("linear")
     d, h = bench.sizes.hidden
     shapes = [(d, d)] * 4 + [(h, d)] * 2 + [(d, h)]
+    layers = [([(bench.random(tokens, k), bench.random(tokens, n))], (bench.zeros(n, k), None)) for n, k in shapes]
+    others = [bench.zeros(n, k) for n, k in shapes]
+
+    def one_by_one() -> None:
+        for segments, outputs in layers:
+            backend.linear_wgrad(segments, outputs, True)
+
+    def all_addmm() -> None:
+        for (segments, _), other in zip(layers, others, strict=True):
+            addmm(other, segments)
+
+    def check() -> None:
+        for (_, (dweight, _)), other in zip(layers, others, strict=True):
+            dweight.zero_(), other.zero_()
+        backend.linear_wgrads(layers, True)
+        all_addmm()
+        for (_, (dweight, _)), other in zip(layers, others, strict=True):
+            testing.assert_close(dweight, other, "dweight", terms=terms(bench, tokens))
+
+    return Case(
+        f"T={tokens} d={d} h={h}",
+        lambda: backend.linear_wgrads(layers, True),
+        {"ours, one by one": one_by_one, "addmm": all_addmm},
+        check,
+        sum(testing.linear_flops(tokens, k, n) for n, k in shapes),
+        sum(tokens * (n + k) * bench.dtype.itemsize + 8 * n * k for n, k in shapes),
+        1 / 0.97,
+        1 / 0.92,
+    )
+
+
+def whole_layer(bench: Bench) -> Iterator[Case]:
     for tokens in bench.sizes.tokens[:2]:
-        layers = [([(bench.random(tokens, k), bench.random(tokens, n))], (bench.zeros(n, k), None)) for n, k in shapes]
-        others = [bench.zeros(n, k) for n, k in shapes]
-
-        def one_by_one(layers: list = layers) -> None:
-            for segments, outputs in layers:
-                backend.linear_wgrad(segments, outputs, True)
-
-        def all_addmm(layers: list = layers, others: list = others) -> None:
-            for (segments, _), other in zip(layers, others, strict=True):
-                addmm(other, segments)
-
-        def check(
-            layers: list = layers,
-            others: list = others,
-            all_addmm: Run = all_addmm,
-            count: int = terms(bench, tokens),
-        ) -> None:
-            for (_, (dweight, _)), other in zip(layers, others, strict=True):
-                dweight.zero_(), other.zero_()
-            backend.linear_wgrads(layers, True)
-            all_addmm()
-            for (_, (dweight, _)), other in zip(layers, others, strict=True):
-                testing.assert_close(dweight, other, "dweight", terms=count)
-
-        size = layers[0][0][0][0].element_size()
-        yield Case(
-            f"T={tokens} d={d} h={h}",
-            lambda layers=layers: backend.linear_wgrads(layers, True),
-            {"ours, one by one": one_by_one, "addmm": all_addmm},
-            check,
-            sum(testing.linear_flops(tokens, k, n) for n, k in shapes),
-            sum(tokens * (n + k) * size + 8 * n * k for n, k in shapes),
-            1 / 0.97,
-            1 / 0.92,
-        )
+        yield _layer(bench, tokens)
 
 
 def _experts(bench: Bench) -> tuple[list[int], Tensor]:
@@ -231,34 +232,35 @@ def grouped_weight_gradient(bench: Bench) -> Iterator[Case]:
     )
 
 
+def _gated_dgrad(bench: Bench, m: int) -> Case:
+    backend, (n, h) = bench.backend("gated_mlp"), bench.sizes.hidden
+    dy, down, gate, up = bench.random(m, n), bench.random(n, h), bench.random(m, h), bench.random(m, h)
+    ours, theirs = ([bench.empty(m, h) for _ in range(3)] for _ in range(2))
+    dh = bench.empty(m, h)
+
+    def two() -> None:
+        torch.mm(dy, down, out=dh)
+        backend.gated_bwd(dh, gate, up, "silu", *theirs)
+
+    def check() -> None:
+        for name, got, wanted in zip(("dgate", "dup", "h"), ours, theirs, strict=True):
+            testing.assert_close(got, wanted, name, bench.tolerance)  # theirs rounds dh
+
+    return Case(
+        f"M={m} N={n} H={h}",
+        lambda: backend.gated_linear_dgrad(dy, down, gate, up, "silu", *ours),
+        {"cuBLAS, then our gate": two},
+        check,
+        testing.linear_flops(m, h, n),
+        (m * n + n * h + 5 * m * h) * dy.element_size(),
+        1.03,
+        1.10,
+    )
+
+
 def gated_dgrad(bench: Bench) -> Iterator[Case]:
-    backend = bench.backend("gated_mlp")
-    n, h = bench.sizes.hidden
     for m in bench.sizes.tokens:
-        dy, down, gate, up = bench.random(m, n), bench.random(n, h), bench.random(m, h), bench.random(m, h)
-        ours, theirs = ([bench.empty(m, h) for _ in range(3)] for _ in range(2))
-        dh = bench.empty(m, h)
-
-        def two(dy=dy, down=down, gate=gate, up=up, dh=dh, theirs=theirs) -> None:  # type: ignore[no-untyped-def]
-            torch.mm(dy, down, out=dh)
-            backend.gated_bwd(dh, gate, up, "silu", *theirs)
-
-        def check(ours: list = ours, theirs: list = theirs) -> None:
-            for name, got, wanted in zip(("dgate", "dup", "h"), ours, theirs, strict=True):
-                testing.assert_close(got, wanted, name, bench.tolerance)  # theirs rounds dh
-
-        yield Case(
-            f"M={m} N={n} H={h}",
-            lambda dy=dy, down=down, gate=gate, up=up, ours=ours: backend.gated_linear_dgrad(
-                dy, down, gate, up, "silu", *ours
-            ),
-            {"cuBLAS, then our gate": two},
-            check,
-            testing.linear_flops(m, h, n),
-            (m * n + n * h + 5 * m * h) * dy.element_size(),
-            1.03,
-            1.10,
-        )
+        yield _gated_dgrad(bench, m)
 
 
 def _attention(bench: Bench, backward: bool) -> Case:
@@ -298,12 +300,8 @@ def _attention(bench: Bench, backward: bool) -> Case:
     return Case(f"heads={heads} d={d} T={tokens} causal", ours, peers, check, flops, moved, *goals)
 
 
-def attention_forward(bench: Bench) -> Iterator[Case]:
-    yield _attention(bench, False)
-
-
-def attention_backward(bench: Bench) -> Iterator[Case]:
-    yield _attention(bench, True)
+def attention(bench: Bench, backward: bool) -> Iterator[Case]:
+    yield _attention(bench, backward)
 
 
 def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
@@ -368,8 +366,8 @@ def host_time(bench: Bench) -> Iterator[Case]:
 ROWS = (
     Row("product, ceiling", "TFLOP/s", "rate", ceilings),
     Row("copy, ceiling", "TB/s", "rate", memory.copies),
-    Row("linear forward", "TFLOP/s", "ratio", forward),
-    Row("linear dgrad", "TFLOP/s", "ratio", input_gradient),
+    Row("linear forward", "TFLOP/s", "ratio", partial(linears, dgrad=False)),
+    Row("linear dgrad", "TFLOP/s", "ratio", partial(linears, dgrad=True)),
     Row("W, fp32 added", "TFLOP/s", "ratio", weight_gradient),
     Row("W of 4, merged", "TFLOP/s", "ratio", merged),
     Row("all W of a layer", "TFLOP/s", "ratio", whole_layer),
@@ -381,9 +379,9 @@ ROWS = (
     Row("residual + norm, forward", "TB/s", "rate", memory.added_norm_forward),
     Row("residual + norm, backward", "TB/s", "rate", memory.added_norm_backward),
     Row("rotary, halves", "TB/s", "rate", memory.rotary),
-    Row("rotary, interleaved", "TB/s", "rate", memory.rotary_interleaved),
-    Row("attention forward", "TFLOP/s", "rate", attention_forward),
-    Row("attention backward", "TFLOP/s", "rate", attention_backward),
+    Row("rotary, interleaved", "TB/s", "rate", partial(memory.rotary, interleaved=True)),
+    Row("attention forward", "TFLOP/s", "rate", partial(attention, backward=False)),
+    Row("attention backward", "TFLOP/s", "rate", partial(attention, backward=True)),
     Row("linear + cross entropy", "TFLOP/s", "rate", linear_cross_entropy),
     Row("host time of a W", "us", "rate", host_time),
 )

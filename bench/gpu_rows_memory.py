@@ -153,7 +153,3 @@ def rotary(bench: Bench, interleaved: bool = False) -> Iterator[Case]:
         2.4,
         2.9,
     )
-
-
-def rotary_interleaved(bench: Bench) -> Iterator[Case]:
-    return rotary(bench, interleaved=True)

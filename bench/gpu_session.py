@@ -82,7 +82,6 @@ def plan(out: Path, seconds: float, rehearsed: int | None) -> list[Job]:
         Job(REPLAYED, every_launch, 10 * part),
         Job("tests", tests, 40 * part),
         *(rows(name, names, 10 * part) for name, names in ROWS.items()),
-        Job("W of the extension", ["-m", "bench.cuda_wgrad", "--out", str(out)], 10 * part),
         Job("virtual stages", stages, 10 * part),
         Job("tiles of W", tiles, 10 * part),
         Job("sanitizer", ["-m", "pytest", "-q", "--slow", "tests/gpu/test_cuda_sanitizer.py"], 20 * part),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zbkern.reporting import environment
+from zbkern.reporting import environment, markdown_table
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
@@ -23,3 +24,9 @@ def write_json(name: str, figures: Any, folder: Path | None) -> str:
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n")
     return f"written to {path}"
+
+
+def table(title: str, columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """A title and a Markdown table; columns: "header: {key:format}", a semicolon between them."""
+    headers, cells = zip(*(column.split(": ", 1) for column in columns.split("; ")), strict=True)
+    return f"{title}\n\n{markdown_table(headers, [[cell.format_map(row) for cell in cells] for row in rows])}"

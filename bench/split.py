@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import report
-from bench.split_heads import HEADS, head_row, heads_table
+from bench.split_heads import HEADS, HEADS_TABLE, head_row
 from bench.split_models import (
     LLAMA,
     Experts,
@@ -30,7 +30,6 @@ from bench.split_models import (
     Looped,
     OwnLinear,
     OwnNorm,
-    ScaledLinear,
     Shared,
     TorchMLP,
     attention_block,
@@ -38,16 +37,20 @@ from bench.split_models import (
     not_of_attention,
 )
 from zbkern import testing
-from zbkern.reporting import markdown_table
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def saved_bytes(forward: Callable[[], Tensor], kept: Sequence[Tensor]) -> tuple[Tensor, int]:
     """What a forward returns, and the bytes that it leaves for the backward beyond `kept`, each storage once."""
-    there = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    there = {own_part(tensor).untyped_storage().data_ptr() for tensor in kept}
     saved: dict[int, int] = {}
 
     def save(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = own_part(tensor).untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
@@ -132,25 +135,24 @@ def llama_row(name: str, tokens: int, rounds: int, defer: Callable[[str, nn.Modu
     width, hidden = LLAMA["width"], LLAMA["hidden"]
     keys = width // LLAMA["heads"] * LLAMA["key_heads"]
     model = zbkern.restore(LlamaBlock(**LLAMA, mlp=TorchMLP))
-    floor = tokens * (6 * width + 2 * keys + 3 * hidden) * 4
+    floor = floor_bytes(tokens, 6 * width + 2 * keys + 3 * hidden)
     twin = LlamaBlock(**LLAMA, mlp=zbkern.nn.MLP)
     return split_row(name, model, torch.randn(1, tokens, width), floor, rounds, twin, defer)
 
 
 CALLS = 6  # layers of a call_row
-OWN = {nn.Linear: OwnLinear, nn.RMSNorm: OwnNorm}
+OWN: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: OwnLinear, nn.RMSNorm: OwnNorm}
 
 
 def call_row(kind: type[nn.Module], *sizes: int, rounds: int) -> dict:
-    """What one call of a tiny layer costs the host, F, B and W: plain, recognised by `convert` unless it is of no kind
-    that `convert` knows, and intercepted; the first and the last also compiled, with all calls in one graph."""
+    """What one call of a tiny layer costs the host, F, B and W: plain, recognised by `convert`, and intercepted; the
+    first and the last also compiled, with all calls in one graph."""
     plain, x = nn.Sequential(*[kind(*sizes) for _ in range(CALLS)]), torch.randn(16, sizes[0])
     dy, queue = torch.randn(16, sizes[-1]), zbkern.WGradQueue()
-    intercepted = nn.Sequential(*[OWN.get(kind, kind)(*sizes) for _ in range(CALLS)])
+    intercepted = nn.Sequential(*[OWN[kind](*sizes) for _ in range(CALLS)])
     intercepted.load_state_dict(plain.state_dict())
     models = {"plain": plain, "intercepted": zbkern.convert(intercepted)}
-    if kind in OWN:
-        models["recognised"] = zbkern.convert(copy.deepcopy(plain))
+    models["recognised"] = zbkern.convert(copy.deepcopy(plain))
     models |= {f"{name}_compiled": copy.deepcopy(models[name]) for name in ("plain", "intercepted")}
     torch._dynamo.reset()
     compiled = {n: torch.compile(m, fullgraph=True, dynamic=False) for n, m in models.items() if n.endswith("compiled")}
@@ -185,21 +187,19 @@ def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> di
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
-    def candidate(name: str) -> Callable[[], list[Callable]]:
-        def prepare() -> list[Callable]:
-            for key, x in enumerate(xs):
-                with queues[name].defer(key):
-                    model(x).sum().backward()
-            return [queues[name].run]
+    def backward(queue: zbkern.WGradQueue) -> None:
+        for key, x in enumerate(xs):
+            with queue.defer(key):
+                model(x).sum().backward()
 
-        return prepare
+    def candidate(queue: zbkern.WGradQueue) -> list[Callable]:
+        backward(queue)
+        return [queue.run]
 
     def plain() -> list[Callable]:
         """The W of torch's backward, by hand: a matmul and a sum, then added to the gradient."""
         queue = queues["separate"]
-        for key, x in enumerate(xs):
-            with queue.defer(key):
-                model(x).sum().backward()
+        backward(queue)
         work = [(task.parameters, task.tensors) for task in queue.tasks()]
         queue.discard()
 
@@ -211,17 +211,18 @@ def merge_row(width: int, tokens: int, rounds: int, microbatches: int = 4) -> di
 
         return [run]
 
+    candidates = {**{name: functools.partial(candidate, queue) for name, queue in queues.items()}, "plain": plain}
     gradients = {}
-    for name, prepare in {**{n: candidate(n) for n in queues}, "plain": plain}.items():
+    for name, prepare in candidates.items():
         for parameter in model.parameters():
             parameter.grad.zero_()
         for function in prepare():
             function()
         gradients[name] = [parameter.grad.clone() for parameter in model.parameters()]
-    for a, b, c in zip(*gradients.values(), strict=True):
-        testing.assert_close(a, c)
-        testing.assert_close(b, c)
-    timings = testing.measure({**{n: candidate(n) for n in queues}, "plain": plain}, rounds=rounds, warmup=5)
+    for merged, separate, expected in zip(*gradients.values(), strict=True):
+        testing.assert_close(merged, expected)
+        testing.assert_close(separate, expected)
+    timings = testing.measure(candidates, rounds=rounds, warmup=5)
     return {
         "case": f"6 x {width}, {microbatches} x {tokens} tokens",
         "plain_us": timings["plain"].median * 1e6,
@@ -235,52 +236,42 @@ Row = Callable[[], dict]
 
 def split_rows(rounds: int) -> list[Row]:
     """Each of the models, small ones with more rounds."""
-    tokens, fewer = 512 * 4, 256 * 4  # bytes of one feature of all tokens
+    many = 4 * rounds
+    experts = Experts(8, 256, 256), torch.randn(512, 256), floor_bytes(512, 2 * 256 + 3 * 256)
+    gated = TorchMLP(256, 768), torch.randn(256, 256), floor_bytes(256, 2 * 256 + 3 * 768)
+    attention = attention_block(256, 4), torch.randn(2, 128, 256), floor_bytes(256, 6 * 256)
+    large = chain(512), torch.randn(256, 512), floor_bytes(256, 12 * 512)
+    of_experts = "8 experts 256/256, 512 tokens"
+    peers = ((", beside a loop", Looped), (", beside torch._grouped_mm", Library))
+    deferrals = (("all wait", None), ("attention's do not", not_of_attention))
     return [
-        lambda: split_row("six 512-wide, 256 tokens", chain(512), torch.randn(256, 512), 12 * 512 * fewer, rounds),
+        lambda: split_row("six 512-wide, 256 tokens", *large, rounds),
         lambda: split_row("six 64-wide, 16 tokens", *small(chain(64)), 20 * rounds),
         lambda: split_row("the same, intercepted", *small(chain(64, kind=OwnLinear)), 20 * rounds),
-        lambda: split_row(
-            "8 experts 256/256, 512 tokens",
-            Experts(8, 256, 256),
-            torch.randn(512, 256),
-            (2 * 256 + 3 * 256) * tokens,
-            4 * rounds,
-        ),
-        *(
-            functools.partial(experts_row, f"8 experts 256/256, 512 tokens, beside {peer}", model, 4 * rounds)
-            for peer, model in (("a loop", Looped), ("torch._grouped_mm", Library))
-        ),
-        lambda: split_row(
-            "gated MLP 256/768, 256 tokens",
-            TorchMLP(256, 768),
-            torch.randn(256, 256),
-            (2 * 256 + 3 * 768) * fewer,
-            4 * rounds,
-            zbkern.nn.MLP(256, 768),
-        ),
-        lambda: split_row(
-            "attention 256, 2 x 128 tokens",
-            attention_block(256, 4),
-            torch.randn(2, 128, 256),
-            (256 + 3 * 256 + 2 * 256) * fewer,
-            4 * rounds,
-        ),
+        lambda: split_row(of_experts, *experts, many),
+        *(functools.partial(experts_row, f"{of_experts}{peer}", model, many) for peer, model in peers),
+        lambda: split_row("gated MLP 256/768, 256 tokens", *gated, many, zbkern.nn.MLP(256, 768)),
+        lambda: split_row("attention 256, 2 x 128 tokens", *attention, many),
         *(
             functools.partial(llama_row, f"Llama block 512, 256 tokens: {name}", 256, rounds, defer)
-            for name, defer in (("all wait", None), ("attention's do not", not_of_attention))
+            for name, defer in deferrals
         ),
     ]
 
 
+def floor_bytes(tokens: int, features: int) -> int:
+    """Of so many fp32 features of so many tokens."""
+    return 4 * tokens * features
+
+
 def small(model: nn.Module) -> tuple[nn.Module, Tensor, int]:
     """Six layers of 64, their input, and the bytes of all inputs and output gradients."""
-    return model, torch.randn(16, 64), 12 * 16 * 64 * 4
+    return model, torch.randn(16, 64), floor_bytes(16, 12 * 64)
 
 
 def experts_row(name: str, model: type[Shared], rounds: int) -> dict:
-    floor = 512 * (256 + 2 * 256 + 256 + 256) * 4
-    return split_row(name, model(256, 256, 8), torch.randn(512, 256), floor, rounds, Shared(256, 256, 8))
+    floor, x = floor_bytes(512, 5 * 256), torch.randn(512, 256)
+    return split_row(name, model(256, 256, 8), x, floor, rounds, Shared(256, 256, 8))
 
 
 def parts(rounds: int) -> dict[str, list[Row]]:
@@ -293,39 +284,31 @@ def parts(rounds: int) -> dict[str, list[Row]]:
         "calls": [
             lambda: call_row(nn.Linear, 64, 64, rounds=many),
             lambda: call_row(nn.RMSNorm, 64, rounds=many),
-            lambda: call_row(ScaledLinear, 64, 64, rounds=many),
         ],
         "heads": [functools.partial(head_row, *sizes, max(3, rounds // 4)) for sizes in heads],
         "merge": [functools.partial(merge_row, *sizes) for sizes in merges],
     }
 
 
-def split_table(rows: list[dict]) -> str:
-    header = ["case", "full backward, us", "zbkern B + W", "zbkern, no queue", "torch's split", "held / floor"]
-    header.append("held / activation")
-    keys = ["split", "whole", "torch_split", "held_over_floor", "held_over_activation"]
-    cells = [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in keys)] for r in rows]
-    title = "(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds"
-    return f"{title}\n\n{markdown_table(header, cells)}"
-
-
-def calls_table(rows: list[dict]) -> str:
-    header = ["layer", "torch", "zbkern, recognised", "zbkern, intercepted", "torch, compiled", "zbkern, compiled"]
-    models = ("plain", "recognised", "intercepted", "plain_compiled", "intercepted_compiled")
-    times = [[r.get(f"{model}_us") for model in models] for r in rows]
-    cells = [[r["case"], *("" if t is None else f"{t:.1f}" for t in of)] for r, of in zip(rows, times, strict=True)]
-    title = "Host time of one call, us: F, B and W of a layer with 64 features and 16 tokens"
-    return f"{title}\n\n{markdown_table(header, cells)}"
-
-
-def merge_table(rows: list[dict]) -> str:
-    header = ["case", "four plain W, us", "merged", "one by one"]
-    cells = [[r["case"], f"{r['plain_us']:.0f}", *(f"{r[k]:.3f}" for k in ("merged", "separate"))] for r in rows]
-    title = "W of four microbatches / four plain W (matmul and sum, then added to the gradient)"
-    return f"{title}\n\n{markdown_table(header, cells)}"
-
-
-TABLES = {"split": split_table, "calls": calls_table, "heads": heads_table, "merge": merge_table}
+TABLES = {
+    "split": (
+        "(B + W) / full backward of the torch.nn model, one thread, medians of interleaved rounds",
+        "case: {case}; full backward, us: {plain_us:.0f}; zbkern B + W: {split:.3f}; zbkern, no queue: {whole:.3f}; "
+        "torch's split: {torch_split:.3f}; held / floor: {held_over_floor:.3f}; "
+        "held / activation: {held_over_activation:.3f}",
+    ),
+    "calls": (
+        "Host time of one call, us: F, B and W of a layer with 64 features and 16 tokens",
+        "layer: {case}; torch: {plain_us:.1f}; zbkern, recognised: {recognised_us:.1f}; "
+        "zbkern, intercepted: {intercepted_us:.1f}; torch, compiled: {plain_compiled_us:.1f}; "
+        "zbkern, compiled: {intercepted_compiled_us:.1f}",
+    ),
+    "heads": HEADS_TABLE,
+    "merge": (
+        "W of four microbatches / four plain W (matmul and sum, then added to the gradient)",
+        "case: {case}; four plain W, us: {plain_us:.0f}; merged: {merged:.3f}; one by one: {separate:.3f}",
+    ),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -342,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
         for row in rows:
             found[name].append(row())
             saved = report.write_json("split", found, options.out)  # what is there stays if the rest is cut off
-        print(TABLES[name](found[name]), end="\n\n", flush=True)
+        print(report.table(*TABLES[name], found[name]), end="\n\n", flush=True)
     print(saved)
     return 0
 

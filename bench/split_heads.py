@@ -11,7 +11,6 @@ from torch import Tensor
 
 import zbkern
 from zbkern import testing
-from zbkern.reporting import markdown_table
 
 HEADS = ((1024, 256, 8192), (2048, 512, 4096), (1024, 512, 32000), (1024, 1024, 8192))
 """Tokens, features, vocabulary."""
@@ -87,19 +86,10 @@ def peak_bytes(functions: list[Callable]) -> int:
     return max(itertools.accumulate(sizes), default=0)
 
 
-def heads_table(rows: list[dict]) -> str:
-    names = {"whole": "torch, all logits", "at_once": "zbkern, no queue", "deferred": "zbkern, W deferred"}
-    header = [
-        "case",
-        "torch in chunks, us",
-        *names.values(),
-        "of it F + B",
-        *(f"MB: {n}" for n in ("torch in chunks", *names.values())),
-    ]
-    cells = [
-        [r["case"], f"{r['torch_us']:.0f}", *(f"{r[name]:.3f}" for name in (*names, "before_w"))]
-        + [f"{r['peak_bytes'][name] / 1e6:.1f}" for name in ("torch", *names)]
-        for r in rows
-    ]
-    title = "A head with its cross-entropy, F + B + W / torch's linear_cross_entropy in chunks, and peak MB of each"
-    return f"{title}\n\n{markdown_table(header, cells)}"
+HEADS_TABLE = (
+    "A head with its cross-entropy, F + B + W / torch's linear_cross_entropy in chunks, and peak bytes of each",
+    "case: {case}; torch in chunks, us: {torch_us:.0f}; torch, all logits: {whole:.3f}; "
+    "zbkern, no queue: {at_once:.3f}; zbkern, W deferred: {deferred:.3f}; of it F + B: {before_w:.3f}; "
+    "bytes, torch in chunks: {peak_bytes[torch]:.3g}; torch, all logits: {peak_bytes[whole]:.3g}; "
+    "zbkern, no queue: {peak_bytes[at_once]:.3g}; zbkern, W deferred: {peak_bytes[deferred]:.3g}",
+)

@@ -10,16 +10,7 @@ from torch import Tensor, nn
 
 import zbkern
 
-
-class ScaledLinear(nn.Linear):
-    """A linear whose weight is computed: W waits, too, and computes it once more."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.scale = nn.Parameter(torch.ones(outputs, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.scale * self.weight, self.bias)
+CAUSAL = zbkern.functional.AttentionOptions(causal=True)
 
 
 class OwnLinear(nn.Linear):
@@ -100,7 +91,7 @@ class TorchMLP(zbkern.nn.MLP):
 
 def attention_block(width: int, heads: int) -> nn.Module:
     """torch's linears around the same attention core: `convert` makes ours of it."""
-    return zbkern.restore(zbkern.nn.Attention(width, heads, causal=True))
+    return zbkern.restore(zbkern.nn.Attention(width, heads, options=CAUSAL))
 
 
 class LlamaBlock(nn.Module):
@@ -109,7 +100,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, width: int, heads: int, key_heads: int, hidden: int, mlp: type[zbkern.nn.MLP]) -> None:
         super().__init__()
         self.input_norm, self.mlp_norm = zbkern.nn.RMSNorm(width), zbkern.nn.RMSNorm(width)
-        self.attention = zbkern.nn.Attention(width, heads, key_heads, causal=True)
+        self.attention = zbkern.nn.Attention(width, heads, key_heads, options=CAUSAL)
         self.mlp = mlp(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,15 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbkern
 from bench import ranks, report
+from bench.split import saved_bytes
+from bench.split_models import TorchMLP
 from zbkern import testing
-from zbkern.reporting import environment, machine_line, markdown_table
+from zbkern.reporting import environment, machine_line
 
 RANKS = 2
+PLAIN = "torch's backward"
 VARIANTS: dict[str, dict[str, Any]] = {
     "inputs kept": {},
     "inputs kept, 1 W per collective of B": {"wgrads_per_collective": 1},
@@ -33,22 +35,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class GatedMLP(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, 2 * width, bias=False)
-        self.up = nn.Linear(width, 2 * width, bias=False)
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(width)
-        self.mlp = GatedMLP(width)
+        self.mlp = zbkern.restore(TorchMLP(width, 2 * width))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
@@ -81,19 +72,6 @@ def parallelized(model: nn.Module, blocks: int, mesh: Any) -> nn.Module:
     return parallelize_module(model, mesh, {f"{i}.{name}": s for i in range(blocks) for name, s in styles.items()})
 
 
-def kept_bytes(forward: Callable[[], Any]) -> int:
-    """Bytes of the storages that autograd keeps from a forward."""
-    kept: list[Tensor] = []
-
-    def pack(tensor: Any) -> Any:
-        kept.append(getattr(tensor, "_local_tensor", tensor))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return testing.storage_bytes(kept)
-
-
 def rows(width: int, tokens: int, blocks: int, microbatches: int, rounds: int) -> list[dict]:
     """One row per way; both ranks measure, in the same order."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -103,7 +81,6 @@ def rows(width: int, tokens: int, blocks: int, microbatches: int, rounds: int) -
     plain = nn.Sequential(*[Block(width) for _ in range(blocks)])
     twin = parallelized(zbkern.convert(copy.deepcopy(plain)), blocks, mesh)
     plain = parallelized(plain, blocks, mesh)
-    parameters = sum(p._local_tensor.numel() * p.element_size() for p in twin.parameters())
     xs = [torch.randn(1, tokens // RANKS, width).requires_grad_() for _ in range(microbatches)]
     dys = [torch.randn(1, tokens // RANKS, width) for _ in range(microbatches)]
     queues = {name: zbkern.WGradQueue(**options) for name, options in VARIANTS.items()}
@@ -121,7 +98,7 @@ def rows(width: int, tokens: int, blocks: int, microbatches: int, rounds: int) -
         queue.run()
 
     plain_step()
-    held, saved = {}, {}
+    held, saved = {}, {PLAIN: saved_bytes(lambda: plain(xs[0]), [*plain.parameters()])[1]}
     for name, queue in queues.items():
         twin.zero_grad()
         step(queue)
@@ -129,22 +106,28 @@ def rows(width: int, tokens: int, blocks: int, microbatches: int, rounds: int) -
         for ours, theirs in zip(twin.parameters(), plain.parameters(), strict=True):
             testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())
         with queue.defer():
-            saved[name] = kept_bytes(lambda: twin(xs[0]))
-    candidates: dict[str, Callable[[], list[Callable]]] = {"torch's backward": lambda: [plain_step]}
+            saved[name] = saved_bytes(lambda: twin(xs[0]), [*twin.parameters()])[1]
+    candidates: dict[str, Callable[[], list[Callable]]] = {PLAIN: lambda: [plain_step]}
     candidates |= {name: lambda queue=queue: [lambda: step(queue)] for name, queue in queues.items()}
     timings = testing.measure(candidates, rounds=rounds)
-    first = timings["torch's backward"]
+    first = timings[PLAIN]
     return [
         {
             "way": name,
             "step_ms": timing.median * 1e3,
             "of_torch": timing.ratio(first),
             "fastest_ms": min(timing.seconds) * 1e3,
-            "f_to_b_bytes": (saved[name] if name in saved else kept_bytes(lambda: plain(xs[0]))) - parameters,
+            "f_to_b_bytes": saved[name],
             "held_bytes": held.get(name, 0),
         }
         for name, timing in timings.items()
     ]
+
+
+COLUMNS = (
+    "W: {way}; step, ms: {step_ms:.0f}; fastest, ms: {fastest_ms:.0f}; / torch's backward: {of_torch:.3f}; "
+    "bytes kept from F to B: {f_to_b_bytes}; bytes held by W at most: {held_bytes}"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -160,21 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     report.add_out(parser)
     o = parser.parse_args(arguments)
     found = ranks.run(RANKS, rows, o.width, o.tokens, o.blocks, o.microbatches, o.rounds)
-    print(machine_line(environment()))
-    print(f"\n{o.blocks} blocks of width {o.width}, {o.microbatches} microbatches of {o.tokens} tokens, 2 gloo ranks\n")
-    header = ["W", "step, ms", "fastest, ms", "/ torch's backward", "kept from F to B, KiB", "held by W at most, KiB"]
-    cells = [
-        [
-            r["way"],
-            f"{r['step_ms']:.0f}",
-            f"{r['fastest_ms']:.0f}",
-            f"{r['of_torch']:.3f}",
-            f"{r['f_to_b_bytes'] / 1024:.0f}",
-            f"{r['held_bytes'] / 1024:.0f}",
-        ]
-        for r in found
-    ]
-    print(markdown_table(header, cells))
+    print(machine_line(environment()), end="\n\n")
+    title = f"{o.blocks} blocks of width {o.width}, {o.microbatches} microbatches of {o.tokens} tokens, 2 gloo ranks"
+    print(report.table(title, COLUMNS, found))
     print("\n" + report.write_json("tensor_parallel", found, o.out))
     return 0
 

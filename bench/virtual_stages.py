@@ -46,8 +46,8 @@ class StreamTransport(LocalTransport):
         super().deliver(tag, (message, None))
 
     def ready(self, tag: Any) -> bool:
-        found = self._ring.mailboxes[self.rank].peek(tag)
-        return found is not None and (found[1] is None or found[1].query())
+        found = self._mailbox.peek(tag)
+        return found is not None and (found[0][1] is None or found[0][1].query())
 
     def receive(self, peer: int, tag: Any, timeout: float) -> Any:
         message, departure = super().receive(peer, tag, timeout)

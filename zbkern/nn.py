@@ -13,17 +13,24 @@ import torch
 from torch import Tensor
 
 from zbkern import functional
-from zbkern.conversion.interception import intercepted
 from zbkern.kernels.reference import activation_function
+from zbkern.ops import checks
 from zbkern.ops.expert_parallel import ExpertParallel as ExpertParallel
 
 
 class Layer(torch.nn.Module):
-    """What all have: the name that errors and the queue call them, and which implementation computes them."""
+    """What all have: the name that errors and the queue call them, and which implementation computes them.
+
+    Those of which torch has a twin take its arguments, and impl; the others device and dtype, by name, as torch's do.
+    """
 
     zbkern_name = ""
     zbkern_impl = "auto"
     zbkern_recipe: str | None = None
+
+    def __init__(self, *args: Any, impl: str = "auto", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.zbkern_impl = checks.check_impl(type(self).__name__, impl)
 
     def extra_repr(self) -> str:
         own = [] if self.zbkern_impl == "auto" else [f"impl={self.zbkern_impl!r}"]
@@ -37,20 +44,9 @@ class Linear(Layer, torch.nn.Linear):
     recipe: None, or "fp8_blockwise" as in functional.linear.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        impl: str = "auto",
-        recipe: str | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.zbkern_impl = functional.check_impl("Linear", impl)
-        self.zbkern_recipe = functional.check_recipe("Linear", recipe)
+    def __init__(self, *args: Any, recipe: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.zbkern_recipe = checks.check_recipe("Linear", recipe)
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.linear(
@@ -67,26 +63,6 @@ class Embedding(Layer, torch.nn.Embedding):
     max_norm, scale_grad_by_freq and sparse are torch's alone: with one of them set this is torch's module.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        impl: str = "auto",
-    ) -> None:
-        sizes = num_embeddings, embedding_dim, padding_idx, max_norm, norm_type
-        super().__init__(*sizes, scale_grad_by_freq, sparse, _weight, _freeze, device, dtype)
-        self.zbkern_impl = functional.check_impl("Embedding", impl)
-
     def forward(self, input: Tensor) -> Tensor:
         if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
             return super().forward(input)
@@ -98,20 +74,6 @@ class LayerNorm(Layer, torch.nn.LayerNorm):
 
     With a residual, forward returns (norm of the sum, sum), as functional.layer_norm does.
     """
-
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        impl: str = "auto",
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self.zbkern_impl = functional.check_impl("LayerNorm", impl)
 
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None
@@ -128,19 +90,6 @@ class RMSNorm(Layer, torch.nn.RMSNorm):
 
     With a residual, forward returns (norm of the sum, sum), as functional.rms_norm does.
     """
-
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        impl: str = "auto",
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        self.zbkern_impl = functional.check_impl("RMSNorm", impl)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None = None
@@ -183,16 +132,12 @@ class ForeignRMSNorm(Layer):
         return y.to(x.dtype)
 
 
-class Intercepted(Layer):
-    """Behaviour of any other module with parameters of its own: its forward as it is, intercepted. See `convert`."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return intercepted(super().forward, self, args, kwargs)
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
 def eps_of(norm: torch.nn.Module) -> float | None:
     """The eps of an RMSNorm, under any of the names that libraries give it; None where there is none."""
-    for name in ("variance_epsilon", "eps", "epsilon"):
+    for name in EPS_NAMES:
         if isinstance(eps := getattr(norm, name, None), float):
             return eps
     return None
@@ -212,17 +157,13 @@ class MLP(Layer):
         hidden_dim: int,
         activation: str = "silu",
         bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
         impl: str = "auto",
+        **factory: Any,
     ) -> None:
-        super().__init__()
-        self.zbkern_impl = functional.check_impl("MLP", impl)
+        super().__init__(impl=impl)
         self.activation = activation
-        self.gate = Linear(dim, hidden_dim, bias, device, dtype, impl=impl)
-        self.up = Linear(dim, hidden_dim, bias, device, dtype, impl=impl)
-        self.down = Linear(hidden_dim, dim, bias, device, dtype, impl=impl)
+        self.gate, self.up = (Linear(dim, hidden_dim, bias, impl=impl, **factory) for _ in range(2))
+        self.down = Linear(hidden_dim, dim, bias, impl=impl, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self.gate, self.up, self.down
@@ -247,9 +188,8 @@ class Attention(Layer):
     """Self-attention with its projections: one product for q, k and v, the core, the output projection.
 
     dim: of input and output [batch, tokens, dim]. num_kv_heads: heads of keys and values, fewer than num_heads for
-    grouped-query attention; num_heads when None. head_dim: of queries and keys, dim / num_heads when None; v_head_dim:
-    of values, head_dim when None. causal, window, softcap: as in functional.attention. sinks: adds a parameter `sinks`
-    [num_heads], 0 at first.
+    grouped-query attention; num_heads when None. head_dim: dim / num_heads when None. options: as in
+    functional.attention. sinks: adds a parameter `sinks` [num_heads], 0 at first.
     forward: with cu_seqlens (as in functional.attention), x is [tokens, dim], sequences one after the other. rotary:
     (cos, sin), each [tokens, up to head_dim / 2], turns q and k as functional.rotary does.
     Raises TypeError or ValueError for sizes that do not fit.
@@ -261,20 +201,14 @@ class Attention(Layer):
         num_heads: int,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        causal: bool = False,
-        window: int | None = None,
+        options: functional.AttentionOptions = functional.AttentionOptions(),  # noqa: B008 (it cannot change)
         bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        v_head_dim: int | None = None,
-        softcap: float | None = None,
         sinks: bool = False,
         impl: str = "auto",
+        **factory: Any,
     ) -> None:
-        super().__init__()
-        self.zbkern_impl = functional.check_impl("Attention", impl)
-        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+        super().__init__(impl=impl)
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for argument, value in sizes.items():
             if value is not None and not isinstance(value, int):
                 raise TypeError(f"Attention: {argument} must be an int; got {value!r}")
@@ -287,14 +221,10 @@ class Attention(Layer):
         if head_dim is None and dim % num_heads:
             raise ValueError(f"Attention: num_heads must divide dim when head_dim is None; got {num_heads}, {dim}")
         self.head_dim = dim // num_heads if head_dim is None else head_dim
-        self.causal = causal
-        self.window = window
-        self.v_head_dim = self.head_dim if v_head_dim is None else v_head_dim
-        self.softcap = softcap
-        turning, values = (num_heads + self.num_kv_heads) * self.head_dim, self.num_kv_heads * self.v_head_dim
-        self.qkv = Linear(dim, turning + values, bias, device, dtype, impl=impl)
-        self.output = Linear(num_heads * self.v_head_dim, dim, bias, device, dtype, impl=impl)
-        self.sinks = torch.nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None
+        self.options = options
+        self.qkv = Linear(dim, (num_heads + 2 * self.num_kv_heads) * self.head_dim, bias, impl=impl, **factory)
+        self.output = Linear(num_heads * self.head_dim, dim, bias, impl=impl, **factory)
+        self.sinks = torch.nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
 
     def forward(
         self,
@@ -302,19 +232,13 @@ class Attention(Layer):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        sizes = [(self.num_heads + self.num_kv_heads) * self.head_dim, self.num_kv_heads * self.v_head_dim]
-        turning, values = self.qkv(x).split(sizes, dim=-1)
-        turning, v = turning.unflatten(-1, (-1, self.head_dim)), values.unflatten(-1, (-1, self.v_head_dim))
+        turning = [self.num_heads + self.num_kv_heads, self.num_kv_heads]
+        qk, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(turning, dim=-2)
         if rotary is not None:
-            turning = functional.rotary(turning, *rotary, impl=self.zbkern_impl)
-        q, k = turning.split([self.num_heads, self.num_kv_heads], dim=-2)
+            qk = functional.rotary(qk, *rotary, impl=self.zbkern_impl)
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
         y = functional.attention(
-            *(q, k, v, self.causal, self.window),
-            cu_seqlens=cu_seqlens,
-            impl=self.zbkern_impl,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            name=self.zbkern_name,
+            *(q, k, v, self.options, cu_seqlens), impl=self.zbkern_impl, sinks=self.sinks, name=self.zbkern_name
         )
         return self.output(y.flatten(-2))
 
@@ -331,17 +255,12 @@ class GroupedLinear(Layer):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
         impl: str = "auto",
+        **factory: Any,
     ) -> None:
-        super().__init__()
-        self.zbkern_impl = functional.check_impl("GroupedLinear", impl)
-        self.weight = torch.nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
-        self.bias = (
-            torch.nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None
-        )
+        super().__init__(impl=impl)
+        self.weight = torch.nn.Parameter(torch.empty(num_groups, out_features, in_features, **factory))
+        self.bias = torch.nn.Parameter(torch.empty(num_groups, out_features, **factory)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -360,8 +279,9 @@ class Experts(Layer):
 
     The first arguments are those of torchtitan's GroupedExperts, the parameters those of the transformers library:
     gate_up_proj [E, 2 hidden_dim, dim], down_proj [E, dim, hidden_dim] (or, transposed, inputs before outputs) and,
-    with bias, gate_up_proj_bias [E, 2 hidden_dim] and down_proj_bias [E, dim]. Other arguments, counts and offsets are
-    those of functional.grouped_mlp: gpt-oss has bias, transposed, interleaved, limit=7, alpha=1.702 and up_offset=1.
+    with bias, gate_up_proj_bias [E, 2 hidden_dim] and down_proj_bias [E, dim]. gate, counts and offsets are those of
+    functional.grouped_mlp: gpt-oss has bias, transposed and GateOptions(interleaved=True, limit=7, alpha=1.702,
+    offset=1).
     """
 
     def __init__(
@@ -369,26 +289,18 @@ class Experts(Layer):
         dim: int,
         hidden_dim: int,
         num_experts: int,
-        activation: str = "silu",
+        gate: functional.GateOptions = functional.GateOptions(),  # noqa: B008 (it cannot change)
         bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
         transposed: bool = False,
-        interleaved: bool = False,
-        limit: float | None = None,
-        alpha: float = 1.0,
-        up_offset: float = 0.0,
         impl: str = "auto",
+        **factory: Any,
     ) -> None:
-        super().__init__()
-        self.zbkern_impl = functional.check_impl("Experts", impl)
+        super().__init__(impl=impl)
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
-        self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
-        self.limit, self.alpha, self.up_offset = limit, alpha, up_offset
+        self.gate, self.transposed = gate, transposed
 
         def parameter(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+            return torch.nn.Parameter(torch.empty(num_experts, *shape, **factory))
 
         first, second = (2 * hidden_dim, dim), (dim, hidden_dim)
         self.gate_up_proj = parameter(*(reversed(first) if transposed else first))
@@ -399,31 +311,17 @@ class Experts(Layer):
 
     def reset_parameters(self) -> None:
         """Every expert's products as torch.nn.Linear starts."""
-        products = (
-            (self.gate_up_proj, self.gate_up_proj_bias, self.dim),
-            (self.down_proj, self.down_proj_bias, self.hidden_dim),
-        )
-        for weight, bias, inputs in products:
-            _reset(weight, bias, inputs)
+        _reset(self.gate_up_proj, self.gate_up_proj_bias, self.dim)
+        _reset(self.down_proj, self.down_proj_bias, self.hidden_dim)
 
     def forward(
         self, x: Tensor, counts: Sequence[int] | Tensor | None = None, *, offsets: Tensor | None = None
     ) -> Tensor:
         return functional.grouped_mlp(
-            x,
-            self.gate_up_proj,
-            self.down_proj,
-            counts,
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
-            self.activation,
-            self.zbkern_impl,
+            *(x, self.gate_up_proj, self.down_proj, counts, (self.gate_up_proj_bias, self.down_proj_bias), self.gate),
+            impl=self.zbkern_impl,
             offsets=offsets,
             transposed=self.transposed,
-            interleaved=self.interleaved,
-            limit=self.limit,
-            alpha=self.alpha,
-            up_offset=self.up_offset,
             name=self.zbkern_name,
         )
 
@@ -437,39 +335,26 @@ def _reset(weight: Tensor, bias: Tensor | None, inputs: int) -> None:
 
 
 class LinearCrossEntropy(Layer, torch.nn.Linear):
-    """A head and its loss: input [..., in_features], target [...]; the loss of functional.linear_cross_entropy."""
+    """A head and its loss: input [..., in_features], target [...]; the loss of functional.linear_cross_entropy.
+
+    Arguments are those of torch.nn.Linear, but no bias where none is asked for; and reduction, options and impl.
+    """
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
+        *args: Any,
         reduction: str = "mean",
-        impl: str = "auto",
+        options: functional.CrossEntropyOptions = functional.CrossEntropyOptions(),  # noqa: B008 (it cannot change)
+        **kwargs: Any,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.zbkern_impl = functional.check_impl("LinearCrossEntropy", impl)
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.z_loss = z_loss
-        self.reduction = reduction
+        super().__init__(in_features, out_features, bias, *args, **kwargs)
+        self.reduction, self.options = reduction, options
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         return functional.linear_cross_entropy(
-            input,
-            self.weight,
-            target,
-            self.bias,
-            self.ignore_index,
-            self.label_smoothing,
-            self.z_loss,
-            self.reduction,
-            impl=self.zbkern_impl,
+            *(input, self.weight, target, self.bias, self.reduction, self.options, self.zbkern_impl),
             name=self.zbkern_name,
         )

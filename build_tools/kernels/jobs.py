@@ -54,9 +54,7 @@ def recorded(target: Any = None) -> Iterator[list[Job]]:
     found: list[Job] = []
     seen: set[str] = set()
 
-    def record(
-        self: Any, grid: Any, arguments: Any, constants: Any, warps: int, stages: int, key: tuple | None = None
-    ) -> None:
+    def record(self: Any, grid: Any, arguments: Any, constants: Any, warps: int, stages: int) -> None:
         job = _job(self, arguments, constants, compile_options(warps, stages), target)
         if repr(job) not in seen:
             seen.add(repr(job))

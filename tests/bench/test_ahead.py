@@ -21,7 +21,7 @@ def compiled():
     import pathlib, os
     return sorted(path.name for path in pathlib.Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
 
-def here(self, grid, arguments, constants, warps, stages, key=None):  # everything but the launch itself
+def here(self, grid, arguments, constants, warps, stages):  # everything but the launch itself
     self.function.run(*arguments, *constants, grid=grid, warmup=True, **common.compile_options(warps, stages))
 
 if __name__ == "__main__":

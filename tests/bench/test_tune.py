@@ -18,10 +18,10 @@ from zbkern.kernels.tiles import Tile
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("op", tune.OPS)
+@pytest.mark.parametrize("op", tune.PRODUCTS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_candidates_fit_the_chip(op: str, size: int, capability: int) -> None:
-    found = tune.candidates(op, size, capability)
+    found = tune.product_tiles(op, size, capability)
     limit = 1024 * tiles.SHARED_MEMORY[capability]
     assert len(found) == len(set(found)) > 50
     assert all(tiles.shared_memory(tile, op, size, capability) <= limit for tile in found)
@@ -29,17 +29,29 @@ def test_candidates_fit_the_chip(op: str, size: int, capability: int) -> None:
         assert any(astuple(tile)[:4] == (128, 256, 64, 8) for tile in found)
 
 
-class Fake(tune.Problem):
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("launch", ["fwd", "dq", "dkdv"])
+def test_the_rules_choice_of_attention_is_a_candidate(launch: str, size: int, capability: int) -> None:
+    found = tune.attention_tiles(launch, size, capability)
+    assert len(set(found)) == len(found) > 4
+    for packed in (False, True):
+        assert tiles.attention(launch, size, "bfloat16", capability, packed) in found
+
+
+class Fake(tune.Product):
     """Its times are a rule; tiles whose k is 128 give wrong results, and those of 64 rows do not compile."""
 
     def __init__(self) -> None:
         self.op, self.shape, self.dtype = "fwd", (4096, 4096, 4096), torch.bfloat16
-        self.capability, self.num_sms = 90, 132
+        self.capability = 90
         self.key = tiles.key("fwd", *self.shape, "bfloat16", 90)
         self.tried: list[Tile] = []
+        with tune.table({}):
+            self.rules = self.tile()
 
     def tile(self) -> Tile:
-        return tiles.choose(self.op, *self.shape, "bfloat16", self.capability, self.num_sms)
+        return tiles.choose(self.op, *self.shape, "bfloat16", self.capability, 132)
 
     def right(self) -> bool:
         self.tried.append(self.tile())
@@ -54,9 +66,9 @@ class Fake(tune.Problem):
 
 def test_the_fastest_right_one_is_found() -> None:
     problem = Fake()
-    best, rules, times = tune.search(problem, 60.0)
+    best, times = tune.search(problem, 60.0)
     assert (best.m, best.n, best.k, best.group) in ((128, 128, 32, 4), (256, 128, 32, 4))
-    assert (rules.m, rules.n) == (128, 256)
+    assert (problem.rules.m, problem.rules.n) == (128, 256)
     assert times[best] == min(times.values())
     assert not any(tile.k == 128 or tile.m == 64 for tile in times)
     assert len(problem.tried) == len(set(problem.tried))
@@ -64,28 +76,49 @@ def test_the_fastest_right_one_is_found() -> None:
 
 
 def test_a_search_without_time_still_measures_the_rules() -> None:
-    best, rules, times = tune.search(Fake(), -1.0)
-    assert best == rules
-    assert list(times) == [rules]
+    problem = Fake()
+    best, times = tune.search(problem, -1.0)
+    assert best == problem.rules
+    assert list(times) == [best]
 
 
-@pytest.mark.parametrize("op", tune.OPS)
+@pytest.mark.parametrize("op", tune.PRODUCTS)
 def test_a_real_problem_in_the_interpreter(op: str) -> None:
     """The tile under test is the one that runs, and its result is checked."""
-    problem = tune.Problem(op, (40, 24, 48), torch.float16, torch.device("cpu"))
+    problem = tune.Product(op, (40, 24, 48), torch.float16, torch.device("cpu"))
     with tune.table({problem.key: Tile(16, 32, 16, 4, 2, 4)}):
         assert problem.right()
         assert problem.time(rounds=1) > 0
         problem.answer += 1
         assert not problem.right()
-    assert problem.rules() == tiles.choose(op, *problem.shape, "float16", 90, 4)
+    assert problem.rules == tiles.choose(op, *problem.shape, "float16", 90, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
+@pytest.mark.parametrize("launch", ["fwd", "dq", "dkdv"])
+def test_a_wrong_tile_of_attention_never_wins(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = tune.Attention(launch, 16, True, 40, torch.device("cpu"))
+    right, wrong = tiles.AttentionTile(64, 64, 4, 1), tiles.AttentionTile(64, 64, 4, 4)
+    assert problem.rules not in (right, wrong)
+    check = problem.right
+
+    def tile() -> tiles.AttentionTile:
+        return tiles.attention(launch, 16, "bfloat16", 90, True)
+
+    monkeypatch.setattr(problem, "candidates", lambda: [right, wrong])
+    monkeypatch.setattr(problem, "right", lambda: check() and tile() != wrong)
+    monkeypatch.setattr(problem, "time", lambda: {right: 1.0, wrong: 0.5, problem.rules: 2.0}[tile()])
+    assert tune.search(problem, 100.0) == (right, {right: 1.0, problem.rules: 2.0})
+    problem.answers[0] += 1
+    with pytest.raises(RuntimeError, match="the rules' own tile"):
+        tune.search(problem, 100.0)
 
 
 def test_the_table_it_writes_is_the_one_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiles.json"
     path.write_text(json.dumps({"sm80 bfloat16 fwd 1 2 3": [64, 64, 64, 4, 3, 8]}))
     monkeypatch.setattr(tune, "_why_not", lambda: None)
-    monkeypatch.setattr(tune, "Problem", lambda *arguments: Fake())
+    monkeypatch.setattr(tune, "Product", lambda *arguments: Fake())
     assert tune.main(["--op", "fwd", "--shape", "4096", "4096", "4096", "--table", str(path)]) == 0
     monkeypatch.setattr(tiles, "TABLE", path)
     tiles.table.cache_clear()
@@ -98,5 +131,5 @@ def test_the_table_it_writes_is_the_one_that_is_read(tmp_path: Path, monkeypatch
 
 def test_it_says_why_it_cannot_run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.main([]) == 1
+    assert tune.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 import zbkern
 from tests.support.sharded_model import MICROBATCHES, batches, differences, loss_of, make, parallelize
 from zbkern import testing
+from zbkern.functional import CrossEntropyOptions, GateOptions
 from zbkern.ops import compiled_operators
 
 
@@ -27,7 +28,7 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.scale = nn.RMSNorm(8)
         self.mlp = zbkern.nn.MLP(8, 12)
-        self.attention = zbkern.nn.Attention(8, 2, causal=True)
+        self.attention = zbkern.nn.Attention(8, 2, options=zbkern.functional.AttentionOptions(causal=True))
         self.head = nn.Linear(8, 11)
 
     def forward(self, indices: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pyte
     assert (x.untyped_storage().data_ptr() in addresses) == lowered  # held where they are, not copied
 
 
-GPT_OSS = {"bias": True, "transposed": True, "interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+GPT_OSS = {"bias": True, "transposed": True, "gate": GateOptions("silu", True, 7.0, 1.702, 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -178,11 +179,12 @@ def test_compiled_experts(given: str, options: dict[str, object], dtype: torch.d
 class LanguageModel(nn.Module):
     """zbkern's own layers, to the loss."""
 
-    def __init__(self, bias: bool = False, **options: object) -> None:
+    def __init__(self, bias: bool = False, reduction: str = "mean", label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.body = Net()
         self.body.head = zbkern.nn.Linear(8, 8)
-        self.head = zbkern.nn.LinearCrossEntropy(8, 11, bias, ignore_index=3, z_loss=1e-3, **options)
+        options = CrossEntropyOptions(ignore_index=3, label_smoothing=label_smoothing, z_loss=1e-3)
+        self.head = zbkern.nn.LinearCrossEntropy(8, 11, bias, reduction=reduction, options=options)
 
     def forward(self, indices: Tensor) -> Tensor:
         return self.head(self.body(indices), indices.roll(-1, 1))
@@ -238,7 +240,6 @@ def test_the_operators_of_the_head_pass_torchs_check() -> None:
         [x, target, lse, torch.ones_like(loss)],
         weight,
         bias,
-        None,
         [],
         [float(n) for n in numbers],
         True,
@@ -448,7 +449,7 @@ def test_the_operator_passes_torchs_check(kind: str) -> None:
     x = torch.randint(5, (3,)) if kind == "embedding" else torch.randn(3, 5 if kind == "transposed" else 4)
     dy = torch.randn(3, 5 if kind == "linear" else 4)
     bias = None if kind == "embedding" else torch.randn(dy.shape[1])
-    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, [x, dy], weight, bias, None, [], [], True))
+    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, [x, dy], weight, bias, [], [], True))
 
 
 def test_a_compiled_block_inside_an_eager_model_that_defers() -> None:

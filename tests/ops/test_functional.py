@@ -67,7 +67,7 @@ def torch_experts(interleaved=False, gpt_oss=False):
     return run
 
 
-GPT_OSS = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "up_offset": 1.0}
+GPT_OSS = Z.GateOptions(interleaved=True, limit=0.5, alpha=1.702, offset=1.0)
 
 
 def torch_head(x, weight, bias, smoothing=0.0, z_loss=0.0, reduction="mean"):
@@ -131,13 +131,13 @@ CASES: dict[str, Case] = {
         lambda x, a, b: Z.grouped_mlp(x, a, b, COUNTS), torch_experts(), [(5, 4)], [(3, 12, 4), (3, 2, 6)]
     ),
     "grouped_mlp interleaved": Case(
-        lambda x, a, b: Z.grouped_mlp(x, a, b, COUNTS, interleaved=True),
+        lambda x, a, b: Z.grouped_mlp(x, a, b, COUNTS, gate=Z.GateOptions(interleaved=True)),
         torch_experts(interleaved=True),
         [(5, 4)],
         [(3, 12, 4), (3, 2, 6)],
     ),
     "grouped_mlp as gpt-oss's": Case(
-        lambda x, a, b, c, d: Z.grouped_mlp(x, a, b, COUNTS, c, d, transposed=True, **GPT_OSS),
+        lambda x, a, b, c, d: Z.grouped_mlp(x, a, b, COUNTS, (c, d), GPT_OSS, transposed=True),
         lambda x, a, b, c, d: torch_experts(interleaved=True, gpt_oss=True)(x, a.mT, b.mT, c, d),
         [(5, 4)],
         [(3, 4, 12), (3, 6, 2), (3, 12), (3, 2)],
@@ -159,10 +159,9 @@ for name, function in ACTIVATIONS.items():
 for reduction in ("mean", "sum", "none"):
     for smoothing, z_loss in ((0.0, 0.0), (0.2, 0.0), (0.0, 0.3), (0.1, 0.1)):
         for chunk in (1024, 3):
+            options = Z.CrossEntropyOptions(-100, smoothing, z_loss, chunk)
             CASES[f"linear_cross_entropy {reduction} {smoothing} {z_loss} {chunk}"] = Case(
-                lambda x, w, b, r=reduction, s=smoothing, z=z_loss, c=chunk: Z.linear_cross_entropy(
-                    x, w, TARGET, b, label_smoothing=s, z_loss=z, reduction=r, chunk=c
-                ),
+                lambda x, w, b, r=reduction, o=options: Z.linear_cross_entropy(x, w, TARGET, b, r, o),
                 lambda x, w, b, r=reduction, s=smoothing, z=z_loss: torch_head(x, w, b, s, z, r),
                 [(7, 5)],
                 [(9, 5), (9,)],
@@ -352,7 +351,7 @@ def test_logits_are_never_whole_in_memory() -> None:
     target = torch.randint(vocabulary, (rows,))
     queue = zbkern.WGradQueue()
     with Largest() as largest:
-        loss = Z.linear_cross_entropy(x, weight, target, chunk=chunk)
+        loss = Z.linear_cross_entropy(x, weight, target, options=Z.CrossEntropyOptions(chunk=chunk))
         with queue.defer():
             loss.backward()
         queue.run()
@@ -374,7 +373,7 @@ def test_logits_are_computed_once_where_no_w_can_wait(
     ours = [torch.randn(shape, dtype=torch.float64, generator=random).requires_grad_() for shape in shapes]
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
     x, weight, bias = ours
-    loss = Z.linear_cross_entropy(x, weight, TARGET, bias, reduction=reduction, chunk=3).sum()
+    loss = Z.linear_cross_entropy(x, weight, TARGET, bias, reduction, Z.CrossEntropyOptions(chunk=3)).sum()
     for _ in range(2):
         (3 * loss).backward(retain_graph=True)
         (3 * F.cross_entropy(F.linear(*theirs), TARGET, reduction=reduction).sum()).backward()
@@ -398,7 +397,7 @@ def test_head_of_extreme_logits(queued: bool) -> None:
     wanted = torch.autograd.grad(expected.sum(), (x, weight))
     queue = zbkern.WGradQueue() if queued else None
     with contextlib.nullcontext() if queue is None else queue.defer():
-        loss = Z.linear_cross_entropy(x, weight, target, bias, reduction="sum", chunk=2)
+        loss = Z.linear_cross_entropy(x, weight, target, bias, "sum", Z.CrossEntropyOptions(chunk=2))
         loss.backward()
     if queue is not None:
         queue.run()

@@ -39,7 +39,7 @@ def test_attention(heads: tuple[int, int], causal: bool, window: int | None, len
         return torch.stack(parts) if lengths is None else torch.cat(parts)
 
     def ours(q, k, v):
-        return Z.attention(q, k, v, causal, window, cu_seqlens=ends)
+        return Z.attention(q, k, v, Z.AttentionOptions(causal, window), ends)
 
     y, expected = ours(q, k, v), by_hand(q, k, v)
     testing.assert_close(y, expected)
@@ -81,7 +81,7 @@ def test_sinks_caps_and_values_of_another_size(
 
     def ours(*inputs: Tensor) -> Tensor:
         level = inputs[3] if sinks else None
-        return Z.attention(*inputs[:3], causal, cu_seqlens=ends_there, softcap=softcap, sinks=level)
+        return Z.attention(*inputs[:3], Z.AttentionOptions(causal, softcap=softcap), ends_there, sinks=level)
 
     y = ours(*inputs)
     expected = by_formula(q, k, v, causal, softcap, inputs[3] if sinks else None, ends)
@@ -112,7 +112,7 @@ def test_a_query_that_sees_no_key_is_zero_with_a_cap_and_sinks() -> None:
     sinks = torch.zeros(1, requires_grad=True)
     for level in (None, sinks):
         q.requires_grad_()
-        y = Z.attention(q, k, v, causal=True, softcap=2.0, sinks=level)
+        y = Z.attention(q, k, v, Z.AttentionOptions(causal=True, softcap=2.0), sinks=level)
         assert bool((y[:, :3] == 0).all())
         assert bool((y[:, 3:] != 0).all())
         assert bool((torch.autograd.grad(y.sum(), q)[0][:, :3] == 0).all())
@@ -121,8 +121,9 @@ def test_a_query_that_sees_no_key_is_zero_with_a_cap_and_sinks() -> None:
 def test_attention_with_fewer_queries_than_keys_lines_up_the_ends() -> None:
     q = torch.randn(1, 2, 1, 3, dtype=torch.float64)
     k, v = torch.randn(2, 1, 5, 1, 3, dtype=torch.float64)
-    full = Z.attention(torch.cat([torch.zeros(1, 3, 1, 3, dtype=torch.float64), q], 1), k, v, causal=True)
-    testing.assert_close(Z.attention(q, k, v, causal=True), full[:, 3:])
+    causal = Z.AttentionOptions(causal=True)
+    full = Z.attention(torch.cat([torch.zeros(1, 3, 1, 3, dtype=torch.float64), q], 1), k, v, causal)
+    testing.assert_close(Z.attention(q, k, v, causal), full[:, 3:])
 
 
 def rotated_by_hand(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:

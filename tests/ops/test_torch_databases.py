@@ -135,7 +135,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p:
         return None
 
     def ours(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **rest: Any) -> Tensor:
-        return Z.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, scale=scale).transpose(1, 2)
+        options = Z.AttentionOptions(causal, scale=scale)
+        return Z.attention(*(t.transpose(1, 2) for t in (q, k, v)), options).transpose(1, 2)
 
     return ours
 
@@ -143,7 +144,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p:
 def cross_entropy(x: Tensor, target: Tensor, weight: Any = None, reduction: str = "mean", **named: Any) -> Any:
     if x.dim() != 2 or weight is not None or target.is_floating_point():
         return None
-    return lambda x, target, **named: Z.linear_cross_entropy(x, torch.eye(x.shape[1], dtype=x.dtype), target, **named)
+    return lambda x, target, reduction="mean", **named: Z.linear_cross_entropy(
+        x, torch.eye(x.shape[1], dtype=x.dtype), target, None, reduction, Z.CrossEntropyOptions(**named)
+    )
 
 
 OPS = {

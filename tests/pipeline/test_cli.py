@@ -70,6 +70,21 @@ def test_costs_of_layers_are_cut(run, fails, tmp_path: Path) -> None:
     assert "argument --stages: plan: 11 stages with 1 chunks" in fails("--costs", path, "--stages", 11)
 
 
+def test_what_saves_memory_is_tried_where_passes_wait_for_it(run, fails, tmp_path: Path) -> None:
+    blocks = [LayerCosts(f"block {n}", 1, 1, 1, 1, held=0.5, output=0.1) for n in range(9)]
+    path = ModelCosts(blocks, time_unit="ms").save(tmp_path / "layers.json")
+    few = ["--costs", path, "--microbatches", 12, "--chunks", 1, "--effort", 0]
+    tight = run(*few, "--memory", 4)
+    (gain,) = re.findall(r"^try +--recompute: cost ([\d.]+) ms, [\d.]+% less \(a quick search\)$", tight, re.MULTILINE)
+    assert float(gain) < float(figures(tight)["cost"].removesuffix(" ms"))
+    assert figures(run(*few, "--memory", 4, "--recompute"))["cost"] == f"{gain} ms"
+    assert "--recompute:" not in run(*few, "--memory", 50)
+    assert re.search(
+        r"memory: plan: no schedule fits .*; it fits with --recompute, cost [\d.]+ ms",
+        fails(*few, "--chunks", 3, "--memory", 2.5),
+    )
+
+
 def test_costs_of_layers_may_have_one_number_per_link(run, fails, tmp_path: Path) -> None:
     costs = ModelCosts([LayerCosts(f"{n}", 1, 1, 1, output=0.1) for n in range(6)], [0.1, 0.5, 0.1], [math.inf, 4, 8])
     path = costs.save(tmp_path / "layers.json")
@@ -129,22 +144,6 @@ def test_makespan_can_be_the_objective(run) -> None:
 def test_a_placement_can_be_spelt_out(run) -> None:
     named, spelt = (run("--chunks", 2, "--placement", place, *SECOND) for place in ("v", "0,1,2,2,1,0"))
     assert named.split("\n")[1:] == spelt.split("\n")[1:]
-
-
-def test_a_grid_wider_than_the_terminal_is_cut_and_says_so(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run("--schedule", "gpipe")
-    monkeypatch.setenv("COLUMNS", "40")
-    text = run("--schedule", "gpipe")
-    grid = text.split("\n\n")[1].split("\n")
-    assert max(map(len, grid[:3])) <= 40
-    assert grid[0].split()[:4] == ["rank", "0", "F0", "F1"]
-    assert ".." in grid[1].split()
-    assert "--out plan.txt" in grid[3]
-    first, last, total = (int(word) for word in grid[3].split() if word.isdigit())
-    cells = [line.split()[2:] for line in whole.split("\n\n")[1].split("\n")]
-    assert total == len(cells[0])
-    for line, row in zip(grid, cells, strict=False):
-        assert line.split()[2:] == [*row[:first], "..", *row[last + 1 :]]
 
 
 def test_compare_has_every_schedule_and_the_plan_sorted_by_bubble(run) -> None:

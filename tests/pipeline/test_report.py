@@ -57,6 +57,18 @@ def test_a_plan_that_offloads_is_not_told_to_offload() -> None:
     assert f"{advice}\n" in report.describe(saving, "cost", 2, 4, 120) + "\n"
 
 
+def test_what_does_not_fit_on_any_cut_has_no_time() -> None:
+    """Its cut is the one that holds least, which says nothing about how fast it is on those of the others."""
+    costs = Costs(activation=2.5e9, memory_unit="bytes", time_unit="ms")
+    timelines = [simulate(schedules.gpipe(2, 8), costs), simulate(schedules.one_f_one_b(2, 8), costs)]
+    for tokens in (0, 1000):
+        _, fits, not_fitting = report.table(timelines, "cost", 6e9, tokens=tokens, cuts=True).split("\n")
+        assert fits.startswith("one_f_one_b")
+        assert "%" in fits
+        assert re.fullmatch(r"gpipe +1 +20 GB +at least: does not fit", not_fitting)
+    assert re.search(r"gpipe .*%.* over the limit", report.table(timelines, "cost", 6e9))
+
+
 def test_idle_is_of_the_objective() -> None:
     timeline = simulate(schedules.zb_h2(3, 6))
     assert report.idle(timeline, "cost") == timeline.bubble_rate == 0

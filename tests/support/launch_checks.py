@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,11 @@ from torch import Tensor
 from zbkern import testing
 from zbkern.kernels import reference
 from zbkern.kernels.reference import fp8
-from zbkern.kernels.reference import grouped as reference_grouped
+from zbkern.kernels.reference.grouped import gated as reference_gated
 from zbkern.kernels.spec import GateOptions
 
 LAYOUTS = ("plain", "padded", "transposed", "odd", "step")
+PLAIN = ("plain",) * 3
 
 
 def place(values: Tensor, layout: str) -> Tensor:
@@ -44,15 +46,40 @@ def output(
     return place(torch.full(tuple(shape), value, dtype=dtype, device=device), layout)
 
 
-def check(name: str, got: Tensor, expected: Tensor, tolerance: float | None = None, terms: int = 0) -> None:
-    """What is not finite must be so in the same places; the rest is compared by value. terms: as in testing."""
+def check(
+    name: str, got: Tensor, expected: Tensor, tolerance: float | None = None, terms: int = 0, scale: float = 0.0
+) -> None:
+    """What is not finite must be so in the same places; the rest is compared by value. terms, scale: as in testing."""
     expected = expected.to(got.device)
     finite = expected.isfinite()
     assert torch.equal(got.isfinite(), finite), f"{name}: values that are not finite are in other places"
-    testing.assert_close(got.where(finite, 0), expected.where(finite, 0), name, tolerance, terms=terms)
+    testing.assert_close(got.where(finite, 0), expected.where(finite, 0), name, tolerance, scale, terms)
     if got._base is not None:
         untouched = int(got._base.isnan().sum()) - int(got.isnan().sum())
         assert untouched == got._base.numel() - got.numel(), f"{name}: wrote beside its output"
+
+
+def compare(
+    launches: ModuleType | None, name: str, outputs: dict[str, Tensor | None], *arguments: Any,
+    tolerance: float | None = None, terms: int = 0, scale: float = 0.0, **options: Any,
+) -> dict[int, Tensor]:  # fmt: skip
+    """Launches it, and the reference on float64 copies of all that it is given, and holds `outputs` against the
+    copies, which are returned by the id of what they are of. launches: None where it has run."""
+    copies: dict[int, Tensor] = {}
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return copies.setdefault(id(value), value.to(torch.float64, copy=True))
+        return [wide(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    wide_arguments, wide_options = wide(arguments), {key: wide(value) for key, value in options.items()}
+    if launches is not None:
+        getattr(launches, name)(*arguments, **options)
+    getattr(reference, name)(*wide_arguments, **wide_options)
+    for label, got in outputs.items():
+        if got is not None:
+            check(label, got, copies[id(got)], tolerance, terms, scale)
+    return copies
 
 
 def terms(segments: Sequence[tuple[Tensor, ...]]) -> int:
@@ -95,33 +122,23 @@ class Random:
 
 
 def linear_fwd(
-    launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = ("plain",) * 3,
+    launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = PLAIN,
     bias: bool = False, activation: str | None = None, keep: bool = False,
 ) -> None:  # fmt: skip
-    x, weight = random(m, k, layout=layouts[0]), random(n, k, layout=layouts[1])
-    b = random(n) if bias else None
-    y = output((m, n), random.dtype, random.device, layouts[2])
-    z = output((m, n), random.dtype, random.device, layouts[2]) if keep else None
-    launches.linear_fwd(x, weight, b, y, activation, z)
-    wide = x.double() @ weight.double().t() + (0 if b is None else b.double())
-    if z is not None:
-        check("z", z, wide)
-    check("y", y, wide if activation is None else reference.activation_function(activation)(wide))
+    x, weight, b = random(m, k, layout=layouts[0]), random(n, k, layout=layouts[1]), random(n) if bias else None
+    y, z = (output((m, n), random.dtype, random.device, layouts[2]) for _ in range(2))
+    z = z if keep else None
+    compare(launches, "linear_fwd", {"z": z, "y": y}, x, weight, b, y, activation, z)
 
 
 def linear_dgrad(
-    launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = ("plain",) * 3,
+    launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = PLAIN,
     accumulate: bool = False, activation: str | None = None,
 ) -> None:  # fmt: skip
     dy, weight = random(m, n, layout=layouts[0]), random(n, k, layout=layouts[1])
     dx = output((m, k), random.dtype, random.device, layouts[2], 1.0 if accumulate else float("nan"))
     z = None if activation is None else random(m, k, layout=layouts[2])
-    launches.linear_dgrad(dy, weight, dx, accumulate, activation, z)
-    wide = dy.double() @ weight.double()
-    if z is not None:
-        product, wide = wide, torch.empty_like(wide)
-        reference.activation_bwd(product, z.double(), activation, wide)
-    check("dx", dx, wide + 1 if accumulate else wide)
+    compare(launches, "linear_dgrad", {"dx": dx}, dy, weight, dx, accumulate, activation, z)
 
 
 def dequantised(tensor: Tensor, rows: int) -> Tensor:
@@ -131,9 +148,7 @@ def dequantised(tensor: Tensor, rows: int) -> Tensor:
     return values.double() * each[: tensor.shape[0], : tensor.shape[1]]
 
 
-def fp8_linear(
-    launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = ("plain",) * 3
-) -> None:
+def fp8_linear(launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = PLAIN) -> None:
     """Both launches. Hopper's tensor cores sum 8-bit products with 14 bits: bfloat16's tolerance for any dtype."""
     tolerance = testing.tolerance_of(torch.bfloat16)
     x, dy, weight, bias = random(m, k, layout=layouts[0]), random(m, n), random(n, k, layout=layouts[1]), random(n)
@@ -147,74 +162,60 @@ def fp8_linear(
 
 def linear_wgrad(
     launches: ModuleType, random: Random, rows: Sequence[int], n: int, k: int,
-    layouts: Sequence[str] = ("plain",) * 3, out: torch.dtype | None = None, accumulate: bool = False,
+    layouts: Sequence[str] = PLAIN, out: torch.dtype | None = None, accumulate: bool = False,
     bias: bool = True, weight: bool = True,
 ) -> None:  # fmt: skip
+    segments, outputs = w_of(random, rows, n, k, layouts, out or random.dtype, accumulate, bias, weight)
+    named = dict(zip(("dweight", "dbias"), outputs, strict=True))
+    compare(launches, "linear_wgrad", named, segments, outputs, accumulate, terms=terms(segments))
+
+
+def w_of(
+    random: Random, rows: Sequence[int], n: int, k: int, layouts: Sequence[str], out: torch.dtype, accumulate: bool,
+    bias: bool = True, weight: bool = True,
+) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor | None, ...]]:  # fmt: skip
+    """The segments and outputs of a W; outputs are 1 where they are added to."""
     segments = [(random(m, k, layout=layouts[0]), random(m, n, layout=layouts[1])) for m in rows]
     start = 1.0 if accumulate else float("nan")
-    out = out or random.dtype
     dweight = output((n, k), out, random.device, layouts[2], start) if weight else None
-    dbias = torch.full((n,), start, dtype=out, device=random.device) if bias else None
-    launches.linear_wgrad(segments, (dweight, dbias), accumulate)
-    if dweight is not None:
-        wide = sum((dy.double().t() @ x.double() for x, dy in segments), torch.zeros_like(dweight, dtype=torch.float64))
-        check("dweight", dweight, wide + accumulate, terms=terms(segments))
-    if dbias is not None:
-        wide = sum((dy.double().sum(0) for _, dy in segments), torch.zeros_like(dbias, dtype=torch.float64))
-        check("dbias", dbias, wide + accumulate)
+    return segments, (dweight, torch.full((n,), start, dtype=out, device=random.device) if bias else None)
 
 
 def linear_dgrad_sum(
-    launches: ModuleType, random: Random, m: int, ns: Sequence[int], k: int, layouts: Sequence[str] = ("plain",) * 3
+    launches: ModuleType, random: Random, m: int, ns: Sequence[int], k: int, layouts: Sequence[str] = PLAIN
 ) -> None:
     segments = [(random(m, n, layout=layouts[0]), random(n, k, layout=layouts[1])) for n in ns]
     dx = output((m, k), random.dtype, random.device, layouts[2])
-    launches.linear_dgrad_sum(segments, dx)
-    check("dx", dx, sum(dy.double() @ weight.double() for dy, weight in segments))
+    compare(launches, "linear_dgrad_sum", {"dx": dx}, segments, dx)
 
 
 def gated_linear(
-    launches: ModuleType, random: Random, m: int, n: int, k: int, h: int, layouts: Sequence[str] = ("plain",) * 3,
+    launches: ModuleType, random: Random, m: int, n: int, k: int, h: int, layouts: Sequence[str] = PLAIN,
     activation: str = "silu", bias: bool = False,
 ) -> None:  # fmt: skip
     """Forward, then the dgrad of the down projection from the same gate and up."""
     x, weights = random(m, k, layout=layouts[0]), [random(h, k, layout=layouts[1]) for _ in range(2)]
     biases = [random(h) if bias else None for _ in range(2)]
-    gate, up, gated = (output((m, h), random.dtype, random.device, layouts[2]) for _ in range(3))
-    launches.gated_linear_fwd(x, *weights, *biases, activation, gate, up, gated)
-    wide = [torch.empty(m, h, dtype=torch.float64, device=random.device) for _ in range(3)]
-    doubles = [None if b is None else b.double() for b in biases]
-    reference.gated_linear_fwd(x.double(), *(w.double() for w in weights), *doubles, activation, *wide)
-    for name, got, expected in zip(("gate", "up", "h"), (gate, up, gated), wide, strict=True):
-        check(name, got, expected)
+    gate, up, gated = outputs = [output((m, h), random.dtype, random.device, layouts[2]) for _ in range(3)]
+    named = {"gate": gate, "up": up, "h": gated}
+    compare(launches, "gated_linear_fwd", named, x, *weights, *biases, activation, *outputs)
     dy, down = random(m, n, layout=layouts[0]), random(n, h, layout=layouts[1])
     outputs = [output((m, h), random.dtype, random.device, layouts[2]) for _ in range(3)]
-    launches.gated_linear_dgrad(dy, down, gate, up, activation, *outputs)
-    reference.gated_linear_dgrad(dy.double(), down.double(), gate.double(), up.double(), activation, *wide)
-    for name, got, expected in zip(("dgate", "dup", "h"), outputs, wide, strict=True):
-        check(name, got, expected)
+    named = dict(zip(("dgate", "dup", "h again"), outputs, strict=True))
+    compare(launches, "gated_linear_dgrad", named, dy, down, gate, up, activation, *outputs)
 
 
 def linear_wgrads(
     launches: ModuleType, random: Random, shapes: Sequence[tuple[int, int, Sequence[int]]],
-    layouts: Sequence[str] = ("plain",) * 3, accumulate: bool = False, bias: bool = True,
+    layouts: Sequence[str] = PLAIN, accumulate: bool = False, bias: bool = True,
 ) -> None:  # fmt: skip
     """Several weights at once; shapes: (N, K, rows of every segment) of each."""
-    layers, start = [], 1.0 if accumulate else float("nan")
-    for n, k, rows in shapes:
-        segments = [(random(m, k, layout=layouts[0]), random(m, n, layout=layouts[1])) for m in rows]
-        dweight = output((n, k), torch.float32, random.device, layouts[2], start)
-        dbias = torch.full((n,), start, device=random.device) if bias else None
-        layers.append((segments, (dweight, dbias)))
-    launches.linear_wgrads(layers, accumulate)
-    for number, (segments, (dweight, dbias)) in enumerate(layers):
-        wide, columns = torch.zeros_like(dweight, dtype=torch.float64), 0
-        for x, dy in segments:
-            wide += dy.double().t() @ x.double()
-            columns += dy.double().sum(0)
-        check(f"dweight {number}", dweight, wide + accumulate, terms=terms(segments))
-        if dbias is not None:
-            check(f"dbias {number}", dbias, columns + torch.full_like(dbias, accumulate, dtype=torch.float64))
+    layers = [w_of(random, rows, n, k, layouts, torch.float32, accumulate, bias) for n, k, rows in shapes]
+    copies = compare(launches, "linear_wgrads", {}, layers, accumulate)
+    for number, (segments, outputs) in enumerate(layers):
+        for name, got in zip(("dweight", "dbias"), outputs, strict=True):
+            if got is not None:
+                check(f"{name} {number}", got, copies[id(got)], terms=terms(segments))
 
 
 def experts(random: Random, groups: int, n: int, k: int, transposed: bool) -> Tensor:
@@ -230,7 +231,7 @@ def groups_of_rows(random: Random, counts: Sequence[int], spare: int) -> tuple[i
 
 def grouped_linear(
     launches: ModuleType, random: Random, counts: Sequence[Sequence[int]], n: int, k: int,
-    layouts: Sequence[str] = ("plain",) * 3, out: torch.dtype | None = None, accumulate: bool = False,
+    layouts: Sequence[str] = PLAIN, out: torch.dtype | None = None, accumulate: bool = False,
     bias: bool = True, transposed: bool = False, spare: int = 0,
 ) -> None:  # fmt: skip
     """Forward and dgrad of the first segment, wgrad of all; counts: rows of every group, per segment."""
@@ -242,46 +243,31 @@ def grouped_linear(
         segments.append((random(m, k, layout=layouts[0]), random(m, n, layout=layouts[1]), ends))
     x, dy, ends = segments[0]
     y, dx = (output(like.shape, random.dtype, device, layouts[2]) for like in (dy, x))
-    launches.grouped_linear_fwd(x, weight, b, ends, y)
-    launches.grouped_linear_dgrad(dy, weight, ends, dx)
-    wide = torch.empty_like(y, dtype=torch.float64), torch.empty_like(dx, dtype=torch.float64)
-    reference.grouped_linear_fwd(x.double(), weight.double(), None if b is None else b.double(), ends, wide[0])
-    reference.grouped_linear_dgrad(dy.double(), weight.double(), ends, wide[1])
-    check("y", y, wide[0])
-    check("dx", dx, wide[1])
-    start = 1.0 if accumulate else float("nan")
-    stored = (groups, k, n) if transposed else (groups, n, k)
-    outputs = [torch.full(shape, start, dtype=out or random.dtype, device=device) for shape in (stored, (groups, n))]
-    if transposed:
-        outputs[0] = outputs[0].mT
-    wanted = [value.double() for value in outputs]
-    launches.grouped_linear_wgrad(segments, (outputs[0], outputs[1] if bias else None), accumulate)
-    reference.grouped_linear_wgrad([(x.double(), dy.double(), ends) for x, dy, ends in segments], wanted, accumulate)
-    check("dweight", outputs[0], wanted[0], terms=terms(segments))
-    if bias:
-        check("dbias", outputs[1], wanted[1])
+    compare(launches, "grouped_linear_fwd", {"y": y}, x, weight, b, ends, y)
+    compare(launches, "grouped_linear_dgrad", {"dx": dx}, dy, weight, ends, dx)
+    stored, start = (groups, k, n) if transposed else (groups, n, k), 1.0 if accumulate else float("nan")
+    dweight, dbias = (
+        torch.full(shape, start, dtype=out or random.dtype, device=device) for shape in (stored, (groups, n))
+    )
+    outputs = dweight.mT if transposed else dweight, dbias if bias else None
+    named = dict(zip(("dweight", "dbias"), outputs, strict=True))
+    compare(launches, "grouped_linear_wgrad", named, segments, outputs, accumulate, terms=terms(segments))
 
 
 def grouped_gated(
     launches: ModuleType, random: Random, counts: Sequence[int], n: int, k: int, h: int, options: GateOptions,
-    layouts: Sequence[str] = ("plain",) * 3, bias: bool = True, transposed: bool = False, spare: int = 0,
+    layouts: Sequence[str] = PLAIN, bias: bool = True, transposed: bool = False, spare: int = 0,
 ) -> None:  # fmt: skip
-    """Forward, then the dgrad of the down projection from the same z."""
+    """Forward, then the dgrad of the down projection from the same z; h is the gate of z as it was rounded."""
     groups, (m, ends) = len(counts), groups_of_rows(random, counts, spare)
     x, weight = random(m, k, layout=layouts[0]), experts(random, groups, 2 * h, k, transposed)
     b = random(groups, 2 * h) if bias else None
     z, gated = (output((m, width), random.dtype, random.device, layouts[2]) for width in (2 * h, h))
-    launches.grouped_gated_fwd(x, weight, b, ends, options, z, gated)
-    wide = [torch.empty_like(t, dtype=torch.float64) for t in (z, gated)]
-    reference.grouped_linear_fwd(x.double(), weight.double(), None if b is None else b.double(), ends, wide[0])
-    check("z", z, wide[0])
-    check("h", gated, reference_grouped.gated(z.double(), options))
+    compare(launches, "grouped_gated_fwd", {"z": z}, x, weight, b, ends, options, z, gated)
+    check("h", gated, reference_gated(z.double(), options))
     dy, down = random(m, n, layout=layouts[0]), experts(random, groups, n, h, transposed)
     dz, again = (output((m, width), random.dtype, random.device, layouts[2]) for width in (2 * h, h))
-    launches.grouped_gated_dgrad(dy, down, ends, z, options, dz, again)
-    reference.grouped_gated_dgrad(dy.double(), down.double(), ends, z.double(), options, *wide)
-    check("dz", dz, wide[0])
-    check("h again", again, wide[1])
+    compare(launches, "grouped_gated_dgrad", {"dz": dz, "h again": again}, dy, down, ends, z, options, dz, again)
 
 
 def adversarial_linear(

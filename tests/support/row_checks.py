@@ -19,48 +19,39 @@ def wide_statistics(dtype: torch.dtype) -> torch.dtype:
 
 def norm(
     launches: ModuleType, random: Random, rows: int, features: int, centered: bool, weighted: bool = True,
-    layout: str = "plain", added: bool = False,
+    layout: str = "plain", added: bool = False, scale: float = 0.0, rounded: float = 0.0,
 ) -> None:  # fmt: skip
     """Forward, dgrad, and wgrad of two segments of partial sums.
 
-    added: with a residual. The exact twin gets the sum as the launches must round it.
+    added: with a residual. The exact twin gets the sum as the launches keep it, which may be off by `rounded`.
     """
     x, dy = random(rows, features, layout=layout), random(rows, features, layout=layout)
     weight = random(features) if weighted else None
-    bias = random(features) if weighted and centered else None
+    biases = (random(features) if weighted else None,) if centered else ()
     residual, dsummed = (random(rows, features, layout=layout) if added else None for _ in range(2))
-    total = x if residual is None else checks.place(x + residual, layout)
-    results = []
-    for module, dtype in ((launches, random.dtype), (reference, torch.float64)):
-        exact = module is reference and random.dtype != torch.float64
-        values = (total if exact else x, dy, weight, bias, dsummed)
-        tensors = [t.double() if exact and t is not None else t for t in values]
-        device, statistics = x.device, wide_statistics(torch.float64 if exact else dtype)
-        y, dx = (checks.output((rows, features), dtype, device, layout) for _ in range(2))
-        mean, rstd = (torch.full((rows,), float("nan"), dtype=statistics, device=device) for _ in range(2))
-        count = module.norm_partials(rows, features, device)
-        shape = (1 + centered, count, features)
-        partials = torch.full(shape, float("nan"), dtype=statistics, device=device) if weighted else None
-        sums, normed = (), tensors[0]
-        if residual is not None and not exact:
-            normed = checks.output((rows, features), dtype, device, layout)
-            sums = (residual, normed)
-        if centered:
-            module.layer_norm_fwd(tensors[0], *tensors[2:4], 1e-3, y, mean, rstd, *sums)
-            module.layer_norm_dgrad(tensors[1], normed, tensors[2], mean, rstd, dx, partials, dsummed=tensors[4])
-        else:
-            module.rms_norm_fwd(tensors[0], tensors[2], 1e-3, y, rstd, *sums)
-            module.rms_norm_dgrad(tensors[1], normed, tensors[2], rstd, dx, partials, dsummed=tensors[4])
-        found = {"y": y, "dx": dx, "rstd": rstd} | ({"mean": mean} if centered else {})
-        if residual is not None:
-            found["summed"] = normed
-        if partials is not None:
-            outputs = [torch.ones(features, dtype=statistics, device=device) for _ in range(1 + centered)]
-            module.norm_wgrad([(partials,), (partials,)], outputs, True)
-            found |= dict(zip(("dweight", "dbias"), outputs, strict=False))
-        results.append(found)
-    for name, got in results[0].items():
-        checks.check(name, got, results[1][name])
+    y, dx, summed = (checks.output((rows, features), random.dtype, random.device, layout) for _ in range(3))
+    wide = {"dtype": wide_statistics(random.dtype), "device": random.device}
+    statistics = [torch.full((rows,), float("nan"), **wide) for _ in range(1 + centered)]
+    named = dict(zip(("rstd", "mean"), statistics[::-1], strict=False))
+    name, sums, normed = "layer_norm" if centered else "rms_norm", (), x
+    if residual is not None:
+        sums, normed = (residual, summed), summed
+    getattr(launches, f"{name}_fwd")(x, weight, *biases, 1e-3, y, *statistics, *sums)
+    if residual is not None:
+        torch.testing.assert_close(summed, x + residual, rtol=rounded, atol=0)
+    outputs = {"y": y, **named}
+    checks.compare(None, f"{name}_fwd", outputs, normed, weight, *biases, 1e-3, y, *statistics, scale=scale)
+
+    count = launches.norm_partials(rows, features, x.device)
+    partials, one = (torch.full((1 + centered, p, features), float("nan"), **wide) for p in (count, 1))
+    getattr(launches, f"{name}_dgrad")(dy, normed, weight, *statistics, dx, partials if weighted else None, dsummed)
+    arguments = (dy, normed, weight, *statistics, dx, one if weighted else None, dsummed)
+    copies = checks.compare(None, f"{name}_dgrad", {"dx": dx}, *arguments, scale=scale)
+    if weighted:
+        sums = [torch.ones(features, **wide) for _ in range(1 + centered)]
+        launches.norm_wgrad([(partials,), (partials,)], sums, True)
+        for label, got, half in zip(("dweight", "dbias"), sums, copies[id(one)], strict=False):
+            checks.check(label, got, 1 + 2 * half[0], scale=scale)
 
 
 ELEMENTWISE = {"activation_fwd": (1, 1), "activation_bwd": (2, 1), "gated_fwd": (2, 1), "gated_bwd": (3, 3)}
@@ -73,11 +64,8 @@ def elementwise(
     inputs, outputs = ELEMENTWISE[name]
     values = [random(rows, columns, layout=layout) for _ in range(inputs)]
     got = [checks.output((rows, columns), random.dtype, random.device, layout) for _ in range(outputs)]
-    wanted = [torch.empty(rows, columns, dtype=torch.float64, device=random.device) for _ in range(outputs)]
-    getattr(launches, name)(*values, activation, *got)
-    getattr(reference, name)(*(v.double() for v in values), activation, *wanted)
-    for index, (mine, other) in enumerate(zip(got, wanted, strict=True)):
-        checks.check(f"output {index} of {name}", mine, other)
+    named = {f"output {index} of {name}": each for index, each in enumerate(got)}
+    checks.compare(launches, name, named, *values, activation, *got)
 
 
 def rotary(
@@ -86,75 +74,65 @@ def rotary(
 ) -> None:  # fmt: skip
     """Forward and dgrad of [batch, tokens, heads, size]. wide: cos and sin are float32. layout: of all columns."""
     flat = (shape[0] * shape[1] * shape[2], shape[3])
-    x, dy = (random(*flat, layout=layout) for _ in range(2))
-    y, dx = (checks.output(flat, random.dtype, random.device, layout) for _ in range(2))
     angles = torch.randn(shape[1], half, generator=random.generator)
     kind = torch.float32 if wide else random.dtype
     cos, sin = (t.to(kind).to(random.device) for t in (angles.cos(), angles.sin()))
-    launches.rotary_fwd(x.view(shape), cos, sin, interleaved, y.view(shape))
-    launches.rotary_dgrad(dy.view(shape), cos, sin, interleaved, dx.view(shape))
-    for name, got, given, sign in (("y", y, x, 1), ("dx", dx, dy, -1)):
-        wanted = reference.rotated(given.view(shape).double(), cos.double(), sign * sin.double(), interleaved)
-        checks.check(name, got, wanted.view(flat))
+    for name, sign in (("rotary_fwd", 1), ("rotary_dgrad", -1)):
+        x, y = random(*flat, layout=layout), checks.output(flat, random.dtype, random.device, layout)
+        getattr(launches, name)(x.view(shape), cos, sin, interleaved, y.view(shape))
+        wanted = reference.rotated(x.view(shape).double(), cos.double(), sign * sin.double(), interleaved)
+        checks.check(name, y, wanted.view(flat))
 
 
 def embedding(
     launches: ModuleType, random: Random, rows: Sequence[int], vocabulary: int, features: int,
-    accumulate: bool = False, padding_idx: int | None = None,
-) -> None:  # fmt: skip
-    """Forward of the first segment; wgrad of all, where some rows of the weight are asked for often and some never."""
+    accumulate: bool = False, padding_idx: int | None = None, out: torch.dtype = torch.float32,
+    layouts: Sequence[str] = ("plain", "plain"), kind: torch.dtype = torch.int64,
+) -> torch.Tensor:  # fmt: skip
+    """Forward of the first segment; wgrad of all, where some rows of the weight are asked for often and some never;
+    returns dweight. layouts: of dy and dweight. kind: of the indices."""
     weight, segments = random(vocabulary, features), []
     for count in rows:
-        indices = torch.randint(max(vocabulary // 2, 1), (count,), generator=random.generator).to(random.device)
-        segments.append((indices, random(count, features)))
+        indices = torch.randint(max(vocabulary // 2, 1), (count,), generator=random.generator).to(kind)
+        segments.append((indices.to(random.device), random(count, features, layout=layouts[0])))
     y = checks.output(segments[0][1].shape, random.dtype, random.device)
     launches.embedding_fwd(segments[0][0], weight, y)
     checks.check("y", y, weight[segments[0][0]].double())
     start = 1.0 if accumulate else float("nan")
-    dweight = torch.full((vocabulary, features), start, device=random.device)
-    wanted = dweight.double()
-    launches.embedding_wgrad(segments, (dweight,), accumulate, padding_idx=padding_idx)
-    wide = [(indices, dy.double()) for indices, dy in segments]
-    reference.embedding_wgrad(wide, (wanted,), accumulate, padding_idx=padding_idx)
-    checks.check("dweight", dweight, wanted)
+    dweight = checks.output((vocabulary, features), out, random.device, layouts[1], start)
+    arguments = (segments, (dweight,), accumulate)
+    checks.compare(launches, "embedding_wgrad", {"dweight": dweight}, *arguments, padding_idx=padding_idx)
+    return dweight
 
 
 def cross_entropy(
     launches: ModuleType, random: Random, rows: Sequence[int], vocabulary: int, features: int,
     options: spec.CrossEntropyOptions, bias: bool = False, accumulate: bool = False,
+    tolerances: tuple[float | None, ...] = (2e-3, None, None), scale: float = 0.0, layout: str = "plain",
 ) -> None:  # fmt: skip
-    """Loss and dx of every segment, then the wgrad of all."""
-    device, segments, wide_segments = random.device, [], []
-    weight, b = random(vocabulary, features), random(vocabulary) if bias else None
-    wide_weight, wide_b = weight.double(), None if b is None else b.double()
+    """Loss and dx of every segment, then the wgrad of all. tolerances: of the loss, of dx, of the weight's gradient.
+    layout: of the weight."""
+    device, segments = random.device, []
+    weight, b = random(vocabulary, features, layout=layout), random(vocabulary) if bias else None
+    on_loss, on_dx, on_weight = tolerances
     for count in rows:
         x = random(count, features)
         target = torch.randint(vocabulary, (count,), generator=random.generator).to(device)
         target[::5] = options.ignore_index
         loss, lse = (torch.full((count,), float("nan"), device=device) for _ in range(2))
         dx = checks.output((count, features), random.dtype, device)
-        launches.cross_entropy_fwd(x, weight, b, target, options, loss, lse, dx)
-        exact = [torch.empty(count, dtype=torch.float64, device=device) for _ in range(2)]
-        wide_dx = torch.empty(count, features, dtype=torch.float64, device=device)
-        reference.cross_entropy_fwd(x.double(), wide_weight, wide_b, target, options, *exact, wide_dx)
+        arguments = (x, weight, b, target, options, loss, lse, dx)
+        copies = checks.compare(launches, "cross_entropy_fwd", {"dx": dx}, *arguments, tolerance=on_dx, scale=scale)
         kept = target != options.ignore_index
-        checks.check("loss", loss[kept], exact[0][kept], 2e-3)
-        checks.check("dx", dx, wide_dx)
-        dloss = torch.rand(count, generator=random.generator).to(device)
-        segments.append((x, target, lse, dloss))
-        wide_segments.append((x.double(), target, exact[1], dloss.double()))
+        checks.check("loss", loss[kept], copies[id(loss)][kept], on_loss, scale=scale)
+        segments.append((x, target, lse, torch.rand(count, generator=random.generator).to(device)))
     start = 1.0 if accumulate else float("nan")
-    outputs = [torch.full(shape, start, device=device) for shape in ((vocabulary, features), (vocabulary,))]
-    wanted = [value.double() for value in outputs]
-    targets = (outputs[0], outputs[1] if bias else None)
-    launches.cross_entropy_wgrad(segments, targets, accumulate, weight=weight, bias=b, options=options)
-    reference.cross_entropy_wgrad(
-        wide_segments, wanted, accumulate, weight=wide_weight, bias=wide_b, options=options
-    )  # fmt: skip
-    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(random.dtype)  # dz is rounded before its product
-    checks.check("dweight", outputs[0], wanted[0], tolerance)
-    if bias:
-        checks.check("dbias", outputs[1], wanted[1], tolerance)
+    dweight, dbias = (torch.full(shape, start, device=device) for shape in ((vocabulary, features), (vocabulary,)))
+    if on_weight is None:  # dz is rounded before its product
+        on_weight = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(random.dtype)
+    outputs, named = (dweight, dbias if bias else None), {"dweight": dweight, "dbias": dbias if bias else None}
+    head = {"weight": weight, "bias": b, "options": options, "tolerance": on_weight, "scale": scale}
+    checks.compare(launches, "cross_entropy_wgrad", named, segments, outputs, accumulate, **head)
 
 
 def adversarial(launches: ModuleType, dtype: torch.dtype, device: str, kind: str, rows: int, features: int) -> None:

@@ -26,8 +26,6 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
-from zbkern.pipeline.checkpoint import protocols as checkpoint_protocols
-from zbkern.pipeline.optimizer import protocols as optimizer_protocols
 from zbkern.pipeline.runtime.run_ahead import StepValidator
 
 
@@ -46,16 +44,14 @@ def layers(model: torch.nn.Sequential) -> None:
 def ops(x: Tensor, weight: Tensor) -> None:
     assert_type(functional.linear(x, weight, activation="gelu"), Tensor)
     assert_type(functional.swiglu(x, weight, weight, weight), Tensor)
-    assert_type(functional.attention(x, x, x, causal=True, window=128), Tensor)
+    assert_type(functional.attention(x, x, x, functional.AttentionOptions(causal=True, window=128)), Tensor)
     assert_type(functional.rotary(x, weight, weight), Tensor)
     assert_type(functional.embedding(x, weight, padding_idx=0), Tensor)
     assert_type(functional.linear_cross_entropy(x, weight, x, reduction="sum"), Tensor)
     assert_type(functional.grouped_linear(x, weight, [3, 4]), Tensor)
-    assert_type(functional.grouped_mlp(x, weight, weight, offsets=weight, interleaved=True), Tensor)
-    assert_type(functional.rms_norm(x, weight), Tensor)
-    assert_type(functional.rms_norm(x, weight, residual=x), tuple[Tensor, Tensor])
-    assert_type(functional.layer_norm(x, weight, weight), Tensor)
-    assert_type(functional.layer_norm(x, weight, weight, residual=x), tuple[Tensor, Tensor])
+    assert_type(functional.grouped_mlp(x, weight, weight, gate=functional.GateOptions("gelu"), offsets=weight), Tensor)
+    functional.rms_norm(x, weight, residual=x)
+    functional.layer_norm(x, 1.0)  # type: ignore[arg-type]
     functional.linear(x, weight, 1.0)  # type: ignore[arg-type]
 
 
@@ -136,15 +132,12 @@ def train(modules: list[torch.nn.Module], inputs: Tensor, targets: Tensor) -> No
 def rooms(pipe: Pipeline, optimizer: Optimizer) -> None:
     """What each room asks of another room's class, in a protocol of its own, is what that class has."""
     validator: StepValidator = optimizer
-    of_optimizer: optimizer_protocols.PipelineLike = pipe
-    of_checkpoint: checkpoint_protocols.PipelineLike = pipe
-    saved: checkpoint_protocols.OptimizerLike = optimizer
     pipe.attach(validator)
     assert_type(pipe.optimizer, StepValidator | None)
     pipe.optimizer = optimizer  # type: ignore[misc]
     pipe.detach()
-    checkpoint.load("folder", of_checkpoint, saved)
+    checkpoint.load("folder", pipe, optimizer)
     checkpoint.save("folder", 1, torch.nn.Linear(2, 2), torch.optim.SGD([]))
     checkpoint.save("folder", 1, "model")  # type: ignore[arg-type]
-    Optimizer(torch.optim.SGD([]), of_optimizer)
+    Optimizer(torch.optim.SGD([]), pipe)
     Optimizer(torch.optim.SGD([]), "pipe")  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.after = zbkern.nn.RMSNorm(8), zbkern.nn.RMSNorm(8)
-        self.attention = zbkern.nn.Attention(8, 2, 1, causal=True)
+        self.attention = zbkern.nn.Attention(8, 2, 1, options=zbkern.functional.AttentionOptions(causal=True))
         self.mlp = zbkern.nn.MLP(8, 28)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +152,9 @@ def test_a_head_that_does_not_wait_computes_its_logits_once(hooked: bool, monkey
         weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with queue.defer():
         with zbkern.no_defer():
-            loss = zbkern.functional.linear_cross_entropy(x, weight, target, chunk=3)
+            loss = zbkern.functional.linear_cross_entropy(
+                x, weight, target, options=zbkern.functional.CrossEntropyOptions(chunk=3)
+            )
         loss.backward()
     assert queue.pending() == 0
     assert len(later) == hooked

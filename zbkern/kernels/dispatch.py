@@ -5,7 +5,7 @@ extension has only the kernels that it is meant to do better than Triton; the ot
 
 On a GPU "auto" takes Triton's kernels, but cuBLAS for a matmul with nothing to fuse, which is known to be near the
 ceiling. No measurement says otherwise yet: W of the CUDA extension runs where impl="cuda" asks for it, and
-`python -m bench.cuda_wgrad` compares it with Triton's.
+`python -m bench.gpu --rows W` compares it with Triton's.
 """
 
 from __future__ import annotations

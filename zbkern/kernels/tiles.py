@@ -1,13 +1,13 @@
 """How a matrix product or attention is cut into tiles: pure functions of shape, dtype and GPU.
 
 `python -m zbkern.kernels.tiles M N K` prints the choice for the three products of a linear layer, and for attention.
-`bench/tune.py` and `bench/tune_attention.py` measure on a GPU and write `tiles.json` beside this file; what they have
-measured is preferred to the rules here.
+`bench/tune.py` measures on a GPU and writes `tiles.json` beside this file, which is preferred to the rules here.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -158,29 +158,29 @@ _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
     ("tf32x3", "dq"): ((64, 16, 8, 2), (32, 16, 8, 2, False, 32), (32, 16, 8, 2, False, 32)),
     ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (32, 16, 4, 2, True), (16, 32, 8, 2, True, 32)),
 }
-# Where descriptors read on into the next sequence (from 9.0 on), those of different lengths have code for the end of
-# each, and fewer registers left. With Triton 3.9 a forward of 128 x 128 spills (9.0, 10.0), as does dq of heads of 64
-# with 64 keys (10.0), where 3.6 does not.
-_ATTENTION_PACKED: dict[tuple[str, str, int], _Row] = {
-    ("mma", "fwd", 64): (128, 64, 8, 3),
-    ("mma", "dkdv", 64): (32, 64, 8, 3),
-    ("wgmma", "fwd", 128): (128, 64, 8, 3),
-    ("wgmma", "fwd", 256): (64, 64, 8, 2),
-    ("wgmma", "dkdv", 128): (32, 128, 8, 3),
-    ("wgmma", "dkdv", 256): (16, 64, 8, 2, True),
-    ("tcgen05", "fwd", 64): (128, 64, 4, 3),
-    ("tcgen05", "fwd", 128): (128, 64, 8, 3),
-    ("tcgen05", "dq", 64): (128, 32, 8, 3),
-    ("tcgen05", "dkdv", 256): (32, 64, 8, 2, True),
-    ("tf32x3", "fwd", 64): (64, 16, 4, 2),
-    ("tf32x3", "dq", 64): (32, 16, 8, 2, False, 32),
-    ("tf32x3", "dkdv", 64): (32, 32, 8, 2, True, 32),
-    ("tf32x3", "dkdv", 128): (16, 32, 8, 2, True, 32),
+# Where that is not so, the last that applies. "packed": from 9.0 on, where descriptors read on into the next sequence,
+# sequences of different lengths have code for the end of each, and fewer registers left. With Triton 3.9 a forward of
+# 128 x 128 spills (9.0, 10.0), as does dq of heads of 64 with 64 keys (10.0), where 3.6 does not. "packed, 3.9": from
+# that Triton on, where dk spills with 8 warps; with 3.6 it does with 4. "capped": the derivative of the cap holds a
+# second block of scores, and one of 64 keys spills with Triton 3.9.
+_ATTENTION_EXCEPT: dict[tuple[str, str, int, str], _Row] = {
+    ("mma", "fwd", 64, "packed"): (128, 64, 8, 3),
+    ("mma", "dkdv", 64, "packed"): (32, 64, 8, 3),
+    ("wgmma", "fwd", 128, "packed"): (128, 64, 8, 3),
+    ("wgmma", "fwd", 256, "packed"): (64, 64, 8, 2),
+    ("wgmma", "dq", 256, "capped"): (64, 32, 8, 2),
+    ("wgmma", "dkdv", 128, "packed"): (32, 128, 8, 3),
+    ("wgmma", "dkdv", 256, "packed"): (16, 64, 8, 2, True),
+    ("wgmma", "dkdv", 256, "packed, 3.9"): (16, 64, 4, 2, True),
+    ("tcgen05", "fwd", 64, "packed"): (128, 64, 4, 3),
+    ("tcgen05", "fwd", 128, "packed"): (128, 64, 8, 3),
+    ("tcgen05", "dq", 64, "packed"): (128, 32, 8, 3),
+    ("tcgen05", "dkdv", 256, "packed"): (32, 64, 8, 2, True),
+    ("tf32x3", "fwd", 64, "packed"): (64, 16, 4, 2),
+    ("tf32x3", "dq", 64, "packed"): (32, 16, 8, 2, False, 32),
+    ("tf32x3", "dkdv", 64, "packed"): (32, 32, 8, 2, True, 32),
+    ("tf32x3", "dkdv", 128, "packed"): (16, 32, 8, 2, True, 32),
 }
-# The same from Triton 3.9 on, where dk spills with 8 warps; with 3.6 it does with 4.
-_ATTENTION_PACKED_LATER: dict[tuple[str, str, int], _Row] = {("wgmma", "dkdv", 256): (16, 64, 4, 2, True)}
-# The derivative of the cap holds a second block of scores: with Triton 3.9 one of 64 keys spills.
-_ATTENTION_CAPPED: dict[tuple[str, str, int], _Row] = {("wgmma", "dq", 256): (64, 32, 8, 2)}
 
 
 def attention(
@@ -200,19 +200,14 @@ def attention(
     measured = table().get(attention_key(launch, size, dtype, capability, packed))
     if isinstance(measured, AttentionTile):
         return measured
-    how = "tf32x3" if dtype == "float32" else unit(capability)
-    place = next(i for i, limit in enumerate(_HEADS) if size <= limit)
-    row = _ATTENTION[how, launch][place]
-    if packed and capability >= 90:
-        row = _ATTENTION_PACKED.get((how, launch, _HEADS[place]), row)
-        if compiler >= (3, 9):
-            row = _ATTENTION_PACKED_LATER.get((how, launch, _HEADS[place]), row)
-    if capped:
-        row = _ATTENTION_CAPPED.get((how, launch, _HEADS[place]), row)
-    tile = AttentionTile(*row)
+    how, longest = "tf32x3" if dtype == "float32" else unit(capability), _longest(size)
+    packed = packed and capability >= 90
+    applies = {"packed": packed, "packed, 3.9": packed and compiler >= (3, 9), "capped": capped}
+    rows = [_ATTENTION_EXCEPT.get((how, launch, longest, case)) for case, holds in applies.items() if holds]
+    tile = AttentionTile(*[_ATTENTION[how, launch][_HEADS.index(longest)], *filter(None, rows)][-1])
     streamed = "queries" if launch == "dkdv" else "keys"
     limit = 1024 * SHARED_MEMORY.get(capability, 99)
-    while attention_shared_memory(tile, launch, _HEADS[place], 4 if dtype == "float32" else 2) > limit:
+    while attention_shared_memory(tile, launch, longest, 4 if dtype == "float32" else 2) > limit:
         rows = getattr(tile, streamed)
         fewer = tile.stages > 2 or rows == 16
         tile = replace(tile, stages=tile.stages - 1) if fewer else replace(tile, **{streamed: rows // 2})
@@ -221,8 +216,12 @@ def attention(
 
 def attention_key(launch: str, size: int, dtype: str, capability: int, packed: bool) -> str:
     """Head sizes that have a tile in common share what was measured."""
-    room = next((room for room in _HEADS if size <= room), size)
-    return f"sm{capability} {dtype} attention {launch} {room}" + " packed" * packed
+    return f"sm{capability} {dtype} attention {launch} {_longest(size)}" + " packed" * packed
+
+
+def _longest(size: int) -> int:
+    """Of the heads that have a tile in common with this one."""
+    return next((longest for longest in _HEADS if size <= longest), size)
 
 
 def attention_shared_memory(tile: AttentionTile, launch: str, size: int, itemsize: int) -> int:
@@ -256,12 +255,11 @@ def main() -> int:
     m, n, k = map(int, sys.argv[1:])
     for capability, num_sms in ((80, 108), (90, 132), (100, 148)):
         for dtype in ("bfloat16", "float32"):
-            for op, (p, q, r) in {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}.items():
-                print(f"sm_{capability} {dtype:<8} {op:<5} {choose(op, p, q, r, dtype, capability, num_sms)}")
-            for launch in ("fwd", "dq", "dkdv"):
-                for size in _HEADS:
-                    tile = attention(launch, size, dtype, capability)
-                    print(f"sm_{capability} {dtype:<8} attention {launch:<4} {size:>3} {tile}")
+            for op, sizes in {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}.items():
+                print(f"sm_{capability} {dtype:<8} {op:<5} {choose(op, *sizes, dtype, capability, num_sms)}")
+            for launch, size in itertools.product(("fwd", "dq", "dkdv"), _HEADS):
+                tile = attention(launch, size, dtype, capability)
+                print(f"sm_{capability} {dtype:<8} attention {launch:<4} {size:>3} {tile}")
     return 0
 
 

@@ -1,8 +1,14 @@
-"""What users hand to the public ops, checked: errors name the op, the argument, what was expected and what came."""
+"""What users hand to the public ops, checked: errors name the op, the argument, what was expected and what came.
+
+The tensors that an op takes are a line of text for each, such as "weight [N, K]": a letter is the same size wherever it
+stands, and "..." the same sizes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +16,135 @@ from torch import Tensor
 from zbkern.kernels import spec
 
 
+class Argument(NamedTuple):
+    """A tensor that an op takes. sizes: (its place from the end, its letter) of every dimension that has a letter.
+
+    leading: whether any dimensions may stand before these; shared: whether another argument has the same. allows: of
+    which dtypes, None for all real ones.
+    """
+
+    name: str
+    shape: str
+    optional: bool
+    leading: bool
+    shared: bool
+    sizes: tuple[tuple[int, str], ...]
+    numbers: str
+    allows: Callable[[torch.dtype], bool] | None
+
+
+_NUMBERS: dict[str, Callable[[torch.dtype], bool] | None] = {
+    "": None,
+    "a floating dtype": lambda dtype: dtype.is_floating_point,
+    "integers": lambda dtype: not dtype.is_floating_point and dtype is not torch.bool,
+    "integers, int64 or int32": lambda dtype: dtype in (torch.int64, torch.int32),
+}
+
+
+def arguments(text: str) -> tuple[Argument, ...]:
+    """Of a text such as "x [..., K] of a floating dtype; bias? [K]": behind a question mark None is allowed."""
+    found = []
+    for line in text.split("; "):
+        match = re.fullmatch(r"(\w+)(\??) \[(.*)\](?: of (.*))?", line)
+        assert match is not None, line
+        name, optional, inside, numbers = match.groups(default="")
+        letters = inside.split(", ")
+        leading = letters[0] == "..."
+        sizes = tuple((place - len(letters), letter) for place, letter in enumerate(letters) if letter != "...")
+        shared = leading and text.count("[...") > 1
+        found.append(Argument(name, f"[{inside}]", bool(optional), leading, shared, sizes, numbers, _NUMBERS[numbers]))
+    return tuple(found)
+
+
+LINEAR = arguments("x [..., K]; weight [N, K]; bias? [N]")
+LINEAR_TRANSPOSED = arguments("x [..., K]; weight [K, N]; bias? [N]")
+GATED_MLP = arguments("x [..., K]; gate [H, K]; up [H, K]; down [N, H]; gate_bias? [H]; up_bias? [H]; down_bias? [N]")
+GROUPED_LINEAR = arguments("x [M, K]; weight [E, N, K]; bias? [E, N]")
+GROUPED_LINEAR_TRANSPOSED = arguments("x [M, K]; weight [E, K, N]; bias? [E, N]")
+_BIASES = "gate_up_bias? [E, 2H]; down_bias? [E, N]"
+GROUPED_MLP = arguments(f"x [M, K]; gate_up [E, 2H, K]; down [E, N, H]; {_BIASES}")
+GROUPED_MLP_TRANSPOSED = arguments(f"x [M, K]; gate_up [E, K, 2H]; down [E, H, N]; {_BIASES}")
+EMBEDDING = arguments("indices [...] of integers, int64 or int32; weight [V, K]")
+NORM = arguments("x [..., K] of a floating dtype; weight? [K]; bias? [K]; residual? [..., K] of a floating dtype")
+_SINKS = "sinks? [heads] of a floating dtype"
+ATTENTION = arguments(
+    f"q [batch, tokens, heads, D]; k [batch, keys, kv_heads, D]; v [batch, keys, kv_heads, Dv]; {_SINKS}"
+)
+PACKED_ATTENTION = arguments(f"q [tokens, heads, D]; k [keys, kv_heads, D]; v [keys, kv_heads, Dv]; {_SINKS}")
+ROTARY = arguments(
+    "x [..., T, H, D] of a floating dtype; cos [T, R/2] of a floating dtype; sin [T, R/2] of a floating dtype"
+)
+LINEAR_CROSS_ENTROPY = arguments("x [..., K]; weight [V, K]; target [...] of integers; bias? [V]")
+
+
+def check(op: str, wanted: Sequence[Argument], *values: Any) -> None:
+    """All are tensors of real numbers on the device of the first, of the shapes and dtypes that the op takes."""
+    sizes: dict[str, Any] = {}
+    device = getattr(values[0], "device", None)
+    for argument, value in zip(wanted, values):  # noqa: B905 (strict takes time)
+        if value is None and argument.optional:
+            continue
+        if not isinstance(value, Tensor) or value.device != device or not _fits(argument, value, sizes):
+            raise _error(op, wanted, values, argument, value)
+    if "2H" in sizes and sizes["2H"] != 2 * sizes["H"]:
+        raise ValueError(
+            f"{op}: gate_up must have twice as many outputs as down has inputs; got {sizes['2H']} and {sizes['H']}"
+        )
+
+
+def _fits(argument: Argument, value: Tensor, sizes: dict[str, Any]) -> bool:
+    """Whether a tensor has the sizes that the letters have by now; those that had none get them."""
+    _, _, _, leading, shared, named, _, allows = argument
+    shape = value.shape
+    further = len(shape) - len(named)
+    if further and (not leading or further < 0):
+        return False
+    for place, letter in named:
+        size = shape[place]
+        if sizes.setdefault(letter, size) != size:
+            return False
+    if shared and sizes.setdefault("...", shape[:further]) != shape[:further]:
+        return False
+    return not value.is_complex() if allows is None else allows(value.dtype)
+
+
+def _error(op: str, wanted: Sequence[Argument], values: Sequence[Any], argument: Argument, value: Any) -> Exception:
+    name, leader = argument.name, values[0]
+    if not isinstance(value, Tensor):
+        return TypeError(f"{op}: {name} must be a torch.Tensor; got {type(value).__name__}")
+    if value.device != leader.device:
+        return ValueError(
+            f"{op}: {name} is on {value.device} and {wanted[0].name} on {leader.device}; move one with .to(device)"
+        )
+    if value.is_complex():
+        return TypeError(
+            f"{op}: {name} must be real numbers; got {value.dtype}; use torch's own operation for complex ones"
+        )
+    if argument.allows is not None and not argument.allows(value.dtype):
+        return TypeError(f"{op}: {name} must be {argument.shape} of {argument.numbers}; got {value.dtype}")
+    known = _known_sizes(argument, wanted, values)
+    return ValueError(f"{op}: {name} must be {argument.shape}{known}; got {list(value.shape)}")
+
+
+def _known_sizes(argument: Argument, wanted: Sequence[Argument], values: Sequence[Any]) -> str:
+    """ " with K=5 like x [2, 5]" for the letters of an argument that stand before it, too."""
+    found = []
+    letters = [letter for _, letter in argument.sizes] + ["..."] * argument.shared
+    before = [(a, v) for a, v in zip(wanted, values, strict=True) if v is not None][: wanted.index(argument)]
+    for letter in letters:
+        for other, value in before:
+            place = next((place for place, its in other.sizes if its == letter), None)
+            size = None if place is None else value.shape[place]
+            if letter == "..." and other.shared:
+                size = list(value.shape[: value.dim() - len(other.sizes)])
+            if size is not None and other is not argument:
+                found.append(f"{letter}={size} like {other.name} {list(value.shape)}")
+                break
+    return f" with {', '.join(found)}" if found else ""
+
+
 def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
-    """True when `check_linear` would find nothing; what finds out what is wrong takes ten times as long."""
+    """True where `check` would find nothing, in half the time: the op that most models call most."""
     return (
         isinstance(x, Tensor)
         and isinstance(weight, Tensor)
@@ -20,128 +153,39 @@ def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
         and x.shape[-1] == weight.shape[not transposed]
         and x.device == weight.device
         and not (x.is_complex() or weight.is_complex())
-        and (
-            bias is None
-            or (
-                isinstance(bias, Tensor)
-                and bias.numel() == weight.shape[transposed]
-                and bias.dim() == 1
-                and not bias.is_complex()
-            )
-        )
+        and (bias is None or (isinstance(bias, Tensor) and bias.dim() == 1 and not bias.is_complex()))
+        and (bias is None or bias.numel() == weight.shape[transposed])
     )
 
 
-def check_linear(
-    op: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transposed: bool = False,
-    names: tuple[str, str] = ("weight", "bias"),
-) -> None:
-    layout = "[K, N]" if transposed else "[N, K]"
-    _check_tensors(op, **{"x": x, names[0]: weight})
-    if x.dim() == 0 or weight.dim() != 2 or weight.shape[not transposed] != x.shape[-1]:
-        wanted = f" with K={x.shape[-1]} like x" if x.dim() else " and x [..., K]"
-        raise ValueError(f"{op}: {names[0]} must be {layout}{wanted}; got {list(weight.shape)}, x {list(x.shape)}")
-    if bias is not None:
-        _check_tensors(op, **{"x": x, names[1]: bias})
-    if bias is not None and list(bias.shape) != [weight.shape[transposed]]:
-        raise ValueError(
-            f"{op}: {names[1]} must be [N] with N={weight.shape[transposed]} like {names[0]}; got {list(bias.shape)}"
-        )
+def check_choice(op: str, argument: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {argument} must be one of {tuple(choices)}; got {value!r}")
 
 
-def check_activation(op: str, activation: str | None) -> None:
-    if activation is not None and activation not in spec.ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be None or one of {spec.ACTIVATIONS}; got {activation!r}")
+def check_impl(caller: str, impl: str) -> str:
+    """impl. Raises ValueError where no backend has this name; whether it can run shows at its first call."""
+    check_choice(caller, "impl", impl, ("auto", *spec.IMPLEMENTATIONS))
+    return impl
 
 
-def check_gated_mlp(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-) -> None:
-    check_linear("gated_mlp", x, gate, gate_bias, names=("gate", "gate_bias"))
-    check_linear("gated_mlp", x, up, up_bias, names=("up", "up_bias"))
-    _check_tensors("gated_mlp", x=x, down=down)
-    if up.shape != gate.shape:
-        raise ValueError(f"gated_mlp: up must have gate's shape {list(gate.shape)}; got {list(up.shape)}")
-    if down.dim() != 2 or down.shape[1] != gate.shape[0]:
-        raise ValueError(f"gated_mlp: down must be [N, H] with H={gate.shape[0]} like gate; got {list(down.shape)}")
-    if down_bias is not None:
-        _check_tensors("gated_mlp", x=x, down_bias=down_bias)
-        if down_bias.shape != down.shape[:1]:
-            raise ValueError(f"gated_mlp: down_bias must be [N] with N={down.shape[0]}; got {list(down_bias.shape)}")
-    if activation is None:
-        raise ValueError(f"gated_mlp: activation must be one of {spec.ACTIVATIONS}; got None")
-    check_activation("gated_mlp", activation)
+def check_recipe(caller: str, recipe: str | None) -> str | None:
+    """recipe. Raises ValueError where there is none of this name."""
+    check_choice(caller, "recipe", recipe, (None, *spec.RECIPES))
+    return recipe
 
 
-def check_grouped_linear(
-    op: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transposed: bool = False,
-    names: tuple[str, str] = ("weight", "bias"),
-) -> None:
-    layout = "[E, K, N]" if transposed else "[E, N, K]"
-    _check_tensors(op, **{"x": x, names[0]: weight})
-    if x.dim() != 2 or weight.dim() != 3 or weight.shape[1 if transposed else 2] != x.shape[1]:
-        raise ValueError(
-            f"{op}: x must be [M, K] and {names[0]} {layout}; got {list(x.shape)} and {list(weight.shape)}"
-        )
-    if bias is not None:
-        _check_tensors(op, **{"x": x, names[1]: bias})
-        wanted = [weight.shape[0], weight.shape[2 if transposed else 1]]
-        if list(bias.shape) != wanted:
-            raise ValueError(f"{op}: {names[1]} must be [E, N] = {wanted}; got {list(bias.shape)}")
-
-
-def check_grouped_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, transposed: bool
-) -> None:
-    op, names = "grouped_mlp", ("gate_up", "gate_up_bias")
-    check_grouped_linear(op, x, gate_up, gate_up_bias, transposed, names)
-    columns, rows = (2, 1) if transposed else (1, 2)
-    hidden, odd = divmod(gate_up.shape[columns], 2)
-    if odd:
-        raise ValueError(f"{op}: gate_up must have an even number of outputs, gate and up; got {2 * hidden + 1}")
-    _check_tensors(op, x=x, down=down)
-    if down.dim() != 3 or down.shape[0] != gate_up.shape[0] or down.shape[rows] != hidden:
-        layout = "[E, H, N]" if transposed else "[E, N, H]"
-        raise ValueError(
-            f"{op}: down must be {layout} with E={gate_up.shape[0]} and H={hidden} like gate_up; got {list(down.shape)}"
-        )
-    if down_bias is not None:
-        _check_tensors(op, x=x, down_bias=down_bias)
-        if list(down_bias.shape) != [down.shape[0], down.shape[columns]]:
-            wanted = [down.shape[0], down.shape[columns]]
-            raise ValueError(f"{op}: down_bias must be [E, N] = {wanted}; got {list(down_bias.shape)}")
-
-
-def gate_options(
-    activation: str, interleaved: bool, limit: float | None, alpha: float, up_offset: float
-) -> spec.GateOptions:
+def check_gate(options: spec.GateOptions) -> None:
     op = "grouped_mlp"
-    if activation is None:
-        raise ValueError(f"{op}: activation must be one of {spec.ACTIVATIONS}; got None")
-    check_activation(op, activation)
-    check_number(op, "alpha", alpha)
-    check_number(op, "up_offset", up_offset)
-    if limit is not None:
-        check_number(op, "limit", limit)
-    if not alpha > 0 or (limit is not None and not limit > 0):
-        raise ValueError(f"{op}: alpha and limit must be above 0; got {alpha} and {limit}")
-    wanted = None if limit is None else float(limit)
-    return spec.GateOptions(activation, bool(interleaved), wanted, float(alpha), float(up_offset))
+    if not isinstance(options, spec.GateOptions):
+        raise TypeError(f"{op}: gate must be a zbkern.functional.GateOptions; got {options!r}")
+    check_choice(op, "activation", options.activation, spec.ACTIVATIONS)
+    check_number(op, "alpha", options.alpha)
+    check_number(op, "offset", options.offset)
+    if options.limit is not None:
+        check_number(op, "limit", options.limit)
+    if not options.alpha > 0 or (options.limit is not None and not options.limit > 0):
+        raise ValueError(f"{op}: alpha and limit must be above 0; got {options.alpha} and {options.limit}")
 
 
 def group_ends(
@@ -180,109 +224,72 @@ def _integers(op: str, argument: str, values: Sequence[int] | Tensor | None) -> 
     return tensor.detach()
 
 
-def check_embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> int | None:
+def padding_row(padding_idx: int | None, rows: int) -> int | None:
     """padding_idx, counted from the start."""
-    _check_tensors("embedding", indices=indices, weight=weight)
-    if indices.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"embedding: indices must be integers, int64 or int32; got {indices.dtype}")
-    if weight.dim() != 2:
-        raise ValueError(f"embedding: weight must be [V, K]; got {list(weight.shape)}")
     if padding_idx is None:
         return None
     check_integer("embedding", "padding_idx", padding_idx)
-    if not -weight.shape[0] <= padding_idx < weight.shape[0]:
-        raise ValueError(f"embedding: padding_idx must be within the {weight.shape[0]} rows; got {padding_idx}")
-    return padding_idx % weight.shape[0]
-
-
-def check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
-    _check_tensors(op, x=x)
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"{op}: x must be [..., K] of a floating dtype; got {x.dtype} {list(x.shape)}")
-    for argument, value in (("weight", weight), ("bias", bias)):
-        if value is None:
-            continue
-        _check_tensors(op, **{"x": x, argument: value})
-        if value.shape != x.shape[-1:]:
-            raise ValueError(f"{op}: {argument} must be [K] with K={x.shape[-1]} like x; got {list(value.shape)}")
-    if residual is not None:
-        _check_tensors(op, x=x, residual=residual)
-        if residual.shape != x.shape or not residual.is_floating_point():
-            raise ValueError(
-                f"{op}: residual must be {list(x.shape)} like x, of a floating dtype; "
-                f"got {residual.dtype} {list(residual.shape)}"
-            )
-    if weight is None and bias is not None:
-        raise ValueError(f"{op}: bias without weight is not supported; pass weight, too")
+    if not -rows <= padding_idx < rows:
+        raise ValueError(f"embedding: padding_idx must be within the {rows} rows; got {padding_idx}")
+    return padding_idx % rows
 
 
 def check_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool,
-    window: int | None,
-    cu_seqlens: Sequence[int] | Tensor | None,
-    cu_seqlens_k: Sequence[int] | Tensor | None,
-    softcap: float | None,
     sinks: Tensor | None,
+    packed: bool,
+    options: Any,
 ) -> None:
     """All but the dtypes, which autocast may change, and where sequences end: see `sequence_ends`."""
-    batched = cu_seqlens is None
-    _check_tensors("attention", q=q, k=k, v=v)
-    for argument, value in (("q", q), ("k", k), ("v", v)):
-        if value.dim() != (4 if batched else 3):
-            shape = "[batch, tokens, heads, D]" if batched else "[tokens, heads, D] with cu_seqlens"
-            raise ValueError(f"attention: {argument} must be {shape}; got {list(value.shape)}")
+    check("attention", PACKED_ATTENTION if packed else ATTENTION, q, k, v, sinks)
     heads, key_heads = q.shape[-2], k.shape[-2]
-    divides = heads % key_heads == 0 if key_heads else heads == 0
-    alike = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and (not batched or q.shape[0] == k.shape[0])
-    if not alike or not divides:
+    if heads % key_heads if key_heads else heads:
         raise ValueError(
-            "attention: k and v must have one shape (but for the last, the head size of v), q's batch and D, and a "
-            "number of heads that divides q's; "
-            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+            f"attention: k and v must have a number of heads that divides q's; got {key_heads} and {heads}"
         )
+    causal, window, softcap = options.causal, options.window, options.softcap
     if window is not None:
         check_integer("attention", "window", window)
-    if window is not None and (not causal or window < 1):
-        raise ValueError(f"attention: window must be at least 1 and needs causal=True; got {window}, causal={causal}")
-    if batched and cu_seqlens_k is not None:
-        raise ValueError("attention: cu_seqlens_k needs cu_seqlens, the ends of the queries' sequences; got None")
+        if not causal or window < 1:
+            raise ValueError(
+                f"attention: window must be at least 1 and needs causal=True; got {window}, causal={causal}"
+            )
+    if options.scale is not None:
+        check_number("attention", "scale", options.scale)
     if softcap is not None:
         check_number("attention", "softcap", softcap)
         if not 0 < float(softcap) < float("inf"):
             raise ValueError(f"attention: softcap must be a number above 0, or None for no cap; got {softcap}")
-    if sinks is not None:
-        _check_tensors("attention", q=q, sinks=sinks)
-        if sinks.shape != (heads,) or not sinks.is_floating_point():
-            raise ValueError(
-                f"attention: sinks must be [heads] = [{heads}] of a floating dtype; "
-                f"got {sinks.dtype} {list(sinks.shape)}"
-            )
+
+
+Ends = tuple[int, ...] | Tensor
 
 
 def sequence_ends(
-    q: Tensor, k: Tensor, cu_seqlens: Sequence[int] | Tensor, cu_seqlens_k: Sequence[int] | Tensor | None
-) -> tuple[tuple[int, ...] | Tensor, tuple[int, ...] | Tensor]:
+    q: Tensor, k: Tensor, cu_seqlens: Sequence[int] | Tensor | None, cu_seqlens_k: Sequence[int] | Tensor | None
+) -> tuple[Ends, Ends]:
     """Where the sequences of q [T, ...] and k [T', ...] end, each beginning with 0: tensors where they are on q's
-    device, and what is on a GPU is not looked at."""
-    if isinstance(cu_seqlens, Tensor) and cu_seqlens.device == q.device:
-        ends_there = _check_tensor_of_ends("cu_seqlens", cu_seqlens, q)
-        name, given = ("cu_seqlens", cu_seqlens) if cu_seqlens_k is None else ("cu_seqlens_k", cu_seqlens_k)
-        keys_there = _check_tensor_of_ends(name, given, k)
-        if len(ends_there) != len(keys_there):
-            raise ValueError(
-                "attention: cu_seqlens_k must have as many ends as cu_seqlens; "
-                f"got {len(keys_there)} and {len(ends_there)}"
-            )
-        return ends_there, keys_there
-    queries, keys = q.shape[0], k.shape[0]
-    ends = _check_ends("cu_seqlens", cu_seqlens, queries)
-    key_ends = ends if cu_seqlens_k is None else _check_ends("cu_seqlens_k", cu_seqlens_k, keys)
-    if len(ends) != len(key_ends) or key_ends[-1] != keys:
-        raise ValueError(f"attention: keys must have as many sequences as queries, to the end; got {key_ends}")
+    device, and what is on a GPU is not looked at. Without cu_seqlens, those of q [B, T, ...] and k [B, T', ...]."""
+    if cu_seqlens is None:
+        if cu_seqlens_k is not None:
+            raise ValueError("attention: cu_seqlens_k needs cu_seqlens, the ends of the queries' sequences; got None")
+        return _even_ends(*q.shape[:2]), _even_ends(*k.shape[:2])
+    on_device = isinstance(cu_seqlens, Tensor) and cu_seqlens.device == q.device
+    checked: Callable[..., Ends] = _check_tensor_of_ends if on_device else _check_ends
+    name, of_keys = ("cu_seqlens", cu_seqlens) if cu_seqlens_k is None else ("cu_seqlens_k", cu_seqlens_k)
+    ends, key_ends = checked("cu_seqlens", cu_seqlens, q), checked(name, of_keys, k)
+    if len(ends) != len(key_ends):
+        raise ValueError(
+            f"attention: cu_seqlens_k must have as many ends as cu_seqlens; got {len(key_ends)} and {len(ends)}"
+        )
     return ends, key_ends
+
+
+def _even_ends(sequences: int, tokens: int) -> tuple[int, ...]:
+    """The ends of so many sequences of so many tokens each, beginning with 0."""
+    return tuple(range(0, (sequences + 1) * tokens, tokens)) if tokens else (0,) * (sequences + 1)
 
 
 def _check_tensor_of_ends(argument: str, ends: Sequence[int] | Tensor | None, tokens: Tensor) -> Tensor:
@@ -299,62 +306,38 @@ def _check_tensor_of_ends(argument: str, ends: Sequence[int] | Tensor | None, to
     return ends.contiguous()
 
 
-def _check_ends(argument: str, ends: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
+def _check_ends(argument: str, ends: Sequence[int] | Tensor, tokens: Tensor) -> tuple[int, ...]:
     if isinstance(ends, str) or not hasattr(ends, "__len__"):
         raise TypeError(f"attention: {argument} must be a list of the ends of the sequences; got {ends!r}")
     for end in ends:
         check_integer("attention", argument, end)
     found = tuple(int(end) for end in ends)
-    if len(found) < 1 or found[0] != 0 or list(found) != sorted(found) or found[-1] != tokens:
-        raise ValueError(f"attention: {argument} must rise from 0 to the {tokens} tokens; got {list(found)}")
+    if len(found) < 1 or found[0] != 0 or list(found) != sorted(found) or found[-1] != tokens.shape[0]:
+        raise ValueError(f"attention: {argument} must rise from 0 to the {tokens.shape[0]} tokens; got {list(found)}")
     return found
 
 
 def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    _check_tensors("rotary", x=x, cos=cos, sin=sin)
-    if x.dim() < 3 or not x.is_floating_point():
-        raise ValueError(f"rotary: x must be [..., T, H, D] of a floating dtype; got {x.dtype} {list(x.shape)}")
-    for argument, value in (("cos", cos), ("sin", sin)):
-        if value.dim() != 2 or value.shape[0] != x.shape[-3] or 2 * value.shape[1] > x.shape[-1]:
-            raise ValueError(
-                f"rotary: {argument} must be [T, R/2] with T={x.shape[-3]} and R <= {x.shape[-1]} like x; "
-                f"got {list(value.shape)}"
-            )
-        if not value.is_floating_point() or value.requires_grad:
-            found = "one that requires a gradient" if value.requires_grad else value.dtype
-            raise TypeError(f"rotary: {argument} must be floating numbers without a gradient; got {found}")
-    if cos.shape != sin.shape:
-        raise ValueError(f"rotary: sin must have cos's shape {list(cos.shape)}; got {list(sin.shape)}")
+    check("rotary", ROTARY, x, cos, sin)
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(f"rotary: cos must be [T, R/2] with R <= {x.shape[-1]} like x; got {list(cos.shape)}")
+    if cos.requires_grad or sin.requires_grad:
+        raise TypeError("rotary: cos and sin must be numbers without a gradient; detach them")
 
 
-def check_linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-    chunk: int,
-) -> None:
-    check_linear("linear_cross_entropy", x, weight, bias)
-    _check_tensors("linear_cross_entropy", x=x, target=target)
-    if target.shape != x.shape[:-1] or target.is_floating_point() or target.dtype == torch.bool:
+def check_cross_entropy(options: spec.CrossEntropyOptions, reduction: str) -> None:
+    op = "linear_cross_entropy"
+    if not isinstance(options, spec.CrossEntropyOptions):
+        raise TypeError(f"{op}: options must be a zbkern.functional.CrossEntropyOptions; got {options!r}")
+    check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
+    check_number(op, "label_smoothing", options.label_smoothing)
+    check_number(op, "z_loss", options.z_loss)
+    check_integer(op, "ignore_index", options.ignore_index)
+    check_integer(op, "chunk", options.chunk)
+    if not 0 <= options.label_smoothing <= 1 or options.chunk < 1:
         raise ValueError(
-            f"linear_cross_entropy: target must be integers of shape {list(x.shape[:-1])} like x; "
-            f"got {target.dtype} {list(target.shape)}"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'linear_cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}')
-    check_number("linear_cross_entropy", "label_smoothing", label_smoothing)
-    check_number("linear_cross_entropy", "z_loss", z_loss)
-    check_integer("linear_cross_entropy", "ignore_index", ignore_index)
-    check_integer("linear_cross_entropy", "chunk", chunk)
-    if not 0 <= label_smoothing <= 1 or chunk < 1:
-        raise ValueError(
-            "linear_cross_entropy: label_smoothing must be within 0..1 and chunk at least 1; "
-            f"got {label_smoothing} and {chunk}"
+            f"{op}: label_smoothing must be within 0..1 and chunk at least 1; "
+            f"got {options.label_smoothing} and {options.chunk}"
         )
 
 
@@ -368,19 +351,3 @@ def check_number(op: str, argument: str, value: float) -> None:
 def check_integer(op: str, argument: str, value: int) -> None:
     if not hasattr(value, "__index__"):
         raise TypeError(f"{op}: {argument} must be an integer; got {value!r}")
-
-
-def _check_tensors(op: str, **arguments: Tensor) -> None:
-    """All are tensors of real numbers, on the device of the first."""
-    first, leader = next(iter(arguments.items()))
-    for argument, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{op}: {argument} must be a torch.Tensor; got {type(value).__name__}")
-        if value.device != leader.device:
-            raise ValueError(
-                f"{op}: {argument} is on {value.device} and {first} on {leader.device}; move one with .to(device)"
-            )
-        if value.is_complex():
-            raise TypeError(
-                f"{op}: {argument} must be real numbers; got {value.dtype}; use torch's own operation for complex ones"
-            )

@@ -6,6 +6,7 @@ An error is one line that names the argument and what to do about it, and exit s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -23,7 +24,7 @@ from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
 from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.plan import EFFORT
 from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.units import TIME_UNITS, amount
+from zbkern.pipeline.schedules.units import TIME_UNITS, amount, duration
 from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
@@ -31,6 +32,8 @@ from zbkern.pipeline.simulation.simulator import simulate
 
 SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt")
 _Given = TypeVar("_Given", Costs, ModelCosts)
+_WORTH_TRYING = 0.01  # of the objective
+_QUICK = 2  # rounds of the searches that only tell what an option would give
 _ABOUT = (
     "Finds the order of forwards (F), input gradients (B) and weight gradients (W) with the least idle time within a "
     "memory limit, and prints it with a lower bound; --compare shows published schedules beside it. Costs are measured "
@@ -137,19 +140,22 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check(arguments)
         if arguments.config is not None:
-            found = _of_model(arguments)
+            found, limit = _of_model(arguments)
         else:
             costs = _costs(arguments.costs)
-            found = _of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)
+            if isinstance(costs, ModelCosts):
+                found, limit = _of_layers(arguments, costs)
+            else:
+                found, limit = _of_chunks(arguments, costs)
         for path in arguments.out:
-            print(f"wrote {_write(found, path)}")
+            print(f"wrote {_write(found, path, limit)}")
     except WrongArgument as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
+def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float | None]:
     """Plans, prints and compares, for costs of chunks."""
     stages, objective = arguments.stages, arguments.objective
     chunks = _chunks(arguments)
@@ -163,6 +169,7 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
     found = _named(arguments, chunks, costs, limit) if arguments.schedule else _plan(arguments, costs, limit, chunks)
     whole = 0.0 if any(flat.static) else whole
     print(report.describe(found, objective, limit, whole, _width()))
+    _print_gains(arguments, costs, limit, found)
     if arguments.compare:
         published, unknown = comparison.timelines(costs, stages, arguments.microbatches, chunks)
         if not arguments.schedule:
@@ -171,10 +178,10 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> Plan:
         print("\n" + comparison.how_rechunked(costs, stages * chunks))
         if unknown:
             print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
-    return found
+    return found, limit
 
 
-def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
+def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> tuple[Plan, float | None]:
     """Plans, prints and compares, for costs of layers: the model is cut, too."""
     if arguments.schedule is not None:
         raise WrongArgument(
@@ -186,14 +193,15 @@ def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> Plan:
     found = _plan(arguments, costs, limit)
     whole = 0.0 if any(layer.static for layer in costs.layers) else whole
     print(report.describe(found, arguments.objective, limit, whole, _width(), _searched(arguments, costs)))
+    _print_gains(arguments, costs, limit, found)
     print(report.cut(found, len(costs.layers), _width()))
     if arguments.compare:
         published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
-        print("\n" + report.table([*published, found.timeline], arguments.objective, limit, whole))
-    return found
+        print("\n" + report.table([*published, found.timeline], arguments.objective, limit, whole, cuts=True))
+    return found, limit
 
 
-def _of_model(arguments: argparse.Namespace) -> Plan:
+def _of_model(arguments: argparse.Namespace) -> tuple[Plan, float | None]:
     """Plans, prints and compares, for a model's configuration."""
     setting = from_config.setting(arguments)
     costs = _with_copies(arguments, setting.costs, True)
@@ -203,11 +211,12 @@ def _of_model(arguments: argparse.Namespace) -> Plan:
     objective, width = arguments.objective, _width()
     print(from_config.title(arguments, setting))
     print("\n" + report.describe(found, objective, limit, 0.0, width, _searched(arguments, costs)))
+    _print_gains(arguments, costs, limit, found)
     print(from_config.step(found, setting, objective, width))
     tokens = arguments.microbatches * setting.job.tokens * setting.job.data_parallel
-    print("\n" + report.table([*published, found.timeline], objective, limit, tokens=tokens))
+    print("\n" + report.table([*published, found.timeline], objective, limit, tokens=tokens, cuts=True))
     print("\n" + from_config.assumptions(setting, costs, arguments.offload is not None, arguments.recompute, width))
-    return found
+    return found, limit
 
 
 def _width() -> int:
@@ -284,30 +293,71 @@ def _plan(
     chunks: int | None = None,
     why_not: Callable[[], str | None] = lambda: None,
 ) -> Plan:
-    """chunks: those of the arguments by default; why_not: explains that nothing fits."""
-    spelt = arguments.placement is not None and not isinstance(arguments.placement, str)
-    if chunks is None:
-        chunks = arguments.chunks or (chunks_per_rank(arguments.placement, arguments.stages) if spelt else None)
+    """chunks: those of the arguments by default; why_not: explains that nothing fits. Raises WrongArgument."""
+    progress = show_progress if sys.stderr.isatty() else lambda line: None
     try:
-        return plan(
-            costs,
-            arguments.stages,
-            arguments.microbatches,
-            chunks,
-            arguments.placement,
-            limit,
-            arguments.time_limit,
-            objective=arguments.objective,
-            effort=arguments.effort,
-            progress=show_progress if sys.stderr.isatty() else lambda line: None,
-            offload=arguments.offload is not None,
-            recompute=arguments.recompute,
-        )
+        return _search(arguments, costs, limit, chunks, progress)
     except ScheduleError as error:
-        raise WrongArgument("--memory", why_not() or str(error)) from error
+        reason = why_not() or str(error)
+        for option, other in _savings(arguments, costs, limit, chunks).items():
+            reason += f"; it fits with {option}, {arguments.objective} "
+            reason += duration(report.reached(other.timeline, arguments.objective), other.timeline.unit)
+        raise WrongArgument("--memory", reason) from error
     except ValueError as error:  # everything else has been checked
         named = [f"--{name}" for name in ("placement", "chunks") if getattr(arguments, name) is not None]
         raise WrongArgument(", ".join([*named, "--stages"]), str(error)) from error
+
+
+def _search(
+    arguments: argparse.Namespace,
+    costs: Costs | ModelCosts,
+    limit: float | None,
+    chunks: int | None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    spelt = arguments.placement is not None and not isinstance(arguments.placement, str)
+    if chunks is None:
+        chunks = arguments.chunks or (chunks_per_rank(arguments.placement, arguments.stages) if spelt else None)
+    return plan(
+        costs,
+        arguments.stages,
+        arguments.microbatches,
+        chunks,
+        arguments.placement,
+        limit,
+        arguments.time_limit,
+        objective=arguments.objective,
+        effort=arguments.effort,
+        progress=progress,
+        offload=arguments.offload is not None,
+        recompute=arguments.recompute,
+    )
+
+
+def _savings(
+    arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: float | None, chunks: int | None
+) -> dict[str, Plan]:
+    """Plans with --recompute or --offload that fit, where neither was asked for and the costs say what they cost."""
+    if limit is None or arguments.recompute or arguments.offload is not None:
+        return {}
+    known = {
+        "--recompute": isinstance(costs, ModelCosts) or costs.checkpoint is not None,
+        "--offload": costs.offload_bandwidth is not None and costs.reload_bandwidth is not None,
+    }
+    found = {}
+    for option in (option for option, costs_know in known.items() if costs_know):
+        changes = {option.removeprefix("--"): True, "effort": min(arguments.effort, _QUICK)}
+        with contextlib.suppress(ScheduleError):
+            found[option] = _search(argparse.Namespace(**{**vars(arguments), **changes}), costs, limit, chunks)
+    return found
+
+
+def _print_gains(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: float | None, found: Plan) -> None:
+    """What saving memory would give, where passes wait for it, or for others that may have waited for it."""
+    if arguments.schedule is None and found.idle.memory + found.idle.dependencies >= _WORTH_TRYING:
+        savings = _savings(arguments, costs, limit, found.schedule.chunks if isinstance(costs, Costs) else None)
+        for line in report.gains(found, savings, arguments.objective, _width()):
+            print(line)
 
 
 def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
@@ -360,7 +410,7 @@ def _check(arguments: argparse.Namespace) -> None:
     from_config.check_whether_given(arguments)
 
 
-def _write(found: Plan, path: Path) -> Path:
+def _write(found: Plan, path: Path, limit: float | None) -> Path:
     schedule = found.schedule
     try:
         if path.suffix == ".txt":
@@ -370,7 +420,7 @@ def _write(found: Plan, path: Path) -> Path:
             cut = f"# partition: {' '.join(map(str, found.partition))}\n" if header and found.partition else ""
             path.write_text(cut + schedule.to_csv(header=header), encoding="utf-8")
         else:
-            draw.save([found.timeline], path, costs=[found.costs])
+            draw.save([found.timeline], path, costs=[found.costs], limit=limit)
     except OSError as error:
         raise WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
     return path

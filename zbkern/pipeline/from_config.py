@@ -84,8 +84,6 @@ def why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> st
     what = f"it fits with {' or '.join(options)}" if options else "no one of the options for sizes makes it fit"
     if 0 < limit < _LEAST_LIMIT and arguments.memory is not None and not arguments.memory[1]:
         what = f"a limit is in bytes: --memory {number(limit)}e9 for as many GB"
-    if not saving and may_fit_with_saving(costs, stages, limit):
-        what += "; --recompute or --offload may do, too"
     return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zbkern.pipeline.planner import Plan
@@ -18,7 +18,7 @@ from zbkern.pipeline.simulation.timeline import Timeline
 _MARGIN = 10  # columns of the names of figures
 _AS_EVEN = 1e-3  # relative: a rank with so much more work than the least is as good as one with the least
 _WORTH_STAGES = 0.01  # of the objective: for less nobody changes the number of stages
-_SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
+SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
 _LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
@@ -111,7 +111,7 @@ def idle_lines(plan: Plan, limit: float | None, searched: Searched, width: int) 
         "passes wait for other ranks in between"
         + (f": {', or '.join(ways)}" if ways else ", in every order"): idle.dependencies,
     }
-    shown = sorted((-share, cause) for cause, share in causes.items() if share >= _SHOWN)
+    shown = sorted((-share, cause) for cause, share in causes.items() if share >= SHOWN)
     return [figure("" if line else "idle", f"{-share:.2%} {cause}", width) for line, (share, cause) in enumerate(shown)]
 
 
@@ -154,15 +154,21 @@ def grid(schedule: Schedule, width: int) -> str:
 
 
 def table(
-    timelines: Sequence[Timeline], objective: str, limit: float | None, whole: float = 0.0, tokens: int = 0
+    timelines: Sequence[Timeline],
+    objective: str,
+    limit: float | None,
+    whole: float = 0.0,
+    tokens: int = 0,
+    cuts: bool = False,
 ) -> str:
     """A line per timeline, with the memory of the rank that holds most; whole: as for `describe`.
 
-    The least idle first; with the tokens of a step, for times in ms, the fastest.
+    The least idle first; with the tokens of a step, for times in ms, the fastest. cuts: every one has a cut of its own,
+    that which holds least where none fits: it says nothing about how fast the others are, and has no times.
     """
     ends = ["step", "tokens/s", "bubble", "memory"] if tokens else ["bubble", "makespan", "memory", "of 1x"]
     rows = [["schedule", "chunks", *ends, ""]]
-    for timeline in sorted(timelines, key=lambda each: _order(each, objective, tokens)):
+    for timeline in sorted(timelines, key=lambda each: _order(each, objective, limit if cuts else None, tokens)):
         peak, seconds = max(timeline.peak_memory), reached(timeline, objective) / 1e3
         name, chunks = timeline.schedule.name, str(timeline.schedule.chunks)
         bubble, memory = f"{timeline.bubble_rate:.2%}", amount(peak, timeline.memory_unit)
@@ -172,6 +178,8 @@ def table(
         else:
             makespan = duration(timeline.makespan, timeline.unit)
             cells = [bubble, makespan, memory, f"{peak / whole:.2f}x" if whole else ""]
+        if over and cuts:
+            cells, over = ["" if each != memory else memory for each in cells], "at least: does not fit"
         rows.append([name, chunks, *cells, over])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -180,12 +188,26 @@ def table(
     )
 
 
-def _order(timeline: Timeline, objective: str, tokens: int) -> tuple[float, float]:
+def _order(timeline: Timeline, objective: str, limit: float | None, tokens: int) -> tuple[bool, float, float]:
     speed = reached(timeline, objective) if tokens else round(idle(timeline, objective), 9)
-    return speed, max(timeline.peak_memory)
+    peak = max(timeline.peak_memory)
+    return limit is not None and exceeds(peak, limit), speed, peak
+
+
+def gains(found: Plan, savings: Mapping[str, Plan], objective: str, width: int) -> list[str]:
+    """What options that save memory would give, in a line each."""
+    time = reached(found.timeline, objective)
+    lines: list[str] = []
+    for option, other in savings.items():
+        less = 1 - reached(other.timeline, objective) / time
+        said = f"{duration(reached(other.timeline, objective), other.timeline.unit)}, {abs(less):.2%} "
+        said = f"{objective} {said}{'less' if less > 0 else 'more'}" if abs(less) >= SHOWN else "nothing"
+        lines.append(figure("" if lines else "try", f"{option}: {said} (a quick search)", width))
+    return lines
 
 
 def reached(timeline: Timeline, objective: str) -> float:
+    """What the objective is of this timeline."""
     return timeline.cost if objective == "cost" else timeline.makespan
 
 

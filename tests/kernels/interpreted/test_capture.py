@@ -20,7 +20,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_variant_that_is_not_compiled(capturing: None) -> None:
     with pytest.raises(RuntimeError, match=r"product: its first call .* run it once before capture"):
-        triton_linear._product._launch(0, (1, 1, 1), (), ("never compiled",), 4, 1, None)
+        triton_linear._product._launch(0, (1, 1, 1), (), ("never compiled",), 4, 1)
 
 
 def test_a_table_that_is_not_pinned(capturing: None) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import launch_checks as checks
-from zbkern.kernels import reference
+from tests.support import row_checks
 from zbkern.kernels.triton import embedding as triton_embedding
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
@@ -19,23 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def wgrad(
-    rows: list[int], vocabulary: int, features: int, dtype: torch.dtype = torch.float16,
-    out: torch.dtype = torch.float32, accumulate: bool = False, padding: int | None = None,
-    layouts: tuple[str, str] = ("plain", "plain"), kind: torch.dtype = torch.int64,
-) -> torch.Tensor:  # fmt: skip
-    random = checks.Random(dtype, "cpu")
-    generator = torch.Generator().manual_seed(sum(rows))
-    segments = [
-        (torch.randint(vocabulary, (m,), generator=generator, dtype=kind), random(m, features, layout=layouts[0]))
-        for m in rows
-    ]
-    dweight = checks.output((vocabulary, features), out, "cpu", layouts[1], 1.0 if accumulate else float("nan"))
-    triton_embedding.embedding_wgrad(segments, (dweight,), accumulate, padding)
-    exact = torch.ones(vocabulary, features, dtype=torch.float64)
-    reference.embedding_wgrad([(i, dy.double()) for i, dy in segments], (exact,), accumulate, padding)
-    checks.check("dweight", dweight, exact)
-    return dweight
+def wgrad(rows: list[int], vocabulary: int, features: int, dtype: torch.dtype = torch.float16, **more) -> torch.Tensor:
+    return row_checks.embedding(triton_embedding, checks.Random(dtype, "cpu"), rows, vocabulary, features, **more)
 
 
 @settings(max_examples=15, deadline=None)
@@ -52,8 +37,9 @@ def test_any_shape(
     rows: list[int], vocabulary: int, features: int, dtype: torch.dtype, accumulate: bool, padding: int | None,
     layouts: tuple[str, str],
 ) -> None:  # fmt: skip
-    once = len(rows) <= 4  # more are several launches, and half precision would round in between
-    wgrad(rows, vocabulary, features, dtype, dtype if once else torch.float32, accumulate, padding, layouts)
+    out = dtype if len(rows) <= 4 else torch.float32  # more are several launches, and half precision would round
+    more = {"accumulate": accumulate, "padding_idx": padding, "layouts": layouts, "out": out}
+    wgrad(rows, vocabulary, features, dtype, **more)
 
 
 def test_rows_of_several_programs_and_into_float32() -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 
 def attention(impl: str, x: Tensor) -> Tensor:
     q, k, v = x.view(2, 9, 4, 8).split((2, 1, 1), 2)
-    return functional.attention(q, k, v, causal=True, window=5, impl=impl)
+    return functional.attention(q, k, v, functional.AttentionOptions(causal=True, window=5), impl=impl)
 
 
 def packed_attention(impl: str, x: Tensor) -> Tensor:
@@ -34,7 +34,9 @@ def block(impl: str, x: Tensor, gain: Tensor, shift: Tensor, table: Tensor, head
     h = functional.rms_norm(functional.layer_norm(h, gain, shift, impl=impl), gain, impl=impl)
     normed, summed = functional.rms_norm(h, gain, residual=x, impl=impl)
     h = functional.layer_norm(normed, gain, shift, residual=summed, impl=impl)[0]
-    return functional.linear_cross_entropy(h, head, indices, label_smoothing=0.1, z_loss=0.01, chunk=8, impl=impl)
+    return functional.linear_cross_entropy(
+        h, head, indices, options=functional.CrossEntropyOptions(-100, 0.1, 0.01, 8), impl=impl
+    )
 
 
 CASES = {

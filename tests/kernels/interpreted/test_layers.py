@@ -37,9 +37,9 @@ def grouped(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
 
 def experts(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
     rows = x.flatten(0, 1)
-    options = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "up_offset": 1.0, "transposed": True, "impl": impl}
+    gate = functional.GateOptions(interleaved=True, limit=0.5, alpha=1.702, offset=1.0)
     ends = torch.tensor([3, 3, len(rows) - 2], dtype=torch.int32)
-    return functional.grouped_mlp(rows, *weights[:2], None, *weights[2:], offsets=ends, **options)
+    return functional.grouped_mlp(rows, *weights[:2], None, weights[2:], gate, impl, offsets=ends, transposed=True)
 
 
 MODELS = {

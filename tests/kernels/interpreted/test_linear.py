@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from tests.support import launch_checks as checks
 from tests.support.examples import examples
 from zbkern.kernels import spec, tiles
-from zbkern.kernels.triton import common as triton_common
 from zbkern.kernels.triton import grouped as triton_grouped
 from zbkern.kernels.triton import grouped_tile as triton_grouped_tile
 from zbkern.kernels.triton import grouped_wgrad as triton_grouped_wgrad
@@ -246,34 +244,6 @@ def test_programs_of_a_bias_alone(options: dict, programs: int, spy: Spy) -> Non
     triton_kernels.linear_wgrad([(x, dy)], (None, dbias), False, **options)
     checks.check("dbias", dbias, dy.double().sum(0))
     assert grids == [programs]
-
-
-def test_equal_keys_are_equal_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch that names its own key is looked up by it: whatever Triton specialises on must be in there."""
-    seen: dict[tuple, tuple] = {}
-    count = 0
-
-    def record(free: Sequence[int]):  # type: ignore[no-untyped-def]
-        def launch(programs, arguments, constants, warps, stages, key) -> None:  # type: ignore[no-untyped-def]
-            nonlocal count
-            count += 1
-            fixed = [triton_common._specialization(a) for i, a in enumerate(arguments) if i not in free]
-            if key is not None:
-                assert seen.setdefault((constants, key), fixed) == fixed
-
-        return launch
-
-    monkeypatch.setattr(triton_multi_matmul, "_over_rows", record([*range(16, 24), 60]))  # its r, added_stride
-    monkeypatch.setattr(triton_multi_matmul, "_of_rows", record([*range(40, 48), 60]))  # its p, added_stride
-    for dtype, out, n, k, m, start in itertools.product(
-        DTYPES, (torch.float32, torch.float16), (8, 16, 24), (8, 16, 32), (1, 16, 20), (0, 4)
-    ):
-        x, dy, weight = (torch.empty(shape, dtype=dtype) for shape in ((m, k), (m, n), (n, k)))
-        dweight, dbias = torch.empty(n, k, dtype=out), torch.empty(n + 4, dtype=out)[start : start + n]
-        for bias in (dbias, None):
-            triton_kernels.linear_wgrad([(x, dy)] * 3, (dweight, bias), True)
-        triton_kernels.linear_dgrad_sum([(dy, weight)] * 2, torch.empty_like(x))
-    assert 20 < len(seen) < count / 3
 
 
 def test_segments_of_different_layouts_and_bfloat16() -> None:

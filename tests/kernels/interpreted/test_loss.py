@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import launch_checks as checks
+from tests.support import row_checks
 from tests.support.examples import examples
-from zbkern import testing
-from zbkern.kernels import reference
 from zbkern.kernels.spec import CrossEntropyOptions
 from zbkern.kernels.triton import loss as triton_loss
 
@@ -27,44 +26,34 @@ def check(
     dtype: torch.dtype = torch.float32, bias: bool = True, accumulate: bool = False, weight_layout: str = "plain",
 ) -> None:  # fmt: skip
     """Forward of every segment, then one W over all of them. In half precision logits are rounded to it in between."""
-    random = checks.Random(dtype, "cpu", scale=0.5)
-    weight, b = random(vocabulary, features, layout=weight_layout), random(vocabulary) if bias else None
-    wide_weight, wide_bias = weight.double(), None if b is None else b.double()
     tolerance = {torch.float32: 2e-5, torch.float16: 5e-3}[dtype]
-    segments, wide = [], []
-    for m in rows:
-        x, target = random(m, features), torch.randint(vocabulary, (m,))
-        target[::3] = options.ignore_index
-        loss, lse = (torch.full((m,), NAN) for _ in range(2))
-        dx = checks.output((m, features), dtype, "cpu")
-        triton_loss.cross_entropy_fwd(x, weight, b, target, options, loss, lse, dx)
-        exact = [torch.empty(m, dtype=torch.float64) for _ in range(2)] + [torch.empty(m, features).double()]
-        reference.cross_entropy_fwd(x.double(), wide_weight, wide_bias, target, options, *exact)
-        for name, got, expected in zip(("loss", "lse", "dx"), (loss, lse, dx), exact, strict=True):
-            testing.assert_close(got, expected, name, tolerance, scale=0.1)
-        only_loss, again = torch.full((m,), NAN), torch.full((m,), NAN)
-        triton_loss.cross_entropy_fwd(x, weight, b, target, options, only_loss, again, None)
-        assert torch.equal(only_loss, loss)
-        ones = (x.double(), target, exact[1], torch.ones(m).double())
-        summed = torch.empty(vocabulary, features).double(), torch.empty(vocabulary).double() if bias else None
-        reference.cross_entropy_wgrad([ones], summed, False, wide_weight, wide_bias, options)
-        at_once = [None if wanted is None else torch.full_like(wanted, NAN, dtype=torch.float32) for wanted in summed]
-        triton_loss.cross_entropy_fwd(x, weight, b, target, options, only_loss, again, None, at_once)
-        assert torch.equal(only_loss, loss)
-        for name, got, expected in zip(("dweight at once", "dbias at once"), at_once, summed, strict=True):
-            if got is not None and m:
-                testing.assert_close(got, expected, name, tolerance, scale=0.1)
-        dloss = torch.randn(m)
-        segments.append((x, target, lse, dloss))
-        wide.append((x.double(), target, exact[1], dloss.double()))
-    start = 1.0 if accumulate else NAN
-    dweight, dbias = torch.full((vocabulary, features), start), torch.full((vocabulary,), start) if bias else None
-    triton_loss.cross_entropy_wgrad(segments, (dweight, dbias), accumulate, weight, b, options)
-    outputs = torch.ones(vocabulary, features).double(), torch.ones(vocabulary).double() if bias else None
-    reference.cross_entropy_wgrad(wide, outputs, accumulate, wide_weight, wide_bias, options)
-    for name, got, expected in zip(("dweight", "dbias"), (dweight, dbias), outputs, strict=True):
-        if got is not None:
-            testing.assert_close(got, expected, name, tolerance, scale=0.1)
+    random = row_checks.Random(dtype, "cpu", scale=0.5)
+    row_checks.cross_entropy(
+        triton_loss, random, rows, vocabulary, features, options, bias, accumulate, (tolerance,) * 3, 0.1, weight_layout
+    )
+
+
+def check_at_once(m: int, vocabulary: int, features: int, options: CrossEntropyOptions, dtype: torch.dtype) -> None:
+    """A forward without gradients has the same loss, and one that gives the weight's gradients has those of its W."""
+    random = row_checks.Random(dtype, "cpu", scale=0.5)
+    x, weight, b, target = random(m, features), random(vocabulary, features), random(vocabulary), torch.arange(m)
+    target[::3] = options.ignore_index
+    losses, lse = [torch.full((m,), NAN) for _ in range(3)], torch.full((m,), NAN)
+    head = (x, weight, b, target, options)
+    triton_loss.cross_entropy_fwd(*head, losses[0], lse, torch.empty_like(x))
+    triton_loss.cross_entropy_fwd(*head, losses[1], lse, None)
+    at_once = [torch.full(shape, NAN) for shape in ((vocabulary, features), (vocabulary,))]
+    triton_loss.cross_entropy_fwd(*head, losses[2], lse, None, at_once)
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[0], losses[2])
+    later = [torch.full_like(gradient, NAN) for gradient in at_once]
+    ones = [(x, target, lse, torch.ones(m))]
+    named = dict(zip(("dweight", "dbias"), at_once, strict=True))
+    tolerance = {torch.float32: 2e-5, torch.float16: 5e-3}[dtype]
+    arguments = {"weight": weight, "bias": b, "options": options}
+    copies = checks.compare(None, "cross_entropy_wgrad", {}, ones, later, False, **arguments)
+    for (name, got), wanted in zip(named.items(), later, strict=True):
+        checks.check(name, got, copies[id(wanted)], tolerance, scale=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +67,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options(options: dict, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     check([7, 5], 50, 24, CrossEntropyOptions(**options, chunk=4), dtype)
+    check_at_once(7, 50, 24, CrossEntropyOptions(**options, chunk=4), dtype)
 
 
 @examples(4, 12)
@@ -107,8 +97,7 @@ def test_w_writes_each_part_of_the_vocabulary_once(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(triton_loss, "linear_wgrad", record)
     check([8, 8], 64, 8, CrossEntropyOptions(chunk=8))
-    at_once = [(1, 64, 8)] * 2  # a forward of each segment
-    assert calls == [*at_once, (2, 32, 8), (2, 32, 8)]
+    assert calls == [(2, 32, 8), (2, 32, 8)]
 
 
 def test_infinity_and_nan_stay_in_their_rows() -> None:

@@ -78,10 +78,10 @@ def test_w_runs_between_the_start_of_a_collective_and_the_wait(two_ranks: Any) -
     for rank in range(2):
         events, waiting, covered = two_ranks.run(order_rank, 1, 1)[rank]
         assert events == ["gather", "W", "wait", "reduce", "W", "wait"]
-        assert waiting == 8 - 1 - 2  # one in the first microbatch: before its first collective nothing was pending
+        assert waiting == 6 - 1 - 2  # one in the first microbatch: before its first collective nothing was pending
         uncovered_events, uncovered_waiting, expected = two_ranks.run(order_rank, 1, 0)[rank]
         assert "W" not in uncovered_events
-        assert uncovered_waiting == 8
+        assert uncovered_waiting == 6
         assert all(torch.equal(a, b) for a, b in zip(covered, expected, strict=True))
 
 

@@ -52,8 +52,9 @@ def layers_rank(kind: str, order: str) -> tuple[list[str], int, int, dict[str, f
 @pytest.mark.parametrize("kind", ["rows", "columns", "sequence"])
 def test_w_waits_and_gradients_are_those_of_one_process(two_ranks: Any, kind: str, order: str) -> None:
     for at_once, waiting, kernels, found in two_ranks.run(layers_rank, kind, order):
-        assert not at_once
-        assert waiting == 10 * MICROBATCHES
+        assert all("norm" in name for name in at_once)
+        assert not at_once or kind == "sequence"
+        assert waiting == (8 if kind == "sequence" else 10) * MICROBATCHES  # there, norms are torch's
         assert kernels < waiting  # microbatches of one weight are one kernel
         assert max(found.values()) < 1e-10, found
 
@@ -188,48 +189,6 @@ def partial_rank() -> str:
 def test_a_gradient_that_is_a_sum_to_be_made_is_refused(two_ranks: Any) -> None:
     for message in two_ranks.run(partial_rank):
         assert "redistribute it to its parameter's placements" in message
-
-
-def norm_targets_rank(case: str) -> tuple[str, float]:
-    """A norm under sequence parallelism whose gradient exists already: its placement afterwards, and the difference."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plain = nn.LayerNorm(WIDTH, dtype=torch.float64)
-    own = zbkern.convert(copy.deepcopy(plain))
-    for name, parameter in list(own.named_parameters()):
-        setattr(own, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
-    buffer = "main_grad" if case == "main_grad" else "grad"
-    if case != "none":
-        for parameter in own.parameters():
-            setattr(parameter, buffer, torch.zeros_like(parameter))
-    called: list[str] = []
-    if case == "hook":
-        own.weight.register_post_accumulate_grad_hook(lambda p: called.append(str(p.grad.placements)))
-    queue = zbkern.WGradQueue()
-    for _ in range(2):
-        plain(x).square().sum().backward()
-        with queue.defer():
-            y = own(distribute_tensor(x, mesh, [Shard(1)]))
-            y.redistribute(mesh, [Replicate()]).to_local().square().sum().backward()
-    assert queue.pending() == 2
-    assert not called
-    queue.run()
-    assert len(called) == (case == "hook")
-    found = [getattr(parameter, buffer) for parameter in own.parameters()]
-    pairs = zip(map(whole, found), (parameter.grad for parameter in plain.parameters()), strict=True)
-    largest = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
-    return str(found[0].placements[0]), largest
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("case", ["none", "zeros", "main_grad", "hook"])
-def test_norms_add_to_a_gradient_as_it_is_laid_out(two_ranks: Any, case: str) -> None:
-    for placement, found in two_ranks.run(norm_targets_rank, case):
-        assert found < 1e-12
-        assert placement.startswith("P" if case == "none" else "R"), placement
 
 
 class OwnLinear(nn.Linear):

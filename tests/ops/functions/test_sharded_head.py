@@ -55,7 +55,7 @@ def loss_parallel_rank(order: str, ranks: int) -> tuple[list[str], dict[str, flo
 @pytest.mark.parametrize("order", ["converted first", "parallelized first"])
 def test_a_vocabulary_that_is_cut(two_ranks: Any, order: str) -> None:
     for at_once, found, loss in two_ranks.run(loss_parallel_rank, order, 2):
-        assert not at_once
+        assert all("norm" in name for name in at_once)
         assert max(found.values()) < 1e-10, found
         assert loss < 1e-12
 
@@ -64,7 +64,7 @@ def test_a_vocabulary_that_is_cut(two_ranks: Any, order: str) -> None:
 @pytest.mark.slow
 def test_a_vocabulary_that_is_cut_in_four(four_ranks: Any) -> None:
     for at_once, found, loss in four_ranks.run(loss_parallel_rank, "converted first", 4):
-        assert not at_once
+        assert all("norm" in name for name in at_once)
         assert max(found.values()) < 1e-10, found
         assert loss < 1e-12
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -102,7 +103,26 @@ def test_memory_is_drawn_below_each_rank_as_it_changes() -> None:
     root = ElementTree.fromstring(draw.svg([timeline], width=64 + 16 + 60, costs=[costs]))
     (outline,) = [e.get("d") for e in root.iter() if e.get("class") == "held"]
     assert outline == "M0 19H0V0H20V9.5H30V19H30V0H50V9.5H60V19V19Z"
-    assert "memory held, at most 2" in draw.svg([timeline], costs=[costs])
+    picture = draw.svg([timeline], costs=[costs])
+    assert ("memory held" in picture, "peak memory 2" in picture, "all the time" in picture) == (True, True, False)
     assert "memory held" not in draw.svg([timeline])
     with pytest.raises(ValueError, match="costs must be one for each of 1 timelines; got 2"):
         draw.svg([timeline], costs=[costs, costs])
+
+
+def test_what_is_always_there_and_the_limit_are_drawn_and_the_peak_is_one_figure() -> None:
+    costs = Costs(activation=2e9, held=1e9, static=[1e9, 3e9], memory_unit="bytes")
+    timeline = simulate(schedules.zb_h1(2, 4), costs)  # at most 4 GB of two microbatches, and 1 or 3 GB
+    text = draw.svg([timeline], costs=[costs], limit=10e9)
+    root = ElementTree.fromstring(text)
+    heights = [float(e.get("height", 0)) for e in root.iter() if e.get("class") == "static"]
+    assert heights == [pytest.approx(1.9), pytest.approx(5.7)]
+    assert [e.get("d") for e in root.iter() if e.get("class") == "limit"] == ["M0 0h920"] * 2
+    outlines = [e.get("d") or "" for e in root.iter() if e.get("class") == "held"]
+    tops = [min(float(level) for level in re.findall(r"V([\d.]+)", outline)) for outline in outlines]
+    assert tops == [pytest.approx(19 * (1 - peak / 10e9), abs=1e-3) for peak in timeline.peak_memory]
+    peak = f"peak memory {max(timeline.peak_memory) / 1e9:g} GB of 10 GB"
+    assert peak in text
+    assert re.findall(r"[\d.]+ GB", " ".join(e.text or "" for e in root.iter() if not e.tag.endswith("title"))) == (
+        re.findall(r"[\d.]+ GB", peak)
+    )

@@ -134,9 +134,15 @@ def test_the_state_of_torchs_adamw_and_of_ours_is_of_one_kind(kinds: tuple[Any, 
         (lambda state: {}, r"state must be what Optimizer.state_dict\(\) gave, .* got \[\]"),
         (lambda state: state["optimizer"], r"got \['param_groups', 'state'\]; a torch optimizer's own state goes into"),
         (lambda state: 3, "got int"),
-        (lambda state: {**state, "masters": []}, r"must have master weights of shapes \[\[2\]\]; got \[\]"),
-        (lambda state: stepped(torch.optim.SGD)[1].state_dict(), "state must be that of AdamW; got that of SGD; load"),
-        (lambda state: stepped(torch.optim.Adamax)[1].state_dict(), "must be that of AdamW; got that of Adamax; load"),
+        (lambda state: {**state, "masters": []}, r"master weights of shapes \[\[2\]\]; got that of AdamW with \[\]"),
+        (
+            lambda state: stepped(torch.optim.SGD)[1].state_dict(),
+            "state must be that of AdamW .*; got that of SGD .*; load",
+        ),
+        (
+            lambda state: stepped(torch.optim.Adamax)[1].state_dict(),
+            "must be that of AdamW .*; got that of Adamax .*; load",
+        ),
     ],
 )
 def test_a_state_of_something_else_is_refused_and_changes_nothing(change: Any, message: str) -> None:

@@ -224,7 +224,7 @@ def constructing_late() -> list[Any]:
 @pytest.mark.dist
 def test_a_rank_that_does_not_construct_its_pipeline_is_named(two_ranks: Any) -> None:
     for message, gathered in two_ranks.run(constructing_late, timeout=30):
-        assert message.startswith("Pipeline: global ranks [1] did not come to connect in 1 s"), message
+        assert message.startswith("Pipeline: rank 1 did not come to 'connect' in 1 s"), message
         assert gathered == [{"rank": 0}, {"rank": 1}]
 
 

@@ -203,7 +203,7 @@ def expected(case: Case) -> str:
     """A pattern of the message that every survivor ends with."""
     victim = case.victim
     if case.place == "before connecting":
-        return rf"global ranks \[{victim}\] did not come"
+        return f"rank {victim} did not come to 'connect'"
     if case.place in CHECKPOINT and case.fault in ("kill", "stop"):
         return f"{case.place.replace(' ', '.')}: rank {victim} did not come to 'arguments checked' in 3 s"
     if case.fault == "kill":

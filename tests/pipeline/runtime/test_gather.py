@@ -53,14 +53,15 @@ def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
     first, second = LocalTransport.ring(2)
     gathered: list[Any] = []
     waiting = threading.Thread(target=lambda: gathered.append(first.gather("a")))
-    with first._ring._written:  # held, so that the other thread sleeps until both have happened
-        waiting.start()
-        assert first._ring._written.wait_for(lambda: first._ring._boards, 10)
+    waiting.start()
+    while first.activity.awaits is None:
+        time.sleep(0.01)
+    with first._mailbox._changed:  # held, so that the other thread sleeps until both have happened
         gathered.append(second.gather("b"))
         second.fail("broken")
     waiting.join(10)
     assert gathered == [["a", "b"]] * 2
-    assert not first._ring._boards, "what all have taken is kept"
+    assert not first._mailbox._messages, "what all have taken is kept"
     with pytest.raises(PipelineError, match="broken"):
         first.gather("c")
 

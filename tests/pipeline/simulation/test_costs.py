@@ -63,16 +63,10 @@ def test_seconds_follow_from_the_unit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"forward": -1}, ValueError, r"forward must be from 0 to 1e\+100, .*; got -1"),
-        ({"weight": float("nan")}, ValueError, r"weight must be from 0 to 1e\+100, .*; got nan"),
         ({"weight": [1, float("inf")]}, ValueError, r"weight\[1\] must be from 0 to"),
-        ({"backward": "1"}, TypeError, "backward must be a number or one number per chunk; got str"),
-        ({"backward": None}, TypeError, "backward must be a number or one number per chunk; got NoneType"),
         ({"forward": 1e307}, ValueError, r"forward must be from 0 to 1e\+100, .*; got 1e\+307"),
         ({"activation": [1, 10**400]}, ValueError, r"activation\[1\] must be from 0 to .*; got inf"),
         ({"weight": -(10**400)}, ValueError, "weight must be from 0 to .*; got -inf"),
-        ({"time_unit": "minutes"}, ValueError, "time_unit must be 's' or 'ms' or 'us', or None; got 'minutes'"),
-        ({"memory_unit": "GB"}, ValueError, "memory_unit must be 'bytes', or None; got 'GB'"),
         ({"held": [True]}, TypeError, r"held\[0\] must be a number"),
     ],
 )
@@ -100,9 +94,7 @@ def test_costs_that_do_not_fit_the_schedule_are_refused(costs: Costs, message: s
     [
         ("[" * 100_000, "expected JSON of at most a few levels"),
         ('{"forward": 1' + 5000 * "0" + "}", "forward must be from 0|integer string conversion"),
-        ("[1]", "expected an object"),
         ('{"fwd": 1}', "unknown fields"),
-        ("18.5, 3", "expected JSON; got '18.5, 3'"),
     ],
 )
 def test_json_that_is_no_costs_is_refused(text: str, message: str) -> None:

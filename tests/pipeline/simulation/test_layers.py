@@ -138,7 +138,7 @@ def test_links_that_are_not_known_are_refused_with_the_numbers_to_give() -> None
         model(bandwidth=[])
     with pytest.raises(ValueError, match=r"ModelCosts: latency\[1\] must be from 0"):
         model(latency=[1, -2])
-    with pytest.raises(TypeError, match=r"bandwidth must be a number, inf for no limit, or one number per link"):
+    with pytest.raises(TypeError, match=r"bandwidth\[1\] must be a number or one number per link, inf for no limit"):
         model(bandwidth=[1, "fast"])
     with pytest.raises(TypeError, match=r"ModelCosts: latency must be a number or one number per link; got str"):
         model(latency="late")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, ScheduleError, schedules
 from zbkern.pipeline.transport.base import Tag
 from zbkern.pipeline.transport.distributed import DistributedTransport
-from zbkern.pipeline.transport.process_groups import backend_of, rendezvous
+from zbkern.pipeline.transport.process_groups import backend_of
 
 
 def backends() -> list[str]:
@@ -121,14 +121,3 @@ def construct_in_vain(construct: Callable[[], None]) -> list[tuple[int, int]]:
 def test_a_constructor_that_fails_leaves_no_connection_and_no_thread(two_ranks: Any, construct: Any) -> None:
     for first, last in two_ranks.run(construct_in_vain, construct):
         assert max(last[0] - first[0], last[1] - first[1]) <= 0
-
-
-def test_a_store_that_has_gone_is_told_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    del server
-    with pytest.raises(PipelineError, match="global rank 0 has ended, and with it"):
-        rendezvous([0, 1])

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zbkern.kernels.spec import GateOptions
 from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, offset, widen
+from zbkern.kernels.triton.gate_tile import gate_backward, gate_constants, gate_forward
 
 _BLOCK = 1024
 """Elements of 4 warps: 8 per thread, which is one 16-byte access for half precision."""
@@ -35,83 +37,75 @@ def _at(matrix, row, first, row_stride, column_stride, BLOCK: tl.constexpr):
     return matrix + (row * row_stride + first * column_stride) + offset(tl.arange(0, BLOCK), column_stride)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["count"])
-def _activation_fwd(z, y, count, columns, blocks, zr, zc, yr, yc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """y = activation(z), both [M, N]. One program: one block of one row, or every num_programs-th block."""
-    start, stop, step = _turns(count)
-    for block in tl.range(start, stop, step):
-        row, first, mask = _place(block, columns, blocks, BLOCK)
-        value = activate(widen(tl.load(_at(z, row, first, zr, zc, BLOCK), mask)), ACTIVATION)
-        tl.store(_at(y, row, first, yr, yc, BLOCK), value.to(y.dtype.element_ty), mask)
+@triton.jit
+def _read(matrix, row, first, row_stride, column_stride, mask, BLOCK: tl.constexpr):
+    return widen(tl.load(_at(matrix, row, first, row_stride, column_stride, BLOCK), mask))
+
+
+@triton.jit
+def _write(matrix, value, row, first, row_stride, column_stride, mask, BLOCK: tl.constexpr):
+    tl.store(_at(matrix, row, first, row_stride, column_stride, BLOCK), value.to(matrix.dtype.element_ty), mask)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["count"])
-def _activation_bwd(
-    dy, z, dz, count, columns, blocks, dyr, dyc, zr, zc, dzr, dzc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):
-    """dz = dy activation'(z), all [M, N]. One program: one block of one row, or every num_programs-th block."""
-    start, stop, step = _turns(count)
-    for block in tl.range(start, stop, step):
-        row, first, mask = _place(block, columns, blocks, BLOCK)
-        gradient = widen(tl.load(_at(dy, row, first, dyr, dyc, BLOCK), mask))
-        value = widen(tl.load(_at(z, row, first, zr, zc, BLOCK), mask))
-        result = activation_gradient(gradient, value, ACTIVATION)
-        tl.store(_at(dz, row, first, dzr, dzc, BLOCK), result.to(dz.dtype.element_ty), mask)
-
-
-@Kernel
-@triton.jit(do_not_specialize=["count"])
-def _gated_fwd(
-    gate, up, h, count, columns, blocks, gr, gc, ur, uc, hr, hc, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):
-    """h = activation(gate) * up, all [M, H]. One program: one block of one row, or every num_programs-th block."""
-    start, stop, step = _turns(count)
-    for block in tl.range(start, stop, step):
-        row, first, mask = _place(block, columns, blocks, BLOCK)
-        value = activate(widen(tl.load(_at(gate, row, first, gr, gc, BLOCK), mask)), ACTIVATION)
-        value *= widen(tl.load(_at(up, row, first, ur, uc, BLOCK), mask))
-        tl.store(_at(h, row, first, hr, hc, BLOCK), value.to(h.dtype.element_ty), mask)
-
-
-@Kernel
-@triton.jit(do_not_specialize=["count"])
-def _gated_bwd(
-    dh, gate, up, dgate, dup, h,
-    count, columns, blocks, dhr, dhc, gr, gc, ur, uc, dgr, dgc, dur, duc, hr, hc,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+def _activation(
+    gate, up, dh, h, dgate, dup, count, columns, blocks,
+    gate_row, gate_column, up_row, up_column, dh_row, dh_column, h_row, h_column,
+    dgate_row, dgate_column, dup_row, dup_column,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dgate = dh up activation'(gate), dup = dh activation(gate), h = activation(gate) up, all [M, H].
+    """h [M, H] = activation(gate), GATED times up; where there is dh, dgate and dup, and GATED h once more.
 
+    INTERLEAVED: gate and dgate [M, 2 H] have up and dup in their odd columns. LIMIT, ALPHA, OFFSET: spec.GateOptions.
     One program: one block of one row, or every num_programs-th block.
     """
     start, stop, step = _turns(count)
     for block in tl.range(start, stop, step):
         row, first, mask = _place(block, columns, blocks, BLOCK)
-        dh_value = widen(tl.load(_at(dh, row, first, dhr, dhc, BLOCK), mask))
-        gate_value = widen(tl.load(_at(gate, row, first, gr, gc, BLOCK), mask))
-        up_value = widen(tl.load(_at(up, row, first, ur, uc, BLOCK), mask))
-        activated = activate(gate_value, ACTIVATION)
-        dgate_value = activation_gradient(dh_value * up_value, gate_value, ACTIVATION)
-        tl.store(_at(dgate, row, first, dgr, dgc, BLOCK), dgate_value.to(dgate.dtype.element_ty), mask)
-        tl.store(_at(dup, row, first, dur, duc, BLOCK), (dh_value * activated).to(dup.dtype.element_ty), mask)
-        tl.store(_at(h, row, first, hr, hc, BLOCK), (activated * up_value).to(h.dtype.element_ty), mask)
+        twice = (2 * first + tl.arange(0, 2 * BLOCK)) < 2 * columns
+        if INTERLEAVED:
+            both = _read(gate, row, 2 * first, gate_row, gate_column, twice, 2 * BLOCK)
+            value, factor = tl.split(tl.reshape(both, (BLOCK, 2)))
+        else:
+            value = _read(gate, row, first, gate_row, gate_column, mask, BLOCK)
+            factor = _read(up, row, first, up_row, up_column, mask, BLOCK) if GATED else value
+        if dh is None:
+            if GATED:
+                value = gate_forward(value, factor, ACTIVATION, LIMIT, ALPHA, OFFSET)
+            else:
+                value = activate(value, ACTIVATION)
+            _write(h, value, row, first, h_row, h_column, mask, BLOCK)
+        else:
+            upstream = _read(dh, row, first, dh_row, dh_column, mask, BLOCK)
+            if GATED:
+                found, value, factor = gate_backward(upstream, value, factor, ACTIVATION, LIMIT, ALPHA, OFFSET)
+                _write(h, found, row, first, h_row, h_column, mask, BLOCK)
+            else:
+                value = activation_gradient(upstream, value, ACTIVATION)
+            if INTERLEAVED:
+                both = tl.reshape(tl.join(value, factor), (2 * BLOCK,))
+                _write(dgate, both, row, 2 * first, dgate_row, dgate_column, twice, 2 * BLOCK)
+            else:
+                _write(dgate, value, row, first, dgate_row, dgate_column, mask, BLOCK)
+                if GATED:
+                    _write(dup, factor, row, first, dup_row, dup_column, mask, BLOCK)
 
 
 def activation_fwd(z: Tensor, activation: str, y: Tensor, num_sms: int | None = None) -> None:
     """y = activation(z)."""
-    _launch(_activation_fwd, (z, y), activation, num_sms)
+    _launch((z, None, None, y, None, None), y, False, GateOptions(activation), num_sms)
 
 
 def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor, num_sms: int | None = None) -> None:
     """dz = dy activation'(z)."""
-    _launch(_activation_bwd, (dy, z, dz), activation, num_sms)
+    _launch((z, None, dy, None, dz, None), dz, False, GateOptions(activation), num_sms)
 
 
 def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor, num_sms: int | None = None) -> None:
     """h = activation(gate) * up."""
-    _launch(_gated_fwd, (gate, up, h), activation, num_sms)
+    _launch((gate, up, None, h, None, None), h, True, GateOptions(activation), num_sms)
 
 
 def gated_bwd(
@@ -125,23 +119,36 @@ def gated_bwd(
     num_sms: int | None = None,
 ) -> None:
     """dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up once more."""
-    _launch(_gated_bwd, (dh, gate, up, dgate, dup, h), activation, num_sms)
+    _launch((gate, up, dh, h, dgate, dup), h, True, GateOptions(activation), num_sms)
 
 
-def _launch(kernel: Kernel, tensors: tuple[Tensor, ...], activation: str, num_sms: int | None) -> None:
-    """One elementwise pass. Contiguous tensors are one long row; others go row by row, with their own strides."""
-    size = tensors[0].numel()
-    if size == 0:
+def gate_of(
+    z: Tensor, dh: Tensor | None, h: Tensor, dz: Tensor | None, options: GateOptions, num_sms: int | None
+) -> None:
+    """h [M, H] = gate(z) of z [M, 2 H], and where dh is given dz, the gradient of z."""
+
+    def halves(both: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (both, None) if both is None or options.interleaved else both.chunk(2, 1)
+
+    _launch((*halves(z), dh, h, *halves(dz)), h, True, options, num_sms)
+
+
+def _launch(
+    tensors: tuple[Tensor | None, ...], like: Tensor, gated: bool, options: GateOptions, num_sms: int | None
+) -> None:
+    """One elementwise pass over as many elements as `like` has. Contiguous tensors are one long row; others go row by
+    row, with their own strides."""
+    if like.numel() == 0:
         return
-    if all(tensor.is_contiguous() for tensor in tensors):
-        rows, columns = 1, size
-        strides = (0, 1) * len(tensors)
-    else:
-        rows, columns = tensors[0].shape
-        strides = tuple(stride for tensor in tensors for stride in tensor.stride())
+    rows, columns = like.shape
+    strides = [(None, None) if tensor is None else tensor.stride() for tensor in tensors]
+    if all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        rows, columns = 1, like.numel()
+        strides = [(None, None) if tensor is None else (0, 1) for tensor in tensors]
     # With a bound one program is alone on its SM, and has as many accesses under way as four do.
     block, warps = (_BLOCK, 4) if num_sms is None else (4 * _BLOCK, 16)
     blocks = triton.cdiv(columns, block)
     count = rows * blocks
     turns = None if num_sms is None else count
-    kernel(min(count, num_sms or count), (*tensors, turns, columns, blocks, *strides), (activation, block), warps, 1)
+    arguments = (*tensors, turns, columns, blocks, *(stride for pair in strides for stride in pair))
+    _activation(min(count, num_sms or count), arguments, (gated, *gate_constants(options), block), warps, 1)

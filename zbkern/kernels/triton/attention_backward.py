@@ -178,16 +178,12 @@ def _dq(
     APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
     BRANCH: tl.constexpr = (SIZE <= 128 and V_SIZE <= 128) or table is not None
     until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
-    total = _dq_range(
-        total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
-        head // group, start, whole, partial, until, query, queries, keys, window, exponent,
-        bend, CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, False, TMA, BRANCH,
-    )  # fmt: skip
-    if APART:
+    for TAIL in tl.static_range(2 if APART else 1):
+        begin, end = (tl.maximum(start, until), stop) if TAIL else (start, until)
         total = _dq_range(
             total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
-            head // group, tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent,
-            bend, CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
+            head // group, begin, whole, partial, end, query, queries, keys, window, exponent,
+            bend, CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, TAIL == 1, TMA, BRANCH,
         )  # fmt: skip
     store_rows(dq, first, queries, dq_row, total * scale, QUERIES, D, SIZE)
 
@@ -303,18 +299,13 @@ def _dkdv(
     APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
     until = tl.minimum(stop, queries // QUERIES * QUERIES) if APART else stop
     heads = tl.num_programs(1) * group
-    dk_sum, dv_sum = _dkdv_range(
-        dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, k_row, v_row, keys - first, q_row, q_head,
-        dy_row, dy_head, sequence, q_first, head, group, start, whole, partial, until, key, queries, keys, window,
-        exponent, bend, dk is not None, dv is not None, CAUSAL, D, SIZE, V_D, V_SIZE, QUERIES, PIECE, PRECISION,
-        False, TMA,
-    )  # fmt: skip
-    if APART:
+    for TAIL in tl.static_range(2 if APART else 1):
+        begin, end = (tl.maximum(start, until), stop) if TAIL else (start, until)
         dk_sum, dv_sum = _dkdv_range(
             dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, k_row, v_row, keys - first, q_row, q_head,
-            dy_row, dy_head, sequence, q_first, head, group, tl.maximum(start, until), whole, partial, stop, key,
-            queries, keys, window, exponent, bend, dk is not None, dv is not None,
-            CAUSAL, D, SIZE, V_D, V_SIZE, QUERIES, PIECE, PRECISION, True, TMA,
+            dy_row, dy_head, sequence, q_first, head, group, begin, whole, partial, end, key, queries, keys, window,
+            exponent, bend, dk is not None, dv is not None, CAUSAL, D, SIZE, V_D, V_SIZE, QUERIES, PIECE, PRECISION,
+            TAIL == 1, TMA,
         )  # fmt: skip
     if dk is not None:
         out = rows_of(dk, sequence, k_first, keys, head, dk_row, dk_head, False)

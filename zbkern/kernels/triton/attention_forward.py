@@ -302,16 +302,12 @@ def _forward(
     APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
     BRANCH: tl.constexpr = (SIZE <= 128 and V_SIZE <= 128) or table is not None
     until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
-    total, sums, largest = _attend(
-        total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group, start,
-        whole, partial, until, query, queries, keys, window, exponent, bend,
-        CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, False, TMA, BRANCH,
-    )  # fmt: skip
-    if APART:
+    for TAIL in tl.static_range(2 if APART else 1):
+        begin, end = (tl.maximum(start, until), stop) if TAIL else (start, until)
         total, sums, largest = _attend(
             total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group,
-            tl.maximum(start, until), whole, partial, stop, query, queries, keys, window, exponent, bend,
-            CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, True, TMA, BRANCH,
+            begin, whole, partial, end, query, queries, keys, window, exponent, bend,
+            CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, TAIL == 1, TMA, BRANCH,
         )  # fmt: skip
     level = largest * exponent
     if sinks is not None:

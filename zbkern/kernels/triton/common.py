@@ -33,32 +33,23 @@ class Kernel:
         self._compiled: dict[tuple, Any] = {}
 
     def __call__(
-        self,
-        grid: int | tuple[int, ...],
-        arguments: Sequence[Any],
-        constants: Sequence[Any],
-        warps: int,
-        stages: int,
-        key: tuple | None = None,
+        self, grid: int | tuple[int, ...], arguments: Sequence[Any], constants: Sequence[Any], warps: int, stages: int
     ) -> None:
         """Launches on the current stream of the device of the first tensor among the arguments.
 
-        arguments, constants: in the order of the function's parameters. grid: programs, along up to three axes. key:
-        for callers who know what Triton would find out about the arguments: equal only for equal variants.
+        arguments, constants: in the order of the function's parameters. grid: programs, along up to three axes.
         """
         grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
-        if _recorder.launches is not None:
-            _recorder.launches.append(Launch(self, grid, arguments, constants, warps, stages, key))
+        compiled = None
         if INTERPRETED:
             self.function[grid](*arguments, *constants)
-            return
-        device = _device(arguments)
-        current = torch.cuda.current_device()
-        if device != current:
-            with torch.cuda.device(device):
-                self._launch(device, grid, arguments, constants, warps, stages, key)
         else:
-            self._launch(device, grid, arguments, constants, warps, stages, key)
+            device = _device(arguments)
+            elsewhere = device != torch.cuda.current_device()
+            with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+                compiled = self._launch(device, grid, arguments, constants, warps, stages)
+        if _recorder.launches is not None:
+            _recorder.launches.append(Launch(self, grid, arguments, constants, warps, stages, compiled))
 
     def _launch(
         self,
@@ -68,15 +59,16 @@ class Kernel:
         constants: Sequence[Any],
         warps: int,
         stages: int,
-        key: tuple | None,
-    ) -> None:
-        key = _variant_key(device, arguments, constants, warps, stages, key)
+    ) -> Any:
+        key = (device, warps, stages, *constants, *map(_specialization, arguments))
         compiled = self._compiled.get(key)
         if compiled is None:  # compiles, and launches
             outside_capture(self.function.__name__.strip("_"))
-            self._compiled[key] = self.function[grid](*arguments, *constants, **compile_options(warps, stages))
+            compiled = self.function[grid](*arguments, *constants, **compile_options(warps, stages))
+            self._compiled[key] = compiled
         else:
             compiled[grid](*arguments, *constants)
+        return compiled
 
 
 def compile_options(warps: int, stages: int) -> dict[str, Any]:
@@ -86,7 +78,7 @@ def compile_options(warps: int, stages: int) -> dict[str, Any]:
 
 
 class Launch(NamedTuple):
-    """What a Kernel was called with."""
+    """What a Kernel was called with. compiled: what Triton made for it, None where it is interpreted."""
 
     kernel: Kernel
     grid: tuple[int, ...]
@@ -94,21 +86,10 @@ class Launch(NamedTuple):
     constants: Sequence[Any]
     warps: int
     stages: int
-    key: tuple | None
+    compiled: Any
 
     def again(self) -> None:
-        self.kernel(self.grid, self.arguments, self.constants, self.warps, self.stages, self.key)
-
-    def compiled(self) -> Any:
-        """What Triton compiled for it, None where it is interpreted."""
-        key = (self.arguments, self.constants, self.warps, self.stages, self.key)
-        return None if INTERPRETED else self.kernel._compiled.get(_variant_key(_device(self.arguments), *key))
-
-
-def _variant_key(
-    device: int, arguments: Sequence[Any], constants: Sequence[Any], warps: int, stages: int, key: tuple | None
-) -> tuple:
-    return (device, warps, stages, *constants, tuple(map(_specialization, arguments)) if key is None else key)
+        self.kernel(self.grid, self.arguments, self.constants, self.warps, self.stages)
 
 
 class _Recorder(threading.local):

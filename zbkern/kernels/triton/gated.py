@@ -3,7 +3,6 @@ in the epilogue of the down projection's dgrad. Each tensor that stays in regist
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -12,25 +11,23 @@ from torch import Tensor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.triton.activation import gated_bwd, gated_fwd
-from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, dot, widen
+from zbkern.kernels.triton.common import Kernel, activate, dot, widen
+from zbkern.kernels.triton.gate_tile import call_gate_to_l2, gate_parts, regular, write_gate_gradients
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
-    call_to_l2,
     capability_of,
     has_bulk_copies,
-    load,
     multiply,
     operand,
-    pieces,
     plan,
     precision,
     rounded,
     store,
     tile_index,
 )
-from zbkern.kernels.triton.replay import replay
+from zbkern.kernels.triton.replay import replayed
 
 
 @Kernel
@@ -72,22 +69,6 @@ def _gated_fwd(
         store(h, activate(first, ACTIVATION) * second, p, q, P, Q, o_stride, M, N, O_DESCRIPTORS)
 
 
-@triton.jit
-def _gate_backward(
-    dh, before, factor, p, q, dgate, dup, h, P, Q, stride,
-    ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The epilogue of a piece of dh: both gradients, and h once more.
-
-    By plain stores: bulk copies would take turns in one buffer of shared memory, and wait for each other.
-    """
-    before, factor = widen(before), widen(factor)
-    activated = activate(before, ACTIVATION)
-    store(h, activated * factor, p, q, P, Q, stride, M, N, False)
-    store(dup, dh * activated, p, q, P, Q, stride, M, N, False)
-    store(dgate, activation_gradient(dh * factor, before, ACTIVATION), p, q, P, Q, stride, M, N, False)
-
-
 @Kernel
 @triton.jit(do_not_specialize=["P"])
 def _gated_dgrad(
@@ -99,7 +80,6 @@ def _gated_dgrad(
     """dh = dy down, dgate = dh up activation'(gate), dup = dh activation(gate), h = activation(gate) up.
 
     dy [P, R], down [R, Q], the others [P, Q]; dh is never written. One program computes every num_programs-th tile.
-    gate and up come by plain loads, a piece ahead of its use: beside the operands, shared memory has no room for them.
     """
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
     steps = max(tl.cdiv(R, K), 1)  # known not to be 0: the compiler then writes the epilogue once
@@ -107,26 +87,18 @@ def _gated_dgrad(
         p, q = tile_index(tile, P, Q, M, N, GROUP)
         dh = tl.zeros((M, N), tl.float32)
         for step in range(steps):
-            call_to_l2(gate, p, q, P, Q, i_stride, step, steps, M, N)
-            call_to_l2(up, p, q, P, Q, i_stride, step, steps, M, N)
+            call_gate_to_l2(gate, up, p, q, P, Q, i_stride, step, steps, False, M, N)
             dh, _ = multiply(
                 dh, dy, down, p, q, step * K, P, Q, R, y_stride, w_stride,
                 Y_T, W_T, DESCRIPTORS, PRECISION, M, N, K,
             )  # fmt: skip
-        WIDTH: tl.constexpr = N // PARTS
-        before = load(gate, p, q, P, Q, i_stride, M, WIDTH, False)
-        factor = load(up, p, q, P, Q, i_stride, M, WIDTH, False)
-        parts = pieces(dh, M, N, PARTS)
-        for i in tl.static_range(PARTS):
-            gate_now, up_now = before, factor
-            if i + 1 < PARTS:
-                before = load(gate, p, q + (i + 1) * WIDTH, P, Q, i_stride, M, WIDTH, False)
-                factor = load(up, p, q + (i + 1) * WIDTH, P, Q, i_stride, M, WIDTH, False)
-            _gate_backward(
-                parts[i], gate_now, up_now, p, q + i * WIDTH, dgate, dup, h, P, Q, o_stride, ACTIVATION, M, WIDTH
-            )
+        write_gate_gradients(
+            dh, gate, up, dgate, dup, h, p, q, P, Q, i_stride, o_stride, o_stride,
+            False, ACTIVATION, 0.0, 1.0, 0.0, M, N, PARTS,
+        )  # fmt: skip
 
 
+@replayed
 def gated_linear_fwd(
     x: Tensor,
     weight_gate: Tensor,
@@ -140,23 +112,6 @@ def gated_linear_fwd(
     num_sms: int | None = None,
 ) -> None:
     """gate = x weight_gate^T + bias_gate, up = x weight_up^T + bias_up, h = activation(gate) * up."""
-    operands = (x, weight_gate, weight_up, bias_gate, bias_up, gate, up, h)
-    options = ("gated_linear_fwd", activation, num_sms, precision(x.dtype))
-    replay.run(lambda: _forward(*operands[:5], activation, gate, up, h, num_sms), operands, options)
-
-
-def _forward(
-    x: Tensor,
-    weight_gate: Tensor,
-    weight_up: Tensor,
-    bias_gate: Tensor | None,
-    bias_up: Tensor | None,
-    activation: str,
-    gate: Tensor,
-    up: Tensor,
-    h: Tensor,
-    num_sms: int | None,
-) -> None:
     (p, r), q = x.shape, weight_gate.shape[0]
     if p == 0 or q == 0:
         return
@@ -170,22 +125,22 @@ def _forward(
     reads = has_bulk_copies(x.device) and a.describable and b.describable
     tile, programs = plan("fwd", p, 2 * q, r, x.dtype, x.device, reads, num_sms)
     width = tile.n // 2  # of each half: together they are as wide as the tile of one product
-    operands, strides = [a.tensor, b.tensor, c.tensor], (a.stride, b.stride)
-    if reads:
-        operands = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, width), c.descriptor(tile.k, width)]
-        strides = (1, 1)
-    results, writes, output_stride = _outputs(outputs, tile.m, width)
+    left, x_stride = a.argument(tile.m, tile.k, reads)
+    (first, w_stride), (second, _) = (weight.argument(tile.k, width, reads) for weight in (b, c))
+    writes = has_bulk_copies(x.device)
+    targets = [Matrix(output).argument(tile.m, width, writes) for output in outputs]
     biases = [None if bias is None else bias.contiguous() for bias in (bias_gate, bias_up)]
     flags = (a.transposed, b.transposed, reads, writes, activation, precision(x.dtype))
     _gated_fwd(
         programs,
-        (*operands, *results, *biases, p, q, r, *strides, output_stride),
+        (left, first, second, *(target for target, _ in targets), *biases, p, q, r, x_stride, w_stride, targets[0][1]),
         (*flags, tile.m, width, tile.k, tile.group, _flatten(capability_of(x.device))),
         tile.warps,
         tile.stages,
     )
 
 
+@replayed
 def gated_linear_dgrad(
     dy: Tensor,
     down: Tensor,
@@ -198,22 +153,6 @@ def gated_linear_dgrad(
     num_sms: int | None = None,
 ) -> None:
     """dh = dy down, then dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up."""
-    operands = (dy, down, gate, up, dgate, dup, h)
-    options = ("gated_linear_dgrad", activation, num_sms, precision(dy.dtype))
-    replay.run(lambda: _backward(*operands[:4], activation, dgate, dup, h, num_sms), operands, options)
-
-
-def _backward(
-    dy: Tensor,
-    down: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    dgate: Tensor,
-    dup: Tensor,
-    h: Tensor,
-    num_sms: int | None,
-) -> None:
     (p, r), q = dy.shape, down.shape[1]
     if p == 0 or q == 0:
         return
@@ -226,14 +165,12 @@ def _backward(
         return
     reads = has_bulk_copies(dy.device) and a.describable and b.describable
     tile, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, reads, num_sms)
-    operands, strides = [a.tensor, b.tensor], (a.stride, b.stride)
-    if reads:
-        operands, strides = [a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)], (1, 1)
+    (left, y_stride), (right, w_stride) = a.argument(tile.m, tile.k, reads), b.argument(tile.k, tile.n, reads)
     flags = (a.transposed, b.transposed, reads, activation, precision(dy.dtype))
     _gated_dgrad(
         programs,
-        (*operands, gate, up, *outputs, p, q, r, *strides, gate.stride(0), h.stride(0)),
-        (*flags, tile.m, tile.n, tile.k, tile.group, _parts(tile)),
+        (left, right, gate, up, *outputs, p, q, r, y_stride, w_stride, gate.stride(0), h.stride(0)),
+        (*flags, tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype)),
         tile.warps,
         tile.stages,
     )
@@ -245,22 +182,7 @@ def _flatten(capability: int) -> bool:
     return tiles.unit(capability) != "wgmma"
 
 
-def _parts(tile: tiles.Tile) -> int:
-    """In how many the dgrad writes its tile: five tensors of half a 128x256 tile spill 272 bytes a thread on sm_90."""
-    return 8 if tile.n >= 256 else 2 * tile.parts()
-
-
 def _regular(tensors: Sequence[Tensor]) -> bool:
-    """Whether epilogues take them: rows at one stride and everything a multiple of 16 elements, which is what Triton
-    can know. Element by element, five tensors spill whatever the tile."""
-    stride, columns = tensors[0].stride(0), tensors[0].shape[1]
-    return stride % 16 == columns % 16 == 0 and all(
-        tensor.stride() == (stride, 1) and stride >= columns and tensor.data_ptr() % 16 == 0 for tensor in tensors
-    )
-
-
-def _outputs(tensors: Sequence[Tensor], rows: int, columns: int) -> tuple[list[Any], bool, int]:
-    """(what the kernel is given, whether these are descriptors, the stride of its rows)."""
-    if has_bulk_copies(tensors[0].device):
-        return [Matrix(tensor).descriptor(rows, columns) for tensor in tensors], True, 1
-    return list(tensors), False, tensors[0].stride(0)
+    """Whether epilogues take them: one stride for all."""
+    columns = tensors[0].shape[1]
+    return all(tensor.stride() == tensors[0].stride() and regular(tensor, columns) for tensor in tensors)

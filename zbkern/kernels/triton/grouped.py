@@ -3,8 +3,6 @@
 One launch computes all groups. Where the rows of each group end is read on the device: the host never waits.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +17,7 @@ from zbkern.kernels.triton.grouped_tile import (
     matrix_of,
     padded,
     plan_groups,
-    ragged_descriptor,
+    ragged_argument,
     row_tiles,
     store_rows,
 )
@@ -91,18 +89,14 @@ def _run_product(
     reads, writes = bulk and left.describable and right.describable, bulk and target.describable
     tile, programs = plan_groups(op, groups, -(-rows // groups), q, r, a.dtype, a.device, reads and writes, num_sms)
     parts = tile.parts(writes)
-    factors: list[Any] = [left.tensor, right.tensor]
-    strides = [left.stride, *right.strides, target.stride]
-    if reads:
-        factors, strides[:3] = [ragged_descriptor(left, tile.m, tile.k), right.descriptor(tile.k, tile.n)], [1, 1, 1]
-    result: Any = written
-    if writes:
-        result, strides[3] = ragged_descriptor(target, tile.m, tile.n // parts), 1
+    x, x_stride = ragged_argument(left, tile.m, tile.k, reads)
+    matrices, w_strides = right.argument(tile.k, tile.n, reads)
+    result, o_stride = ragged_argument(target, tile.m, tile.n // parts, writes)
     bias = None if bias is None else bias.contiguous()
     flags = (right.transposed, reads, writes, precision(a.dtype), padded(groups))
     _grouped_product(
         programs,
-        (*factors, result, bias, ends, rows, groups, q, r, *strides),
+        (x, matrices, result, bias, ends, rows, groups, q, r, x_stride, *w_strides, o_stride),
         (*flags, tile.m, tile.n, tile.k, tile.group, parts),
         tile.warps,
         tile.stages,

@@ -123,6 +123,10 @@ class Stack:
         block = [1, columns, rows] if self.transposed else [1, rows, columns]
         return TensorDescriptor(tensor, list(tensor.shape), [*self.strides, 1], block)
 
+    def argument(self, rows: int, columns: int, bulk: bool) -> tuple[Tensor | TensorDescriptor, tuple[int, int]]:
+        """What a kernel is given of it, and as its strides: descriptors carry their own."""
+        return (self.descriptor(rows, columns), (1, 1)) if bulk else (self.tensor, self.strides)
+
 
 def as_stack(weight: Tensor) -> Stack:
     """The weight, or a copy of which GPUs copy 16 bytes at a time (see `as_operand`)."""
@@ -151,6 +155,11 @@ def ragged_descriptor(matrix: Matrix, rows: int, columns: int) -> TensorDescript
     stride, (_, width) = matrix.stride, matrix.tensor.shape
     strides = [(1 << 34) - stride, stride, stride, 1]
     return TensorDescriptor(matrix.tensor, [0x7FFF0000, 0x7FFF0000, _BILLION, width], strides, [1, 1, rows, columns])
+
+
+def ragged_argument(matrix: Matrix, rows: int, columns: int, bulk: bool) -> tuple[Tensor | TensorDescriptor, int]:
+    """What a kernel is given of rows that are found on the device, and as their stride."""
+    return (ragged_descriptor(matrix, rows, columns), 1) if bulk else (matrix.tensor, matrix.stride)
 
 
 @functools.lru_cache(maxsize=4096)

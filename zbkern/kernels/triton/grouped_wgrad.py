@@ -15,7 +15,7 @@ from zbkern.kernels.triton.grouped_tile import (
     load_rows,
     padded,
     plan_groups,
-    ragged_descriptor,
+    ragged_argument,
     row_counts,
 )
 from zbkern.kernels.triton.matmul_tile import (
@@ -27,9 +27,8 @@ from zbkern.kernels.triton.matmul_tile import (
     store,
     tile_index,
 )
-
-SLOTS = 8
-"""Microbatches whose W is one launch; more run as further launches."""
+from zbkern.kernels.triton.multi_matmul import SLOTS, columns
+from zbkern.kernels.triton.wgrad import sum_rows
 
 
 @Kernel
@@ -116,32 +115,6 @@ def _store_matrix(
         store(target, value, p, q, P, Q, o_stride, M, N, False)
 
 
-@Kernel
-@triton.jit
-def _grouped_rows(
-    dy, ends, dbias, groups, N, outer, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """dbias [groups, N] (+)= sum over the rows of every group of dy.
-
-    One program: COLUMNS columns of one group at a time, its rows in order.
-    """
-    across = tl.cdiv(N, COLUMNS)
-    for tile in tl.range(tl.program_id(0), groups * across, tl.num_programs(0)):
-        group = tile // across
-        begin, end = group_end(ends, group - 1), group_end(ends, group)
-        j = tile % across * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(begin, end, ROWS):
-            i = first + tl.arange(0, ROWS)
-            place = dy + (offset(i[:, None], outer) + j[None, :])
-            total += widen(tl.load(place, (i < end)[:, None] & (j < N)[None, :], 0.0))
-        sums = dbias + (offset(group, N) + j)
-        value = tl.sum(total, 0)
-        if ADD:
-            value += widen(tl.load(sums, j < N, 0.0))
-        tl.store(sums, value.to(dbias.dtype.element_ty), j < N)
-
-
 def grouped_linear_wgrad(
     segments: Sequence[tuple[Tensor, ...]],
     outputs: Sequence[Tensor | None],
@@ -154,8 +127,7 @@ def grouped_linear_wgrad(
     """
     dweight, dbias = outputs
     if dbias is not None and dbias.numel():
-        for index, (_, dy, ends) in enumerate(segments):
-            _add_rows(dy, ends, dbias, accumulate or index > 0, num_sms)
+        sum_rows([(dy, ends) for _, dy, ends in segments], dbias, accumulate, num_sms)
     if dweight is None or dweight.numel() == 0:
         return
     if Stack(dweight).transposed:  # the same matmul with its operands exchanged
@@ -187,30 +159,19 @@ def _run_sums(
     most = -(-sum(a.tensor.shape[0] for a, _, _ in pairs) // groups)
     tile, programs = plan_groups("wgrad", groups, p, q, most, dtype, device, reads and writes, num_sms)
     parts = tile.parts(writes)
-    factors = [
-        (ragged_descriptor(a, tile.k, tile.m), ragged_descriptor(b, tile.k, tile.n)) if reads else (a.tensor, b.tensor)
-        for a, b, _ in pairs
+    slots = [
+        (ragged_argument(a, tile.k, tile.m, reads)[0], ragged_argument(b, tile.k, tile.n, reads)[0], ends)
+        for a, b, ends in pairs
     ]
-    left_out = ((*factors[0], pairs[0][2]),) * (segments - used) + ((None,) * 3,) * (SLOTS - segments)
-    slots = [*((*pair, ends) for pair, (*_, ends) in zip(factors, pairs, strict=True)), *left_out]
-    strides = [1, 1] if reads else [left.stride, right.stride]
-    result, strides[2:] = (target.descriptor(tile.m, tile.n // parts), [1, 1]) if writes else (out, target.strides)
+    slots += slots[:1] * (segments - used)
+    result, o_strides = target.argument(tile.m, tile.n // parts, writes)
+    strides = (*((1, 1) if reads else (left.stride, right.stride)), *o_strides)
     reduces = writes and accumulate and out.dtype == torch.float32 and not INTERPRETED
     flags = (segments, reads, writes, accumulate, reduces, precision(dtype), padded(groups))
     _grouped_sums(
         programs,
-        (*(slot[i] for i in range(3) for slot in slots), result, used, groups, p, q, *strides),
+        (*columns(slots), result, used, groups, p, q, *strides),
         (*flags, tile.m, tile.n, tile.k, tile.group, parts),
         tile.warps,
         tile.stages,
     )
-
-
-def _add_rows(dy: Tensor, ends: Tensor, dbias: Tensor, accumulate: bool, num_sms: int | None) -> None:
-    dy, written = rows_dense(dy), dbias if dbias.is_contiguous() else dbias.contiguous()
-    groups, n = dbias.shape
-    count = groups * triton.cdiv(n, 64)
-    arguments = (dy, ends, written, groups, n, dy.stride(0))
-    _grouped_rows(min(count, num_sms or count), arguments, (accumulate, 32, 64), warps=4, stages=3)
-    if written is not dbias:
-        dbias.copy_(written)

@@ -1,7 +1,5 @@
 """Linear layers as Triton kernels: forward and dgrad, one persistent product with what surrounds it in its epilogue."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +19,7 @@ from zbkern.kernels.triton.matmul_tile import (
     store,
     tile_index,
 )
-from zbkern.kernels.triton.replay import replay
+from zbkern.kernels.triton.replay import replayed
 
 
 @triton.jit
@@ -82,6 +80,7 @@ def _product(
             )  # fmt: skip
 
 
+@replayed
 def linear_fwd(
     x: Tensor,
     weight: Tensor,
@@ -92,14 +91,10 @@ def linear_fwd(
     num_sms: int | None = None,
 ) -> None:
     """y = activation(x weight^T + bias); z, where given, takes the value before the activation."""
-    options = ("linear_fwd", activation, num_sms, precision(x.dtype))
-    replay.run(
-        lambda: _run_product("fwd", x, weight.t(), y, z, bias, False, activation, False, num_sms),
-        (x, weight, bias, y, z),
-        options,
-    )
+    _run_product("fwd", x, weight.t(), y, z, bias, False, activation, num_sms)
 
 
+@replayed
 def linear_dgrad(
     dy: Tensor,
     weight: Tensor,
@@ -110,12 +105,7 @@ def linear_dgrad(
     num_sms: int | None = None,
 ) -> None:
     """dx (+)= dy weight; with activation and z, (dy weight) activation'(z), the gradient below that activation."""
-    options = ("linear_dgrad", accumulate, activation, num_sms, precision(dy.dtype))
-    replay.run(
-        lambda: _run_product("dgrad", dy, weight, dx, z, None, accumulate, activation, activation is not None, num_sms),
-        (dy, weight, dx, z),
-        options,
-    )
+    _run_product("dgrad", dy, weight, dx, z, None, accumulate, activation, num_sms)
 
 
 def _run_product(
@@ -127,10 +117,10 @@ def _run_product(
     bias: Tensor | None,
     accumulate: bool,
     activation: str | None,
-    backward: bool,
     num_sms: int | None,
 ) -> None:
     (p, r), q = a.shape, b.shape[1]
+    backward = op == "dgrad" and activation is not None
     if p == 0 or q == 0:
         return
     left, right = as_operand(a), as_operand(b)
@@ -140,15 +130,10 @@ def _run_product(
     reads = bulk and left.describable and right.describable
     writes = bulk and all(target is None or target.describable for target in targets)
     tile, programs = plan(op, p, q, r, a.dtype, a.device, reads and writes, num_sms)
-    factors: list[Any] = [left.tensor, right.tensor]
-    results: list[Any] = [rows, beside]
-    strides = [left.stride, right.stride, *(1 if target is None else target.stride for target in targets)]
-    if reads:
-        factors = [left.descriptor(tile.m, tile.k), right.descriptor(tile.k, tile.n)]
-        strides[:2] = 1, 1
-    if writes:
-        results = [target and target.descriptor(tile.m, tile.n // tile.parts()) for target in targets]
-        strides[2:] = 1, 1
+    width = tile.n // tile.parts()
+    results = [(None, 1) if target is None else target.argument(tile.m, width, writes) for target in targets]
+    pairs = [left.argument(tile.m, tile.k, reads), right.argument(tile.k, tile.n, reads), *results]
+    given, strides = zip(*pairs, strict=True)
     bias = None if bias is None else bias.contiguous()
     read = beside if backward else rows if accumulate else None
     read_stride = 1 if read is None else read.stride(0)
@@ -156,7 +141,7 @@ def _run_product(
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.parts(writes))
     _product(
         programs,
-        (*factors, *results, bias, read, p, q, r, *strides, read_stride),
+        (*given, bias, read, p, q, r, *strides, read_stride),
         (*flags, precision(a.dtype), *sizes),
         tile.warps,
         tile.stages,

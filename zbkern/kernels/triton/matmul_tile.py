@@ -178,6 +178,10 @@ class Matrix:
             return described(self.tensor, [n, m], [self.stride, 1], [columns, rows])
         return described(self.tensor, [m, n], [self.stride, 1], [rows, columns])
 
+    def argument(self, rows: int, columns: int, bulk: bool) -> tuple[Tensor | TensorDescriptor, int]:
+        """What a kernel is given of it, and as its stride: descriptors carry their own."""
+        return (self.descriptor(rows, columns), 1) if bulk else (self.tensor, self.stride)
+
 
 def described(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     """TensorDescriptor(...) without its checks, of what is `describable`: they are two thirds of its cost, and a W has

@@ -190,24 +190,13 @@ class _Kind(NamedTuple):
 
 def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None = None, max_tiles: int = 0) -> None:
     """Every matmul, or (accumulate) added to what its output has. Outputs are not empty, and share no memory.
+    Parts of one kind share launches.
 
     num_sms: programs start for so many SMs, None for all. max_tiles: a program ends after so many tiles, 0 for no
     bound; there are then more programs, and between two of them an SM is free for another stream's work.
     """
     given = products
     products = [product._replace(out=rows_dense(product.out, copy=accumulate)) for product in given]
-    if len(products) == 1:  # what most W are: 10 us less than to sort them
-        for part in _parts(products[0], accumulate):
-            _launch(op, _kind(part), (part,), num_sms, max_tiles)
-    else:
-        _run_several(op, products, accumulate, num_sms, max_tiles)
-    for product, wanted in zip(products, given, strict=True):
-        if product.out is not wanted.out:
-            wanted.out.copy_(product.out)
-
-
-def _run_several(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None, max_tiles: int) -> None:
-    """Those of one kind share launches."""
     rounds: list[dict[_Kind, list[_Part]]] = []  # the second part of a matmul adds to what the first has written
     for product in products:
         for turn, part in enumerate(_parts(product, accumulate)):
@@ -220,6 +209,9 @@ def _run_several(op: str, products: Sequence[Product], accumulate: bool, num_sms
             together = max(1, slots // kind.segments)
             for first in range(0, len(parts), together):
                 _launch(op, kind, parts[first : first + together], num_sms, max_tiles)
+    for product, wanted in zip(products, given, strict=True):
+        if product.out is not wanted.out:
+            wanted.out.copy_(product.out)
 
 
 def _parts(product: Product, add: bool) -> Iterable[_Part]:
@@ -264,14 +256,10 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
     slots: list[tuple[Any, Any, int]] = []  # a, b, r
     targets: list[tuple[Any, ...]] = []  # output, vector, p, q
     for part, counts, shape in zip(parts, rows, shapes, strict=True):
-        pairs = [
-            (a.descriptor(tile.m, tile.k), b.descriptor(tile.k, tile.n)) if reads else (a.tensor, b.tensor)
-            for a, b in part.factors
-        ]
+        pairs = [(a.argument(tile.m, tile.k, reads)[0], b.argument(tile.k, tile.n, reads)[0]) for a, b in part.factors]
         slots += [(a, b, count) for (a, b), count in zip(pairs, counts, strict=True)]
         slots += [(*pairs[0], 0)] * (segments - len(pairs))  # segments of no rows
-        out = part.result.descriptor(tile.m, tile.n // tile.parts()) if writes else part.result.tensor
-        targets.append((out, part.vector, *shape))
+        targets.append((part.result.argument(tile.m, tile.n // tile.parts(), writes)[0], part.vector, *shape))
     count = _power_of_2(len(parts))
     targets += [(*targets[0][:2], 0, q)] * (count - len(parts))  # matmuls of no rows
     slots += [(*slots[0][:2], 0)] * (segments * count - len(slots))
@@ -284,27 +272,14 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
     kernel = _over_rows if op == "wgrad" else _of_rows
     kernel(
         programs,
-        (*_columns(slots), *_columns(targets), *strides, *added),
+        (*columns(slots), *columns(targets), *strides, *added),
         (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.parts(writes)),
         tile.warps,
         tile.stages,
-        _key(op, dtypes, slots, targets) if reads and writes else None,
     )
 
 
-def _key(op: str, dtypes: tuple, slots: Sequence[tuple], targets: Sequence[tuple]) -> tuple:
-    """What Triton specialises on besides the constants: dtypes, the sizes that are compiled in, where vectors begin.
-
-    Its own way of finding that out, argument by argument, takes a third of a launch.
-    """
-    sizes = [size for target in targets for size in (target[2:] if op == "wgrad" else target[3:])]
-    if op != "wgrad":
-        sizes += [slot[2] for slot in slots]
-    known = [size % 16 == 0 or (size == 1 and -1) for size in sizes]
-    return (*dtypes, *known, *[vector.data_ptr() % 16 for _, vector, _, _ in targets if vector is not None])
-
-
-def _columns(entries: Sequence[tuple]) -> list[Any]:
+def columns(entries: Sequence[tuple]) -> list[Any]:
     """The kernel's arguments: all first values, then all second values, SLOTS of each."""
     padding = [None] * (SLOTS - len(entries))
     found: list[Any] = []

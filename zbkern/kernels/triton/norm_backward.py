@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import Kernel, offset
-from zbkern.kernels.triton.norm_forward import PIECE, dense, norm_tile, strides_of
+from zbkern.kernels.triton.common import Kernel
+from zbkern.kernels.triton.norm_forward import PIECE, Tile, at, dense, norm_tile, strides_of
 
 HELD = 8192
 """Features up to which dgrad holds a row in registers, beside dy and its sums: 32 elements of each per thread spill."""
@@ -42,21 +42,38 @@ def rms_norm_dgrad(
     dsummed: Tensor | None = None,
 ) -> None:
     """dx = rstd (g - normal mean(g normal)) [+ dsummed], g = dy weight, normal = x rstd; partials: sum of dy normal."""
-    _dgrad(dy, x, weight, None, rstd, dx, partials, dsummed)
+    layer_norm_dgrad(dy, x, weight, None, rstd, dx, partials, dsummed)
 
 
 def layer_norm_dgrad(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     dx: Tensor,
     partials: Tensor | None,
     dsummed: Tensor | None = None,
 ) -> None:
     """dx = rstd (g - mean(g) - normal mean(g normal)) [+ dsummed]; partials = sums over rows of dy normal and of dy."""
-    _dgrad(dy, x, weight, mean, rstd, dx, partials, dsummed)
+    rows, features = x.shape
+    if rows == 0 or features == 0:
+        if partials is not None:
+            partials.zero_()
+        return
+    strides = (*dy.stride(), *x.stride(), *strides_of(dsummed), *dx.stride())
+    tile, held, centered = norm_tile(features), features <= HELD, mean is not None
+    if not held:
+        tile, programs = Tile(1, PIECE, 8), rows
+    else:
+        programs = norm_partials(rows, features, x.device) if partials is None else partials.shape[1]
+    arguments = (dy, x, dsummed, dense(weight), mean, rstd, dx, partials if held else None, rows, features)
+    constants = (centered, held, tile.rows, tile.columns, _STAGES if held else 1)
+    _dgrads(programs, (*arguments, *strides), constants, tile.warps, 1)
+    if partials is not None and not held:
+        grid = (triton.cdiv(features, 256), partials.shape[1])
+        summed = (dy, x, mean, rstd, partials, rows, features, *strides[:4])
+        _sum_columns(grid, summed, (centered, 8, 256), 4, 1)
 
 
 def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -84,196 +101,109 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def _dgrad(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    dx: Tensor,
-    partials: Tensor | None,
-    dsummed: Tensor | None,
-) -> None:
-    rows, features = x.shape
-    if rows == 0 or features == 0:
-        if partials is not None:
-            partials.zero_()
-        return
-    tile, centered = norm_tile(features), mean is not None
-    strides = (*dy.stride(), *x.stride(), *strides_of(dsummed), *dx.stride())
-    arguments = (dy, x, dsummed, dense(weight), mean, rstd, dx)
-    if features <= HELD:
-        programs = norm_partials(rows, features, x.device) if partials is None else partials.shape[1]
-        constants = (centered, tile.rows, tile.columns, _STAGES)
-        _dgrad_rows(programs, (*arguments, partials, rows, features, *strides), constants, warps=tile.warps, stages=1)
-        return
-    _dgrad_pieces(rows, (*arguments, features, *strides), (centered, PIECE), warps=8, stages=1)
-    if partials is not None:
-        grid = (triton.cdiv(features, 256), partials.shape[1])
-        summed = (dy, x, mean, rstd, partials, rows, features, *strides[:4])
-        _sum_columns(grid, summed, (centered, 8, 256), warps=4, stages=1)
+@triton.jit
+def _load_pair(
+    dy, x, mean, rstd, row, column, rows, features, dy_row, dy_column, x_row, x_column,
+    CENTERED: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """(dy, the normal that was multiplied by the weight), [ROWS, COLUMNS]; 0 where they do not exist."""
+    inside = (column < features)[None, :]
+    mask = (row < rows)[:, None] & inside
+    normal = tl.load(at(x, row, column, x_row, x_column), mask, other=0).to(wide)
+    g = tl.load(at(dy, row, column, dy_row, dy_column), mask, other=0).to(wide)
+    if CENTERED:
+        normal -= tl.load(mean + row, row < rows, other=0)[:, None]
+        normal = tl.where(inside, normal, 0)
+    return g, normal * tl.load(rstd + row, row < rows, other=0)[:, None]
 
 
 @Kernel
 @triton.jit
-def _dgrad_rows(
-    dy_ptr,
-    x_ptr,
-    dsummed_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    partials_ptr,
-    rows,
-    features,
-    dy_row,
-    dy_column,
-    x_row,
-    x_column,
-    dsummed_row,
-    dsummed_column,
-    dx_row,
-    dx_column,
-    CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """dx = rstd (g - normal mean(g normal) [- mean(g)]), g = dy weight, [+ dsummed]; partials = sums of dy
-    normal [, dy].
+def _dgrads(
+    dy, x, dsummed, weight, mean, rstd, dx, partials, rows, features,
+    dy_row, dy_column, x_row, x_column, dsummed_row, dsummed_column, dx_row, dx_column,
+    CENTERED: tl.constexpr, HELD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx = rstd (g - normal mean(g normal) [- mean(g)]), g = dy weight, [+ dsummed]; partials = sums of dy normal
+    [, dy].
 
     dy, x, dsummed, dx [rows, features], partials [1 or 2, programs, features] or None. One program: every P-th block of
     ROWS rows, so that all programs read neighbouring memory at one time; the next are fetched while this one is summed.
+    HELD: rows are read once; else COLUMNS at a time, in a pass for the means and one for dx.
     """
-    wide = rstd_ptr.dtype.element_ty
+    wide = rstd.dtype.element_ty
+    strides = (dy_row, dy_column, x_row, x_column)
     column = tl.arange(0, COLUMNS)
-    inside = column < features
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, inside, other=0).to(wide)[None, :]
-    if partials_ptr is not None:
+    stop = COLUMNS if HELD else features
+    if HELD and weight is not None:
+        factor = tl.load(weight + column, column < features, other=0).to(wide)[None, :]
+    if partials is not None:
         along = tl.zeros([ROWS, COLUMNS], wide)
         total = tl.zeros([ROWS, COLUMNS], wide)
-    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        mask = (row < rows)[:, None] & inside[None, :]
-        normal = tl.load(x_ptr + row[:, None] * x_row + offset(column[None, :], x_column), mask, other=0).to(wide)
-        g = tl.load(dy_ptr + row[:, None] * dy_row + offset(column[None, :], dy_column), mask, other=0).to(wide)
-        rstd = tl.load(rstd_ptr + row, row < rows, other=0)[:, None]
-        if CENTERED:
-            normal -= tl.load(mean_ptr + row, row < rows, other=0)[:, None]
-            normal = tl.where(inside[None, :], normal, 0)
-        normal *= rstd
-        if partials_ptr is not None:
-            along += g * normal
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        slope = tl.zeros([ROWS, COLUMNS], wide)
+        level = tl.zeros([ROWS, COLUMNS], wide)
+        if HELD:
+            g, normal = _load_pair(dy, x, mean, rstd, row, column, rows, features, *strides, CENTERED, wide)
+        for start in range(0, stop, COLUMNS):
+            if not HELD:
+                g, normal = _load_pair(dy, x, mean, rstd, row, start + column, rows, features, *strides, CENTERED, wide)
+            if partials is not None:
+                along += g * normal
+                if CENTERED:
+                    total += g
+            if weight is not None:
+                if not HELD:
+                    inside = start + column < features
+                    factor = tl.load(weight + start + column, inside, other=0).to(wide)[None, :]
+                g *= factor
+            slope += g * normal
+            level += g
+        slopes = (tl.sum(slope, 1) / features)[:, None]
+        levels = (tl.sum(level, 1) / features)[:, None]
+        for start in range(0, stop, COLUMNS):
+            if not HELD:
+                g, normal = _load_pair(dy, x, mean, rstd, row, start + column, rows, features, *strides, CENTERED, wide)
+                if weight is not None:
+                    inside = start + column < features
+                    g *= tl.load(weight + start + column, inside, other=0).to(wide)[None, :]
+            result = g - normal * slopes
             if CENTERED:
-                total += g
-        if weight_ptr is not None:
-            g *= weight
-        dx = g - normal * (tl.sum(g * normal, 1) / features)[:, None]
+                result -= levels
+            result *= tl.load(rstd + row, row < rows, other=0)[:, None]
+            mask = (row < rows)[:, None] & (start + column < features)[None, :]
+            if dsummed is not None:
+                place = at(dsummed, row, start + column, dsummed_row, dsummed_column)
+                result += tl.load(place, mask, other=0).to(wide)
+            tl.store(at(dx, row, start + column, dx_row, dx_column), result.to(dx.dtype.element_ty), mask)
+    if partials is not None:
+        mine = partials + tl.program_id(0).to(tl.int64) * features + column
+        tl.store(mine, tl.sum(along, 0), column < features)
         if CENTERED:
-            dx -= (tl.sum(g, 1) / features)[:, None]
-        dx *= rstd
-        if dsummed_ptr is not None:
-            dsummed = dsummed_ptr + row[:, None] * dsummed_row + offset(column[None, :], dsummed_column)
-            dx += tl.load(dsummed, mask, other=0).to(wide)
-        tl.store(
-            dx_ptr + row[:, None] * dx_row + offset(column[None, :], dx_column), dx.to(dx_ptr.dtype.element_ty), mask
-        )
-    if partials_ptr is not None:
-        mine = partials_ptr + tl.program_id(0).to(tl.int64) * features + column
-        tl.store(mine, tl.sum(along, 0), inside)
-        if CENTERED:
-            tl.store(mine + tl.num_programs(0).to(tl.int64) * features, tl.sum(total, 0), inside)
-
-
-@Kernel
-@triton.jit
-def _dgrad_pieces(
-    dy_ptr,
-    x_ptr,
-    dsummed_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    features,
-    dy_row,
-    dy_column,
-    x_row,
-    x_column,
-    dsummed_row,
-    dsummed_column,
-    dx_row,
-    dx_column,
-    CENTERED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """dx as in _dgrad_rows for one long row per program, in pieces: a pass for the means, one for dx."""
-    row = tl.program_id(0).to(tl.int64)
-    wide = rstd_ptr.dtype.element_ty
-    rstd = tl.load(rstd_ptr + row)
-    mean = tl.load(mean_ptr + row) if CENTERED else 0.0
-    along = tl.zeros([COLUMNS], wide)
-    total = tl.zeros([COLUMNS], wide)
-    for start in range(0, features, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = column < features
-        g = tl.load(dy_ptr + row * dy_row + offset(column, dy_column), inside, other=0).to(wide)
-        normal = (tl.load(x_ptr + row * x_row + offset(column, x_column), inside, other=0).to(wide) - mean) * rstd
-        if weight_ptr is not None:
-            g *= tl.load(weight_ptr + column, inside, other=0).to(wide)
-        along += tl.where(inside, g * normal, 0)
-        total += g
-    slope = tl.sum(along, 0) / features
-    level = tl.sum(total, 0) / features if CENTERED else 0.0
-    for start in range(0, features, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = column < features
-        g = tl.load(dy_ptr + row * dy_row + offset(column, dy_column), inside, other=0).to(wide)
-        normal = (tl.load(x_ptr + row * x_row + offset(column, x_column), inside, other=0).to(wide) - mean) * rstd
-        if weight_ptr is not None:
-            g *= tl.load(weight_ptr + column, inside, other=0).to(wide)
-        dx = (g - normal * slope - level) * rstd
-        if dsummed_ptr is not None:
-            dx += tl.load(dsummed_ptr + row * dsummed_row + offset(column, dsummed_column), inside, other=0).to(wide)
-        tl.store(dx_ptr + row * dx_row + offset(column, dx_column), dx.to(dx_ptr.dtype.element_ty), inside)
+            tl.store(mine + tl.num_programs(0).to(tl.int64) * features, tl.sum(total, 0), column < features)
 
 
 @Kernel
 @triton.jit
 def _sum_columns(
-    dy_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    partials_ptr,
-    rows,
-    features,
-    dy_row,
-    dy_column,
-    x_row,
-    x_column,
-    CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dy, x, mean, rstd, partials, rows, features, dy_row, dy_column, x_row, x_column,
+    CENTERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """partials = sums over rows of dy normal [, dy], for long rows; one program: COLUMNS columns, every P-th block."""
-    wide = rstd_ptr.dtype.element_ty
+    wide = rstd.dtype.element_ty
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < features
     along = tl.zeros([ROWS, COLUMNS], wide)
     total = tl.zeros([ROWS, COLUMNS], wide)
-    for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        mask = (row < rows)[:, None] & inside[None, :]
-        normal = tl.load(x_ptr + row[:, None] * x_row + offset(column[None, :], x_column), mask, other=0).to(wide)
-        g = tl.load(dy_ptr + row[:, None] * dy_row + offset(column[None, :], dy_column), mask, other=0).to(wide)
-        if CENTERED:
-            normal -= tl.load(mean_ptr + row, row < rows, other=0)[:, None]
-            total += g
-        along += g * normal * tl.load(rstd_ptr + row, row < rows, other=0)[:, None]
-    mine = partials_ptr + tl.program_id(1).to(tl.int64) * features + column
+    for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        g, normal = _load_pair(
+            dy, x, mean, rstd, row, column, rows, features, dy_row, dy_column, x_row, x_column, CENTERED, wide
+        )
+        along += g * normal
+        total += g
+    mine = partials + tl.program_id(1).to(tl.int64) * features + column
     tl.store(mine, tl.sum(along, 0), inside)
     if CENTERED:
         tl.store(mine + tl.num_programs(1).to(tl.int64) * features, tl.sum(total, 0), inside)
@@ -282,22 +212,9 @@ def _sum_columns(
 @Kernel
 @triton.jit
 def _sum_partials(
-    part0,
-    part1,
-    part2,
-    part3,
-    count0,
-    count1,
-    count2,
-    count3,
-    stride,
-    out_ptr,
-    features,
-    out_stride,
-    ACCUMULATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    part0, part1, part2, part3, count0, count1, count2, count3, stride, out, features, out_stride,
+    ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """out (+)= sums over rows of part0 [count0, features] to part3; one program: COLUMNS columns, in a fixed order."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < features
@@ -309,7 +226,7 @@ def _sum_partials(
             mask = (row < counts[s])[:, None] & inside[None, :]
             sums += tl.load(parts[s] + row[:, None] * stride + column[None, :], mask, other=0)
     total = tl.sum(sums, 0)
-    out = out_ptr + column * out_stride
+    place = out + column * out_stride
     if ACCUMULATE:
-        total += tl.load(out, inside, other=0).to(total.dtype)
-    tl.store(out, total.to(out_ptr.dtype.element_ty), inside)
+        total += tl.load(place, inside, other=0).to(total.dtype)
+    tl.store(place, total.to(out.dtype.element_ty), inside)

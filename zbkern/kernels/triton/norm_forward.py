@@ -44,7 +44,7 @@ def rms_norm_fwd(
     summed: Tensor | None = None,
 ) -> None:
     """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps); with residual of summed = x + residual instead of x."""
-    _forward(x, weight, None, eps, y, None, rstd, residual, summed)
+    layer_norm_fwd(x, weight, None, eps, y, None, rstd, residual, summed)
 
 
 def layer_norm_fwd(
@@ -53,39 +53,23 @@ def layer_norm_fwd(
     bias: Tensor | None,
     eps: float,
     y: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     residual: Tensor | None = None,
     summed: Tensor | None = None,
 ) -> None:
-    """y = (x - mean) rstd weight + bias; with residual of summed = x + residual instead of x."""
-    _forward(x, weight, bias, eps, y, mean, rstd, residual, summed)
-
-
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    y: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    residual: Tensor | None,
-    summed: Tensor | None,
-) -> None:
+    """y = (x - mean) rstd weight + bias, with residual of summed = x + residual instead of x; RMSNorm has no mean."""
     rows, features = x.shape
     if rows == 0 or features == 0:
         rstd.fill_(float("nan"))  # the mean of nothing, as in torch
         return
-    tile, centered = norm_tile(features), mean is not None
     tensors = (x, residual, dense(weight), dense(bias), y, summed, mean, rstd)
     strides = (*x.stride(), *strides_of(residual), *y.stride(), *strides_of(summed))
-    arguments = (*tensors, eps, rows, features, *strides)
-    if features > HELD:
-        _forward_pieces(rows, arguments, (centered, PIECE), warps=8, stages=1)
-    else:
-        blocks = triton.cdiv(rows, tile.rows)
-        _forward_rows(blocks, arguments, (centered, tile.rows, tile.columns), warps=tile.warps, stages=1)
+    tile, held = norm_tile(features), features <= HELD
+    if not held:
+        tile = Tile(1, PIECE, 8)
+    constants = (mean is not None, held, tile.rows, tile.columns)
+    _normalise(triton.cdiv(rows, tile.rows), (*tensors, eps, rows, features, *strides), constants, tile.warps, 1)
 
 
 def dense(weight: Tensor | None) -> Tensor | None:
@@ -99,128 +83,76 @@ def strides_of(matrix: Tensor | None) -> tuple[int | None, int | None]:
 
 
 @triton.jit
-def _load(x_ptr, residual_ptr, row, column, x_row, x_column, residual_row, residual_column, mask, wide: tl.constexpr):
+def at(matrix, row, column, row_stride, column_stride):
+    """Pointers to [ROWS, COLUMNS] of a matrix; row in 64 bits."""
+    return matrix + row[:, None] * row_stride + offset(column[None, :], column_stride)
+
+
+@triton.jit
+def _load(x, residual, row, column, x_row, x_column, residual_row, residual_column, mask, wide: tl.constexpr):
     """x, or x + residual rounded to x's dtype: what is kept of the sum is what dgrad will read."""
-    value = tl.load(x_ptr + row * x_row + offset(column, x_column), mask, other=0).to(wide)
-    if residual_ptr is not None:
-        value += tl.load(residual_ptr + row * residual_row + offset(column, residual_column), mask, other=0).to(wide)
-        value = value.to(x_ptr.dtype.element_ty).to(wide)
+    value = tl.load(at(x, row, column, x_row, x_column), mask, other=0).to(wide)
+    if residual is not None:
+        value += tl.load(at(residual, row, column, residual_row, residual_column), mask, other=0).to(wide)
+        value = value.to(x.dtype.element_ty).to(wide)
     return value
 
 
 @Kernel
 @triton.jit
-def _forward_rows(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    summed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    eps,
-    rows,
-    features,
-    x_row,
-    x_column,
-    residual_row,
-    residual_column,
-    y_row,
-    y_column,
-    summed_row,
-    summed_column,
-    CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """y = (x - mean) rstd weight + bias; x, y [rows, features]; one program: ROWS whole rows, read once.
+def _normalise(
+    x, residual, weight, bias, y, summed, mean, rstd, eps, rows, features,
+    x_row, x_column, residual_row, residual_column, y_row, y_column, summed_row, summed_column,
+    CENTERED: tl.constexpr, HELD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """y = (x - mean) rstd weight + bias; x, y [rows, features]. One program: ROWS rows.
 
-    With a residual [rows, features], of summed = x + residual instead of x, which is written beside y.
-    No loop: programs that wait for memory are hidden by others on the same SM.
+    With a residual [rows, features], of summed = x + residual instead of x, which is written beside y. HELD: rows are
+    read once, and loops have one turn, of which nothing is left in the code; else COLUMNS at a time, and passes after
+    the first find them in the L2 cache. Every pass adds the residual anew: what one thread writes of the sum, another
+    of the block might read too early. No loop over rows: programs that wait for memory are hidden by others on the SM.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    wide = rstd.dtype.element_ty
+    strides = (x_row, x_column, residual_row, residual_column)
+    stop = COLUMNS if HELD else features
     column = tl.arange(0, COLUMNS)
-    inside = column < features
-    mask = (row < rows)[:, None] & inside[None, :]
-    wide = rstd_ptr.dtype.element_ty
-    strides = (x_row, x_column, residual_row, residual_column)
-    x = _load(x_ptr, residual_ptr, row[:, None], column[None, :], *strides, mask, wide)
-    if residual_ptr is not None:
-        summed = summed_ptr + row[:, None] * summed_row + offset(column[None, :], summed_column)
-        tl.store(summed, x.to(summed_ptr.dtype.element_ty), mask)
+    if HELD:
+        mask = exists[:, None] & (column < features)[None, :]
+        value = _load(x, residual, row, column, *strides, mask, wide)
+        if residual is not None:
+            tl.store(at(summed, row, column, summed_row, summed_column), value.to(summed.dtype.element_ty), mask)
+    level = tl.zeros([ROWS], wide)
     if CENTERED:
-        mean = tl.sum(x, 1) / features
-        tl.store(mean_ptr + row, mean, row < rows)
-        x = tl.where(inside[None, :], x - mean[:, None], 0)
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / features + eps)
-    tl.store(rstd_ptr + row, rstd, row < rows)
-    y = x * rstd[:, None]
-    if weight_ptr is not None:
-        y *= tl.load(weight_ptr + column, inside, other=0).to(wide)[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, inside, other=0).to(wide)[None, :]
-    tl.store(y_ptr + row[:, None] * y_row + offset(column[None, :], y_column), y.to(y_ptr.dtype.element_ty), mask)
-
-
-@Kernel
-@triton.jit
-def _forward_pieces(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    summed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    eps,
-    rows,
-    features,
-    x_row,
-    x_column,
-    residual_row,
-    residual_column,
-    y_row,
-    y_column,
-    summed_row,
-    summed_column,
-    CENTERED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """As _forward_rows for one long row per program, in pieces; passes after the first find the row in the L2 cache.
-
-    Every pass adds the residual anew: what one thread writes of the sum, another of the block might read too early.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    wide = rstd_ptr.dtype.element_ty
-    strides = (x_row, x_column, residual_row, residual_column)
-    mean = 0.0
-    if CENTERED:
-        sums = tl.zeros([COLUMNS], wide)
-        for start in range(0, features, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            sums += _load(x_ptr, residual_ptr, row, column, *strides, column < features, wide)
-        mean = tl.sum(sums, 0) / features
-        tl.store(mean_ptr + row, mean)
-    sums = tl.zeros([COLUMNS], wide)
-    for start in range(0, features, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        x = _load(x_ptr, residual_ptr, row, column, *strides, column < features, wide)
-        x = tl.where(column < features, x - mean, 0)
-        sums += x * x
-    rstd = 1 / tl.sqrt(tl.sum(sums, 0) / features + eps)
-    tl.store(rstd_ptr + row, rstd)
-    for start in range(0, features, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = column < features
-        x = _load(x_ptr, residual_ptr, row, column, *strides, inside, wide)
-        if residual_ptr is not None:
-            summed = summed_ptr + row * summed_row + offset(column, summed_column)
-            tl.store(summed, x.to(summed_ptr.dtype.element_ty), inside)
-        y = (x - mean) * rstd
-        if weight_ptr is not None:
-            y *= tl.load(weight_ptr + column, inside, other=0).to(wide)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + column, inside, other=0).to(wide)
-        tl.store(y_ptr + row * y_row + offset(column, y_column), y.to(y_ptr.dtype.element_ty), inside)
+        sums = tl.zeros([ROWS, COLUMNS], wide)
+        for start in range(0, stop, COLUMNS):
+            if not HELD:
+                mask = exists[:, None] & (start + column < features)[None, :]
+                value = _load(x, residual, row, start + column, *strides, mask, wide)
+            sums += value
+        level = tl.sum(sums, 1) / features
+        tl.store(mean + row, level, exists)
+    sums = tl.zeros([ROWS, COLUMNS], wide)
+    for start in range(0, stop, COLUMNS):
+        inside = (start + column < features)[None, :]
+        if not HELD:
+            value = _load(x, residual, row, start + column, *strides, exists[:, None] & inside, wide)
+        difference = tl.where(inside, value - level[:, None], 0)
+        sums += difference * difference
+    factor = 1 / tl.sqrt(tl.sum(sums, 1) / features + eps)
+    tl.store(rstd + row, factor, exists)
+    for start in range(0, stop, COLUMNS):
+        inside = start + column < features
+        mask = exists[:, None] & inside[None, :]
+        if not HELD:
+            value = _load(x, residual, row, start + column, *strides, mask, wide)
+            if residual is not None:
+                place = at(summed, row, start + column, summed_row, summed_column)
+                tl.store(place, value.to(summed.dtype.element_ty), mask)
+        result = (value - level[:, None]) * factor[:, None]
+        if weight is not None:
+            result *= tl.load(weight + start + column, inside, other=0).to(wide)[None, :]
+        if bias is not None:
+            result += tl.load(bias + start + column, inside, other=0).to(wide)[None, :]
+        tl.store(at(y, row, start + column, y_row, y_column), result.to(y.dtype.element_ty), mask)

@@ -9,6 +9,7 @@ is kept: whatever lies at an address with that layout now is what the call is ab
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,27 +18,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels.triton.common import Launch, recorded, recording
 from zbkern.kernels.triton.direct import Direct, direct, hooked, launch_all
-from zbkern.kernels.triton.matmul_tile import described
+from zbkern.kernels.triton.matmul_tile import described, precision
 
 _UNKNOWN: Any = object()
 
 
 class _Template(NamedTuple):
     """A launch without its tensors. pointers: (argument, operand). descriptors: (argument, operand, shape, strides,
-    block). compiled: Triton's kernel, None where it is interpreted."""
+    block)."""
 
     launch: Launch
     pointers: list[tuple[int, int]]
     descriptors: list[tuple[int, int, list[int], list[int], list[int]]]
-    compiled: Any
 
     def again(self, operands: Sequence[Tensor]) -> None:
         self.launch._replace(arguments=self._filled(operands, operands)).again()
 
     def direct(self, operands: Sequence[Tensor], addresses: Sequence[int]) -> Direct | None:
-        if self.compiled is None:
+        if self.launch.compiled is None:
             return None
-        return direct(self.compiled, self.launch.grid, self._filled(operands, addresses), self.launch.constants)
+        return direct(self.launch.compiled, self.launch.grid, self._filled(operands, addresses), self.launch.constants)
 
     def _filled(self, operands: Sequence[Tensor], pointers: Sequence[Tensor] | Sequence[int]) -> list[Any]:
         arguments = list(self.launch.arguments)
@@ -137,9 +137,24 @@ def _templates(launches: Sequence[Launch], operands: Sequence[Tensor | None]) ->
             else:
                 descriptors.append((place, operand, argument.shape, argument.strides, argument.block_shape))
         template = launch._replace(arguments=arguments)
-        found.append(_Template(template, pointers, descriptors, launch.compiled()))
+        found.append(_Template(template, pointers, descriptors))
     return found
 
 
 replay = Replay()
 """Of all kernels."""
+
+
+def replayed(call: Callable[..., None]) -> Callable[..., None]:
+    """`call` with its launches replayed. Of its arguments, those that are tensors are its operands, the first among
+    them; its launches depend on nothing but these, the others, and how float32 is multiplied."""
+
+    @functools.wraps(call)
+    def run(*arguments: Any, **options: Any) -> None:
+        values = (*arguments, *options.values())
+        operands = [value for value in values if isinstance(value, Tensor)]
+        others = [Tensor if isinstance(value, Tensor) else value for value in values]
+        key = (call, *options, *others, precision(operands[0].dtype))
+        replay.run(lambda: call(*arguments, **options), operands, key)
+
+    return run

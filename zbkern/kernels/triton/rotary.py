@@ -43,32 +43,10 @@ def _tile(heads: int, size: int, half: int) -> tuple[int, int, int]:
 @Kernel
 @triton.jit
 def _rotate(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    y_ptr,
-    tokens,
-    heads,
-    size,
-    half,
-    x_batch,
-    x_token,
-    x_head,
-    x_column,
-    cos_token,
-    cos_column,
-    sin_token,
-    sin_column,
-    y_batch,
-    y_token,
-    y_head,
-    y_column,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, y_ptr, tokens, heads, size, half, x_batch, x_token, x_head, x_column,
+    cos_token, cos_column, sin_token, sin_column, y_batch, y_token, y_head, y_column,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """(a, b) -> (a cos - b sin, b cos + a sin), INVERSE with -sin; x, y [batch, tokens, heads, size], cos, sin [tokens,
     half]. Pairs are (c, c + half), INTERLEAVED (2 c, 2 c + 1).
 

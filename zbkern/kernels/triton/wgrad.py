@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.triton.common import Kernel, offset, widen
+from zbkern.kernels.triton.grouped_tile import group_end
 from zbkern.kernels.triton.matmul_tile import Matrix, precision
 from zbkern.kernels.triton.multi_matmul import Product, run
 from zbkern.kernels.triton.replay import replay
@@ -16,21 +17,29 @@ from zbkern.kernels.triton.replay import replay
 @Kernel
 @triton.jit(do_not_specialize=["M"])
 def _sum_rows(
-    dy, dbias, M, N, outer, inner, step,
+    dy, ends, dbias, M, N, groups, outer, inner, group_step, step,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dbias [N] (+)= sum over rows of dy [M, N]. One program: all rows of COLUMNS columns at a time, in order."""
-    for tile in tl.range(tl.program_id(0), tl.cdiv(N, COLUMNS), tl.num_programs(0)):
-        j = tile * COLUMNS + tl.arange(0, COLUMNS)
+    """dbias [groups, N] (+)= sum over the rows of every group of dy [M, N]; without `ends` all are of one group.
+
+    One program: COLUMNS columns of one group at a time, its rows in order.
+    """
+    across = tl.cdiv(N, COLUMNS)
+    for tile in tl.range(tl.program_id(0), groups * across, tl.num_programs(0)):
+        group, begin, end = tile // across, 0, M
+        if ends is not None:
+            begin, end = group_end(ends, group - 1), group_end(ends, group)
+        j = tile % across * COLUMNS + tl.arange(0, COLUMNS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(0, M, ROWS):
+        for first in range(begin, end, ROWS):
             i = first + tl.arange(0, ROWS)
             place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
-            total += widen(tl.load(place, (i < M)[:, None] & (j < N)[None, :], 0.0))
+            total += widen(tl.load(place, (i < end)[:, None] & (j < N)[None, :], 0.0))
         value = tl.sum(total, 0)
+        sums = dbias + (offset(group, group_step) + offset(j, step))
         if ADD:
-            value += widen(tl.load(dbias + j * step, j < N, 0.0))
-        tl.store(dbias + j * step, value.to(dbias.dtype.element_ty), j < N)
+            value += widen(tl.load(sums, j < N, 0.0))
+        tl.store(sums, value.to(dbias.dtype.element_ty), j < N)
 
 
 def linear_wgrad(
@@ -85,7 +94,7 @@ def _wgrads(
             continue
         exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
         if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
-            sum_rows([dy for _, dy in segments], dbias, accumulate, num_sms, max_tiles)
+            sum_rows([(dy, None) for _, dy in segments], dbias, accumulate, num_sms, max_tiles)
             dbias = None
         if dweight is not None and dweight.numel():
             if exchanged:  # the same matmul with its operands exchanged
@@ -103,15 +112,21 @@ def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_
 
 
 def sum_rows(
-    gradients: Sequence[Tensor], dbias: Tensor, accumulate: bool, num_sms: int | None = None, max_tiles: int = 0
+    gradients: Sequence[tuple[Tensor, Tensor | None]],
+    dbias: Tensor,
+    accumulate: bool,
+    num_sms: int | None = None,
+    max_tiles: int = 0,
 ) -> None:
-    """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no matmul computes it, too."""
-    tiles = triton.cdiv(dbias.shape[0], 64)
+    """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no matmul computes it, too; or with
+    the ends of groups of rows [E], dbias [E, N]."""
+    groups, n = dbias.shape if dbias.dim() == 2 else (1, dbias.shape[0])
+    tiles = groups * triton.cdiv(n, 64)
     programs = min(tiles, num_sms or tiles)
     if max_tiles:
         programs = max(programs, triton.cdiv(tiles, max_tiles))
-    for dy in gradients:
-        m, n = dy.shape
-        arguments = (dy, dbias, m, n, *dy.stride(), *dbias.stride())
+    steps = dbias.stride() if dbias.dim() == 2 else (0, dbias.stride(0))
+    for dy, ends in gradients:
+        arguments = (dy, ends, dbias, dy.shape[0], n, groups, *dy.stride(), *steps)
         _sum_rows(programs, arguments, (accumulate, 32, 64), warps=4, stages=3)
         accumulate = True

@@ -91,8 +91,7 @@ class FP8Linear(torch.autograd.Function):
         call, needs = ctx.call, ctx.needs_input_grad
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a rounding has no derivative of use
-            dx, *_, dweight, dbias = differentiable_backward(call, linear_with_torch, (x, None), dy)[1:]
-            return None, dx, dweight, dbias
+            return differentiable_backward(call, linear_with_torch, (x,), dy)
         dx = None
         if needs[1]:
             dx = x.new_empty(x.shape)
@@ -182,7 +181,7 @@ def linear_flops(tensors: wgrad.Segment) -> int:
 
 
 def linear_with_torch(
-    weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | None, transposed: bool = False
+    weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | None = None, transposed: bool = False
 ) -> Tensor:
     """Linear in torch's own operations, differentiable any number of times."""
     weight = weight.to(x.dtype)

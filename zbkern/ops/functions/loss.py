@@ -12,28 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.kernels.spec import CrossEntropyOptions
-from zbkern.ops.autograd import OpCall, Params, Route, differentiable_backward, weight_gradients
+from zbkern.kernels.spec import CrossEntropyOptions as Options
+from zbkern.ops.autograd import OpCall, Route, differentiable_backward, weight_gradients
 from zbkern.ops.functions.linear import linear_with_torch
 from zbkern.wgrad import WGradKernel, accumulation, queue
 
 
-class HeadCall(OpCall):
-    """sums: the losses of all rows are summed, so that each gets the same gradient."""
-
-    __slots__ = ("sums",)
-
-    def __init__(self, params: Params, backend: Any, name: str, sums: bool) -> None:
-        super().__init__(params, backend, name)
-        self.sums = sums
-
-
 class LinearCrossEntropy(torch.autograd.Function):
-    """loss[i] = cross_entropy(x[i] weight^T + bias, target[i]), one value per row; B: dx. W: dweight, dbias."""
+    """loss[i] = cross_entropy(x[i] weight^T + bias, target[i]), one value per row; B: dx. W: dweight, dbias.
+
+    sums: the losses of all rows are summed, so that each gets the same gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, call: HeadCall, x: Tensor, target: Tensor, options: CrossEntropyOptions, *edges: Tensor | None
+        ctx: Any, call: OpCall, x: Tensor, target: Tensor, options: Options, sums: bool, *edges: Tensor | None
     ) -> Tensor:
         weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -42,7 +35,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs = ctx.needs_input_grad[-len(call.params) :]
         ctx.unscaled = None  # gradients of the parameters, for the sum of all losses
         # In half precision every chunk would round the sum, and in fp16, before the mean, it might leave its range
-        if call.sums and needs[0] and not _may_wait(call) and call.params[0].dtype.itemsize >= 4:
+        if sums and len(x) and needs[0] and not _may_wait(call) and call.params[0].dtype.itemsize >= 4:
             pairs = zip(call.params, needs, strict=True)
             ctx.unscaled = [accumulation.empty_gradient(p) if need else None for p, need in pairs]
         call.backend.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx, ctx.unscaled)
@@ -55,15 +48,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         call, options, needs = ctx.call, ctx.options, ctx.needs_input_grad
         x, weight, bias, target, lse, dx = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_backward(call, linear_cross_entropy_with_torch, (x, target, options), dloss)
+            return differentiable_backward(call, linear_cross_entropy_with_torch, (x, target, options, False), dloss)
         if dx is not None:
             dx = _scaled(dx, dloss.unsqueeze(1))
         if ctx.unscaled is not None:
-            return None, dx, None, None, *(None if g is None else _scaled(g, dloss[:1]) for g in ctx.unscaled)
+            return None, dx, None, None, None, *(None if g is None else _scaled(g, dloss[:1]) for g in ctx.unscaled)
         kernel = WGradKernel(HeadW(call, weight.detach(), None if bias is None else bias.detach(), options))
         segment = (x.detach(), target, lse, dloss.contiguous())
         flops = 4 * x.shape[0] * weight.numel()
-        return None, dx, None, None, *weight_gradients(call, kernel, segment, needs, flops)
+        return None, dx, None, None, None, *weight_gradients(call, kernel, segment, needs, flops)
 
 
 def _may_wait(call: OpCall) -> bool:
@@ -90,7 +83,7 @@ class HeadW:
     anyway.
     """
 
-    def __init__(self, call: OpCall, weight: Tensor, bias: Tensor | None, options: CrossEntropyOptions) -> None:
+    def __init__(self, call: OpCall, weight: Tensor, bias: Tensor | None, options: Options) -> None:
         self.backend, self.param, self.weight, self.bias, self.options = (
             call.backend,
             call.params[0],
@@ -119,13 +112,13 @@ class HeadW:
 
 
 def linear_cross_entropy_with_torch(
-    weight: Tensor, bias: Tensor | None, x: Tensor, target: Tensor, options: CrossEntropyOptions
+    weight: Tensor, bias: Tensor | None, x: Tensor, target: Tensor, options: Options, sums: bool = False
 ) -> Tensor:
     """LinearCrossEntropy in torch's own operations, all logits at once."""
     return cross_entropy_with_torch(linear_with_torch(weight, bias, x, None), target, options)
 
 
-def cross_entropy_with_torch(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> Tensor:
+def cross_entropy_with_torch(logits: Tensor, target: Tensor, options: Options) -> Tensor:
     """cross_entropy(logits[i], target[i]), in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = torch.nn.functional.cross_entropy(

@@ -6,7 +6,7 @@ What waits is a few rows of partial sums, not the input and the output gradient.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from zbkern.kernels import reference
 from zbkern.kernels.reference import norm as reference_norm
-from zbkern.ops.autograd import OpCall, Params, differentiable_backward, weight_gradients
+from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.ops.functions._shapes import as_rows, statistics_dtype
-from zbkern.ops.functions.sharded_norm import ShardedCall
 from zbkern.wgrad import WGradKernel
 
 
-class RMSNorm(torch.autograd.Function):
-    """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps) over the last dimension.
+class Norm(torch.autograd.Function):
+    """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps) over the last dimension, or with a bias among the parameters,
+    which may be None, y = (x - mean) rstd weight + bias.
 
     With residual: (y of summed, summed), summed = x + residual; B takes both gradients in one pass.
     """
@@ -31,104 +31,53 @@ class RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, call: OpCall, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        (weight,) = _values(call)
-        rows = as_rows(x)
-        y = x.new_empty(x.shape)
-        rstd = rows.new_empty(rows.shape[0], dtype=statistics_dtype(x.dtype))
-        ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
-        if residual is None:
-            call.backend.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd)
-            ctx.save_for_backward(x, weight, rstd)
-            return y
-        ctx.set_materialize_grads(False)  # an unused output costs nothing in B
-        summed = x.new_empty(x.shape)
-        call.backend.rms_norm_fwd(rows, weight, eps, as_rows(y), rstd, as_rows(residual), as_rows(summed))
-        ctx.save_for_backward(summed, weight, rstd)
-        return y, summed
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dsummed: Tensor | None = None) -> tuple[Any, ...]:
-        call, needs = ctx.call, ctx.needs_input_grad
-        x, weight, rstd = ctx.saved_tensors
-        if dy is None:
-            return _gradients(ctx, dsummed, (None,) * len(call.params))
-        if torch.is_grad_enabled():  # create_graph=True
-            _, dx, _, *second = differentiable_backward(call, _on_rows(call, rms_norm_with_torch), (x, ctx.eps), dy)
-            return _gradients(ctx, _sum(dx, dsummed), second)
-        rows = as_rows(x.detach())
-        dx = rows.new_empty(rows.shape)
-        partials = None
-        if weight is not None:
-            count = call.backend.norm_partials(*rows.shape, rows.device)
-            partials = rstd.new_empty(1, count, rows.shape[1])
-        also = () if dsummed is None else (as_rows(dsummed),)
-        call.backend.rms_norm_dgrad(as_rows(dy), rows, weight, rstd, dx, partials, *also)
-        return _gradients(ctx, dx.view(x.shape), _weights(call, partials, needs))
-
-
-class LayerNorm(torch.autograd.Function):
-    """y = (x - mean) rstd weight + bias over the last dimension; with residual as RMSNorm."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: OpCall, x: Tensor, eps: float, residual: Tensor | None, *edges: Tensor | None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        weight, bias = _values(call)
         ctx.call, ctx.eps, ctx.added = call, eps, residual is not None
         if residual is None and _reference_allocates(call, x):
-            y, mean, rstd = reference_norm.layer_norm(x, weight, bias, eps)
-            ctx.save_for_backward(x, weight, mean, rstd)
+            y, *statistics = reference_norm.layer_norm(x, call.params[0], call.params[1], eps)
+            ctx.save_for_backward(x, call.params[0], *statistics)
             return y
         rows = as_rows(x)
         y = x.new_empty(x.shape)
-        mean, rstd = (rows.new_empty(rows.shape[0], dtype=statistics_dtype(x.dtype)) for _ in range(2))
+        centered = len(call.params) == 2
+        wide = statistics_dtype(x.dtype)
+        statistics = [rows.new_empty(rows.shape[0], dtype=wide) for _ in range(1 + centered)]  # [mean,] rstd
+        kernel = call.backend.layer_norm_fwd if centered else call.backend.rms_norm_fwd
         if residual is None:
-            call.backend.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd)
-            ctx.save_for_backward(x, weight, mean, rstd)
+            kernel(rows, *call.params, eps, as_rows(y), *statistics)
+            ctx.save_for_backward(x, call.params[0], *statistics)
             return y
         ctx.set_materialize_grads(False)  # an unused output costs nothing in B
         summed = x.new_empty(x.shape)
-        also = as_rows(residual), as_rows(summed)
-        call.backend.layer_norm_fwd(rows, weight, bias, eps, as_rows(y), mean, rstd, *also)
-        ctx.save_for_backward(summed, weight, mean, rstd)
+        kernel(rows, *call.params, eps, as_rows(y), *statistics, as_rows(residual), as_rows(summed))
+        ctx.save_for_backward(summed, call.params[0], *statistics)
         return y, summed
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsummed: Tensor | None = None) -> tuple[Any, ...]:
-        call, needs = ctx.call, ctx.needs_input_grad
-        x, weight, mean, rstd = ctx.saved_tensors
+        call = ctx.call
+        x, weight, *statistics = ctx.saved_tensors
         if dy is None:
             return _gradients(ctx, dsummed, (None,) * len(call.params))
         if torch.is_grad_enabled():  # create_graph=True
-            _, dx, _, *second = differentiable_backward(call, _on_rows(call, layer_norm_with_torch), (x, ctx.eps), dy)
+            with_torch = rms_norm_with_torch if len(call.params) == 1 else layer_norm_with_torch
+            _, dx, _, *second = differentiable_backward(call, with_torch, (x, ctx.eps), dy)
             return _gradients(ctx, _sum(dx, dsummed), second)
         rows = as_rows(x.detach())
         also = () if dsummed is None else (as_rows(dsummed),)
         if _reference_allocates(call, x):
-            dx, partials = reference_norm.layer_norm_gradients(as_rows(dy), rows, weight, mean, rstd, *also)
+            dx, partials = reference_norm.layer_norm_gradients(as_rows(dy), rows, weight, *statistics, *also)
         else:
             dx, partials = rows.new_empty(rows.shape), None
             if weight is not None:
                 count = call.backend.norm_partials(*rows.shape, rows.device)
-                partials = rstd.new_empty(2, count, rows.shape[1])
-            call.backend.layer_norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
-        return _gradients(ctx, dx.view(x.shape), _weights(call, partials, needs))
-
-
-def _values(call: OpCall) -> Params:
-    return call.values if isinstance(call, ShardedCall) else call.params
-
-
-def _on_rows(call: OpCall, norm: Callable[..., Any]) -> Callable[..., Any]:
-    return call.on_rows(norm) if isinstance(call, ShardedCall) else norm
-
-
-def _weights(call: OpCall, partials: Tensor | None, needs: Sequence[bool]) -> Sequence[Tensor | None]:
-    if partials is None:
-        return (None,) * len(call.params)
-    if isinstance(call, ShardedCall):
-        return call.weight_gradients(partials, needs)
-    return weight_gradients(call, norm_wgrad(call.backend), (partials,), needs, partials.numel())
+                partials = statistics[0].new_empty(len(call.params), count, rows.shape[1])
+            kernel = call.backend.rms_norm_dgrad if len(call.params) == 1 else call.backend.layer_norm_dgrad
+            kernel(as_rows(dy), rows, weight, *statistics, dx, partials, *also)
+        weights: Sequence[Tensor | None] = (None,) * len(call.params)
+        if partials is not None:
+            kernel = norm_wgrad(call.backend)
+            weights = weight_gradients(call, kernel, (partials,), ctx.needs_input_grad, partials.numel())
+        return _gradients(ctx, dx.view(x.shape), weights)
 
 
 @functools.cache
@@ -137,8 +86,8 @@ def norm_wgrad(backend: ModuleType) -> WGradKernel:
 
 
 def _reference_allocates(call: OpCall, x: Tensor) -> bool:
-    """Whether torch's own functions compute this, which allocate what they return, in the statistics' dtype."""
-    return call.backend is reference and x.dtype == statistics_dtype(x.dtype)
+    """Whether torch's own layer norm computes this, which allocates what it returns, in the statistics' dtype."""
+    return call.backend is reference and len(call.params) == 2 and x.dtype == statistics_dtype(x.dtype)
 
 
 def _gradients(ctx: Any, dx: Tensor | None, weights: Sequence[Tensor | None]) -> tuple[Any, ...]:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.ops.autograd import OpCall, Params, differentiable_backward, weight_gradients
+from zbkern.ops.autograd import OpCall, Params, apply, differentiable_backward, weight_gradients
 from zbkern.ops.functions import regather
 from zbkern.ops.functions._shapes import Layout, as_rows
 from zbkern.ops.functions.collectives import arriving, cover_backward_of, local_of
 from zbkern.ops.functions.embedding import embedding_with_torch
+from zbkern.ops.functions.linear import linear_with_torch
 from zbkern.wgrad import Segment, WGradFunction, WGradKernel, accumulation
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class ShardedLinear(torch.autograd.Function):
                     f"linear {call.name}: create_graph=True needs the gathered input, which was not kept; set "
                     "regather_inputs=False on the WGradQueue"
                 )
-            return differentiable_backward(call, _linear, (x,), dy)
+            return differentiable_backward(call, linear_with_torch, (x,), dy)
         dy = arriving(dy)
         dx = torch.matmul(dy, weight) if ctx.needs_input_grad[1] else None
         places = [_of_product(*pair, dy.dim() - 1) for pair in zip(ctx.placements, dy.placements, strict=True)]
@@ -78,6 +79,13 @@ class ShardedLinear(torch.autograd.Function):
         wanted = [parameter is not None for parameter in call.params]
         found = [_rows(dy).mT @ _rows(x) if wanted[0] else None, _rows(dy).sum(0) if wanted[1] else None]
         return None, dx, *as_computed(call, found, ctx.needs_input_grad)
+
+
+def linear(call: OpCall, x: DTensor, activation: str | None, transposed: bool) -> Tensor:
+    """functional.linear of DTensors."""
+    if activation is None and not transposed:
+        return apply(ShardedLinear, call, x)
+    return linear_with_torch(call.params[0], call.params[1], x, activation, transposed)
 
 
 class ShardedEmbedding(torch.autograd.Function):
@@ -143,10 +151,12 @@ def parameter_of(part: Tensor) -> Any:
 
 
 def parts_by_group(op: str, params: Sequence[Any]) -> tuple[Any, ...]:
-    """This rank's groups of weights [E, ...] and biases [E, ...], DTensors that are cut along E; no graph.
+    """This rank's groups of weights [E, ...] and biases [E, ...]: params, but of DTensors, cut along E, their parts.
 
     Raises ValueError for other placements: a rank computes with whole experts, and only with its own.
     """
+    if torch.compiler.is_compiling() or not any(is_sharded(p) for p in params if p is not None):
+        return tuple(params)
     for parameter in params:
         if parameter is None:
             continue
@@ -284,7 +294,3 @@ def _first_row(weight: Any) -> int:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
-
-
-def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return torch.nn.functional.linear(x, weight, bias)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -26,89 +27,134 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 INDEX = "zbkern.json"
-_VERSION = 1
+_VERSION = 2  # 1 had one tensor for every other entry of an optimizer's state
 
 
 class Piece(NamedTuple):
-    """Where a tensor, or a shard of one, lies: bytes `start` to `start + length` of `file`, and their CRC-32."""
+    """A part of a tensor: its place there, bytes `start` to `start + length` of `file`, and their CRC-32."""
 
-    key: MetadataIndex
+    offset: Sequence[int]
+    size: Sequence[int]
     file: str
     start: int
     length: int
     crc32: int
 
 
-class Index(NamedTuple):
-    """What a checkpoint holds. checksum: of the index itself."""
+class Stored(NamedTuple):
+    """What is stored of a tensor: one piece, or one of every shard."""
 
-    metadata: Metadata  # storage_data: {MetadataIndex: Piece}
+    dtype: str  # of torch, without "torch."
+    size: Sequence[int]
+    pieces: Sequence[Piece]
+
+    def checksums(self) -> list[tuple[Any, int]]:
+        """Two tensors with the same are equal."""
+        return [(piece.offset, piece.crc32) for piece in self.pieces]
+
+    def empty(self) -> Tensor:
+        return torch.empty(list(self.size), dtype=getattr(torch, self.dtype))
+
+
+class Index(NamedTuple):
+    """What a checkpoint holds, by key. checksum: of the index itself."""
+
+    tensors: dict[str, Stored]
     checksum: int
 
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """By name, what has `.size` and `.properties.dtype`."""
-        return self.metadata.state_dict_metadata
 
-    def checksums(self, key: str) -> list[tuple[Any, int]]:
-        """(offset, CRC-32) of every piece of a tensor: two tensors with the same are equal."""
-        return [(at.offset, piece.crc32) for at, piece in self.metadata.storage_data.items() if at.fqn == key]
+def part_of(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """(offset, size) of what this rank holds of a tensor: a shard of a DTensor, all of another."""
+    if isinstance(tensor, DTensor):
+        (chunk,) = tensor.__create_chunk_list__()
+        return [*chunk.offsets], [*chunk.sizes]
+    return [0] * tensor.dim(), [*tensor.shape]
 
 
-def write_tensors(folder: Path, rank: int, plan: SavePlan, planner: SavePlanner) -> list[Piece]:
-    """Writes this rank's part, one file, to the disk; checksums are taken on the way."""
+def share_out(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The keys that each rank writes; of what several ranks hold alike, the one that writes least so far.
+
+    ranks: {key: (size, offset, size of the part)} of every rank. Raises ValueError where parts of a tensor are missing.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, parts in enumerate(ranks):
+        for key, (_, offset, _) in parts.items():
+            holders.setdefault((key, tuple(offset)), []).append(rank)
+    found: list[list[str]] = [[] for _ in ranks]
+    written = [0] * len(ranks)
+    missing: dict[str, int] = {}
+    for (key, _), having in holders.items():
+        size, _, part = ranks[having[0]][key]
+        writer = min(having, key=written.__getitem__)
+        found[writer].append(key)
+        written[writer] += math.prod(part)
+        missing[key] = missing.get(key, math.prod(size)) - math.prod(part)
+    for key, count in missing.items():
+        if count:
+            raise ValueError(
+                f"checkpoint.save: the parts of {key!r} that ranks hold differ from the whole by {count} elements; all "
+                "ranks that have shards of it must take part: see group="
+            )
+    return found
+
+
+def write_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> list[tuple[str, str, list[int], Piece]]:
+    """Writes this rank's file to the disk. Returns (key, dtype, size, piece) of every tensor."""
     name = f"__{rank}_0.distcp"
-    pieces, start = [], 0
+    found = []
     with open(folder / name, "wb") as file:
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor)  # everything else was packed into one
-            stream = _Summing(file)
-            try:
-                torch.save(_compact(tensor), stream)  # type: ignore[arg-type]  # it calls write and flush
-            except RuntimeError as error:  # of its C++, which goes on after what the stream has raised
-                raise stream.error or error from None
-            pieces.append(Piece(item.index, name, start, stream.length, stream.crc32))
-            start += stream.length
+        for key, tensor in tensors.items():
+            stream = io.BytesIO()
+            torch.save(_compact(tensor), stream)
+            data = stream.getbuffer()
+            piece = Piece(*part_of(tensor), name, file.tell(), len(data), zlib.crc32(data))
+            file.write(data)
+            found.append((key, str(tensor.dtype).removeprefix("torch."), [*tensor.shape], piece))
         file.flush()
         os.fsync(file.fileno())
-    return pieces
+    return found
 
 
-def finish(folder: Path, metadata: Metadata, pieces: Iterable[Sequence[Piece]]) -> None:
-    """Writes the index and torch's metadata. pieces: by rank.
+def finish(folder: Path, ranks: Sequence[Sequence[tuple[str, str, list[int], Any]]]) -> None:
+    """Writes torch's metadata and the index. ranks: what `write_tensors` has returned, by rank.
 
     Raises ValueError where a rank's file is not here, or not with what that rank has written.
     """
-    pieces = list(pieces)
-    for rank, of_rank in enumerate(pieces):
-        for name, parts in groupby(of_rank, key=lambda piece: piece.file):
-            expected, found = sum(piece.length for piece in parts), _size(folder / name)
-            if found != expected:
-                raise ValueError(
-                    f"checkpoint.save: rank {rank} has written {expected} bytes to {folder / name}, where rank 0 finds "
-                    f"{'no file' if found is None else f'{found} bytes'}; folder must be one place shared by all ranks"
-                )
-    results = [
-        [WriteResult(p.key, p.length, _StorageInfo(p.file, p.start, p.length)) for p in parts] for parts in pieces
-    ]
-    dcp.FileSystemWriter(folder).finish(metadata, results)
     tensors: dict[str, Any] = {}
-    for piece in (piece for parts in pieces for piece in parts):
-        described: Any = metadata.state_dict_metadata[piece.key.fqn]
-        chunk = described.chunks[piece.key.index]
-        dtype = str(described.properties.dtype).removeprefix("torch.")
-        entry = tensors.setdefault(piece.key.fqn, {"dtype": dtype, "size": [*described.size], "pieces": []})
-        entry["pieces"].append([[*chunk.offsets], [*chunk.sizes], *piece[1:]])
+    for rank, of_rank in enumerate(ranks):
+        path, expected = folder / f"__{rank}_0.distcp", 0
+        for key, dtype, size, piece in of_rank:
+            tensors.setdefault(key, {"dtype": dtype, "size": size, "pieces": []})["pieces"].append(piece)
+            expected += Piece(*piece).length
+        found = path.stat().st_size if path.exists() else None
+        if found != expected:
+            raise ValueError(
+                f"checkpoint.save: rank {rank} has written {expected} bytes to {path}, where rank 0 finds "
+                f"{'no file' if found is None else f'{found} bytes'}; folder must be one place shared by all ranks"
+            )
     content = {"version": _VERSION, "tensors": tensors}
+    _write_metadata(folder, _tensors_of(content))
     with open(folder / INDEX, "wb") as file:
         file.write(json.dumps({"crc32": _checksum(content), "content": content}).encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def _write_metadata(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    described: dict[str, Any] = {}
+    results = []
+    for key, stored in tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.size)) for p in stored.pieces]
+        properties = TensorProperties(dtype=getattr(torch, stored.dtype))
+        described[key] = TensorStorageMetadata(properties, torch.Size(stored.size), chunks)
+        for number, piece in enumerate(stored.pieces):
+            place = _StorageInfo(piece.file, piece.start, piece.length)
+            results.append(WriteResult(MetadataIndex(key, piece.offset, number), piece.length, place))
+    dcp.FileSystemWriter(folder).finish(Metadata(described), [results])
 
 
 def read_index(folder: Path) -> Index:
@@ -117,6 +163,8 @@ def read_index(folder: Path) -> Index:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
+        if not folder.exists():
+            raise _deleted(path) from None
         raise ValueError(
             f"checkpoint.load: {folder} has no {INDEX}, which checkpoint.save writes last and which has the checksums; "
             "load it with torch.distributed.checkpoint, if you trust it, and save it again"
@@ -128,121 +176,87 @@ def read_index(folder: Path) -> Index:
             raise ValueError("its checksum does not fit")
         if content["version"] != _VERSION:
             raise ValueError(f"its version is {content['version']!r}, this zbkern reads {_VERSION}")
-        return Index(_metadata(content["tensors"]), checksum)
+        return Index(_tensors_of(content), checksum)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"checkpoint.load: {path} is damaged: {type(error).__name__}: {error}") from error
 
 
-class TensorReader:
-    """Reads a checkpoint into tensors, by key: each of them whole, or the part that a shard is.
+def read(folder: Path, index: Index, targets: Mapping[str, Tensor], verify: bool = False) -> None:
+    """Fills the tensors of these keys: each of them whole, or the part that a shard is. verify: changes nothing.
 
-    is_coordinator: of torch's planner, rank 0. Methods raise ValueError that names file and tensor where one is not
-    what was saved.
+    Raises ValueError that names file and tensor where one is not what was saved.
     """
-
-    def __init__(self, folder: Path, index: Index, targets: dict[str, Any], is_coordinator: bool = True) -> None:
-        self._folder, self._index = folder, index
-        self._planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planner.set_up_planner(targets, index.metadata, is_coordinator=is_coordinator)
-        self._items = self._planner.finish_plan(self._planner.create_local_plan()).items
-
-    def read(self, which: Callable[[str], bool]) -> None:
-        """Fills the tensors of these keys."""
-        for item, data in self._verified(which):
-            stored = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                stored = stored.narrow(dimension, offset, length)
-            target = self._planner.resolve_tensor(item).detach()
-            target.copy_(stored)
-            self._planner.commit_tensor(item, target)
-
-    def verify(self, which: Callable[[str], bool]) -> None:
-        """Reads what `read` would, and changes nothing."""
-        for _ in self._verified(which):
-            pass
-
-    def _verified(self, which: Callable[[str], bool]) -> Iterator[tuple[ReadItem, bytes]]:
-        """What has to be read, in the order of the files, and its bytes, whose checksum fits."""
-        found = [(self._index.metadata.storage_data[item.storage_index], item) for item in self._items]
-        found = [(piece, item) for piece, item in found if which(piece.key.fqn)]
-        in_order = sorted(found, key=lambda pair: (pair[0].file, pair[0].start))
-        for name, of_file in groupby(in_order, key=lambda pair: pair[0].file):
-            with open(self._folder / name, "rb") as file:
-                for piece, item in of_file:
-                    yield item, _read(file, self._folder / name, piece)
+    places = {key: part_of(target) for key, target in targets.items()}
+    found = [
+        (piece, key)
+        for key in targets
+        for piece in index.tensors[key].pieces
+        if _overlap(piece, *places[key]) is not None
+    ]
+    found.sort(key=lambda pair: (pair[0].file, pair[0].start))
+    try:
+        for name, of_file in groupby(found, key=lambda pair: pair[0].file):
+            with open(folder / name, "rb") as file:
+                for piece, key in of_file:
+                    data = _read(file, folder / name, piece, key)
+                    if not verify:
+                        _copy(data, piece, targets[key], *places[key])
+    except FileNotFoundError as error:
+        raise _deleted(error.filename) from None
 
 
-def read_whole(folder: Path, index: Index, key: str) -> Tensor:
-    """One tensor, on the CPU. Raises ValueError as a `TensorReader` does."""
-    described = index.tensors[key]
-    whole = torch.empty(described.size, dtype=described.properties.dtype)
-    TensorReader(folder, index, {key: whole}).read(lambda _: True)
-    return whole
+def _deleted(path: Any) -> ValueError:
+    return ValueError(
+        f"checkpoint.load: {path} was deleted while it was read, or is lost; load again, and where another job saves "
+        "into this folder, have its saves keep more checkpoints: keep="
+    )
 
 
-def _read(file: BinaryIO, path: Path, piece: Piece) -> bytes:
+def _overlap(piece: Piece, offset: list[int], size: list[int]) -> list[tuple[int, int]] | None:
+    """(start, stop) in the whole tensor, by dimension; None where a piece and a target have nothing in common."""
+    dimensions = zip(piece.offset, piece.size, offset, size, strict=True)
+    found = [(max(a, b), min(a + m, b + n)) for a, m, b, n in dimensions]
+    return found if all(start < stop for start, stop in found) else None
+
+
+def _copy(data: bytes, piece: Piece, target: Tensor, offset: list[int], size: list[int]) -> None:
+    stored = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    target = (target.to_local() if isinstance(target, DTensor) else target).detach()
+    for dimension, (start, stop) in enumerate(_overlap(piece, offset, size) or ()):
+        stored = stored.narrow(dimension, start - piece.offset[dimension], stop - start)
+        target = target.narrow(dimension, start - offset[dimension], stop - start)
+    target.copy_(stored)
+
+
+def _read(file: BinaryIO, path: Path, piece: Piece, key: str) -> bytes:
     file.seek(piece.start)
     data = file.read(piece.length)
     if len(data) != piece.length or zlib.crc32(data) != piece.crc32:
         raise ValueError(
-            f"checkpoint.load: {piece.key.fqn!r} in {path} is damaged: its checksum does not fit; "
+            f"checkpoint.load: {key!r} in {path} is damaged: its checksum does not fit; "
             "an older checkpoint may be whole: pass step="
         )
     return data
 
 
-class _Summing:
-    """A stream to write to that counts and sums what goes through it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.length = self.crc32 = 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.length += len(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _compact(tensor: Tensor) -> Tensor:
-    """On the CPU, without what else its storage holds: torch.save writes whole storages."""
-    tensor = tensor.detach().cpu()
+    """This rank's part on the CPU, without what else its storage holds: torch.save writes whole storages."""
+    tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
 
 
 def _checksum(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _metadata(tensors: dict[str, Any]) -> Metadata:
-    """What torch's planners read, from what `finish` wrote."""
-    described: dict[str, Any] = {}
-    places: dict[MetadataIndex, Piece] = {}
-    for key, entry in tensors.items():
-        dtype = getattr(torch, entry["dtype"])
-        if not isinstance(dtype, torch.dtype):
+def _tensors_of(content: Any) -> dict[str, Stored]:
+    found = {}
+    for key, entry in content["tensors"].items():
+        pieces = [Piece(*piece) for piece in entry["pieces"]]
+        found[key] = Stored(entry["dtype"], entry["size"], pieces)
+        if not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
             raise ValueError(f"{key!r} has the dtype {entry['dtype']!r}")
-        chunks: list[ChunkStorageMetadata] = []
-        for offsets, sizes, file, start, length, crc32 in entry["pieces"]:
-            if Path(file).name != file:
-                raise ValueError(f"{key!r} is said to be in {file!r}, outside of the checkpoint")
-            position = MetadataIndex(key, offsets, len(chunks))
-            places[position] = Piece(position, file, start, length, crc32)
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        described[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["size"]), chunks)
-    return Metadata(described, storage_data=places)
+        for piece in pieces:
+            if Path(piece.file).name != piece.file:
+                raise ValueError(f"{key!r} is said to be in {piece.file!r}, outside of the checkpoint")
+    return found

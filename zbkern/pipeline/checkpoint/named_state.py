@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.checkpoint.protocols import AnyOptimizer, Modules, OptimizerLike, PipelineLike
+from zbkern.pipeline.checkpoint.dcp_format import Stored
 from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.post_validation import Optimizer
+from zbkern.pipeline.runtime.engine import Pipeline
 
+Modules = Pipeline | Mapping[int, nn.Module] | nn.Module
 Rename = Callable[[int, str], str]
 
 
@@ -20,21 +24,25 @@ class NamedState:
 
         model.NAME                parameters and buffers
         master.NAME               fp32 master weights, of an Optimizer or in the torch optimizer's state
-        optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor
-        value.ENTRY.NAME          the same where it is something else
+        optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor and ENTRY has no dot
+        values.NAME               all other entries of a parameter, packed
+        others.RANK               the optimizer's state that is of no parameter
         group.RANK.INDEX          hyperparameters, the names of the parameters that have them, the kind of optimizer
 
     modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
-    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's. Raises TypeError for other
-    arguments, ValueError when two tensors of a chunk get one name, or a parameter of the optimizer is in no module.
+    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's, of `size`. Raises TypeError
+    for other arguments, ValueError when two tensors of a chunk get one name, or a parameter of the optimizer is in no
+    module.
     """
 
-    def __init__(self, modules: Modules, optimizer: AnyOptimizer | None, rename: Rename | None, rank: int) -> None:
-        self.rank = rank
+    def __init__(
+        self, modules: Modules, optimizer: torch.optim.Optimizer | None, rename: Rename | None, rank: int, size: int
+    ) -> None:
+        self.rank, self.size = rank, size
         self._chunks = _chunks(modules)
         self._rename = _checked(rename) if rename is not None else _as_it_is
-        self._inner = optimizer.optimizer if isinstance(optimizer, OptimizerLike) else optimizer
-        self._masters = optimizer.masters if isinstance(optimizer, OptimizerLike) else []
+        self._inner = optimizer.optimizer if isinstance(optimizer, Optimizer) else optimizer
+        self._masters = optimizer.masters if isinstance(optimizer, Optimizer) else []
         groups = getattr(self._inner, "param_groups", [])
         self._inner_has_masters = any(group.get("master_weights") for group in groups)
         if self._inner is not None and not isinstance(self._inner, torch.optim.Optimizer):
@@ -46,11 +54,12 @@ class NamedState:
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(value), []).append(self._rename(chunk, key))
-        tied = modules.tied if isinstance(modules, PipelineLike) else {}
+        tied = modules.tied if isinstance(modules, Pipeline) else {}
         self._tied = {name for p in tied.values() for name in names.get(id(p), [])}
         self._check_unique()
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
         self._names = names
+        self._as_saved: set[str] = set()  # whose optimizer state is of the dtypes that it had then
         self._own: dict[str, Tensor] = {}  # the optimizer's parameters, in its order
         for parameter in [] if self._inner is None else parameters(self._inner):
             if id(parameter) not in names:
@@ -70,11 +79,24 @@ class NamedState:
         found = self._model()
         if self._inner is None:
             return found
+        self._owners: dict[int, str] = {}  # of tensors in the optimizer's state
         for name, parameter in self._own.items():
-            for entry, value in self._inner.state.get(parameter, {}).items():
-                plain = isinstance(value, Tensor)
-                kind = f"{'optimizer' if plain else 'value'}.{entry}" if entry != "master" else entry
-                found[f"{kind}.{name}"] = value if plain else pack(value, f"the optimizer's {entry!r} of {name!r}")
+            state = self._inner.state.get(parameter)
+            if state is None:
+                continue
+            self._check_unshared(name, state)
+            values = {}
+            for entry, value in state.items():
+                kind = self._kind_of(entry, value)
+                if kind is None:
+                    values[entry] = value
+                else:
+                    found[f"{kind}.{name}"] = value
+            if values or not state:
+                found[f"values.{name}"] = pack(values, f"the optimizer's state of {name!r}")
+        others = {key: value for key, value in self._inner.state.items() if not isinstance(key, Tensor)}
+        if others:
+            found[f"others.{self.rank}"] = pack(others, "the optimizer's state")
         found.update({f"master.{name}": master for _, master in self._masters for name in self._names[id(master)]})
         settings = zip(self._inner.param_groups, hyperparameters(self._inner), strict=True)
         for index, (group, values) in enumerate(settings):
@@ -84,8 +106,24 @@ class NamedState:
             )
         return found
 
-    def targets(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What to load into, for the tensors that `stored` describes by `.size` and `.properties.dtype`.
+    def _check_unshared(self, name: str, state: dict[Any, Any]) -> None:
+        """Raises ValueError for a tensor that is in the state twice: it would be loaded as two."""
+        for leaf in pytree.tree_leaves(state):
+            owner = self._owners.setdefault(id(leaf), name) if isinstance(leaf, Tensor) else name
+            if owner not in self._names[id(self._own[name])]:
+                raise ValueError(
+                    f"checkpoint.save: the state of {name!r} has a tensor of shape {list(leaf.shape)} that the state "
+                    f"has elsewhere, too, of {owner!r}: loaded, they would be two; keep one for each parameter"
+                )
+
+    def _kind_of(self, entry: Any, value: Any) -> str | None:
+        """What the key of an entry begins with, None where it has none of its own."""
+        if not isinstance(value, Tensor) or type(entry) is not str or "." in entry:
+            return None
+        return entry if entry == "master" and self._inner_has_masters else f"optimizer.{entry}"
+
+    def targets(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+        """What to load into.
 
         The model's own tensors, a tied one under its first name, and new ones for the optimizer. Groups are read from
         all ranks: those of this rank's parameters may have been anywhere. Raises ValueError when the model has a tensor
@@ -100,11 +138,11 @@ class NamedState:
                     f"checkpoint: {key.partition('.')[2]!r} is not in it; saved were {some(_of_model(stored))}"
                 )
             if key in packed:  # as long as it was then
-                found[key] = torch.empty(stored[key].size, dtype=torch.uint8)
-            elif stored[key].size != tensor.shape:
+                found[key] = stored[key].empty()
+            elif [*stored[key].size] != [*tensor.shape]:
                 raise ValueError(
                     f"checkpoint: {key.partition('.')[2]!r} is {list(tensor.shape)} here and "
-                    f"{list(stored[key].size)} in it; load it into the model that was saved"
+                    f"{[*stored[key].size]} in it; load it into the model that was saved"
                 )
         found = {key: tensor for key, tensor in found.items() if key not in others}
         if self._inner is None:
@@ -114,11 +152,17 @@ class NamedState:
             if name in self._own and name != self._names[id(self._own[name])][0]:
                 continue  # another name of a tied parameter
             kept = kind == "optimizer" or (kind == "master" and self._inner_has_masters)
-            if kept and name in self._own and what.size == self._own[name].shape:
+            if kept and name in self._own and [*what.size] == [*self._own[name].shape]:
                 like = self._own[name]  # a shard where the parameter is one
-                found[key] = torch.empty_like(like, dtype=what.properties.dtype, requires_grad=False)
-            elif kind == "group" or (kind in ("optimizer", "value") and name in self._own):
-                found[key] = torch.empty(what.size, dtype=what.properties.dtype)
+                found[key] = torch.empty_like(like, dtype=getattr(torch, what.dtype), requires_grad=False)
+            elif kind in ("group", "others") or (kind in ("optimizer", "values") and name in self._own):
+                found[key] = what.empty()
+        masters = {id(master) for _, master in self._masters}
+        for name, parameter in self._own.items():
+            key, has_master = f"model.{name}", self._inner_has_masters or id(parameter) in masters
+            same = key in found and str(found[key].dtype) == f"torch.{stored[key].dtype}"
+            if same and has_master == (f"master.{name}" in stored):
+                self._as_saved.add(name)
         for _, master in self._masters:
             if (key := f"master.{self._names[id(master)][0]}") in stored:
                 found[key] = torch.empty_like(master)
@@ -142,10 +186,14 @@ class NamedState:
         names = {key: found for key, found in self._names.items() if key in held}
         return [(labels.get(key, found[0]), found) for key, found in names.items() if key in labels or len(found) > 1]
 
-    def check_kind(self, loaded: Mapping[str, Tensor]) -> None:
-        """Raises ValueError where the optimizer of this rank's parameters was of another kind when it was saved."""
+    def check(self, loaded: Mapping[str, Tensor], ranks: int) -> None:
+        """Raises ValueError where the optimizer cannot take the state: of another kind, or of as many others as ranks.
+
+        ranks: how many have saved.
+        """
         if self._inner is None:
             return
+        self._others = self._others_in(loaded, ranks)
         for group in (unpack(value) for key, value in loaded.items() if _parse(key)[0] == "group"):
             kinds = group.get("kinds", [])  # an older zbkern has not saved it
             if kinds and not self._own.keys().isdisjoint(group["names"]) and not same_kind(self._inner, kinds):
@@ -165,28 +213,49 @@ class NamedState:
         if self._inner is None:
             return
         order = {id(parameter): index for index, parameter in enumerate(parameters(self._inner))}
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[Any, Any] = {index: {} for index in order.values()}
         values: dict[str, dict[str, Any]] = {}
         for key, value in loaded.items():
             kind, name = _parse(key)
-            if kind in ("optimizer", "value"):
-                entry = key.split(".")[1]
-                state.setdefault(order[id(self._own[name])], {})[entry] = (
-                    value if kind == "optimizer" else unpack(value)
-                )
+            entries = state[order[id(self._own[name])]] if name in self._own else {}
+            if kind == "optimizer":
+                entries[key.split(".")[1]] = value
+            elif kind == "values":
+                entries.update(unpack(value))
             elif kind == "master" and self._inner_has_masters:
-                state.setdefault(order[id(self._own[name])], {})["master"] = value
+                entries["master"] = value
             elif kind == "group":
                 settings = unpack(value)
                 values.update(dict.fromkeys(settings["names"], settings["values"]))
+        state = {**state, **self._others}
         groups = self._inner.state_dict()["param_groups"]
         for group, described in zip(self._inner.param_groups, groups, strict=True):
             if group["params"]:
-                described.update(values.get(self._names[id(group["params"][0])][0], {}))
+                found = values.get(self._names[id(group["params"][0])][0], {})
+                described.update({name: _where(group.get(name), value) for name, value in found.items()})
         self._inner.load_state_dict({"state": state, "param_groups": groups})
+        for index, parameter in enumerate(parameters(self._inner)):
+            if self._names[id(parameter)][0] in self._as_saved:
+                _set_exactly(self._inner.state.get(parameter, {}), state[index], parameter.device)
         with torch.no_grad():
             for parameter, master in self._masters:
                 master.copy_(loaded.get(f"master.{self._names[id(master)][0]}", parameter))
+
+    def _others_in(self, loaded: Mapping[str, Tensor], ranks: int) -> dict[Any, Any]:
+        """The optimizer's state that is of no parameter: what all ranks have alike, or this rank's own."""
+        found = {key: value for key, value in loaded.items() if _parse(key)[0] == "others"}
+        first = next(iter(found.values()), None)
+        own = found.get(f"others.{self.rank}")
+        if first is None or (own is None and ranks == self.size):
+            return {}
+        if len(found) == ranks and all(torch.equal(value, first) for value in found.values()):
+            return unpack(first)
+        if own is None or ranks != self.size:
+            raise ValueError(
+                f"checkpoint.load: the {type(self._inner).__name__} of each of the {ranks} ranks that saved it has its "
+                f"own state that is of no parameter; load it with as many ranks; got {self.size}"
+            )
+        return unpack(own)
 
     def _model(self) -> dict[str, Tensor]:
         return {
@@ -275,10 +344,25 @@ def unpack(packed: Tensor) -> Any:
     return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
 
 
+def _set_exactly(present: dict[Any, Any], saved: dict[Any, Any], device: torch.device) -> None:
+    """Gives entries back what torch's load_state_dict has converted: dtypes, and strings."""
+    for entry, value in saved.items():
+        made = present.get(entry)
+        if isinstance(value, Tensor) and isinstance(made, Tensor):
+            present[entry] = made if made.dtype == value.dtype else value.to(made.device)
+        elif type(made) is type(value):
+            present[entry] = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), value)
+
+
+def _where(present: Any, loaded: Any) -> Any:
+    """A hyperparameter that is a tensor, on the device where it is now."""
+    return loaded.to(present.device) if isinstance(present, Tensor) and isinstance(loaded, Tensor) else loaded
+
+
 def _chunks(modules: Modules) -> Mapping[int, nn.Module]:
     if isinstance(modules, nn.Module):
         return {0: modules}
-    if isinstance(modules, PipelineLike):
+    if isinstance(modules, Pipeline):
         return modules.modules
     if not isinstance(modules, Mapping) or not all(isinstance(module, nn.Module) for module in modules.values()):
         raise TypeError(
@@ -291,7 +375,7 @@ def _chunks(modules: Modules) -> Mapping[int, nn.Module]:
 def _parse(key: str) -> tuple[str, str]:
     """(kind, NAME) of a key; NAME is empty for kinds that have none."""
     kind, _, rest = key.partition(".")
-    return kind, rest if kind in ("model", "master") else rest.partition(".")[2]
+    return kind, rest if kind in ("model", "master", "values") else rest.partition(".")[2]
 
 
 def some(names: Sequence[str]) -> str:

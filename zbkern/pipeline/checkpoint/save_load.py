@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import SavePlan
 
 from zbkern.pipeline.checkpoint import dcp_format, directory
-from zbkern.pipeline.checkpoint.dcp_format import Index, Piece, TensorReader
+from zbkern.pipeline.checkpoint.dcp_format import Index
 from zbkern.pipeline.checkpoint.named_state import (
+    Modules,
     NamedState,
     Rename,
     check_unique,
@@ -33,8 +32,8 @@ from zbkern.pipeline.checkpoint.named_state import (
     unpack,
     unused,
 )
-from zbkern.pipeline.checkpoint.protocols import AnyOptimizer, Modules, OptimizerLike, PipelineLike
-from zbkern.pipeline.transport.base import check_timeout
+from zbkern.pipeline.optimizer.post_validation import Optimizer
+from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
 logger = logging.getLogger("zbkern")
@@ -51,7 +50,7 @@ def save(
     folder: str | os.PathLike,
     step: int,
     modules: Modules,
-    optimizer: AnyOptimizer | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     extra: Any = None,
     *,
     rename: Rename | None = None,
@@ -76,11 +75,10 @@ def save(
     older checkpoints are then as they were, and ranks can save again. What cannot be deleted is a warning.
     """
     with RankExchange("checkpoint.save", group, _timeout(timeout, modules)) as ranks:
-        check_timeout(ranks.call, _timeout(timeout, modules))
         folder = _path(folder)
         _check_count("step", step, 0)
         _check_count("keep", keep, 1)
-        state = NamedState(modules, optimizer, rename, ranks.rank)
+        state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
         ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
         stepping = _stepping(modules, optimizer)
         if stepping is not None:
@@ -89,22 +87,22 @@ def save(
         tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
         pack(extra, "extra")  # checked on every rank, although rank 0's is saved
         if state.rank == 0:
-            own = optimizer.common_state() if isinstance(optimizer, OptimizerLike) else {}
+            own = optimizer.common_state() if isinstance(optimizer, Optimizer) else {}
             tensors["common"] = pack({"step": step, "extra": extra, "optimizer": own}, "the state")
-        planner = dcp.DefaultSavePlanner()
-        planner.set_up_planner(tensors, is_coordinator=state.rank == 0)
 
-        def begin(plans: list[SavePlan]) -> list[tuple[str, SavePlan]]:
+        def begin(ranks: list[Any]) -> list[tuple[str, list[str]]]:
+            mine = dcp_format.share_out(ranks)  # raises before a folder is made
             name = directory.begin(folder, step).name
-            return [(name, plan) for plan in planner.create_global_plan(plans)[0]]
+            return [(name, keys) for keys in mine]
 
-        name, plan = ranks.exchange("tensors listed", planner.create_local_plan(), begin)
+        parts = {key: ([*tensor.shape], *dcp_format.part_of(tensor)) for key, tensor in tensors.items()}
+        name, mine = ranks.exchange("tensors listed", parts, begin)
         scratch = folder / name
         _check_shared(scratch)
-        pieces = dcp_format.write_tensors(scratch, state.rank, planner.finish_plan(plan), planner)
+        pieces = dcp_format.write_tensors(scratch, state.rank, {key: tensors[key] for key in mine})
 
-        def commit(pieces: list[list[Piece]]) -> None:
-            dcp_format.finish(scratch, planner.metadata, pieces)
+        def commit(pieces: list[Any]) -> None:
+            dcp_format.finish(scratch, pieces)
             directory.commit(scratch, step, keep)
 
         ranks.exchange("tensors written", pieces, commit)
@@ -114,7 +112,7 @@ def save(
 def load(
     folder: str | os.PathLike,
     modules: Modules,
-    optimizer: AnyOptimizer | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
     rename: Rename | None = None,
@@ -134,11 +132,10 @@ def load(
     Warns where it holds more than the model, and where it holds different tensors for what is one parameter here.
     """
     with RankExchange("checkpoint.load", group, _timeout(timeout, modules)) as ranks:
-        check_timeout(ranks.call, _timeout(timeout, modules))
         folder = _path(folder)
         if step is not None:
             _check_count("step", step, 0)
-        state = NamedState(modules, optimizer, rename, ranks.rank)
+        state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
         everywhere: set[str] = set()  # on rank 0
 
         def choose(values: list[Any]) -> list[tuple[str, int]] | None:
@@ -153,7 +150,7 @@ def load(
             return [(path.name, index.checksum)] * ranks.size
 
         seen = directory.find(folder, step)
-        copies = state.copies(modules.tied if isinstance(modules, PipelineLike) else {})
+        copies = state.copies(modules.tied if isinstance(modules, Pipeline) else {})
         mine = ((step, state.names()), None if seen is None else seen.name, copies)
         chosen = ranks.exchange("arguments checked", mine, choose)
         if chosen is None:
@@ -170,23 +167,23 @@ def load(
         own_random = f"random.{state.rank}"
         for key in ("common", own_random):
             if key in stored:
-                wanted[key] = torch.empty(stored[key].size, dtype=torch.uint8)
-        reader = TensorReader(path, index, wanted, state.rank == 0)
-        reader.read(lambda key: not is_of_model(key))
-        reader.verify(is_of_model)  # read when all ranks have come this far
+                wanted[key] = stored[key].empty()
+        of_model = {key: tensor for key, tensor in wanted.items() if is_of_model(key)}
+        dcp_format.read(path, index, {key: tensor for key, tensor in wanted.items() if key not in of_model})
+        dcp_format.read(path, index, of_model, verify=True)  # read when all ranks have come this far
         common = unpack(wanted.pop("common"))
         random_state = unpack(wanted.pop(own_random)) if own_random in wanted else None
-        state.check_kind(wanted)
+        state.check(wanted, sum(key.startswith("random.") for key in stored))
         ranks.exchange("checkpoint verified")
         stepping = _stepping(modules, optimizer)
         if stepping is not None:
             stepping.abandon()
-        if isinstance(modules, PipelineLike):  # from here its ranks are at the same step again
+        if isinstance(modules, Pipeline):  # from here its ranks are at the same step again
             modules.completed = 0
         with _warning_of_a_partial_load(path, state.rank):
-            reader.read(is_of_model)
+            dcp_format.read(path, index, of_model)
             state.take(wanted)
-        if isinstance(optimizer, OptimizerLike):
+        if isinstance(optimizer, Optimizer):
             optimizer.load_common_state(common["optimizer"])
         elif stepping is not None:
             _renew_masters(stepping)
@@ -203,14 +200,14 @@ def latest(folder: str | os.PathLike) -> Path | None:
     return directory.find(_path(folder), None)
 
 
-def _stepping(modules: Modules, optimizer: AnyOptimizer | None) -> OptimizerLike | None:
+def _stepping(modules: Modules, optimizer: torch.optim.Optimizer | None) -> Optimizer | None:
     """The Optimizer whose last step may await its validation: the one given, or else the Pipeline's own."""
-    attached = modules.optimizer if isinstance(modules, PipelineLike) else None
-    return next((found for found in (optimizer, attached) if isinstance(found, OptimizerLike)), None)
+    attached = modules.optimizer if isinstance(modules, Pipeline) else None
+    return next((found for found in (optimizer, attached) if isinstance(found, Optimizer)), None)
 
 
 @torch.no_grad()
-def _renew_masters(optimizer: OptimizerLike) -> None:
+def _renew_masters(optimizer: Optimizer) -> None:
     """After a load of weights alone, which its next step would replace by what its masters hold.
 
     They are its own, or those that its torch optimizer keeps in the state, as zbkern.optim.AdamW does.
@@ -230,7 +227,7 @@ _ONE_PLACE = "folder must be one place shared by all ranks"
 def _timeout(timeout: float | None, modules: Modules) -> float:
     if timeout is not None:
         return timeout
-    return modules.timeout if isinstance(modules, PipelineLike) else TIMEOUT
+    return modules.timeout if isinstance(modules, Pipeline) else TIMEOUT
 
 
 def _path(folder: str | os.PathLike) -> Path:
@@ -261,6 +258,11 @@ def _check_absent(folder: Path, step: int | None, seen: list[str | None]) -> Non
     for rank, name in enumerate(seen):
         if name is not None:
             raise ValueError(f"checkpoint.load: rank {rank} sees {folder / name}, and rank 0 does not; {_ONE_PLACE}")
+    for path in directory.lost(folder, step):
+        raise ValueError(
+            f"checkpoint.load: {path} is no checkpoint, as it has neither {dcp_format.INDEX} nor .metadata; its files "
+            "were lost or moved: bring them back, or remove the folder to start without it"
+        )
     if step is not None:
         steps = ", ".join(map(str, directory.complete(folder))) or "none"
         raise ValueError(f"checkpoint.load: {folder} has no checkpoint of step {step}; there are {steps}")
@@ -274,14 +276,12 @@ def _warn_of_differing_copies(path: Path, index: Index, ranks: list[list[tuple[s
     for first, *others in (list(names) for names in names_of.values()):
         for other in others:
             keys = f"model.{first}", f"model.{other}"
-            if not all(key in index.tensors for key in keys) or index.checksums(keys[0]) == index.checksums(keys[1]):
-                continue
-            a, b = (dcp_format.read_whole(path, index, key) for key in keys)
-            if a.shape == b.shape and not torch.equal(a, b):
+            found = [index.tensors[key] for key in keys if key in index.tensors]
+            if len(found) == 2 and found[0].size == found[1].size and found[0].checksums() != found[1].checksums():
                 logger.warning(
-                    "%s: %r differs from %r by up to %.3g, and this model has one tied parameter for both; a rank that "
-                    "holds both takes the first, others their own: load it into a model that does not tie them",
-                    *(path, other, first, (a - b).abs().max().item()),
+                    "%s: %r differs from %r, and this model has one tied parameter for both; a rank that holds both "
+                    "takes the first, others their own: load it into a model that does not tie them",
+                    *(path, other, first),
                 )
 
 

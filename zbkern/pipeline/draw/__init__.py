@@ -20,10 +20,12 @@ def save(
     path: str | Path,
     titles: Sequence[str] | None = None,
     costs: Sequence[Any] | None = None,
+    limit: float | None = None,
 ) -> Path:
     """Writes the file that the suffix names, and returns its path: .svg, .html, .png, or .json (a Perfetto trace).
 
     titles, costs (`Costs`): one per timeline; by default the schedules' names, and no memory curves (a trace has none).
+    limit: the memory that a rank may hold, drawn above its curve.
     Raises ValueError for another suffix or count, TypeError for what is no list of timelines or no path, ImportError
     for a PNG without the package cairosvg.
     """
@@ -35,15 +37,15 @@ def save(
     if path.suffix == ".json":
         return trace.save(timelines, path, titles)
     if path.suffix == ".svg":
-        path.write_text(svg(timelines, titles, costs=costs), encoding="utf-8")
+        path.write_text(svg(timelines, titles, costs=costs, limit=limit), encoding="utf-8")
     elif path.suffix == ".html":
-        path.write_text(html(timelines, titles, costs), encoding="utf-8")
+        path.write_text(html(timelines, titles, costs, limit), encoding="utf-8")
     elif path.suffix == ".png":
         try:
             import cairosvg
         except ImportError as error:
             raise ImportError("draw.save: PNG needs the package cairosvg: pip install 'zbkern[draw]'") from error
-        cairosvg.svg2png(svg(timelines, titles, costs=costs).encode(), write_to=str(path), scale=2)
+        cairosvg.svg2png(svg(timelines, titles, costs=costs, limit=limit).encode(), write_to=str(path), scale=2)
     else:
         raise ValueError(f"draw.save: path must end in .svg, .html, .png or .json; got {str(path)!r}")
     return path

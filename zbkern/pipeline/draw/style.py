@@ -28,7 +28,7 @@ MEANING = {
     "L": "load",
 }
 LANES = {"O": "out", "L": "back"}  # the copies of a rank: below its passes, a lane for each direction
-IDLE, OUTSIDE, HELD = "#f7c5c1", "#eef0f3", "#a9b3bf"
+IDLE, OUTSIDE, HELD, STATIC, LIMIT = "#f7c5c1", "#eef0f3", "#a9b3bf", "#6e7781", "#cf222e"
 
 
 class Drawable(Protocol):
@@ -53,6 +53,7 @@ class Drawable(Protocol):
     @property
     def bubble_rate(self) -> float: ...
     def memory_held(self, costs: Any) -> list[list[tuple[float, float]]]: ...
+    def static_memory(self, costs: Any) -> list[float]: ...
 
 
 def checked(function: str, timelines: Sequence[Drawable], titles: Sequence[str] | None) -> Sequence[str]:
@@ -81,11 +82,12 @@ def _is_list(values: Any, attribute: str) -> bool:
     return isinstance(values, Sequence) and all(hasattr(value, attribute) for value in values)
 
 
-def note(timeline: Drawable) -> str:
-    """The figures beside a title."""
+def note(timeline: Drawable, limit: float | None = None) -> str:
+    """The figures beside a title; limit: of the memory of a rank."""
     text = f"{timeline.bubble_rate:.1%} bubble, makespan {duration(timeline.makespan, timeline.unit)}"
     if timeline.peak_memory:
         text += f", peak memory {amount(max(timeline.peak_memory), timeline.memory_unit)}"
+        text += "" if limit is None else f" of {amount(limit, timeline.memory_unit)}"
     return text
 
 

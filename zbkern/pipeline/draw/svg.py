@@ -3,7 +3,7 @@
 Several timelines stand one above the other on one time axis. A box is an action: its colour the kind, its shade the
 chunk of the rank, its number the microbatch. Idle time between a rank's first and last action is pink, that before and
 after it grey: a rank may start late and end early for free. Below its row are the lanes of a rank's copies, where it
-has any, and given costs the memory that it holds.
+has any, and given costs the memory that it holds, what is always there darker, and the limit as a line.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-
 .title {{ font-size: 14px; font-weight: 600; fill: {_DARK}; }} .end {{ text-anchor: end; }}
 .tick {{ text-anchor: middle; }} .number {{ font-size: 11px; fill: #fff; text-anchor: middle; }}
 .dark {{ fill: {_DARK}; }} .action {{ stroke: #fff; }} .held {{ fill: {style.HELD}; }}
+.static {{ fill: {style.STATIC}; }} .limit {{ stroke: {style.LIMIT}; stroke-dasharray: 4 2; }}
 .track {{ fill: #f6f8fa; }} .outside {{ fill: {style.OUTSIDE}; }} .idle {{ fill: {style.IDLE}; }}
 """
 
@@ -40,14 +41,19 @@ class _Axis(NamedTuple):
 
     timeline: Drawable
     tracks: Sequence[Track]
+    static: Sequence[float]
     first: float
     scale: float
     width: float
     most: float
+    limit: float | None
     crowded: bool  # numbers also where there is no room for them
 
     def x(self, time: float) -> float:
         return (time - self.first) * self.scale
+
+    def y(self, memory: float) -> float:
+        return _HELD * (1 - memory / self.most)
 
 
 def svg(
@@ -55,18 +61,24 @@ def svg(
     titles: Sequence[str] | None = None,
     width: int = 1000,
     costs: Sequence[Any] | None = None,
+    limit: float | None = None,
 ) -> str:
-    """The picture as SVG text, `width` pixels wide; titles and costs as in `draw.save`."""
-    return _picture(timelines, titles, width, costs, crowded=False)
+    """The picture as SVG text, `width` pixels wide; titles, costs and limit as in `draw.save`."""
+    return _picture(timelines, titles, width, costs, limit, crowded=False)
 
 
-def html(timelines: Sequence[Drawable], titles: Sequence[str] | None = None, costs: Sequence[Any] | None = None) -> str:
-    """The same picture in a self-contained page; titles and costs as in `draw.save`.
+def html(
+    timelines: Sequence[Drawable],
+    titles: Sequence[str] | None = None,
+    costs: Sequence[Any] | None = None,
+    limit: float | None = None,
+) -> str:
+    """The same picture in a self-contained page; titles, costs and limit as in `draw.save`.
 
     The wheel zooms, dragging moves, a double click shows everything again; hovering shows the times of an action, and
     marks its microbatch on all ranks.
     """
-    picture = _picture(timelines, titles, 1400, costs, crowded=True)
+    picture = _picture(timelines, titles, 1400, costs, limit, crowded=True)
     page = resources.files("zbkern.pipeline.draw").joinpath("viewer.html").read_text(encoding="utf-8")
     head, script = page.split("@SVG@")
     return head.replace("@TITLE@", escape(", ".join(style.checked("draw", timelines, titles)))) + picture + script
@@ -77,29 +89,35 @@ def _picture(
     titles: Sequence[str] | None,
     width: int,
     costs: Sequence[Any] | None,
+    limit: float | None,
     crowded: bool,
 ) -> str:
     titles = style.checked("draw", timelines, titles)
-    memory: list[list[Track]] = [[[] for _ in timeline.events] for timeline in timelines]
+    tracks: list[list[Track]] = [[[] for _ in timeline.events] for timeline in timelines]
+    static = [[0.0 for _ in timeline.events] for timeline in timelines]
     if costs is not None:
         style.check_costs(timelines, costs)
-        memory = [timeline.memory_held(each) for timeline, each in zip(timelines, costs, strict=True)]
-    most = max((held for tracks in memory for track in tracks for _, held in track), default=0.0)
+        tracks = [timeline.memory_held(each) for timeline, each in zip(timelines, costs, strict=True)]
+        static = [timeline.static_memory(each) for timeline, each in zip(timelines, costs, strict=True)]
+    ranks = [pair for each in zip(static, tracks, strict=True) for pair in zip(*each, strict=True)]
+    most = max((always + held for always, track in ranks for _, held in track), default=0.0)
     room, span = width - _LEFT - _RIGHT, max(timeline.makespan for timeline in timelines) or 1.0
     entries = style.legend(timelines)
     if most:
-        units = {each.memory_unit for each in costs or ()}
-        entries.append((f"memory held, at most {amount(most, units.pop() if len(units) == 1 else None)}", style.HELD))
+        entries.append(("memory held", style.HELD))
+        entries += [("all the time", style.STATIC)] if any(map(any, static)) else []
+        entries += [("memory limit", style.LIMIT)] if limit is not None else []
+        most = max(most, limit or 0.0)
     head, top = _legend(entries, width)
     parts, labels = [head], []
-    for timeline, title, tracks in zip(timelines, titles, memory, strict=True):
+    for timeline, title, held, always in zip(timelines, titles, tracks, static, strict=True):
         parts.append(
             f'<text x="{_LEFT}" y="{top + 17:g}"><tspan class="title">{escape(title)}</tspan>'
-            f'<tspan dx="10">{escape(style.note(timeline))}</tspan></text>'
+            f'<tspan dx="10">{escape(style.note(timeline, limit))}</tspan></text>'
         )
         top += _TITLE
         first = min((row[0].start for row in timeline.events if row), default=0.0)
-        axis = _Axis(timeline, tracks, first, room / span, room, most, crowded)
+        axis = _Axis(timeline, held, always, first, room / span, room, most, limit, crowded)
         for label, height, band in _bands(axis):
             parts.append(f'<g transform="translate({_LEFT} {top:g})">{band}</g>')
             labels.append(f'<text class="end" x="{_LEFT - 8}" y="{top + (height + 6) // 2:g}">{label}</text>')
@@ -128,8 +146,8 @@ def _bands(axis: _Axis) -> Iterator[tuple[str, int, str]]:
         for lane, copies in style.lanes(timeline, rank).items():
             yield lane, _LANE, _band("track", axis, _LANE, _boxes(axis, rank, copies, _LANE))
         if axis.most:
-            held = f'<path class="held" d="{_outline(axis, axis.tracks[rank])}"/>'
-            yield "", _HELD + 7, _band("track", axis, _HELD + 4, held)
+            held = f'<path class="held" d="{_outline(axis, rank)}"/>'
+            yield "", _HELD + 7, _band("track", axis, _HELD + 4, held) + _levels(axis, rank)
 
 
 def _band(background: str, axis: _Axis, height: int, content: str) -> str:
@@ -148,7 +166,9 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
         x, length = axis.x(event.start), (event.end - event.start) * axis.scale
         border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
         held = bisect_right(track, (event.start, math.inf)) - 1
-        memory = f", memory held {amount(track[held][1], timeline.memory_unit)}" if held >= 0 else ""
+        memory = (
+            f", memory held {amount(axis.static[rank] + track[held][1], timeline.memory_unit)}" if held >= 0 else ""
+        )
         parts.append(
             f'<rect class="action" x="{x:.7g}" width="{length:.7g}" height="{height - 2}" fill="{fill}"{border}>'
             f"<title>{event.action} on rank {rank}: {number(event.start)} to "
@@ -160,12 +180,23 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
     return "".join(parts)
 
 
-def _outline(axis: _Axis, track: Track) -> str:
+def _outline(axis: _Axis, rank: int) -> str:
     """Of the memory held over time, from the base line up and back."""
+    track, always = axis.tracks[rank], axis.static[rank]
     if not track:
         return ""
-    steps = "".join(f"H{axis.x(time):.7g}V{_HELD * (1 - held / axis.most):.4g}" for time, held in track)
+    steps = "".join(f"H{axis.x(time):.7g}V{axis.y(always + held):.4g}" for time, held in track)
     return f"M{axis.x(track[0][0]):.7g} {_HELD}{steps}V{_HELD}Z"
+
+
+def _levels(axis: _Axis, rank: int) -> str:
+    """What is there all the time, and the limit."""
+    always, parts = axis.y(axis.static[rank]), []
+    if axis.static[rank]:
+        parts.append(f'<rect class="static" y="{always:.4g}" width="{axis.width}" height="{_HELD - always:.4g}"/>')
+    if axis.limit is not None:
+        parts.append(f'<path class="limit" d="M0 {axis.y(axis.limit):.4g}h{axis.width}"/>')
+    return "".join(parts)
 
 
 def _legend(entries: Sequence[tuple[str, str]], width: int) -> tuple[str, float]:

@@ -57,8 +57,8 @@ def export(
             optimizer.validate()  # before a weight is read
         shards: list[Shard] = []
 
-        def finish(found: list[list[Shard]]) -> None:
-            _finish(folder, sorted(shard for of_rank in found for shard in of_rank), mine)
+        def finish(found: list[list[Any]]) -> None:
+            _finish(folder, sorted(Shard(*shard) for of_rank in found for shard in of_rank), mine)
 
         with _deleting_on_error(folder, ranks.rank):
             for chunk in mine:
@@ -117,13 +117,13 @@ def _few(names: list[str]) -> str:
     return (", ".join(map(repr, names[:3])) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _first_holders(held: list[list[list[str]]]) -> list[set[str]]:
+def _first_holders(held: list[list[list[str]]]) -> list[list[str]]:
     """Of every rank the first layers of the chunks that it writes: replicas write none."""
     taken: set[str] = set()
     writes = []
     for chunks in held:
-        writes.append({layers[0] for layers in chunks} - taken)
-        taken |= writes[-1]
+        writes.append([layers[0] for layers in chunks if layers[0] not in taken])
+        taken.update(writes[-1])
     return writes
 
 

@@ -47,20 +47,11 @@ def _grad_norm(caller: str, parameters: list[Tensor], group: Any, tied: Mapping[
         seen.update(named)
         with_shards.append(has_shards)
     total += sum(seen.values())
-    if any(with_shards):
-        total = _finite_everywhere(total, shards)
+    if any(with_shards):  # all ranks of a mesh are to hear of a total that is not finite on one of them
+        total += float(_unless_finite(sum_of_squares(shards, [torch.tensor(total, dtype=torch.float64)])))
         if not all(with_shards):
             total = next((value for value in _gather(total, group) if not math.isfinite(value)), total)
     return math.sqrt(total)
-
-
-def _finite_everywhere(total: float, shards: Sequence[DTensor]) -> float:
-    """The total, not finite where that of another rank on the meshes of these shards is not."""
-    for mesh in dict.fromkeys(gradient.device_mesh for gradient in shards):
-        device = next(gradient.to_local().device for gradient in shards if gradient.device_mesh == mesh)
-        found = _unless_finite(torch.tensor(total, dtype=torch.float64, device=device))
-        total += float(_over_shards(found, mesh, [Partial()] * mesh.ndim))
-    return total
 
 
 def clip_grad_norm_(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,6 @@ from torch.distributed.tensor import DTensor
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """All parameters of an optimizer, in its order."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def duplicate(tensors: Iterable[Tensor]) -> Tensor | None:
-    """The first that was there before, None where each is there once."""
-    seen: set[Tensor] = set()
-    for tensor in tensors:
-        if tensor in seen:
-            return tensor
-        seen.add(tensor)
-    return None
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -43,13 +43,12 @@ from zbkern.pipeline.optimizer.master_weights import (
     unscale,
     update_scale,
 )
-from zbkern.pipeline.optimizer.params import duplicate, hyperparameters, kinds_of, parameters, same_kind
-from zbkern.pipeline.optimizer.protocols import PipelineLike
+from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
-from zbkern.pipeline.optimizer.wrapper import OptimizerWrapper
+from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout
-from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_row, tied_names
+from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 
@@ -63,7 +62,12 @@ class NormTag(NamedTuple):
         return f"the squared gradient norm of {self.what} stages, optimizer step {self.number}"
 
 
-class Optimizer(OptimizerWrapper):
+_REGISTER = tuple(
+    f"register_{what}_{when}_hook" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
+
+
+class Optimizer(torch.optim.Optimizer):
     """Drives a torch optimizer of this rank's parameters as one with those of all other ranks of a pipeline.
 
     >>> optimizer = Optimizer(torch.optim.AdamW(chunk.parameters()), pipe, max_norm=1.0)    # doctest: +SKIP
@@ -97,10 +101,12 @@ class Optimizer(OptimizerWrapper):
     `masters`: (parameter, its fp32 copy) pairs.
     """
 
+    _step_supports_amp_scaling = True  # has GradScaler.step call `step` on every rank, also where it found infinity
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        pipe: PipelineLike | Transport | dist.ProcessGroup | None = None,
+        pipe: Pipeline | Transport | dist.ProcessGroup | None = None,
         *,
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -110,7 +116,8 @@ class Optimizer(OptimizerWrapper):
         tied: Mapping[str, Tensor] | None = None,
         timeout: float | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, OptimizerWrapper):
+        # torch.optim.Optimizer.__init__ is left out: it would make groups and state of its own
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, Optimizer):
             raise TypeError(
                 "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
                 f"{type(optimizer).__name__}"
@@ -129,7 +136,7 @@ class Optimizer(OptimizerWrapper):
                 f"Optimizer: {type(optimizer).__name__} has the fp32 masters of an Optimizer before this one, and "
                 "without them the model's parameters would stay as they are; give master_weights=True"
             )
-        pipeline = pipe if isinstance(pipe, PipelineLike) else None
+        pipeline = pipe if isinstance(pipe, Pipeline) else None
         if pipeline is not None and pipeline.optimizer is not None:
             raise ValueError(
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
@@ -140,7 +147,9 @@ class Optimizer(OptimizerWrapper):
             raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
         if timeout is not None:
             check_timeout("Optimizer", timeout)
-        super().__init__(optimizer)
+        self.optimizer = optimizer
+        for name in _REGISTER:
+            setattr(self, name, getattr(optimizer, name))
         self.max_norm = max_norm
         self.adaptive = adaptive
         self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
@@ -158,7 +167,7 @@ class Optimizer(OptimizerWrapper):
             install_masters(optimizer)
         self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
         self._pipe = pipeline
-        self._transport = connect_row(pipe, self._device) if pipeline is None else pipeline.transport
+        self._transport = connect_peers(pipe, self._device) if pipeline is None else pipeline.transport
         self._owned = self._transport if pipeline is None and self._transport is not pipe else None
         self._number = self._settled = self._taken = 0
         self._total: Tensor | None = None
@@ -168,6 +177,24 @@ class Optimizer(OptimizerWrapper):
             self._connect_ranks(shared)
             if pipeline is not None:
                 pipeline.attach(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the torch optimizer, whose lists a load replaces; schedules may change them right after `step`."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Settings of groups that name none of their own."""
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the torch optimizer, as its last update left it."""
+        return self.optimizer.state
+
+    def __getstate__(self) -> Any:
+        raise TypeError("Optimizer: is tied to the other ranks and cannot be copied or pickled; keep its state_dict()")
 
     # ---- what a training loop calls
 
@@ -189,21 +216,24 @@ class Optimizer(OptimizerWrapper):
             if (main_grad := main_grad_of(parameter)) is not None:
                 main_grad.zero_()
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps at once if the norm of this rank and those before it allows that; `validate` corrects it if needed.
 
-        closure: None, as trainers pass it. Raises TypeError for any other: the gradients are a pipeline's.
+        closure: computes the gradients (a step of the Pipeline, say) and returns the loss, which is returned. Until the
+        step is validated weights must not be changed: an error says so where the step is done, or done again, then.
         """
-        if closure is not None:
-            raise TypeError(
-                f"Optimizer.step: closure must be None; got {closure!r}; call pipe.step() for the gradients before it"
-            )
         if self.__dict__.pop("found_inf", None) is not None:
             raise TypeError(
                 "Optimizer.step: was called by a GradScaler, which sees the gradients of this rank only; give it to "
                 "Optimizer(scaler=...), and call optimizer.step() instead of its unscale_, step and update"
             )
+        if closure is not None and not callable(closure):
+            raise TypeError(f"Optimizer.step: closure must be callable, or None; got {closure!r}")
         self.validate()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._number += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
         with self._failing_together():
@@ -214,7 +244,7 @@ class Optimizer(OptimizerWrapper):
                 self._pending = step
                 self._pass_back(total)
                 self._conclude(total)
-                return
+                return loss
             if self._may_step(total):
                 with step.in_place(self.optimizer, step.before):
                     self._undo.save(self.optimizer)
@@ -225,7 +255,9 @@ class Optimizer(OptimizerWrapper):
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
+            step.record_weights([*parameters(self.optimizer), *self._model_parameters()])
             self._pending = step
+        return loss
 
     def validate(self) -> None:
         """Waits for the norm over all ranks and clips or skips the last step accordingly. No-op if that is done.
@@ -302,16 +334,12 @@ class Optimizer(OptimizerWrapper):
                 f"Optimizer.load_state_dict: state must be what Optimizer.state_dict() gave, with {sorted(needed)}; "
                 f"got {got}; a torch optimizer's own state goes into Optimizer.optimizer.load_state_dict()"
             )
-        ours, saved = ([list(master.shape) for master in m] for m in ((m for _, m in self.masters), state["masters"]))
-        if ours != saved:
+        saved = [list(master.shape) for master in state["masters"]]
+        if not same_kind(self.optimizer, state["kinds"]) or saved != [list(m.shape) for _, m in self.masters]:
             raise ValueError(
-                f"Optimizer.load_state_dict: state must have master weights of shapes {ours}; got {saved}; load it "
-                "with the master_weights= and the parameters that it was saved with"
-            )
-        if not same_kind(self.optimizer, state["kinds"]):
-            raise ValueError(
-                f"Optimizer.load_state_dict: state must be that of {type(self.optimizer).__name__}; got that of "
-                f"{state['kinds'][0]}; load it into the kind of optimizer that saved it"
+                f"Optimizer.load_state_dict: state must be that of {type(self.optimizer).__name__} with master weights "
+                f"of shapes {[list(m.shape) for _, m in self.masters]}; got that of {state['kinds'][0]} with {saved}; "
+                "load it into the kind of optimizer that saved it, with its master_weights= and its parameters"
             )
         self.optimizer.load_state_dict(state["optimizer"])
         self.abandon()
@@ -436,6 +464,7 @@ class Optimizer(OptimizerWrapper):
         good = finite and factor == 1
         self._cautious = not good
         if not (good and step.has_stepped):
+            step.check_weights()
             with step.in_place(self.optimizer, step.before):
                 if step.has_stepped:
                     self._undo.restore(self.optimizer)
@@ -504,12 +533,15 @@ class Optimizer(OptimizerWrapper):
         return found
 
     def _check_unique(self) -> None:
-        if (twice := duplicate(self._model_parameters())) is not None:
-            raise ValueError(
-                f"Optimizer: {type(self.optimizer).__name__} has a parameter of shape {list(twice.shape)} twice and "
-                "would update it twice, a weight that two chunks share for example; give it "
-                "torch.nn.ModuleList(chunks).parameters(), which has each parameter once"
-            )
+        seen: set[Tensor] = set()
+        for parameter in self._model_parameters():
+            if parameter in seen:
+                raise ValueError(
+                    f"Optimizer: {type(self.optimizer).__name__} has a parameter of shape {list(parameter.shape)} "
+                    "twice and would update it twice, a weight that two chunks share for example; give it "
+                    "torch.nn.ModuleList(chunks).parameters(), which has each parameter once"
+                )
+            seen.add(parameter)
 
     def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}

@@ -8,8 +8,7 @@ The arithmetic is that of Qi et al., Zero Bubble Pipeline Parallelism (arXiv 240
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +31,7 @@ class Snapshot:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._copies: list[Tensor] = []
-        _copied_attributes(optimizer, _attributes(optimizer), [])
+        _copied_attributes(optimizer)
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         originals = [p for p in parameters(optimizer) if gradient_of(p) is not None]
@@ -42,13 +41,7 @@ class Snapshot:
             for name, value in state.items():
                 entries[name] = value if isinstance(value, Tensor) else copy.deepcopy(value)
             originals += [value for value in entries.values() if isinstance(value, Tensor)]
-        attributes = _attributes(optimizer)
-        if attributes:
-            known = {id(tensor) for tensor in (*originals, *parameters(optimizer))}
-            tensors = list({id(t): t for t in _tensors_in(attributes)}.values())
-            originals += [tensor for tensor in tensors if id(tensor) not in known]
-            attributes = _copied_attributes(optimizer, attributes, tensors)
-        self._attributes, self._originals = attributes, originals
+        self._attributes, self._originals = _copied_attributes(optimizer), originals
         same = len(self._copies) == len(originals) and all(
             _like(kept, original) for kept, original in zip(self._copies, originals, strict=True)
         )
@@ -84,14 +77,15 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in found if name not in _OF_TORCH and name not in left_out}
 
 
-def _copied_attributes(
-    optimizer: torch.optim.Optimizer, attributes: dict[str, Any], tensors: Sequence[Tensor]
-) -> dict[str, Any]:
-    """Deep copies in which `tensors`, parameters and the optimizer's state are themselves, not copies."""
+def _copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Deep copies in which the parameters and the optimizer's state and groups are themselves, not copies."""
+    attributes = _attributes(optimizer)
+    if not attributes:
+        return {}
     groups = [*optimizer.param_groups, *(group["params"] for group in optimizer.param_groups)]
-    states = [*optimizer.state.values(), *_tensors_in(list(optimizer.state.values()))]
+    states = [*optimizer.state.values(), *(value for state in optimizer.state.values() for value in state.values())]
     kept = [optimizer, optimizer.state, optimizer.param_groups, optimizer.defaults, *groups, *states]
-    memo = {id(value): value for value in (*kept, *parameters(optimizer), *tensors)}
+    memo = {id(value): value for value in (*kept, *parameters(optimizer))}
     copies = {}
     for name, value in attributes.items():
         try:
@@ -105,15 +99,6 @@ def _copied_attributes(
                 "transient_attributes if no step depends on what it holds"
             ) from error
     return copies
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists, tuples and sets."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part)
 
 
 class Inverse:
@@ -170,6 +155,7 @@ class PendingStep:
     def __init__(self, gradients: list[tuple[Tensor, Tensor]], before: list[dict[str, Any]]) -> None:
         self.before = self.after = before
         self.has_stepped = False
+        self._weights: list[tuple[Tensor, int]] = []
         self._set_gradients(gradients)
 
     def _set_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
@@ -187,6 +173,20 @@ class PendingStep:
     def drop_gradients(self) -> None:
         """For a step that will not be done again."""
         self._set_gradients([])
+
+    def record_weights(self, weights: Iterable[Tensor]) -> None:
+        """For `check_weights`: what they are now, when the step is left to be validated."""
+        self._weights = [(weight, weight._version) for weight in weights]
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError where a weight is another one than the step has left."""
+        for weight, version in self._weights:
+            if weight._version != version:
+                raise RuntimeError(
+                    f"Optimizer.validate: a weight of shape {list(weight.shape)} was changed after step(), which only "
+                    "now is done, or taken back: the change would come before it, or be lost; call "
+                    "Optimizer.validate() first"
+                )
 
     def _check_unchanged(self) -> None:
         for (_, gradient), version in zip(self.gradients, self._versions, strict=True):

@@ -205,7 +205,10 @@ class Pipeline:
         return timeline_of(self.schedule, ranks)
 
     def gather(self, value: Any) -> list[Any]:
-        """One picklable value of every rank, by rank; collective. Raises PipelineError as a step does."""
+        """One value of every rank, by rank: numbers, strings, containers and NamedTuples of them; collective.
+
+        Raises PipelineError as a step does.
+        """
         self._check_open("gather")
         with self._failing_together():
             return self._transport.gather(value, self.timeout)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zbkern.pipeline.simulation.json_file import parse_object
+
 DEFAULTS = Path(__file__).parent / "config_defaults.json"
 """By model type, the numbers of version 5 of the transformers library that are not None."""
 
@@ -81,11 +83,8 @@ def load_architecture(path: str | Path) -> Architecture:
     """What a config.json describes, or that in a folder. Raises OSError, or ValueError as `architecture` does."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"load_architecture: {path} must be JSON, a transformers config.json: {error}") from error
-    return architecture(config)
+    text = path.read_text(encoding="utf-8")
+    return architecture(parse_object(f"load_architecture: {path}", text, '{"model_type": "llama", ...}'))
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
@@ -93,9 +92,9 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
     Raises ValueError for a model_type that is not in KINDS, and for a number that is missing or not a whole number.
     """
-    if isinstance(config, Mapping) and isinstance(config.get("text_config"), Mapping):
+    if isinstance(config.get("text_config"), Mapping):
         config = _with_defaults(config)
-    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    kind = config.get("model_type")
     if kind not in KINDS:
         raise ValueError(
             f"architecture: model_type must be one of {', '.join(KINDS)}; got {kind!r}; for another model, write its "
@@ -147,6 +146,10 @@ KINDS = (*_DENSE, *_SPARSE)
 """The model types whose shapes are known."""
 
 
+_MOST_COUNTED = 10_000  # layers, heads, experts: each of them is worked on
+_LARGEST = 10**8  # of sizes
+
+
 class _Numbers:
     """The whole numbers of a configuration, with an error that names the one that is missing."""
 
@@ -155,8 +158,10 @@ class _Numbers:
 
     def __getitem__(self, name: str) -> int:
         value = self.config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"architecture: {name} must be a whole number, at least 1; got {value!r}")
+        most = _MOST_COUNTED if name.startswith("num_") or name.endswith(("_experts", "_group")) else _LARGEST
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            got = repr(value)[:60]
+            raise ValueError(f"architecture: {name} must be a whole number, at least 1 and at most {most:,}; got {got}")
         return value
 
     def get(self, name: str, default: int) -> int:

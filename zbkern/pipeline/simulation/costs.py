@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from zbkern.pipeline.schedules.units import MEMORY_UNITS, TIME_UNITS
-from zbkern.pipeline.simulation.json_file import JsonFile, parse_object
+from zbkern.pipeline.simulation.json_file import JsonFile, check_fields, parse_object
 
 PerChunk = float | Sequence[float]
 COPY_SIZE = 64 * 2**20  # bytes: a millisecond or two of a link to the host, and a small part of a chunk's activations
@@ -82,14 +82,8 @@ class Costs(JsonFile):
             object.__setattr__(self, "held", self.activation)
         for name in number_fields():
             if name not in _OPTIONAL or getattr(self, name) is not None:
-                object.__setattr__(self, name, _checked(name, getattr(self, name)))
-        for name in COPY_FIELDS:
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _number(name, getattr(self, name)))
-        if 0.0 in (self.offload_bandwidth, self.reload_bandwidth, self.copy_size):
-            raise ValueError("Costs: offload_bandwidth, reload_bandwidth and copy_size must be above 0, or None; got 0")
-        _check_unit("time_unit", self.time_unit, tuple(TIME_UNITS))
-        _check_unit("memory_unit", self.memory_unit, MEMORY_UNITS)
+                object.__setattr__(self, name, checked("Costs", name, getattr(self, name)))
+        check_copies_and_units(self)
 
     def per_chunk(self, chunks: int) -> ChunkCosts:
         """Every cost as a tuple with one number for each of `chunks` chunks in model order, and `fused` worked out.
@@ -136,11 +130,8 @@ class Costs(JsonFile):
 
         Raises TypeError for what is no text, ValueError for other text.
         """
-        data = parse_object("Costs", text, '{"forward": 1.0}')
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(data) - set(known))
-        if unknown:
-            raise ValueError(f"Costs.from_json: unknown fields {unknown}; expected some of {known}")
+        data = parse_object("Costs.from_json", text, '{"forward": 1.0}')
+        check_fields("Costs.from_json", cls, data)
         return cls(**data)
 
 
@@ -154,31 +145,45 @@ def number_fields() -> tuple[str, ...]:
     return tuple(name for name in names if name not in COPY_FIELDS)
 
 
-def _check_unit(name: str, unit: Any, known: tuple[str, ...]) -> None:
-    if unit is not None and unit not in known:
-        raise ValueError(f"Costs: {name} must be {' or '.join(map(repr, known))}, or None; got {unit!r}")
+def check_copies_and_units(costs: Any) -> None:
+    """Of `Costs`, or of others with the same fields."""
+    owner = type(costs).__name__
+    for name in COPY_FIELDS:
+        if getattr(costs, name) is not None:
+            object.__setattr__(costs, name, checked_number(owner, name, getattr(costs, name)))
+    if 0.0 in (costs.offload_bandwidth, costs.reload_bandwidth, costs.copy_size):
+        raise ValueError(f"{owner}: offload_bandwidth, reload_bandwidth and copy_size must be above 0, or None; got 0")
+    for name, known in (("time_unit", tuple(TIME_UNITS)), ("memory_unit", MEMORY_UNITS)):
+        unit = getattr(costs, name)
+        if unit is not None and unit not in known:
+            raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, or None; got {unit!r}")
 
 
-def _checked(name: str, value: Any) -> float | tuple[float, ...]:
+def checked(owner: str, name: str, value: Any, per: str = "chunk", most: float = LARGEST) -> float | tuple[float, ...]:
+    """A cost, or one per chunk or link. Raises TypeError or ValueError in the name of `owner`."""
     if hasattr(value, "tolist"):  # an array or a tensor
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(
-            entry if type(entry) is float and 0 <= entry <= LARGEST else _number(f"{name}[{index}]", entry)
+            entry
+            if type(entry) is float and 0 <= entry <= most
+            else checked_number(owner, f"{name}[{index}]", entry, per, most)
             for index, entry in enumerate(value)
         )
-    return _number(name, value)
+    return checked_number(owner, name, value, per, most)
 
 
-def _number(name: str, value: Any) -> float:
+def checked_number(owner: str, name: str, value: Any, per: str = "chunk", most: float = LARGEST) -> float:
+    """The same of one number."""
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise TypeError(f"Costs: {name} must be a number or one number per chunk; got {type(value).__name__} {value!r}")
+        got = f"{type(value).__name__} {value!r}"
+        raise TypeError(f"{owner}: {name} must be a number or one number per {per}; got {got}")
     try:
         number = float(value)
     except OverflowError:  # an int beyond 1e308
         number = math.inf if value > 0 else -math.inf
-    if not 0 <= number <= LARGEST:
-        raise ValueError(f"Costs: {name} must be from 0 to {LARGEST:g}, in whatever unit makes it so; got {number:g}")
+    if not 0 <= number <= most:
+        raise ValueError(f"{owner}: {name} must be from 0 to {most:g}, in whatever unit makes it so; got {number:g}")
     return number
 
 

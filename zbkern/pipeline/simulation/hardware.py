@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+from zbkern.pipeline.simulation.json_file import check_fields, parse_object
 
 TABLE = Path(__file__).parent / "hardware.json"
 _BANDWIDTH = "in bytes per second, such as 50e9 for 50 GB/s"
@@ -80,28 +80,11 @@ def load_hardware(name: str, path: str | Path | None = None) -> Hardware:
     Raises OSError, or ValueError for a file that is no such table and for a name that it does not have.
     """
     path = TABLE if path is None else Path(path)
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"load_hardware: {path} must be JSON: {error}") from error
-    if not isinstance(table, Mapping):
-        raise ValueError(f"load_hardware: {path} must be an object with a GPU's name for every entry, as {TABLE} is")
+    table = parse_object(f"load_hardware: {path}", path.read_text(encoding="utf-8"), TABLE.name)
     name = next((each for each in table if each.lower() == name.lower()), name)
     if name not in table:
         raise ValueError(
             f"load_hardware: {path} has no {name!r}; it has {', '.join(table)}: name one of them, or add it to a table"
         )
-    entry = table[name]
-    known = {field.name for field in fields(Hardware)}
-    needed = {field.name for field in fields(Hardware) if field.default is MISSING}
-    where = f"load_hardware: {name!r} of {path}"
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} must be an object with {', '.join(sorted(needed))}; got {entry!r}")
-    if missing := sorted(needed - set(entry)):
-        raise ValueError(f"{where} must have {', '.join(missing)}, too: {TABLE} has examples")
-    if unknown := sorted(set(entry) - known):
-        raise ValueError(
-            f"{where} has {', '.join(unknown)}, which no GPU there has: correct or remove it; there may be "
-            f"{', '.join(sorted(known))}"
-        )
-    return Hardware(**entry)
+    check_fields(f"load_hardware: {name!r} of {path} (as those of {TABLE})", Hardware, table[name])
+    return Hardware(**table[name])

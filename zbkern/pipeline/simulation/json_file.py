@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,8 @@ class JsonFile:
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-def parse_object(kind: str, text: str, example: str) -> Mapping[str, Any]:
-    """The JSON object in a text, for the class of that name. Raises TypeError for no text, ValueError for others."""
-    caller = f"{kind}.from_json"
+def parse_object(caller: str, text: str, example: str) -> Mapping[str, Any]:
+    """The JSON object in a text. Raises TypeError for no text, ValueError for another one, in the name of `caller`."""
     if not isinstance(text, str):
         raise TypeError(
             f"{caller}: expected the text itself, as Path(file).read_text() gives it; got "
@@ -43,10 +43,21 @@ def parse_object(kind: str, text: str, example: str) -> Mapping[str, Any]:
         )
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{caller}: expected JSON; got {text[:60]!r}: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{caller}: expected JSON of at most a few levels; got {text[:60]!r}...") from error
+    except ValueError as error:  # numbers of thousands of digits, too
+        raise ValueError(f"{caller}: expected JSON; got {text[:60]!r}: {error}") from error
     if not isinstance(data, Mapping):
         raise ValueError(f"{caller}: expected an object such as {example}; got {text[:60]!r}")
     return data
+
+
+def check_fields(where: str, kind: Any, data: Any) -> None:
+    """Raises ValueError for what is no object with fields of this dataclass, those without a default among them."""
+    known = [field.name for field in fields(kind)]
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: expected an object with some of {known}; got {str(data)[:120]}")
+    if unknown := sorted(set(data) - set(known)):
+        raise ValueError(f"{where}: unknown fields {unknown}; expected an object with some of {known}")
+    if missing := [each.name for each in fields(kind) if each.default is MISSING and each.name not in data]:
+        raise ValueError(f"{where}: {missing} are missing; got {sorted(data)}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from zbkern.pipeline.simulation.costs import COPY_FIELDS, Costs
-from zbkern.pipeline.simulation.json_file import JsonFile, parse_object
+from zbkern.pipeline.simulation.costs import COPY_FIELDS, Costs, check_copies_and_units, checked, checked_number
+from zbkern.pipeline.simulation.json_file import JsonFile, check_fields, parse_object
 
 _SUMMED = ("forward", "backward", "weight", "activation", "held", "split_overhead", "merge_saving")
 _OF_PARTS = ("recompute", "checkpoint")
@@ -55,11 +55,9 @@ class LayerCosts:
             raise TypeError(f"LayerCosts: name must be a str, tied a str or None; got {self.name!r} and {self.tied!r}")
         if self.held is None:
             object.__setattr__(self, "held", self.activation)
-        try:
-            Costs(**{name: getattr(self, name) for name in (*_SUMMED, *_OF_PARTS, "static")})
-            Costs(activation=[self.output, self.output_again])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"LayerCosts: of layer {self.name!r}: {error}") from error
+        for name in (*_SUMMED, *_OF_PARTS, "static", "output", "output_again"):
+            if name not in _OF_PARTS or getattr(self, name) is not None:
+                checked_number(f"LayerCosts: of layer {self.name!r}", name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -98,17 +96,19 @@ class ModelCosts(JsonFile):
                 "ModelCosts: recompute and checkpoint must both be given for all layers, or for none; got them for "
                 f"some and not for {without!r}: a layer without named parts has 0 and its activation"
             )
-        object.__setattr__(self, "bandwidth", _checked_bandwidth(self.bandwidth))
-        latency = _checked({"communication": "latency", "chunk": "link"}, communication=self.latency).communication
-        object.__setattr__(self, "latency", latency)
+        object.__setattr__(self, "latency", checked("ModelCosts", "latency", self.latency, "link"))
+        bandwidth = checked("ModelCosts", "bandwidth", self.bandwidth, "link, inf for no limit", math.inf)
+        object.__setattr__(self, "bandwidth", bandwidth)
+        if 0.0 in (bandwidth if isinstance(bandwidth, tuple) else [bandwidth]):
+            raise ValueError("ModelCosts: bandwidth must be above 0, inf for no limit; got 0")
         lengths = [len(each) for each in (self.latency, self.bandwidth) if isinstance(each, tuple)]
         if 0 in lengths or len(set(lengths)) > 1:
             raise ValueError(
                 "ModelCosts: latency and bandwidth must each be one number, or one per rank, for its link to the next; "
                 f"got lists of {' and '.join(map(str, lengths))} entries"
             )
-        _checked({}, **{name: getattr(self, name) for name in _AS_IN_COSTS})
-        _checked({"forward": "forward_overhead"}, forward=self.forward_overhead)
+        checked_number("ModelCosts", "forward_overhead", self.forward_overhead)
+        check_copies_and_units(self)
 
     def chunk_costs(self, partition: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
         """The costs of the chunks that begin with these layers.
@@ -201,16 +201,15 @@ class ModelCosts(JsonFile):
     @classmethod
     def from_json(cls, text: str) -> ModelCosts:
         """The costs that `to_json` wrote; fields that are absent have their defaults. Raises ValueError."""
-        data = parse_object("ModelCosts", text, '{"layers": [...]}')
+        data = parse_object("ModelCosts.from_json", text, '{"layers": [...]}')
         if not isinstance(data.get("layers"), list):
             raise ValueError(f'ModelCosts.from_json: expected an object with "layers", a list; got {text[:60]!r}')
-        _check_names("ModelCosts", cls, data)
-        layers = []
+        check_fields("ModelCosts.from_json", cls, data)
         for layer in data["layers"]:
-            _check_names("a layer of ModelCosts", LayerCosts, layer)
-            layers.append(LayerCosts(**layer))
+            check_fields("ModelCosts.from_json: of a layer", LayerCosts, layer)
+        layers = tuple(LayerCosts(**layer) for layer in data["layers"])
         bandwidth = _each(_inf_for_null, data.get("bandwidth"))
-        return cls(**{**data, "layers": tuple(layers), "bandwidth": bandwidth})
+        return cls(**{**data, "layers": layers, "bandwidth": bandwidth})
 
 
 def _link(low: int, high: int, stages: int) -> int | None:
@@ -232,38 +231,3 @@ def _null_for_inf(number: float) -> float | None:
 
 def _inf_for_null(number: Any) -> Any:
     return math.inf if number is None else number
-
-
-def _checked(names: Mapping[str, str], **given: Any) -> Costs:
-    """`Costs` of these; errors are those of ModelCosts, with other words for some."""
-    try:
-        return Costs(**given)
-    except (TypeError, ValueError) as error:
-        text = str(error).removeprefix("Costs: ")
-        for theirs, ours in names.items():
-            text = text.replace(theirs, ours)
-        raise type(error)(f"ModelCosts: {text}") from error
-
-
-def _checked_bandwidth(given: Any) -> Any:
-    """As it is, or a tuple of one per link."""
-    if hasattr(given, "tolist"):  # an array or a tensor
-        given = given.tolist()
-    several = isinstance(given, Sequence) and not isinstance(given, str)
-    for each in given if several else [given]:
-        if isinstance(each, (bool, str)) or not hasattr(each, "__float__"):
-            raise TypeError(
-                f"ModelCosts: bandwidth must be a number, inf for no limit, or one number per link; got {each!r}"
-            )
-        if not each > 0:
-            raise ValueError(f"ModelCosts: bandwidth must be above 0, inf for no limit; got {each!r}")
-    return tuple(given) if several else given
-
-
-def _check_names(what: str, kind: type, data: Any) -> None:
-    known = [field.name for field in fields(kind)]
-    if not isinstance(data, Mapping) or not set(data) <= set(known):
-        raise ValueError(f"{what}: expected an object with some of {known}; got {str(data)[:120]}")
-    required = {"layers"} if kind is ModelCosts else {"name", "forward", "backward", "weight"}
-    if not required <= set(data):
-        raise ValueError(f"{what}: {sorted(required - set(data))} are missing; got {sorted(data)}")

@@ -1,35 +1,63 @@
-"""What all transports share: their protocol, the error of a failed rank, the tags of messages, time-outs."""
+"""What all transports share: a mailbox, calls that ranks make together, values of all ranks, and who is stuck."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import Any
 
-from zbkern.pipeline.transport.activity import Activity
+from zbkern.pipeline.transport.framing import StallAnswer, StallQuery, decode, encode
+from zbkern.pipeline.transport.mailbox import Mailbox, Values
+from zbkern.pipeline.transport.mailbox import PipelineError as PipelineError
+from zbkern.pipeline.transport.mailbox import Tag as Tag
 
 LONGEST_TIMEOUT = 365 * 86400  # seconds; waits for a lock end in an OverflowError from some 300 years on
+_GRACE = 2.0  # seconds in which a rank that is asked why it sends nothing answers
 
 
-class PipelineError(RuntimeError):
-    """A step failed, here or on another rank; the message names the rank, the action and the cause."""
+class Activity:
+    """What a rank is doing: `action` since `start`, or waiting for a message of rank `awaits`."""
+
+    def __init__(self) -> None:
+        self.awaits: int | None = None
+        self.begin("none")
+
+    def begin(self, action: object) -> None:
+        self.action = action
+        self.start = time.monotonic()
 
 
-class Transport(Protocol):
-    """What the engine needs of a transport."""
+class Transport(ABC):
+    """What the engine needs of the connection of one rank to the others."""
 
-    rank: int
-    size: int
-    activity: Activity
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.activity = Activity()
+        self._join(Mailbox(rank))
+
+    def _join(self, mailbox: Mailbox) -> None:
+        """Begins anew, with nothing under way."""
+        self._mailbox = mailbox
+        self._gathers = 0
+        self._waiting: set[int] = set()  # ranks that have answered that they wait themselves
 
     @property
     def failure(self) -> str | None:
         """Why every call raises, None while no rank has failed."""
+        return self._mailbox.failure
 
     def begin(self, call: str) -> None:
         """Begins this rank's next call, such as a step. Raises PipelineError when a rank has failed.
 
         Messages carry the call that they are sent in: where another rank makes a different one, both fail.
         """
+        difference = self._mailbox.begin(call)
+        if difference is not None:
+            self.fail(difference)
+            raise PipelineError(difference)
 
+    @abstractmethod
     def send(self, peer: int, tag: Any, message: Any) -> None:
         """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are.
 
@@ -38,63 +66,116 @@ class Transport(Protocol):
 
     def deliver(self, tag: Any, message: Any) -> None:
         """Files a message of this rank for itself: neighbouring chunks on one rank hand tensors over directly."""
+        self._mailbox.put(tag, (message, []), self.rank, self._mailbox.call)
 
     def ready(self, tag: Any) -> bool:
         """True when `receive` would return at once."""
+        message = self._mailbox.peek(tag)
+        return message is not None and all(work.is_completed() for work in message[1])
 
-    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
+    def receive(self, peer: int, tag: Any, timeout: float | None) -> Any:
         """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
+        self.activity.awaits = peer
+        try:
+            message, works = self._mailbox.take(peer, tag, timeout)
+        except TimeoutError:
+            self._ask(peer, str(tag), timeout or 0)
+            raise PipelineError(self._mailbox.failure) from None
+        except PipelineError as error:  # of a peer that closed, perhaps: the others hear that it did
+            self.fail(str(error))
+            raise
+        finally:
+            self.activity.awaits = None
+        self._settle(message, works)
+        return message
+
+    def _settle(self, message: Any, works: list[Any]) -> None:  # noqa: B027
+        """Sees to it that a message is there for whoever uses it; without works it is."""
 
     def forget(self, step: int) -> None:
         """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
+        for message, works in self._mailbox.forget(step):
+            self._settle(message, works)
 
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        """One value of every rank, by rank: numbers, strings, and containers and NamedTuples of them; collective.
+
+        Raises TypeError for other values, PipelineError as `receive` does. timeout: None for as long as ranks wait for
+        each other to start.
+        """
+        # from rank to rank and back, because a collective would wait for a frozen rank and never name it
+        self.begin("gather")
+        self._gathers += 1
+        earlier, everything = Values(self._gathers, False), Values(self._gathers, True)
+        values = [encode(value)]
+        decode(values[0])  # what others could not read is an error here
+        if self.rank > 0:
+            values = self.receive(self.rank - 1, earlier, timeout) + values
+        if self.rank < self.size - 1:
+            self._send_values(self.rank + 1, earlier, values)
+            values = self.receive(self.rank + 1, everything, timeout)
+        if self.rank > 0:
+            self._send_values(self.rank - 1, everything, values)
+        return [decode(data) for data in values]
+
+    def _send_values(self, peer: int, tag: Values, values: list[bytes]) -> None:
+        self.send(peer, tag, values)
+
+    @abstractmethod
     def fail(self, reason: str) -> None:
         """Tells every rank that this one has failed; the first reason that a rank hears or tells stays."""
 
+    @abstractmethod
     def reopen(self) -> None:
         """Makes a transport that has failed usable again, without the messages that were under way; collective.
 
         Raises PipelineError when a rank was lost: only a restart brings it back.
         """
 
-    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
-        """One picklable value of every rank, by rank; collective.
-
-        Raises PipelineError as `receive` does. timeout: None for as long as ranks wait for each other to start.
-        """
-
+    @abstractmethod
     def close(self) -> None:
         """Ends the transport; collective."""
 
+    # ---- who is stuck
 
-class Tag(NamedTuple):
-    """What a message is: the input of `chunk` (kind F) or the gradient of its output (kind B), of one microbatch."""
+    def _ask(self, peer: int, tag: str, waited: float) -> None:
+        """Asks `peer` why it sends nothing; returns once a failure is known that explains it.
 
-    step: int
-    kind: str
-    chunk: int
-    microbatch: int
+        A rank that waits itself asks on; one that does not says that it is stuck, from another thread than the one
+        that is. Where it is frozen and says nothing, the rank that asked it names it.
+        """
+        self._tell(peer, StallQuery(tag, waited))
+        if self._mailbox.wait_for_failure(_GRACE) is not None:
+            return
+        if peer not in self._waiting or self._mailbox.wait_for_failure(_GRACE * self.size) is None:
+            self._stop(
+                f"rank {self.rank}, action {self.activity.action}: waits for rank {peer}, which does not answer; "
+                f"{tag} was awaited for {waited:g} s"
+            )
 
-    def __str__(self) -> str:
-        what = "input" if self.kind == "F" else "output gradient"
-        return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
+    def _hear(self, sender: int, message: StallQuery | StallAnswer) -> None:
+        """A question why this rank sends nothing, or the answer to one."""
+        if isinstance(message, StallAnswer):
+            self._waiting.add(sender)
+            return
+        peer, tag, waited = self.activity.awaits, message.tag, message.waited
+        if peer is not None:
+            self._tell(sender, StallAnswer())
+            threading.Thread(target=self._ask, args=(peer, tag, waited), name="zbkern-stall", daemon=True).start()
+            return
+        seconds = time.monotonic() - self.activity.start
+        self._stop(
+            f"rank {self.rank}, action {self.activity.action}: stuck for {seconds:.1f} s; {tag} was awaited for "
+            f"{waited:g} s"
+        )
 
+    @abstractmethod
+    def _tell(self, peer: int, message: StallQuery | StallAnswer) -> None:
+        """Sends what the peer's `_hear` is called with; no error where it is gone."""
 
-class Call(NamedTuple):
-    """What a rank does, by its turn: 0 to connect, then every step, evaluation and gather. All ranks do the same."""
-
-    turn: int
-    name: str
-
-
-class Values(NamedTuple):
-    """A tag: what ranks have given to the n-th gather, those before the receiver or all of them."""
-
-    number: int
-    whole: bool
-
-    def __str__(self) -> str:
-        return f"what {'all' if self.whole else 'earlier'} ranks give to gather {self.number}"
+    def _stop(self, reason: str) -> None:
+        """`fail`, where no call of this rank is about to raise."""
+        self.fail(reason)
 
 
 def check_timeout(function: str, timeout: float) -> float:

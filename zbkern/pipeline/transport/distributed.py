@@ -4,7 +4,7 @@ A message is a pytree of tensors under a `Tag`. Sending never blocks. Receiving 
 peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag. A
 rank that fails tells its peers the same way, and they tell theirs, so every rank ends with the first rank's message.
 A rank's final message goes out before anything here raises, so that a rank that was only told of a failure, and ends,
-is never taken for its origin. A rank that waits too long finds out who is stuck (stalls.py).
+is never taken for its origin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import logging
 import os
-import pickle
 import queue
 import threading
 import time
@@ -26,30 +25,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.transport.activity import Activity
-from zbkern.pipeline.transport.base import PipelineError, Tag, Values
+from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.framing import (
+    DTYPES,
     FinalMessage,
     GatherMessage,
     Message,
     Sizes,
-    StallQuery,
-    StallReply,
     TensorHeader,
     frame,
     receive_message,
 )
-from zbkern.pipeline.transport.mailbox import Mailbox
+from zbkern.pipeline.transport.mailbox import Mailbox, PipelineError, Tag, Values
 from zbkern.pipeline.transport.process_groups import (
     FOREVER,
     backend_of,
     close_groups,
     finish,
     new_communicator,
-    rendezvous,
     rendezvous_timeout,
 )
-from zbkern.pipeline.transport.stalls import StallDetector
+from zbkern.pipeline.transport.rank_exchange import RankExchange
 
 logger = logging.getLogger("zbkern")
 
@@ -59,7 +55,7 @@ _LAST = timedelta(seconds=1)  # for the last message to a peer that is there
 _TOLD = 10.0  # seconds in which a rank whose connection broke is told why, however busy the machine
 
 
-class DistributedTransport:
+class DistributedTransport(Transport):
     """Point to point over torch.distributed: gloo between CPUs, NCCL between GPUs with headers over gloo.
 
     group: the ranks of this pipeline, None for all. peers: the ranks this one exchanges messages with, besides those
@@ -69,8 +65,7 @@ class DistributedTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, peers: Iterable[int], device: torch.device) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.activity = Activity(self.rank)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
         self.device = device
         self._on_cpu = device.type == "cpu"
@@ -80,14 +75,13 @@ class DistributedTransport:
 
     def _open(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        rendezvous(ranks)
+        meet(self._group)  # gloo would not say who has not come
         self._headers_up, self._headers_down = (new_communicator(ranks, "gloo") for _ in range(2))
         self._up, self._down = self._headers_up, self._headers_down
         if not self._on_cpu:
             self._up, self._down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
-        self._mailbox = Mailbox(self.rank)
-        self._stalls = StallDetector(self.activity, self._mailbox, self._query, self._reply, self._stuck)
-        self._lost, self._gathers = False, 0
+        self._join(Mailbox(self.rank))
+        self._lost = False
         self._usual_to: dict[int, Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
         self._ending = threading.Lock()
         self._final_message: FinalMessage | None = None
@@ -106,17 +100,11 @@ class DistributedTransport:
         self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
         atexit.register(self.close)
 
-    def begin(self, call: str) -> None:
-        difference = self._mailbox.begin(call)
-        if difference is not None:
-            self.fail(difference)
-            raise PipelineError(difference)
-
     def send(self, peer: int, tag: Tag, message: Any) -> None:
         leaves, spec = pytree.tree_flatten(message)
         tensors = [leaf.detach().contiguous() if isinstance(leaf, Tensor) else None for leaf in leaves]
         shapes = [
-            None if tensor is None else (tensor.dtype, tuple(tensor.shape), leaf.requires_grad)
+            None if tensor is None else (str(tensor.dtype), tuple(tensor.shape), leaf.requires_grad)
             for tensor, leaf in zip(tensors, leaves, strict=True)
         ]
         # not the spec itself: torch 2.13 warns when one is unpickled
@@ -132,32 +120,6 @@ class DistributedTransport:
             works += self._start_tensors(peer, [t for t in tensors if t is not None], slot)
         self._sends.put((peer, works))
 
-    def deliver(self, tag: Tag, message: Any) -> None:
-        self._mailbox.put(tag, (message, []), self.rank, self._mailbox.call)
-
-    def ready(self, tag: Tag) -> bool:
-        message = self._mailbox.peek(tag)
-        return message is not None and all(work.is_completed() for work in message[1])
-
-    def receive(self, peer: int, tag: Any, timeout: float) -> Any:
-        self.activity.awaits = peer
-        try:
-            message, works = self._mailbox.take(peer, tag, timeout)
-        except TimeoutError:
-            self._stalls.timed_out(peer, tag, timeout)
-            raise PipelineError(self._mailbox.failure) from None
-        except PipelineError as error:  # of a peer that closed, perhaps: the others hear that it did
-            self.fail(str(error))
-            raise
-        finally:
-            self.activity.awaits = None
-        self._settle(message, works)
-        return message
-
-    def forget(self, step: int) -> None:
-        for message, works in self._mailbox.forget(step):
-            self._settle(message, works)
-
     def _settle(self, message: Any, works: list[dist.Work]) -> None:
         """The current stream waits for what still arrives; the memory stays until this stream is done with it."""
         for work in works:
@@ -169,29 +131,12 @@ class DistributedTransport:
                     leaf.record_stream(stream)
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
-        # from rank to rank and back, because an allgather of gloo would wait for a frozen rank and never name it
-        self.begin("gather")
-        timeout = rendezvous_timeout() if timeout is None else timeout
-        self._gathers += 1
-        earlier, everything = Values(self._gathers, False), Values(self._gathers, True)
-        values = [pickle.dumps(value)]
-        if self.rank > 0:
-            values = self.receive(self.rank - 1, earlier, timeout) + values
-        if self.rank < self.size - 1:
-            self._send_values(self.rank + 1, earlier, values)
-            values = self.receive(self.rank + 1, everything, timeout)
-        if self.rank > 0:
-            self._send_values(self.rank - 1, everything, values)
-        return [pickle.loads(pickled) for pickled in values]
+        return super().gather(value, rendezvous_timeout() if timeout is None else timeout)
 
     # ---- the end
 
     def fail(self, reason: str) -> None:
         self._end(FinalMessage("failed", reason))
-
-    @property
-    def failure(self) -> str | None:
-        return self._mailbox.failure
 
     def reopen(self) -> None:
         if self._lost:
@@ -234,13 +179,13 @@ class DistributedTransport:
         try:
             works = self._start_send(peer, message)
             if self._on_cpu:  # what the peer has posted a receive for
-                empty = [torch.empty(size, dtype=dtype) for dtype, size in self._usual_to.get(peer, [])]
+                empty = [torch.empty(size, dtype=DTYPES[dtype]) for dtype, size in self._usual_to.get(peer, [])]
                 works += self._start_tensors(peer, empty, _USUAL)
             self._sends.put((peer, works))
         except RuntimeError as error:  # that peer is gone; the others still want to know
             logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
 
-    def _stuck(self, reason: str) -> None:
+    def _stop(self, reason: str) -> None:
         self._fail_all(FinalMessage("failed", reason))
 
     def _fail_all(self, message: FinalMessage) -> None:
@@ -251,13 +196,7 @@ class DistributedTransport:
 
     # ---- sending
 
-    def _query(self, peer: int, tag: str, waited: float) -> None:
-        self._send_if_there(peer, StallQuery(tag, waited))
-
-    def _reply(self, peer: int, waiting: int, awaited: int) -> None:
-        self._send_if_there(peer, StallReply(waiting, awaited))
-
-    def _send_if_there(self, peer: int, message: Message) -> None:
+    def _tell(self, peer: int, message: Message) -> None:
         with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
             self._sends.put((peer, self._start_send(peer, message)))
 
@@ -326,7 +265,7 @@ class DistributedTransport:
 
     def _receive_tensors(self, peer: int, sizes: Sizes, slot: int) -> _Posted:
         group = self._up if peer < self.rank else self._down
-        tensors = [torch.empty(size, dtype=dtype, device=self.device) for dtype, size in sizes]
+        tensors = [torch.empty(size, dtype=DTYPES[dtype], device=self.device) for dtype, size in sizes]
         return tensors, [group.recv([tensor], peer, slot) for tensor in tensors if tensor.numel()]
 
     def _receive_from(self, peer: int) -> None:
@@ -342,10 +281,8 @@ class DistributedTransport:
                         posted = self._receive_tree(peer, message, posted)
                     elif isinstance(message, GatherMessage):
                         self._file(peer, message, (message.values, []))
-                    elif isinstance(message, StallQuery):
-                        self._stalls.on_query(peer, *message)
                     else:
-                        self._stalls.on_reply(*message)
+                        self._hear(peer, message)
             if self._outlived():
                 return
             if message.ending == "closed":
@@ -402,6 +339,16 @@ class DistributedTransport:
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
+
+
+def meet(group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
+    """One small value of each rank, as JSON has it, by rank, before they are connected; collective.
+
+    Raises PipelineError on all ranks where one has not come within the time-out of init_process_group.
+    """
+    hint = ", the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
+    with RankExchange("Pipeline", group, rendezvous_timeout(), hint) as ranks:
+        return ranks.exchange("connect", value, lambda values: [values] * ranks.size)
 
 
 _Works = list[tuple["dist.Work", Tensor]]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import pickle
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.transport.base import Call, Tag, Values
+from zbkern.pipeline.transport.mailbox import Call, Tag, Values
 from zbkern.pipeline.transport.process_groups import finish
 
 _HEADER_BYTES = 1024  # what a receive is posted for; few messages need a second part
 _LENGTH_BYTES = 4
 
-Sizes = list[tuple[torch.dtype, tuple[int, ...]]]
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+Sizes = list[tuple[str, tuple[int, ...]]]  # the name of a dtype, which is faster to send than itself; and a shape
 
 
 class TensorHeader(NamedTuple):
@@ -29,7 +34,7 @@ class TensorHeader(NamedTuple):
     turn: int
     name: str
     tag: Tag
-    shapes: Sequence[tuple[torch.dtype, tuple[int, ...], bool] | None]
+    shapes: Sequence[tuple[str, tuple[int, ...], bool] | None]
     usual: bool
     skeleton: Any
 
@@ -39,12 +44,11 @@ class TensorHeader(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        """dtype and size of the tensors."""
         return [shape[:2] for shape in self.shapes if shape is not None]
 
 
 class GatherMessage(NamedTuple):
-    """Pickled values of a gather, by rank."""
+    """Encoded values of a gather, by rank."""
 
     call: Call
     tag: Values
@@ -52,17 +56,14 @@ class GatherMessage(NamedTuple):
 
 
 class StallQuery(NamedTuple):
-    """The sender has waited `waited` seconds for `tag` from the receiver, and asks why."""
+    """Somebody has waited `waited` seconds for `tag`, and the receiver sends nothing: why?"""
 
     tag: str
     waited: float
 
 
-class StallReply(NamedTuple):
-    """Rank `waiting` sends nothing because it waits for rank `awaited` itself."""
-
-    waiting: int
-    awaited: int
+class StallAnswer(NamedTuple):
+    """The sender waits for another rank itself, and asks that one."""
 
 
 class FinalMessage(NamedTuple):
@@ -72,17 +73,17 @@ class FinalMessage(NamedTuple):
     reason: str
 
 
-Message = TensorHeader | GatherMessage | StallQuery | StallReply | FinalMessage
-_KINDS: tuple[Any, ...] = (TensorHeader, GatherMessage, StallQuery, StallReply, FinalMessage)
+Message = TensorHeader | GatherMessage | StallQuery | StallAnswer | FinalMessage
+_KINDS: tuple[Any, ...] = (TensorHeader, GatherMessage, StallQuery, StallAnswer, FinalMessage)
 
 
 def frame(message: Message) -> list[Tensor]:
     """The bytes of a message: uint8 [1024], and the rest where it is longer."""
-    payload = pickle.dumps((_KINDS.index(type(message)), *message))  # by number: a class's name costs microseconds
+    payload = encode((_KINDS.index(type(message)), *message))  # by number: a class's name costs microseconds
     first = bytearray(_HEADER_BYTES)
     first[:_LENGTH_BYTES] = len(payload).to_bytes(_LENGTH_BYTES, "little")
-    room = _HEADER_BYTES - _LENGTH_BYTES
-    head, rest = payload[:room], payload[room:]
+    space = _HEADER_BYTES - _LENGTH_BYTES
+    head, rest = payload[:space], payload[space:]
     first[_LENGTH_BYTES : _LENGTH_BYTES + len(head)] = head
     parts = [first, bytearray(rest)] if rest else [first]
     return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
@@ -94,7 +95,7 @@ def receive_message(group: Any, peer: int) -> Message:
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     if end > _HEADER_BYTES:
         data += _receive_bytes(group, peer, end - _HEADER_BYTES)
-    kind, *fields = pickle.loads(data[_LENGTH_BYTES:end])
+    kind, *fields = decode(data[_LENGTH_BYTES:end])
     return _KINDS[kind](*fields)
 
 
@@ -102,3 +103,35 @@ def _receive_bytes(group: Any, peer: int, count: int) -> bytes:
     buffer = torch.empty(count, dtype=torch.uint8)
     finish(group.recv([buffer], peer, 0), buffer.device)
     return buffer.numpy().tobytes()
+
+
+encode = pickle.dumps
+
+
+def decode(data: bytes) -> Any:
+    """What was encoded: numbers, strings, containers of them, and of NamedTuples and nodes of pytrees; no code runs.
+
+    Raises TypeError for anything else.
+    """
+    return _DataOnly(io.BytesIO(data)).load()
+
+
+class _DataOnly(pickle.Unpickler):
+    """Knows no class or function but those of data, in modules that this process has imported itself."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _class_of_data(module, name)
+
+
+@functools.cache
+def _class_of_data(module: str, name: str) -> type:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    is_namedtuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+    if is_namedtuple or found in pytree.SUPPORTED_NODES:
+        return found
+    raise TypeError(
+        f"cannot send a {module}.{name} to other ranks: only numbers, strings, and lists, tuples, sets and dicts of "
+        "them, NamedTuples and registered pytree nodes, which are read without running anybody's code"
+    )

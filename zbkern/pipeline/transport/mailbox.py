@@ -1,11 +1,43 @@
-"""What every transport has: a Mailbox for messages that have arrived and were not asked for yet."""
+"""Messages that have arrived, by their tags, until somebody asks for them; the error of a failed rank."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
-from zbkern.pipeline.transport.base import Call, PipelineError, Tag, Values
+
+class PipelineError(RuntimeError):
+    """A step failed, here or on another rank; the message names the rank, the action and the cause."""
+
+
+class Tag(NamedTuple):
+    """What a message is: the input of `chunk` (kind F) or the gradient of its output (kind B), of one microbatch."""
+
+    step: int
+    kind: str
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        what = "input" if self.kind == "F" else "output gradient"
+        return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
+
+
+class Values(NamedTuple):
+    """A tag: what ranks have given to the n-th gather, those before the receiver or all of them."""
+
+    number: int
+    whole: bool
+
+    def __str__(self) -> str:
+        return f"what {'all' if self.whole else 'earlier'} ranks give to gather {self.number}"
+
+
+class Call(NamedTuple):
+    """What a rank does, by its turn: 0 to connect, then every step, evaluation and gather. All ranks do the same."""
+
+    turn: int
+    name: str
 
 
 class Mailbox:
@@ -22,7 +54,7 @@ class Mailbox:
         self.failure: str | None = None
 
     def begin(self, name: str) -> str | None:
-        """This rank's next call. Returns what `compare` does. Raises PipelineError when a rank has failed meanwhile."""
+        """This rank's next call. Returns what `put` does. Raises PipelineError when a rank has failed meanwhile."""
         with self._changed:
             if self.failure is not None:
                 raise PipelineError(self.failure)
@@ -31,18 +63,14 @@ class Mailbox:
             return next((self._difference(rank, other) for other, rank in ahead.items() if other != name), None)
 
     def put(self, tag: Any, message: Any, sender: int, call: Call) -> str | None:
-        """Files a message that `sender` sent in its `call`. Returns what is wrong where this rank's is another one."""
+        """Files a message that `sender` sent in its `call`. Returns what is wrong where this rank's is another one.
+
+        Of a call that this rank has not begun yet, `begin` tells.
+        """
         with self._changed:
             if not (isinstance(tag, Tag) and tag.step < self._first_step):
                 self._messages[tag] = message
                 self._changed.notify_all()
-            return self.compare(sender, call)
-
-    def compare(self, sender: int, call: Call) -> str | None:
-        """What is wrong where `sender`, in `call`, and this rank make different calls; `begin` tells of later ones."""
-        if call == self.call:
-            return None
-        with self._changed:
             if call.turn > self.call.turn:
                 self._ahead.setdefault(call.turn, {})[call.name] = sender
             if call.turn != self.call.turn or call.name == self.call.name:
@@ -55,12 +83,11 @@ class Mailbox:
             f"{self.call.name} on rank {self._rank}; make the same calls in the same order on all ranks"
         )
 
-    def fail(self, reason: str) -> bool:
-        """Makes every present and later `take` raise; the first reason stays. True when this was the first."""
+    def fail(self, reason: str) -> None:
+        """Makes every present and later `take` raise; the first reason stays."""
         with self._changed:
-            first, self.failure = self.failure is None, self.failure or reason
+            self.failure = self.failure or reason
             self._changed.notify_all()
-        return first
 
     def closed(self, peer: int) -> None:
         """Nothing more will come from that rank."""
@@ -78,7 +105,7 @@ class Mailbox:
     def peek(self, tag: Any) -> Any:
         return self._messages.get(tag)
 
-    def take(self, peer: int, tag: Any, timeout: float) -> Any:
+    def take(self, peer: int, tag: Any, timeout: float | None) -> Any:
         """The message. Raises PipelineError when a rank has failed or `peer` has closed, TimeoutError after a while.
 
         A gather that has everything ends well, although a rank that had it sooner may have failed since.

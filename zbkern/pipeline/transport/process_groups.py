@@ -2,27 +2,24 @@
 
 torch.distributed.new_group names a group after the number of groups that this process is in (before torch 2.15): ranks
 that are in different numbers of them wait for each other for ever; and a name comes back when a group is destroyed,
-with what the store still has under it. These count their openings in the store, and end with `close_groups` and the
-last reference.
+with what the store still has under it. These count their openings, and end with `close_groups` and the last reference.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
+import collections
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.mailbox import PipelineError
 
 FOREVER = timedelta(days=365)
-_LATE = "late"  # the key of the ranks that had not come; the values of ranks have numbers for keys
+_calls: collections.Counter[str] = collections.Counter()
 
 
 def new_communicator(ranks: Sequence[int], backend: str) -> Any:
@@ -59,41 +56,6 @@ def finish(work: dist.Work, device: torch.device, timeout: timedelta = FOREVER) 
         work.wait()
 
 
-def rendezvous(ranks: Sequence[int], value: Any = None) -> list[Any]:
-    """One small JSON value of each of these global ranks, in their order, by way of the store; collective.
-
-    Raises PipelineError, on all ranks sooner or later, where one has not come within `rendezvous_timeout`, or where the
-    store is gone. Communicators are made after this, because gloo would not say who has not come.
-    """
-    with _needing_store():
-        store = place_in_store(ranks, "values")
-        store.set(str(dist.get_rank()), json.dumps(value))
-        try:
-            store.wait([str(rank) for rank in ranks])
-        except RuntimeError:
-            store.set(_LATE, json.dumps([rank for rank in ranks if not store.check([str(rank)])]))
-        if store.check([_LATE]):
-            late = json.loads(store.get(_LATE))
-            raise PipelineError(
-                f"Pipeline: global ranks {late} did not come to connect in {rendezvous_timeout():g} s, "
-                "the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
-            )
-        return [json.loads(store.get(str(rank))) for rank in ranks]
-
-
-@contextlib.contextmanager
-def _needing_store() -> Iterator[None]:
-    """Inside, a store that is gone is a PipelineError that says who has taken it along."""
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        host = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "global rank 0"
-        raise PipelineError(
-            f"Pipeline: {host} has ended, and with it torch.distributed's store, through which ranks connect; start "
-            f"all ranks again ({str(error).splitlines()[0]})"
-        ) from error
-
-
 def rendezvous_timeout() -> float:
     """Seconds that ranks wait for each other before they connect: the time-out of init_process_group."""
     return dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
@@ -101,10 +63,9 @@ def rendezvous_timeout() -> float:
 
 def place_in_store(ranks: Sequence[int], what: str) -> dist.PrefixStore:
     """A part of the job's store for these ranks' n-th call with this `what`; all make such calls in one order."""
-    name, store = f"zbkern/{'_'.join(map(str, ranks))}/{what}", dist.distributed_c10d._get_default_store()
-    with _needing_store():
-        turn = store.add(f"{name}/taken by {dist.get_rank()}", 1)
-    return dist.PrefixStore(f"{name}/{turn}", store)
+    name = f"zbkern/{'_'.join(map(str, ranks))}/{what}"
+    _calls[name] += 1
+    return dist.PrefixStore(f"{name}/{_calls[name]}", dist.distributed_c10d._get_default_store())
 
 
 def close_groups(groups: Iterable[Any]) -> None:

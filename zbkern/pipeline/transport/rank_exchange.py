@@ -2,12 +2,12 @@
 
 Collectives wait for a rank that has failed, is stopped or was killed until a time-out of their backend's, and do not
 name it. Here each rank gives a value, rank 0 decides from all of them what each gets, and whatever raises on a rank
-in between raises on all.
+in between raises on all. Values travel as JSON: who reaches the store can disturb a job, and run no code in it.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -25,41 +25,36 @@ _PIECE = 4 << 20  # bytes; a TCPStore drops the connection of who sends 8 MiB at
 _FIRST_LOOK, _LONGEST_LOOK = 0.002, 0.5  # seconds between looks at what has come
 _FAILED = "failed"
 
-_entering = threading.Lock()
-_unused: dict[tuple[int, ...], dist.PrefixStore] = {}  # places in the store that a call has left before it had them
-
 
 class RankExchange:
     """`with RankExchange("checkpoint.save", group, timeout) as ranks:` on all ranks, in the same order as other calls.
 
     call: its name in errors. group: the ranks that take part, None for all; without torch.distributed this process
-    alone. timeout: seconds that ranks wait for each other in an `exchange`; where it is no number of seconds, 1800
-    until the body has raised that (`check_timeout`). What the body raises on one rank ends it on all: that rank
-    raises its own error, the others PipelineError with the rank and the error in its message. Nothing is left behind;
-    the next call finds all ranks together again.
+    alone. timeout: seconds that ranks wait for each other in an `exchange`. hint: added where a rank does not come.
+    What the body raises on one rank, or a wrong timeout, ends it on all: that rank raises its own error, the others
+    PipelineError with the rank and the error in its message. The next call finds all ranks together again.
     """
 
-    def __init__(self, call: str, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def __init__(self, call: str, group: dist.ProcessGroup | None, timeout: float, hint: str = "") -> None:
         self.call = call
         self.rank, self.size = 0, 1
-        self._timeout = _usable(timeout)
-        self._group_ranks = [0]
+        self._timeout, self._hint = timeout, hint
         if dist.is_available() and dist.is_initialized():
-            self._group_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-            self.rank, self.size = dist.get_rank(group), len(self._group_ranks)
-        if self.rank < 0:
-            raise ValueError(f"{call}: group must hold this rank; got ranks {self._group_ranks}")
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            self.rank, self.size = dist.get_rank(group), len(ranks)
+            if self.rank < 0:
+                raise ValueError(f"{call}: group must hold this rank; got ranks {ranks}")
+            self._store = place_in_store(ranks, "exchange")
         self._stage = 0
         self._known = False  # whether all ranks know why this one raises
         self._over = threading.Event()
 
     def __enter__(self) -> RankExchange:
-        if self.size > 1:
-            try:
-                self._store = self._within(_GRACE, self._take_place)
-            except BaseException:
-                self._over.set()
-                raise
+        try:
+            check_timeout(self.call, self._timeout)
+        except (TypeError, ValueError) as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(
@@ -75,59 +70,56 @@ class RankExchange:
     ) -> Any:
         """Waits for all ranks to come to this stage; returns what `decide` gives this rank.
 
-        stage: what ranks have done when they come, as in "tensors written". value: picklable. decide: called on rank 0
-        alone with the values by rank, gives what each rank gets, or None for nothing. Raises PipelineError on all
-        ranks where one raises before it comes, or does not come within the time-out, and where ranks are in different
-        calls.
+        stage: what ranks have done when they come, as in "tensors written". value: as JSON has it. decide: called on
+        rank 0 alone with the values by rank, gives what each rank gets, or None for nothing. Raises PipelineError on
+        all ranks where one raises before it comes, or does not come within the time-out, and where ranks are in
+        different calls.
         """
         self._stage += 1
-        deadline = time.monotonic() + self._timeout
-        here = (f"{self.call}: {stage}", value)
+        here = json.dumps((f"{self.call}: {stage}", value))
         if self.rank > 0:
-            return self._bounded(lambda: self._ask(here, stage, deadline))
-        values = [value] if self.size == 1 else self._bounded(lambda: self._collect(here, stage, deadline))
+            return self._bounded(lambda: self._give_and_get(here, stage))
+        values = self._bounded(lambda: self._collect(here, stage)) if self.size > 1 else [json.loads(here)[1]]
         answers = (decide(values) if decide is not None else None) or [None] * self.size
         if self.size > 1:
-            self._bounded(lambda: self._answer(answers))
+            self._bounded(lambda: self._answer([json.dumps(answer) for answer in answers]))
         return answers[0]
 
     # ---- in the store, from a thread
 
-    def _ask(self, here: tuple[str, Any], stage: str, deadline: float) -> Any:
+    def _give_and_get(self, here: str, stage: str) -> Any:
         self._put(self._value_of(self.rank), here)
-        answer = self._get(self._answer_for(self.rank), stage, deadline)
-        self._remove(self._answer_for(self.rank))
+        answer = self._get(f"{self._stage}/answer/{self.rank}", stage)
+        self._remove(f"{self._stage}/answer/{self.rank}")
         return answer
 
-    def _collect(self, here: tuple[str, Any], stage: str, deadline: float) -> list[Any]:
-        self._put(self._value_of(0), None)  # for others to see that this rank has come
-        found = [here] + [self._get(self._value_of(rank), stage, deadline) for rank in range(1, self.size)]
+    def _collect(self, here: str, stage: str) -> list[Any]:
+        self._put(self._value_of(0), here)  # for others to see that this rank has come
+        found = [self._get(self._value_of(rank), stage) for rank in range(self.size)]
         for rank, (label, _) in enumerate(found):
-            if label != here[0]:
-                raise PipelineError(f"ranks make different calls; rank 0 is at {here[0]!r}, rank {rank} at {label!r}")
+            if label != found[0][0]:
+                raise PipelineError(
+                    f"ranks make different calls; rank 0 is at {found[0][0]!r}, rank {rank} at {label!r}"
+                )
         return [value for _, value in found]
 
-    def _answer(self, answers: list[Any]) -> None:
+    def _answer(self, answers: list[str]) -> None:
         for rank in range(1, self.size):
-            self._put(self._answer_for(rank), answers[rank])
+            self._put(f"{self._stage}/answer/{rank}", answers[rank])
         for rank in range(self.size):  # not before: they say who has come
             self._remove(self._value_of(rank))
 
     def _value_of(self, rank: int) -> str:
         return f"{self._stage}/value/{rank}"
 
-    def _answer_for(self, rank: int) -> str:
-        return f"{self._stage}/answer/{rank}"
+    def _put(self, key: str, text: str) -> None:
+        for start in range(0, len(text), _PIECE):
+            self._store.set(f"{key}/{start}", text[start : start + _PIECE])
+        self._store.set(key, str(len(text)))
 
-    def _put(self, key: str, value: Any) -> None:
-        data = pickle.dumps(value)
-        for start in range(0, len(data), _PIECE):
-            self._store.set(f"{key}/{start}", data[start : start + _PIECE])
-        self._store.set(key, str(len(data)))
-
-    def _get(self, key: str, stage: str, deadline: float) -> Any:
-        self._wait(key, stage, deadline)
-        return pickle.loads(b"".join(map(self._store.get, self._pieces(key))))
+    def _get(self, key: str, stage: str) -> Any:
+        self._wait(key, stage)
+        return json.loads(b"".join(map(self._store.get, self._pieces(key))))
 
     def _remove(self, key: str) -> None:
         for each in (*self._pieces(key), key):
@@ -136,21 +128,19 @@ class RankExchange:
     def _pieces(self, key: str) -> list[str]:
         return [f"{key}/{start}" for start in range(0, int(self._store.get(key)), _PIECE)]
 
-    def _wait(self, key: str, stage: str, deadline: float) -> None:
+    def _wait(self, key: str, stage: str) -> None:
         start = time.monotonic()  # no `wait` of the store: a TCPStore logs a warning whenever one times out
         while not self._over.is_set():
             if self._store.check([_FAILED]):
                 self._known = True
                 raise PipelineError(self._store.get(_FAILED).decode())
-            now = time.monotonic()
+            waited = time.monotonic() - start
             if self._store.check([key]):
                 return
-            if now > deadline:
-                reason = f"{self.call}: {self._missing(stage)} in {self._timeout:g} s"
-                self._store.set(_FAILED, reason)
-                self._known = True
-                raise PipelineError(reason)
-            self._over.wait(min(max((now - start) / 10, _FIRST_LOOK), _LONGEST_LOOK))
+            if waited > self._timeout:
+                self._store.set(_FAILED, f"{self.call}: {self._missing(stage)} in {self._timeout:g} s{self._hint}")
+                continue
+            self._over.wait(min(max(waited / 10, _FIRST_LOOK), _LONGEST_LOOK))
         raise PipelineError(f"{self.call}: rank {self.rank} has left it")
 
     def _missing(self, stage: str) -> str:
@@ -161,9 +151,6 @@ class RankExchange:
     # ---- threads
 
     def _bounded(self, work: Callable[[], Any]) -> Any:
-        return self._within(self._timeout + _GRACE, work)
-
-    def _within(self, seconds: float, work: Callable[[], Any]) -> Any:
         """The result of `work`, done by a thread: calls of a store whose host is stopped never return."""
         results: list[Any] = []
         errors: list[BaseException] = []
@@ -174,19 +161,19 @@ class RankExchange:
             except BaseException as error:
                 errors.append(error)
 
-        self._start(run).join(seconds)
+        self._start(run).join(self._timeout + _GRACE)
+        host = "torch.distributed's store (rank 0, or torchrun)"
         if results:
             return results[0]
         if not errors:
             raise PipelineError(
-                f"{self.call}: the host of torch.distributed's store (rank 0, or torchrun) did not answer rank "
-                f"{self.rank} in {seconds:g} s"
+                f"{self.call}: the host of {host} did not answer rank {self.rank} in {self._timeout + _GRACE:g} s"
             )
         if isinstance(errors[0], RuntimeError) and not isinstance(errors[0], PipelineError):
             self._known = True  # to those who can be told
             raise PipelineError(
-                f"{self.call}: rank {self.rank} has lost torch.distributed's store, which ends with its host "
-                f"(rank 0, or torchrun): {errors[0]}"
+                f"{self.call}: rank {self.rank} has lost the host of {host}, and with it what ranks tell each other; "
+                f"start all ranks again: {errors[0]}"
             ) from errors[0]
         raise errors[0]
 
@@ -194,19 +181,3 @@ class RankExchange:
         thread = threading.Thread(target=work, name="zbkern-exchange", daemon=True)
         thread.start()
         return thread
-
-    def _take_place(self) -> dist.PrefixStore:
-        """The part of the store for this call; one that was not used in time is left to the next call."""
-        with _entering:
-            key = tuple(self._group_ranks)
-            store = _unused.pop(key, None) or place_in_store(key, "exchange")
-            if self._over.is_set():
-                _unused[key] = store
-            return store
-
-
-def _usable(timeout: Any) -> float:
-    try:
-        return check_timeout("", timeout)
-    except (TypeError, ValueError):
-        return TIMEOUT

@@ -1,0 +1,144 @@
+"""The ops whose W may wait, a row for each: its autograd function, and its forms where that cannot run.
+
+`run` is the way of every public op from checked arguments to its function: the same prologue for all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbkern import wgrad
+from zbkern.kernels import dispatch
+from zbkern.ops import autograd, compiled
+from zbkern.ops.functions import collectives, grouped, sharded
+from zbkern.ops.functions import embedding as embeddings
+from zbkern.ops.functions import linear as linears
+from zbkern.ops.functions import loss as losses
+from zbkern.ops.functions import norm as norms
+
+Params = tuple[Any, ...]  # tensors or None
+
+
+def cast_product(op: str, x: Tensor, params: Params) -> Tensor:
+    """x in autocast's dtype; without autocast its own, which that of all parameters must be."""
+    dtype = x.dtype
+    if torch._C._is_any_autocast_enabled():
+        device = x.device.type
+        enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta, say
+        if enabled and dtype.is_floating_point and dtype != torch.float64:
+            return x.to(torch.get_autocast_dtype(device))
+    for weight in params:
+        if weight is not None and weight.dtype != dtype:
+            raise TypeError(
+                f"{op}: x is {dtype} and a weight or bias {weight.dtype}; convert one, or use torch.autocast"
+            )
+    return x
+
+
+def cast_norm(op: str, x: Tensor, params: Params) -> Tensor:
+    """On CUDA, autocast runs norms in float32; on the CPU it leaves them alone."""
+    return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64 else x
+
+
+@dataclass(frozen=True)
+class Op:
+    """name: what errors call it; kernels: its name in spec.OPS where that is another one.
+
+    function: forward(ctx, call, x, *options, *edges). with_torch(*params, x, *options): the same in torch's own
+    operations; None where there is no such form. deferring(x, *params, *options): the same inside torch.compile, with a
+    tap at which W is deferred, where may_defer(x, *params). of_dtensors(call, x, *options): where all are DTensors and
+    W may wait. cast: what autocast makes of x; raises TypeError for parameters of another dtype.
+    """
+
+    name: str
+    function: type[torch.autograd.Function]
+    with_torch: Callable[..., Any] | None
+    deferring: Callable[..., Any] | None = None
+    may_defer: Callable[..., bool] = compiled.can_defer
+    of_dtensors: Callable[..., Any] | None = None
+    cast: Callable[[str, Tensor, Params], Tensor] = cast_product
+    kernels: str = ""
+
+
+LINEAR = Op(
+    *("linear", linears.Linear, linears.linear_with_torch, compiled.linear),
+    of_dtensors=sharded.linear,
+)
+FP8_LINEAR = Op("linear", linears.FP8Linear, None, kernels="fp8_linear")
+GATED_MLP = Op("gated_mlp", linears.GatedMLP, linears.gated_mlp_with_torch, compiled.gated_mlp)
+GROUPED_LINEAR = Op("grouped_linear", grouped.GroupedLinear, grouped.grouped_linear_with_torch, compiled.grouped_linear)
+GROUPED_MLP = Op("grouped_mlp", grouped.GroupedMLP, grouped.grouped_mlp_with_torch, compiled.grouped_mlp)
+# By offsets, after whose last there may be rows of no group
+GROUPED_LINEAR_BY_OFFSETS = replace(
+    GROUPED_LINEAR, deferring=functools.partial(compiled.grouped_linear, every_row=False)
+)
+GROUPED_MLP_BY_OFFSETS = replace(GROUPED_MLP, deferring=functools.partial(compiled.grouped_mlp, every_row=False))
+EMBEDDING = Op(
+    *("embedding", embeddings.Embedding, embeddings.embedding_with_torch, compiled.embedding),
+    of_dtensors=functools.partial(autograd.apply, sharded.ShardedEmbedding),
+    cast=lambda op, x, params: x,
+)
+RMS_NORM = Op("rms_norm", norms.Norm, norms.rms_norm_with_torch, cast=cast_norm)
+LAYER_NORM = Op("layer_norm", norms.Norm, norms.layer_norm_with_torch, cast=cast_norm)
+LINEAR_CROSS_ENTROPY = Op(
+    *("linear_cross_entropy", losses.LinearCrossEntropy, losses.linear_cross_entropy_with_torch),
+    *(compiled.linear_cross_entropy, compiled.can_defer_head),
+)
+
+
+def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, own: Tensor | None = None) -> Any:
+    """The op through its autograd function, by the backend that impl says; options: the op's.
+
+    own: what this rank has of the first parameter, where x is plain and the parameters are DTensors.
+    """
+    if not is_plain(x, params[0] if own is None else own):
+        return _run_elsewhere(op, x, params, options, impl, name)
+    x = op.cast(op.name, x, params)
+    deciding = x if x.is_floating_point() else params[0]  # an embedding's x is integers
+    backend = dispatch.resolve(op.kernels or op.name, impl, deciding.device, deciding.dtype)
+    return autograd.apply(op.function, autograd.OpCall(params, backend, name), x, *options)
+
+
+def is_plain(x: Tensor, weight: Tensor | None) -> bool:
+    """False for tensor subclasses, sparse tensors, under function transforms and inside torch.compile: these need
+    operations that torch can see through. There the whole backward is one piece, and its W does not wait."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and x.layout is torch.strided
+        and not compiled.within_transform()
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def defers_dtensors(*tensors: Tensor | None) -> bool:
+    """True for DTensors in a forward whose W may wait: elsewhere torch's own operations do the whole backward."""
+    return not torch.compiler.is_compiling() and wgrad.current() is not None and sharded.is_sharded(*tensors)
+
+
+def _run_elsewhere(op: Op, x: Tensor, params: Params, options: tuple[Any, ...], impl: str, name: str) -> Any:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and collectives.is_wrapped(x):  # what a collective has returned without waiting
+        return run(op, collectives.Arrived.apply(x), params, *options, impl=impl, name=name)
+    if op.with_torch is None:
+        raise ValueError(
+            f"{op.name}: a recipe needs plain tensors outside of torch.compile and of function transforms; got "
+            f"{type(x).__name__} and {type(params[0]).__name__}; use torch.compiler.disable on the module, or no recipe"
+        )
+    if compiling and op.deferring is not None and op.may_defer(x, *params):
+        return op.deferring(op.cast(op.name, x, params), *params, *options)
+    if compiling and op is LINEAR and compiled.can_defer_sharded(x, *params):
+        return compiled.sharded_linear(op.cast(op.name, x, params), *params, *options)
+    if op.of_dtensors is not None and defers_dtensors(x, *params):
+        backend = dispatch.resolve(op.kernels or op.name, impl, params[0].device, params[0].dtype)
+        return op.of_dtensors(autograd.OpCall(params, backend, name), x, *options)
+    return op.with_torch(*params, x, *options)
