@@ -21,6 +21,7 @@ from zbkern.pipeline import (
     ModelCosts,
     Pipeline,
     PipelineError,
+    PlanOptions,
     ProfileOptions,
     StepOptions,
     cut,
@@ -159,7 +160,7 @@ def planned_from_layers(
     assert flat.checkpoint is not None
     most = max(simulate(schedules.one_f_one_b(2, 4), first.chunk_costs(partition)).peak_memory)
     limit = most - less * (flat.activation[0] - flat.checkpoint[0])
-    found = plan(first, 2, 4, memory_limit=limit, partition=partition, recompute=True, effort=0)
+    found = plan(first, 2, 4, memory_limit=limit, recompute=True, effort=0, options=PlanOptions(partition=partition))
     assert max(found.timeline.peak_memory) <= limit * (1 + 1e-6)
 
     def step(transport: LocalTransport) -> tuple[float, ...]:
