@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import zbkern
 from zbkern import testing
 from zbkern.data_parallel import ShardedReduction
-from zbkern.wgrad import fsdp
 
 pytestmark = pytest.mark.dist
 
@@ -43,28 +42,9 @@ class Reused(Net):
         return super().forward(super().forward(x).sin())
 
 
-class Scaled(nn.Linear):
-    """A linear whose weight is computed from parameters."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.gain = nn.Parameter(torch.rand(outputs, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, (1 + self.weight) * self.gain, self.bias)
-
-
-class Computed(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block[1] = Scaled(8, 16)
-            nn.utils.parametrizations.weight_norm(block[3])
-
-
 def make(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return {"plain": Net, "reused": Reused, "computed": Computed}[kind]().double()
+    return {"plain": Net, "reused": Reused}[kind]().double()
 
 
 def data(steps: int, microbatches: int) -> Tensor:
@@ -208,45 +188,6 @@ def fsdp_steps(kind: str, order: str, reshard: bool) -> None:
 @pytest.mark.parametrize(("kind", "reshard"), [("plain", True), ("plain", False), ("reused", False)])
 def test_fsdp2(two_ranks: Any, kind: str, order: str, reshard: bool) -> None:
     two_ranks.run(fsdp_steps, kind, order, reshard)
-
-
-def computed_weights(sharded: bool, reshard: bool) -> None:
-    """W of a computed weight waits, its parameters under FSDP2, whose values are gone by then, or not."""
-    from torch.distributed.fsdp import fully_shard
-
-    rank = dist.get_rank()
-    model = make("computed")
-    expected = train_alone(copy.deepcopy(model), 1, 2)[0]
-    zbkern.convert(model)
-    queue = zbkern.WGradQueue()
-    if sharded:
-        for block in (*model.blocks, model):
-            fully_shard(block, reshard_after_forward=reshard)
-        reduction = ShardedReduction(model, queue)
-    (step,) = data(1, 2)
-    searches: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        shards = fsdp.shards
-        patch.setattr(fsdp, "shards", lambda: (searches.append(key), shards())[1])
-        for key, batch in enumerate(step):
-            for part in (batch[rank],) if sharded else batch:
-                with queue.defer(key):
-                    (model(part).square().mean() / (1 if sharded else 2)).backward()
-    assert set(searches) == {0}  # what FSDP2 gathers is known after the first B
-    products = [task for task in queue.tasks() if sum(p is not None for p in task.parameters) == 2]
-    computed = [task for task in products if not any(p.dim() == 1 for p in task.parameters)]
-    assert len(computed) == 2 * 3 * (2 if sharded else 4)  # with weight and gain, or magnitude and direction
-    assert {len(task.tensors) for task in computed} == ({4} if sharded else {2})  # values that FSDP2 may free
-    queue.run()
-    if sharded:
-        reduction.finish()
-    for name, p in model.named_parameters():
-        testing.assert_close(p.grad.full_tensor() if sharded else p.grad, expected[name], name)
-
-
-@pytest.mark.parametrize(("sharded", "reshard"), [(False, False), (True, False), (True, True)])
-def test_w_of_computed_weights_waits(two_ranks: Any, sharded: bool, reshard: bool) -> None:
-    two_ranks.run(computed_weights, sharded, reshard)
 
 
 def forgotten_run() -> list[str]:

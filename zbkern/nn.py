@@ -21,7 +21,7 @@ from zbkern.ops.expert_parallel import ExpertParallel as ExpertParallel
 class Layer(torch.nn.Module):
     """What all have: the name that errors and the queue call them, and which implementation computes them.
 
-    Those of which torch has a twin take its arguments, and impl.
+    Those of which torch has a twin take its arguments, and impl; the others device and dtype, by name, as torch's do.
     """
 
     zbkern_name = ""
@@ -157,16 +157,13 @@ class MLP(Layer):
         hidden_dim: int,
         activation: str = "silu",
         bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
         impl: str = "auto",
+        **factory: Any,
     ) -> None:
         super().__init__(impl=impl)
         self.activation = activation
-        self.gate = Linear(dim, hidden_dim, bias, device, dtype, impl=impl)
-        self.up = Linear(dim, hidden_dim, bias, device, dtype, impl=impl)
-        self.down = Linear(hidden_dim, dim, bias, device, dtype, impl=impl)
+        self.gate, self.up = (Linear(dim, hidden_dim, bias, impl=impl, **factory) for _ in range(2))
+        self.down = Linear(hidden_dim, dim, bias, impl=impl, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self.gate, self.up, self.down
@@ -206,11 +203,9 @@ class Attention(Layer):
         head_dim: int | None = None,
         options: functional.AttentionOptions = functional.AttentionOptions(),  # noqa: B008 (it cannot change)
         bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
         sinks: bool = False,
         impl: str = "auto",
+        **factory: Any,
     ) -> None:
         super().__init__(impl=impl)
         sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
@@ -227,9 +222,9 @@ class Attention(Layer):
             raise ValueError(f"Attention: num_heads must divide dim when head_dim is None; got {num_heads}, {dim}")
         self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.options = options
-        self.qkv = Linear(dim, (num_heads + 2 * self.num_kv_heads) * self.head_dim, bias, device, dtype, impl=impl)
-        self.output = Linear(num_heads * self.head_dim, dim, bias, device, dtype, impl=impl)
-        self.sinks = torch.nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None
+        self.qkv = Linear(dim, (num_heads + 2 * self.num_kv_heads) * self.head_dim, bias, impl=impl, **factory)
+        self.output = Linear(num_heads * self.head_dim, dim, bias, impl=impl, **factory)
+        self.sinks = torch.nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
 
     def forward(
         self,
@@ -260,16 +255,12 @@ class GroupedLinear(Layer):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
         impl: str = "auto",
+        **factory: Any,
     ) -> None:
         super().__init__(impl=impl)
-        self.weight = torch.nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
-        self.bias = (
-            torch.nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None
-        )
+        self.weight = torch.nn.Parameter(torch.empty(num_groups, out_features, in_features, **factory))
+        self.bias = torch.nn.Parameter(torch.empty(num_groups, out_features, **factory)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -300,18 +291,16 @@ class Experts(Layer):
         num_experts: int,
         gate: functional.GateOptions = functional.GateOptions(),  # noqa: B008 (it cannot change)
         bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
         transposed: bool = False,
         impl: str = "auto",
+        **factory: Any,
     ) -> None:
         super().__init__(impl=impl)
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.gate, self.transposed = gate, transposed
 
         def parameter(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+            return torch.nn.Parameter(torch.empty(num_experts, *shape, **factory))
 
         first, second = (2 * hidden_dim, dim), (dim, hidden_dim)
         self.gate_up_proj = parameter(*(reversed(first) if transposed else first))
@@ -322,12 +311,8 @@ class Experts(Layer):
 
     def reset_parameters(self) -> None:
         """Every expert's products as torch.nn.Linear starts."""
-        products = (
-            (self.gate_up_proj, self.gate_up_proj_bias, self.dim),
-            (self.down_proj, self.down_proj_bias, self.hidden_dim),
-        )
-        for weight, bias, inputs in products:
-            _reset(weight, bias, inputs)
+        _reset(self.gate_up_proj, self.gate_up_proj_bias, self.dim)
+        _reset(self.down_proj, self.down_proj_bias, self.hidden_dim)
 
     def forward(
         self, x: Tensor, counts: Sequence[int] | Tensor | None = None, *, offsets: Tensor | None = None

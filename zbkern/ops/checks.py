@@ -81,16 +81,10 @@ def check(op: str, wanted: Sequence[Argument], *values: Any) -> None:
     """All are tensors of real numbers on the device of the first, of the shapes and dtypes that the op takes."""
     sizes: dict[str, Any] = {}
     device = getattr(values[0], "device", None)
-    for argument, value in zip(wanted, values, strict=True):
+    for argument, value in zip(wanted, values):  # noqa: B905 (strict takes time)
         if value is None and argument.optional:
             continue
-        if not (
-            isinstance(value, Tensor)
-            and value.device == device
-            and not value.is_complex()
-            and (argument.allows is None or argument.allows(value.dtype))
-            and _fits(argument, value.shape, sizes)
-        ):
+        if not isinstance(value, Tensor) or value.device != device or not _fits(argument, value, sizes):
             raise _error(op, wanted, values, argument, value)
     if "2H" in sizes and sizes["2H"] != 2 * sizes["H"]:
         raise ValueError(
@@ -98,16 +92,20 @@ def check(op: str, wanted: Sequence[Argument], *values: Any) -> None:
         )
 
 
-def _fits(argument: Argument, shape: Sequence[int], sizes: dict[str, Any]) -> bool:
+def _fits(argument: Argument, value: Tensor, sizes: dict[str, Any]) -> bool:
     """Whether a tensor has the sizes that the letters have by now; those that had none get them."""
-    named = argument.sizes
-    if len(shape) != len(named) and (not argument.leading or len(shape) < len(named)):
+    _, _, _, leading, shared, named, _, allows = argument
+    shape = value.shape
+    further = len(shape) - len(named)
+    if further and (not leading or further < 0):
         return False
     for place, letter in named:
-        if sizes.setdefault(letter, shape[place]) != shape[place]:
+        size = shape[place]
+        if sizes.setdefault(letter, size) != size:
             return False
-    leading = shape[: len(shape) - len(named)] if argument.shared else None
-    return leading is None or sizes.setdefault("...", leading) == leading
+    if shared and sizes.setdefault("...", shape[:further]) != shape[:further]:
+        return False
+    return not value.is_complex() if allows is None else allows(value.dtype)
 
 
 def _error(op: str, wanted: Sequence[Argument], values: Sequence[Any], argument: Argument, value: Any) -> Exception:
@@ -155,8 +153,8 @@ def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
         and x.shape[-1] == weight.shape[not transposed]
         and x.device == weight.device
         and not (x.is_complex() or weight.is_complex())
-        and (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[transposed:][:1]))
-        and not (bias is not None and bias.is_complex())
+        and (bias is None or (isinstance(bias, Tensor) and bias.dim() == 1 and not bias.is_complex()))
+        and (bias is None or bias.numel() == weight.shape[transposed])
     )
 
 

@@ -100,7 +100,9 @@ def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, 
     if not is_plain(x, params[0] if own is None else own):
         return _run_elsewhere(op, x, params, options, impl, name)
     x = op.cast(op.name, x, params)
-    return autograd.apply(op.function, _call(op, x, params, impl, name), x, *options)
+    deciding = x if x.is_floating_point() else params[0]  # an embedding's x is integers
+    backend = dispatch.resolve(op.kernels or op.name, impl, deciding.device, deciding.dtype)
+    return autograd.apply(op.function, autograd.OpCall(params, backend, name), x, *options)
 
 
 def is_plain(x: Tensor, weight: Tensor | None) -> bool:
@@ -123,11 +125,6 @@ def defers_dtensors(*tensors: Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and wgrad.current() is not None and sharded.is_sharded(*tensors)
 
 
-def _call(op: Op, x: Tensor, params: Params, impl: str, name: str) -> autograd.OpCall:
-    deciding = params[0] if op is EMBEDDING else x  # an embedding's x is integers
-    return autograd.OpCall(params, dispatch.resolve(op.kernels or op.name, impl, deciding.device, deciding.dtype), name)
-
-
 def _run_elsewhere(op: Op, x: Tensor, params: Params, options: tuple[Any, ...], impl: str, name: str) -> Any:
     compiling = torch.compiler.is_compiling()
     if not compiling and collectives.is_wrapped(x):  # what a collective has returned without waiting
@@ -142,5 +139,6 @@ def _run_elsewhere(op: Op, x: Tensor, params: Params, options: tuple[Any, ...], 
     if compiling and op is LINEAR and compiled.can_defer_sharded(x, *params):
         return compiled.sharded_linear(op.cast(op.name, x, params), *params, *options)
     if op.of_dtensors is not None and defers_dtensors(x, *params):
-        return op.of_dtensors(_call(op, x, params, impl, name), x, *options)
+        backend = dispatch.resolve(op.kernels or op.name, impl, params[0].device, params[0].dtype)
+        return op.of_dtensors(autograd.OpCall(params, backend, name), x, *options)
     return op.with_torch(*params, x, *options)

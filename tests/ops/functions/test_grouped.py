@@ -62,7 +62,7 @@ def test_without_knowing_the_counts(
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_host_asks_a_device_for_nothing(counts: str, transposed: bool) -> None:
     """On a meta device there is nothing to be asked for: F, B and W all run."""
-    module = zbkern.nn.Experts(4, 6, 3, GateOptions(interleaved=True, limit=7.0), True, "meta", transposed=transposed)
+    module = zbkern.nn.Experts(4, 6, 3, GateOptions(interleaved=True, limit=7.0), True, transposed, device="meta")
     linear = zbkern.nn.GroupedLinear(3, 4, 4, device="meta")
     queue, rows = zbkern.WGradQueue(), {counts: torch.empty(3, dtype=torch.int64, device="meta")}
     with queue.defer():

@@ -117,8 +117,8 @@ def _of_torch(backend: SDPBackend, can_use: str, deterministic: bool) -> _Core:
         if torch.are_deterministic_algorithms_enabled() and not deterministic:
             return False
         grouped = case.q.shape[-2] != case.k.shape[-2]
-        operands = [t.transpose(1, 2) for t in (case.q, case.k, case.v)]
-        parameters = torch.backends.cuda.SDPAParams(*operands, None, 0.0, case.options.causal, grouped)
+        q, k, v = (t.transpose(1, 2) for t in (case.q, case.k, case.v))
+        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, case.options.causal, grouped)
         return getattr(torch.backends.cuda, can_use)(parameters)
 
     def run(case: Case) -> Tensor:
