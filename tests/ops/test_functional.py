@@ -414,6 +414,26 @@ def test_head_of_several_output_gradients_at_once() -> None:
     testing.assert_close(found, factors[:, None, None] * one)
 
 
+@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_head_whose_labels_are_all_ignored(reduction: str, queued: bool) -> None:
+    """As torch's: the mean of nothing is nan, and its gradients are zeros."""
+    ours = [torch.randn(shape, requires_grad=True) for shape in ((3, 5), (9, 5), (9,))]
+    theirs, target = twins(ours), torch.full((3,), -100)
+    options = Z.CrossEntropyOptions(label_smoothing=0.1)
+    queue = zbkern.WGradQueue() if queued else None
+    with contextlib.nullcontext() if queue is None else queue.defer():
+        loss = Z.linear_cross_entropy(ours[0], ours[1], target, ours[2], reduction, options)
+        loss.sum().backward()
+    if queue is not None:
+        queue.run()
+    expected = F.cross_entropy(F.linear(*theirs), target, label_smoothing=0.1, reduction=reduction)
+    expected.sum().backward()
+    assert torch.equal(loss.isnan(), expected.isnan())
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
 def test_head_says_so_when_its_weight_changed_before_w() -> None:
     weight = torch.randn(9, 5, requires_grad=True)
     queue = zbkern.WGradQueue()
