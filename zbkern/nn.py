@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from zbkern import functional
-from zbkern.conversion.interception import intercepted
 from zbkern.kernels.reference import activation_function
 from zbkern.ops import checks
 from zbkern.ops.expert_parallel import ExpertParallel as ExpertParallel
@@ -133,16 +132,12 @@ class ForeignRMSNorm(Layer):
         return y.to(x.dtype)
 
 
-class Intercepted(Layer):
-    """Behaviour of any other module with parameters of its own: its forward as it is, intercepted. See `convert`."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return intercepted(super().forward, self, args, kwargs)
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
 def eps_of(norm: torch.nn.Module) -> float | None:
     """The eps of an RMSNorm, under any of the names that libraries give it; None where there is none."""
-    for name in ("variance_epsilon", "eps", "epsilon"):
+    for name in EPS_NAMES:
         if isinstance(eps := getattr(norm, name, None), float):
             return eps
     return None

@@ -176,6 +176,10 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
         {"w": (8, 8), "a": (2, 8), "b": (8, 2)},
         lambda p, x: F.linear(x, p["w"] + 0.5 * p["b"] @ p["a"]),
     ),
+    "cast of a scaled weight that changes nothing": (
+        {"s": (8, 1), "w": (8, 8)},
+        lambda p, x: F.linear(x, (p["s"] * p["w"]).to(x.dtype)),
+    ),
     "halves of a scaled weight": (
         {"s": (1,), "w": (16, 8)},
         lambda p, x: sum(F.linear(x, part) for part in (p["s"] * p["w"]).chunk(2)),
@@ -502,7 +506,7 @@ def test_attention_of_torch_has_a_w() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("low rank", 1), ("lstm", 0), ("attention", 1), ("einsum with an ellipsis", 1)]
+    ("name", "share"), [("low rank", 0), ("lstm", 0), ("attention", 1), ("einsum with an ellipsis", 1)]
 )
 def test_coverage_counts_products_that_b_computes(name: str, share: int) -> None:
     inner = {"lstm": nn.LSTM(8, 8), "attention": nn.MultiheadAttention(8, 2)}.get(name)
@@ -518,26 +522,25 @@ def test_coverage_counts_products_that_b_computes(name: str, share: int) -> None
     assert (found.not_deferred == {}) == (share == 1)
 
 
-COMPUTED = ("scaled weight", "normalised weight", "masked weight", "sum of weights", "scaled filters", "decays")
+COMPUTED: dict[str, Compute] = {
+    name: CASES[name][1]
+    for name in (
+        *("scaled weight", "masked weight", "scaled weight, modified in place", "weight written into another tensor"),
+        *("cast of a scaled weight that changes nothing", "halves of a scaled weight", "scaled filters", "decays"),
+        *("normalised weight", "sum of weights", "scaled weight in an einsum"),
+    )
+}
+COMPUTED["dropped out"] = lambda p, x: F.linear(x, F.dropout(2 * p["w"], 0.5))
+COMPUTED["embedded"] = lambda p, x: F.embedding(torch.arange(3), 2 * p["w"])
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_the_product_of_a_computed_weight_waits(name: str) -> None:
-    module, _ = pair(*CASES[name], torch.float64)
-    twin, x = zbkern.convert(module), torch.randn(6, 8, dtype=torch.float64)
-    assert zbkern.coverage(twin, lambda: twin(x).sum()).share == 1
-
-
-@pytest.mark.parametrize("used", ["dropped out", "embedded", "modified in place", "written into another tensor"])
-def test_a_computed_weight_whose_product_is_in_b_does_not_count(used: str) -> None:
-    uses: dict[str, Compute] = {
-        "dropped out": lambda p, x: F.linear(x, F.dropout(2 * p["w"], 0.5)),
-        "embedded": lambda p, x: F.embedding(torch.arange(3), 2 * p["w"]),
-        "modified in place": lambda p, x: F.linear(x, (2 * p["w"]).mul_(3)),
-        "written into another tensor": into_another,
-    }
-    twin, x = zbkern.convert(Module(SQUARE, uses[used], torch.float64)), torch.randn(6, 8, dtype=torch.float64)
-    assert zbkern.coverage(twin, lambda: (x[:, :1] @ twin(x)[:1]).sum()).share == 0
+def test_a_computed_weight_does_not_count_because_b_computes_its_product(name: str) -> None:
+    shapes = CASES[name][0] if name in CASES else SQUARE
+    twin, x = zbkern.convert(Module(shapes, COMPUTED[name], torch.float64)), torch.randn(6, 8, dtype=torch.float64)
+    found = zbkern.coverage(twin, lambda: (x[:, :1] @ twin(x)[:1]).sum())
+    assert {"w", "v"} & found.not_deferred.keys()
+    assert found.share == 0
 
 
 def test_positions_that_a_module_computes_and_others_add_count() -> None:
@@ -545,53 +548,19 @@ def test_positions_that_a_module_computes_and_others_add_count() -> None:
     assert zbkern.coverage(twin, lambda: (x + twin(x)).sum()).share == 1
 
 
-def test_a_layer_that_is_parametrized_after_convert_does_not_count() -> None:
-    twin, x = zbkern.convert(nn.Sequential(nn.Linear(8, 8))), torch.randn(6, 8)
-    nn.utils.parametrizations.weight_norm(twin[0])
-    assert zbkern.coverage(zbkern.convert(twin), lambda: twin(x).sum()).share == 0
-
-
-def test_a_constant_of_a_computed_weight_that_has_changed_is_an_error() -> None:
-    mask, queue = torch.ones(8, 8), zbkern.WGradQueue()
-    twin = zbkern.convert(Module(SQUARE, lambda p, x: F.linear(x, p["w"] * mask), torch.float32))
-    with queue.defer():
-        backward(twin, torch.randn(6, 8))
-    mask.zero_()
-    with pytest.raises(RuntimeError, match="has been modified in place between the forward and W"):
-        queue.run()
-    queue.discard()
-
-
-@pytest.mark.parametrize("before_b", [True, False])
-def test_an_optimizer_step_before_w_of_a_computed_weight_is_an_error(before_b: bool) -> None:
-    module = Module({"w": (8, 8), "scale": (8, 1)}, lambda p, x: F.linear(x, p["scale"] * p["w"]), torch.float32)
-    twin, queue = zbkern.convert(module), zbkern.WGradQueue()
-    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
-    for parameter in twin.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with queue.defer():
-        loss = twin(torch.randn(6, 8, requires_grad=True)).sum()
-        if before_b:
-            optimizer.step()
-        loss.backward()
-    if not before_b:
-        with pytest.warns(RuntimeWarning, match="still wait in a WGradQueue"):
-            optimizer.step()
-    with pytest.raises(RuntimeError, match=r"changed between the forward and W.*; run the queue before the optimizer"):
-        queue.run()
-    queue.discard()
-
-
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
-def test_parametrized_layers(kind: str) -> None:
-    """What torch.nn.utils.parametrizations makes of them: the whole of W waits."""
+@pytest.mark.parametrize("before", [True, False])
+def test_parametrized_layers(kind: str, before: bool) -> None:
+    """What torch.nn.utils.parametrizations makes of them, before and after convert: W of the weight is in B."""
     torch.manual_seed(0)
     parametrize = getattr(nn.utils.parametrizations, kind)
-    module = nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Tanh(), parametrize(nn.Linear(8, 8))).double()
-    twin = zbkern.convert(copy.deepcopy(module))
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Conv1d(6, 6, 1)).double()
+    twin = zbkern.convert(plain) if not before else plain
+    parametrize(twin[0]), parametrize(twin[2])
+    module = zbkern.restore(copy.deepcopy(twin))
+    zbkern.convert(twin)
     queue = deferred(module, twin, torch.randn(2, 6, 8, dtype=torch.float64), 1e-12)
-    assert all(p.grad is None for p in twin.parameters())
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
-    assert zbkern.coverage(twin, lambda: twin(torch.randn(6, 8, dtype=torch.float64)).sum()).share == 1
-    assert [type(m) for m in zbkern.restore(twin).modules()] == [type(m) for m in module.modules()]
+    found = zbkern.coverage(twin, lambda: twin(torch.randn(6, 8, dtype=torch.float64)).sum())
+    assert found.share == 0

@@ -240,7 +240,6 @@ def test_the_operators_of_the_head_pass_torchs_check() -> None:
         [x, target, lse, torch.ones_like(loss)],
         weight,
         bias,
-        None,
         [],
         [float(n) for n in numbers],
         True,
@@ -450,7 +449,7 @@ def test_the_operator_passes_torchs_check(kind: str) -> None:
     x = torch.randint(5, (3,)) if kind == "embedding" else torch.randn(3, 5 if kind == "transposed" else 4)
     dy = torch.randn(3, 5 if kind == "linear" else 4)
     bias = None if kind == "embedding" else torch.randn(dy.shape[1])
-    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, [x, dy], weight, bias, None, [], [], True))
+    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, [x, dy], weight, bias, [], [], True))
 
 
 def test_a_compiled_block_inside_an_eager_model_that_defers() -> None:

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from zbkern.conversion.intercepted_functions import HANDLERS, KEYWORDS, InterceptedFunctions, last_exchanged
+from zbkern.conversion.intercepted_functions import HANDLERS, KEYWORDS
 from zbkern.ops import compiled
-from zbkern.ops.functions.products import ComputedWeight, Kind, ParameterView
+from zbkern.ops.functions.products import Kind, ParameterView
 
 CASTS = ("to", "type", "float", "double", "half", "bfloat16")
 
@@ -39,12 +39,10 @@ class CompiledInterception(TorchFunctionMode):
             origins = tuple([origin for origin in found if origin is not None])
             if origins:
                 return _call(name, origins, args, kwargs)
-        elif name == "__getitem__" and _is_parameter(args[0]) and args[0].dim() > 2 and _are_rows(args[1]):
-            return _values(args[0], args[1], args[0].dtype)
         elif name in CASTS and _is_parameter(args[0]):
             cast = function(*args, **kwargs)
             same = cast.dtype == args[0].dtype or cast.device != args[0].device
-            return cast if same else _values(args[0], None, cast.dtype)
+            return cast if same else _cast(args[0], cast.dtype)
         return function(*args, **kwargs)
 
 
@@ -96,10 +94,6 @@ def _is_parameter(tensor: Any) -> bool:
     return type(tensor) is torch.nn.Parameter and tensor.requires_grad
 
 
-def _are_rows(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dim() < 2 and index.dtype in (torch.int32, torch.int64)
-
-
 def _origin(operand: Any) -> tuple[Tensor, Tensor, bool] | None:
     """An operand with what it is a view of, or itself; and whether that is a parameter."""
     if type(operand) not in (Tensor, torch.nn.Parameter) or not operand.requires_grad:
@@ -128,27 +122,14 @@ def _original(name: str) -> Callable[..., Any]:
     return next(getattr(place, name) for place in (F, torch, Tensor) if hasattr(place, name))
 
 
-def _view(operand: Tensor, whole: Any, known: bool) -> ParameterView | None:
-    """Which part of which parameter an operand is."""
-    made: Any = getattr(whole, "grad_fn", None)
-    parameter = whole if known else getattr(made, "zbkern_parameter", None)
-    if parameter is None or not parameter.is_contiguous():
+def _view(operand: Tensor, whole: Tensor, known: bool) -> ParameterView | None:
+    """Which part of which parameter an operand is. known: `whole` is the parameter; else it may be a cast of one."""
+    parameter = whole if known else getattr(whole.grad_fn, "zbkern_parameter", None)
+    if parameter is None or not parameter.is_contiguous() or operand.dtype != whole.dtype or _overlaps(operand):
         return None
-    steps: tuple[Any, ...] = ()
-    if not known:
-        index, dtype = made.zbkern_index, whole.dtype
-        if index is not None:
-            steps = ((Tensor.__getitem__, (index,), ()),)
-        if dtype != parameter.dtype:
-            steps = (*steps, (Tensor.to, (dtype,), ()))
-    if operand.dtype != whole.dtype or _overlaps(operand):
-        return None
-    if operand.shape != whole.shape or operand.stride() != whole.stride():
-        if not known and made.zbkern_index is not None:
-            return None  # outside of defer W runs within B's operator, where the gradient of such a view has no graph
-        transposed = whole.dim() == 3 and operand.shape == whole.mT.shape and operand.stride() == whole.mT.stride()
-        steps = (*steps, (last_exchanged if transposed else Tensor.as_strided, (), ()))
-    return ParameterView(parameter, steps, operand.detach())
+    values = whole.detach()
+    memory = values if operand is whole else operand.detach()
+    return ParameterView(parameter, values, memory, memory)
 
 
 def _overlaps(view: Tensor) -> bool:
@@ -161,39 +142,31 @@ def _overlaps(view: Tensor) -> bool:
     return False
 
 
-class _Traced(InterceptedFunctions):
-    """Handlers for operands that are views of parameters, in operations that a compiler traces."""
+class _Traced:
+    """What handlers ask for operands that are views of parameters, in operations that a compiler traces."""
 
     def __init__(self, views: list[tuple[Tensor, ParameterView]]) -> None:
         self._views = views
 
-    def _view(self, tensor: Any) -> ParameterView | None:
+    def view(self, tensor: Any) -> ParameterView | None:
         return next((view for operand, view in self._views if operand is tensor), None)
 
-    def _weight(self, tensor: Any) -> ParameterView | None:
-        return self._view(tensor)
-
-    def _is_parameter(self, input: Tensor, weight: ParameterView | ComputedWeight) -> bool:
-        return self._view(input) is not None
-
-    def _is_sharded(self, tensor: Any) -> bool:
+    def is_sharded(self, tensor: Any) -> bool:
         return False
 
-    def _values(self, argument: Any) -> Any:
+    def value(self, argument: Any) -> Any:
         return argument  # its gradient is B's
 
-    def product(self, kind: Kind, x: Tensor, view: ParameterView | ComputedWeight, *options: Any) -> Tensor:
-        assert isinstance(view, ParameterView)
-        x = _in_autocasts_dtype(x)
-        return compiled.product(kind, x, view, options)
+    def product(self, kind: Kind, x: Tensor, view: ParameterView, *options: Any) -> Tensor:
+        return compiled.product(kind, _in_autocasts_dtype(x), view, options)
 
-    def whole_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return compiled.linear(_in_autocasts_dtype(x), weight, bias, None, False)
 
-    def whole_grouped_linear(self, x: Tensor, view: ParameterView, ends: Tensor, transposed: bool) -> Tensor:
-        return compiled.grouped_linear(x, view.parameter, None, ends, transposed)
+    def grouped_linear(self, x: Tensor, parameter: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+        return compiled.grouped_linear(x, parameter, None, ends, transposed)
 
-    def whole_embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    def embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         return compiled.embedding(indices, weight, padding_idx)
 
 
@@ -204,24 +177,17 @@ def _in_autocasts_dtype(x: Tensor) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def _values(parameter: Tensor, index: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """parameter[index].to(dtype), known by its node in the graph of autograd."""
-    return _Values.apply(parameter, index, dtype)
+def _cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """parameter.to(dtype), known by its node in the graph of autograd."""
+    return _Cast.apply(parameter, dtype)
 
 
-class _Values(torch.autograd.Function):
+class _Cast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, index: Tensor | None, dtype: torch.dtype) -> Tensor:
-        ctx.zbkern_parameter, ctx.zbkern_index = parameter, index
-        # As an operator: Python's brackets would read the number that a tensor without dimensions holds
-        chosen = parameter.clone() if index is None else torch.ops.aten.index(parameter, [index])
-        return chosen.to(dtype)
+    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.zbkern_parameter = parameter
+        return parameter.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        parameter, index = ctx.zbkern_parameter, ctx.zbkern_index
-        gradient = gradient.to(parameter.dtype)
-        if index is not None:
-            zeros = torch.zeros_like(parameter)
-            gradient = zeros.index_put((index,), gradient, accumulate=True)
-        return gradient, None, None
+        return gradient.to(ctx.zbkern_parameter.dtype), None

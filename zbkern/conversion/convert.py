@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,8 +13,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zbkern import nn
-from zbkern.conversion.parameter_use import uses_parameters_within
-from zbkern.conversion.recognition import is_rms_norm, looks_like_rms_norm
+from zbkern.conversion.interception import Intercepted
+from zbkern.conversion.recognition import is_rms_norm
 from zbkern.ops import checks
 from zbkern.wgrad import WGradQueue, no_defer
 
@@ -29,6 +28,12 @@ _TWINS: dict[type[Module], type[Module]] = {
     torch.nn.LayerNorm: nn.LayerNorm,
     torch.nn.RMSNorm: nn.RMSNorm,
 }
+LISTS = torch.nn.ParameterList | torch.nn.ParameterDict  # whose parameters the module around them uses
+# Of the transformers library: modules that use parameters of modules inside them without calling these
+USERS = {
+    *("DbrxExperts", "LongcatFlashTopkRouter", "InklingShortConvolution", "Inkling2ShortConvolution"),
+    *("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"),
+}
 _SUBCLASSES: dict[tuple[type[Module], type[Module]], type[Module]] = {}  # twins of classes that others define
 
 
@@ -41,14 +46,13 @@ def convert(
 ) -> Model:
     """Gives every module that has a zbkern twin the twin's behaviour; returns `model`, changed in place.
 
-    Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms that a
-    library or you have written: modules whose only tensor is a weight [K], and which give RMSNorm's values and
-    gradients on random tensors. (Where they round half precisions before the weight as well, that rounding is left
-    out.) A subclass of these four that inherits its forward computes what they do. Any other module with parameters
-    keeps its forward, in which the torch functions that take a parameter become ops whose W waits (`interception.py`):
-    experts, routers, convolutions, norms that multiply by 1 + weight, subclasses with a forward of their own, weights
-    that are computed (torch.nn.utils.parametrizations; parametrize before you convert). So does a module whose forward
-    names parameters of modules inside it, as in `self.queries.weight` (`parameter_use.py`).
+    Known are torch's Linear, Embedding, LayerNorm and RMSNorm, the transformers library's Conv1D, and RMSNorms of other
+    libraries whose forward does what `recognition.py` lists. (Where they round half precisions before the weight as
+    well, that rounding is left out.) A subclass of torch's four that inherits its forward computes what they do. Any
+    other module with parameters of its own keeps its forward, in which the torch functions that take a parameter become
+    ops whose W waits (`interception.py`): experts, routers, convolutions, norms that multiply by 1 + weight, subclasses
+    with a forward of their own. `coverage` names what has its W in B all the same: weights that a forward computes
+    (torch.nn.utils.parametrizations), and parameters of modules inside it that a forward uses without calling these.
     filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda", "triton" or
     "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as
     it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
@@ -184,19 +188,19 @@ def _twin(module: Module) -> type[Module] | str:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by torch.jit, which nothing can intercept"
     if kind not in _TWINS:
-        if _is_conv1d(kind):
+        if (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D"):
             return _subclass(nn.TransposedLinear, kind)
-        if looks_like_rms_norm(module) and is_rms_norm(module):
+        if is_rms_norm(module):
             return _subclass(nn.ForeignRMSNorm, kind)
     if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
         return "it computes a parameter of another module, whose forward follows that"
-    if torch.nn.utils.parametrize.is_parametrized(module):
-        return _subclass(nn.Intercepted, kind)  # which follows how the weight is computed
     base = _inherits_forward(kind)
     planes = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) > 1
     if base is not None and not planes:
         return _TWINS[base] if kind is base else _subclass(_TWINS[base], kind)
-    return _subclass(nn.Intercepted, kind) if own or uses_parameters_within(module) else "it has no parameters"
+    own += [p for child in module.children() if isinstance(child, LISTS) for p in child.parameters(recurse=False)]
+    uses = kind.__module__.startswith("transformers.") and kind.__name__ in USERS
+    return _subclass(Intercepted, kind) if own or uses else "it has no parameters"
 
 
 def _set_defer(module: Module, defer: bool) -> None:
@@ -227,11 +231,6 @@ def _is_ours(kind: type[Module]) -> bool:
 def _inherits_forward(kind: type[Module]) -> type[Module] | None:
     """Which of the classes with a twin this one is, or adds no arithmetic to; None for none."""
     return next((base for base in _TWINS if issubclass(kind, base) and kind.forward is base.forward), None)
-
-
-def _is_conv1d(kind: type[Module]) -> bool:
-    transformers = sys.modules.get("transformers.pytorch_utils")
-    return transformers is not None and kind is getattr(transformers, "Conv1D", None)
 
 
 def _subclass(behaviour: type[Module], kind: type[Module]) -> type[Module]:

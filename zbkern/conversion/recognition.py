@@ -1,69 +1,89 @@
-"""Which modules of other libraries, or of one's own, are an RMSNorm: found by trying, since all write it anew.
+"""Which modules of other libraries, or of one's own, are an RMSNorm: those whose forward does what one of these does.
 
-Names do not tell: of some 200 such classes in the transformers library most are RMSNorm, T5LayerNorm among them, but
-GemmaRMSNorm multiplies by 1 + weight, and others by a gate.
+Neither names nor a trial tell: GemmaRMSNorm multiplies by 1 + weight, others clamp what is large, repair NaN, or act by
+the shape. So the code of the forward is compared, operation by operation; whatever differs is left to interception.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
+from types import FunctionType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zbkern.nn import eps_of
-
-SIZES = ((1.0, 0.01, 100.0), (10.0, 1e-3, 1e-4))  # of rows in two batches: with the small ones eps is what counts
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-6}  # a few roundings, of what is added up
+from zbkern.nn import EPS_NAMES, eps_of
 
 
-def looks_like_rms_norm(module: nn.Module) -> bool:
-    """True for a module of one tensor, a weight [K], that has an eps and takes one argument."""
-    weight = module._parameters.get("weight")
+class _RoundedBeforeWeight(nn.Module):
+    def forward(self: Any, x: Tensor) -> Any:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        mean = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(mean + self.eps)
+        return self.weight * x.to(dtype)
+
+
+class _RoundedAfterWeight(nn.Module):
+    def forward(self: Any, x: Tensor) -> Any:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        mean = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(mean + self.eps)
+        return (self.weight * x).to(dtype)
+
+
+class _RoundedAsWeight(nn.Module):
+    def forward(self: Any, x: Tensor) -> Any:
+        mean = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(mean + self.eps)
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            x = x.to(self.weight.dtype)
+        return self.weight * x
+
+
+class _WithoutWeightFirst(nn.Module):
+    def forward(self: Any, x: Tensor) -> Any:
+        y = self._norm(x.float()).type_as(x)
+        return y * self.weight
+
+    def _norm(self: Any, x: Tensor) -> Any:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """True for a module of one tensor, a weight [K], whose forward is one of those above, by whatever names."""
+    weight, kind = module._parameters.get("weight"), type(module)
     return (
         weight is not None
         and weight.dim() == 1
         and weight.is_floating_point()
         and len(module._parameters) + len(module._buffers) + len(module._modules) == 1
         and eps_of(module) is not None
-        and "forward" not in vars(module)
-        and len(inspect.signature(type(module).forward).parameters) == 2
+        and sum(hasattr(module, name) for name in EPS_NAMES) == 1
+        and not hasattr(kind, "weight")
+        and any(_has_methods_of(form, module) for form in FORMS)
     )
 
 
-def is_rms_norm(module: nn.Module) -> bool:
-    """True when a module that looks like RMSNorm gives the values and gradients of RMSNorm on random tensors.
+FORMS = (_RoundedBeforeWeight, _RoundedAfterWeight, _RoundedAsWeight, _WithoutWeightFirst)
 
-    In float32, and in bfloat16 with a few roundings more or less. The module is not touched: a copy that shares
-    everything but the weight computes, on the CPU and without hooks.
-    """
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            return all(_agrees(module, dtype, tolerance) for dtype, tolerance in TOLERANCES.items())
-    except Exception:  # whatever it needs, it is not what RMSNorm needs
+
+def _has_methods_of(form: type[nn.Module], module: nn.Module) -> bool:
+    methods = {name: method for name, method in vars(form).items() if isinstance(method, FunctionType)}
+    own = {name: getattr(type(module), name, None) for name in methods}
+    return not methods.keys() & vars(module).keys() and all(_same(own[name], methods[name]) for name in methods)
+
+
+def _same(function: Any, other: FunctionType) -> bool:
+    """Whether two functions run the same instructions, whatever their variables and the eps are called."""
+    if not isinstance(function, FunctionType) or function.__globals__.get("torch") is not torch:
         return False
-
-
-def _agrees(module: nn.Module, dtype: torch.dtype, tolerance: float) -> bool:
-    sizes = torch.tensor(SIZES, device="cpu").unsqueeze(-1)
-    generator, features = torch.Generator().manual_seed(0), module.get_parameter("weight").numel()
-    x, dy = torch.randn(2, *sizes.shape[:-1], features, generator=generator, device="cpu")
-    weight = torch.randn(features, generator=generator, device="cpu")
-    own = [nn.Parameter(tensor.to(dtype)) for tensor in (x * sizes, weight)]
-    twin = copy.copy(module)
-    vars(twin)["_parameters"] = {"weight": own[1]}
-    found = type(module).forward(twin, own[0])
-    if found.dtype != dtype:
-        return False
-    found = (found, *torch.autograd.grad(found, own, dy.to(dtype)))
-    wide = [nn.Parameter(tensor.detach().double()) for tensor in own]
-    dy = dy.to(dtype).double()
-    rstd = torch.rsqrt(wide[0].square().mean(-1, keepdim=True) + (eps_of(module) or 0.0))
-    y = wide[0] * rstd * wide[1]
-    expected = (y, *torch.autograd.grad(y, wide, dy))
-    largest = [(dy * rstd * wide[1]).abs().amax(-1, keepdim=True), (dy * wide[0] * rstd).abs().sum((0, 1))]
-    return all(
-        a.shape == b.shape and bool(((a.double() - b).abs() <= tolerance * most).all())
-        for a, b, most in zip(found, expected, [y.abs(), *largest], strict=True)
+    mine, theirs = function.__code__, other.__code__
+    names = tuple("eps" if name in EPS_NAMES else name for name in mine.co_names)
+    arguments = mine.co_argcount, mine.co_posonlyargcount, mine.co_kwonlyargcount, len(mine.co_varnames)
+    expected = theirs.co_argcount, theirs.co_posonlyargcount, theirs.co_kwonlyargcount, len(theirs.co_varnames)
+    # Constants by their text: 1 == True
+    return (mine.co_code, names, repr(mine.co_consts), arguments, mine.co_freevars) == (
+        *(theirs.co_code, theirs.co_names, repr(theirs.co_consts), expected, ()),
     )

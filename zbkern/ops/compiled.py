@@ -23,7 +23,7 @@ from zbkern.ops.functions import products, sharded
 from zbkern.ops.functions.products import Kind, ParameterView
 from zbkern.wgrad import queue
 
-_WHOLE: tuple[Any, ...] = (None, [], [])  # the view of a parameter that is all of it
+_WHOLE: tuple[Any, ...] = ([], [])  # the view of a parameter that is all of it
 
 
 def may_defer() -> bool:
@@ -87,7 +87,7 @@ def sharded_linear(x: Any, weight: Any, bias: Any, activation: str | None, trans
     own = weight.to_local(), None if bias is None else bias.to_local()
     pairs = zip(placements, weight.placements, strict=True)
     sums = [float(mine.is_shard() and whole.is_replicate()) for mine, whole in pairs]
-    return _Tap.apply(y, "linear", *own, (None, [], sums), placements, x.detach().to_local())
+    return _Tap.apply(y, "linear", *own, ([], sums), placements, x.detach().to_local())
 
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *biases_and_activation: Any) -> Tensor:
@@ -141,21 +141,20 @@ def linear_cross_entropy(
     values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
     numbers = [options.ignore_index, options.label_smoothing, options.z_loss, options.chunk]
     loss, lse, _ = torch.ops.zbkern.head_loss(x, *values, target, *numbers)
-    view: tuple[None, list[int], list[float]] = (None, [], [float(number) for number in numbers])
+    view: tuple[list[int], list[float]] = ([], [float(number) for number in numbers])
     return _Tap.apply(loss, "head", weight, bias, view, None, x.detach(), target, lse.detach())
 
 
 def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]) -> Tensor:
     """kind.forward(x, view.value, *options); options: numbers, or for products.GROUPED the row at which groups end."""
-    weight, parameter = view.value, view.parameter
     ends = options[0] if kind is products.GROUPED else None
-    values = weight.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else weight
+    values = view.value.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else view.value
     y = kind.forward(x, values, *options) if ends is None else _grouped(x, values, ends)
-    index = next((args[0] for step, args, _ in view.steps if step is Tensor.__getitem__), None)
-    part = [*weight.shape, *weight.stride(), weight.storage_offset()] if view.steps and index is None else []
+    part = view.part
+    place = [] if part.is_whole else [*part.size, *part.stride, part.offset]
     numbers = [] if ends is not None else [float(number) for number in products.numbers_of(options)]
     segment = (x.detach(),) if ends is None else (x.detach(), ends)
-    return _Tap.apply(y, f"product {kind.name}", parameter, None, (index, part, numbers), None, *segment)
+    return _Tap.apply(y, f"product {kind.name}", view.parameter, None, (place, numbers), None, *segment)
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, every_row: bool = True) -> Tensor:
@@ -180,7 +179,7 @@ def _of_rows(bias: Tensor, ends: Tensor, x: Tensor, every_row: bool) -> Tensor:
 class _Tap(torch.autograd.Function):
     """y, whose gradient is also W's: weight and bias (or None) are what W is for, segment what it takes beside dy.
 
-    view: (index, part, numbers) as of `weight_gradient`. placements: of a DTensor y, whose gradient, cut like this,
+    view: (part, numbers) as of `weight_gradient`. placements: of a DTensor y, whose gradient, cut like this,
     goes to W and to B, so that W needs no communication of its own; segment, weight and bias are then this rank's part.
     """
 
@@ -188,18 +187,17 @@ class _Tap(torch.autograd.Function):
     def forward(
         ctx: Any, y: Any, kind: str, weight: Any, bias: Any, view: Any, placements: Any, *segment: Tensor
     ) -> Tensor:
-        index, *ctx.numbers = view
-        ctx.save_for_backward(weight, bias, index, *segment)
-        ctx.kind, ctx.placements = kind, placements
+        ctx.save_for_backward(weight, bias, *segment)
+        ctx.kind, ctx.view, ctx.placements = kind, view, placements
         return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets nobody modify a view from here in place
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
-        weight, bias, index, *segment = ctx.saved_tensors
+        weight, bias, *segment = ctx.saved_tensors
         wanted = weight if ctx.needs_input_grad[2] else None, bias if ctx.needs_input_grad[3] else None
         own = dy
         if ctx.placements is not None:
             dy = dy.redistribute(placements=ctx.placements)
             own = dy.to_local()
-        torch.ops.zbkern.weight_gradient(ctx.kind, [*segment, own], *wanted, index, *ctx.numbers, True)
+        torch.ops.zbkern.weight_gradient(ctx.kind, [*segment, own], *wanted, *ctx.view, True)
         return dy, *[None] * (5 + len(segment))

@@ -100,7 +100,6 @@ def weight_gradient(
     segment: Sequence[Tensor],
     weight: Tensor | None,
     bias: Tensor | None,
-    index: Tensor | None,
     part: Sequence[int],
     numbers: Sequence[float],
     copy: bool,
@@ -108,8 +107,8 @@ def weight_gradient(
     """Defers or runs W: kind, see `TASKS`; segment: what W takes of one microbatch, dy last.
 
     weight, bias: what W is for, None where it takes no gradient; of DTensors, as of the segment, this rank's part.
-    index, part: the operand is weight[index], and in the memory of that has this size, stride and offset; None and
-    empty for all. numbers: options. copy: the caller may write into the segment as soon as this returns.
+    part: size, stride and offset of the operand in the memory of the weight; empty for all. numbers: options. copy: the
+    caller may write into the segment as soon as this returns.
     """
     params = (_parameter(weight), _parameter(bias))
     if params[0] is None and params[1] is None:
@@ -117,8 +116,7 @@ def weight_gradient(
     scope = wgrad.current()
     if copy and scope is not None:
         segment = [tensor.clone() for tensor in segment]
-        index = None if index is None else index.clone()
-    view = _View(weight, bias, index, part, numbers)
+    view = _View(weight, bias, part, numbers)
     task = TASKS[kind.partition(" ")[0]](kind, segment, params, view)
     if scope is None:
         wgrad.run_in_backward(task)
@@ -129,7 +127,6 @@ def weight_gradient(
 class _View(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
-    rows: Tensor | None
     part: Sequence[int]
     numbers: Sequence[float]
 
@@ -169,15 +166,18 @@ def _head(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> 
 
 
 def _product(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
-    (x, *ends, dy), (weight, _, index, part, numbers) = segment, view
+    (x, *ends, dy), (weight, _, place, numbers) = segment, view
     assert weight is not None
-    steps = products.strided_steps(index, part)
-    shape = [*part[: len(part) // 2]] or ([*index.shape, *weight.shape[1:]] if index is not None else weight.shape)
-    like = torch.empty(shape, dtype=x.dtype, device="meta")
-    options = tuple(ends) or products.convolution_options([int(number) for number in numbers])
+    whole, count = (tuple(weight.shape), weight.stride()), len(place) // 2
+    part = products.Part(*whole, *whole, 0)
+    if place:
+        part = products.Part(*whole, tuple(place[:count]), tuple(place[count:-1]), place[-1])
+    options = products.convolution_options([int(number) for number in numbers])
     backend = dispatch.resolve("linear", "auto", x.device, x.dtype)
-    kernel = products.product_wgrad(products.kind(kind.partition(" ")[2]), repr(steps), steps, like, options, backend)
-    return wgrad.WGradTask(kernel, (x, dy), params[:1], 2 * dy.numel() * x.shape[-1], "compiled product")
+    named = products.kind(kind.partition(" ")[2])
+    kernel = products.product_wgrad(named, part, x.dtype, options, backend)
+    flops = 2 * dy.numel() * x.shape[-1]
+    return wgrad.WGradTask(kernel, (x, dy, *ends), params[:1], flops, "compiled product")
 
 
 TASKS = {

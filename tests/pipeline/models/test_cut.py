@@ -372,8 +372,94 @@ def test_what_other_ranks_compute_cannot_be_used_in_silence() -> None:
             return self.c(self.b(x) + x)  # the output of a goes past b
 
     chunk = cut(Skips(), schedules.zb_h1(2, 2), [0, 2], layers=["a", "b", "c"], rank=1)[0]
-    with pytest.raises(ValueError, match=r"layers 'c' to 'c' give NaN only.*make that computation a part of a layer"):
+    with pytest.raises(
+        ValueError, match=r"layer 'c' uses .* of 'a', which another chunk holds.*make that computation a part of a"
+    ):
         chunk(torch.ones(2, 4))
+
+
+class Chain(nn.Module):
+    """An embedding, four blocks and a head; what the embedding gave is used once more by every block."""
+
+    def __init__(self, use: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4, padding_idx=0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Linear(4, 9)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        more = self.use(h)
+        for block in self.blocks:
+            h = block(h) + more
+        return self.head(h)
+
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "skip": lambda h: h,
+    "padding": lambda h: (h == 0).all(-1, keepdim=True),
+    "branch": lambda h: 2.0 if h.abs().max() > 1 else 1.0,
+    "number": lambda h: float(h.sum()),
+    "argmax": lambda h: torch.arange(4.0)[h.argmax(-1)][..., None],
+    "nan_to_num": torch.nan_to_num,
+    "comparison": lambda h: torch.where(h > 0, torch.ones_like(h), torch.zeros_like(h)),
+    "norm": lambda h: (h.norm(dim=-1, keepdim=True) > 1.5).float(),
+    "fmax": lambda h: torch.fmax(h, torch.zeros(())),
+    "in place": lambda h: torch.zeros_like(h).add_(h > 0),
+    "one column": lambda h: torch.cat([torch.zeros_like(h[..., :3]), h[..., 3:]], -1),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_an_early_layer_gave_is_for_the_next_alone(use: str) -> None:
+    """Whatever of it is used, its values or what follows from them, and whether or not a NaN would show it."""
+    layers, tokens = ["embed", "blocks.*", "head"], torch.tensor([[1, 0, 3]])
+    first, second = (cut(Chain(USES[use]), schedules.zb_h1(2, 2), layers=layers, rank=rank)[0] for rank in range(2))
+    passed = first(tokens)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cut: .*'blocks.2'.* uses? .*of 'embed', which another chunk holds"):
+            second(passed, x=tokens)
+
+
+def test_placeholders_have_shapes_and_are_passed_by() -> None:
+    """What a forward computes between layers that other chunks hold changes nothing; sizes are theirs."""
+
+    class Between(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x) + 1
+            positions = torch.arange(h.shape[1], dtype=h.dtype)[:, None].to(h) + h.new_zeros(1)
+            for block in self.blocks:
+                h = nn.functional.gelu(block(h * 1.5).mul_(2) + positions)
+            return self.head(h)
+
+    model, tokens = Between(lambda h: h), torch.tensor([[1, 0, 3]])
+    chunks = [
+        cut(model, schedules.zb_h1(2, 2), layers=["embed", "blocks.*", "head"], rank=rank)[0] for rank in range(2)
+    ]
+    assert torch.equal(chunks[1](chunks[0](tokens), x=tokens), model(tokens))
+
+
+def test_whole_numbers_that_an_early_layer_gave() -> None:
+    class Block(nn.Linear):
+        def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+            y = torch.tanh(super().forward(h))
+            return y, y.argmax(-1)
+
+    class Adds(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            h, total = self.embed(x), torch.zeros(())
+            for block in self.blocks:
+                h, largest = block(h)
+                total = total + torch.arange(4.0)[largest][..., None]
+            return self.head(h + total)
+
+    model, tokens = Adds(lambda h: h), torch.tensor([[1, 0, 3]])
+    model.blocks = nn.ModuleList([Block(4, 4) for _ in range(4)])
+    layers = ["embed", "blocks.*", "head"]
+    first, second = (cut(model, schedules.zb_h1(2, 2), layers=layers, rank=rank)[0] for rank in range(2))
+    with pytest.raises(ValueError, match=r"'head' uses what is computed from that of 'blocks.0', which another chunk"):
+        second(**first(tokens), x=tokens)
 
 
 class Beside(nn.Module):

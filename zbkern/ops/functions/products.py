@@ -1,192 +1,104 @@
-"""Matrix products and convolutions with a parameter, or with a view of one, whose W can wait.
+"""Matrix products and convolutions with a parameter, or with a part of one, whose W can wait.
 
-`ParameterView` says which parameter an operand is part of and how to find that part in a gradient of the whole
-parameter: an expert's matrix `weight[3]`, a transposed one, one in another dtype, those of the tokens' experts
-`weight[experts]`. The gradient of the part is added there when W runs; nothing of the parameter's size is allocated
-for it. A `ComputedWeight` was made of several parameters (`scale * weight`, a weight normalisation): W makes it once
-more, with the graph through which its gradient reaches them.
+A `ParameterView` says which parameter an operand is part of, and where it lies in its memory: an expert's matrix
+`weight[3]`, a transposed one, one in another dtype, those of the tokens' experts `weight[experts]`. The gradient of the
+part is added there when W runs; nothing of the parameter's size is allocated for it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zbkern import wgrad
 from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.ops.functions._shapes import as_rows
 from zbkern.ops.functions.sharded import is_sharded, local_part
-from zbkern.wgrad import Segment, WGradKernel, fsdp
+from zbkern.wgrad import Segment, WGradKernel
 
-Step = tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]]
+
+class Part(NamedTuple):
+    """Where a view lies in a whole, which is its parameter or, with rows, parameter[rows]. offset: in elements."""
+
+    whole_size: tuple[int, ...]
+    whole_stride: tuple[int, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    rows: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.size, self.stride, self.offset) == (self.whole_size, self.whole_stride, 0)
+
+    def within(self, whole: Tensor) -> Tensor:
+        """The view in the memory of a tensor that lies there as the whole does."""
+        if self.is_whole:
+            return whole
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+    def values(self, parameter: Any, rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The view's values, with their graph. rows: the one index, if it has rows."""
+        whole = parameter.to_local() if is_sharded(parameter) else parameter
+        return self.within(whole[rows[0]] if rows else whole).to(dtype)
+
+    def add(self, gradient: Tensor, value: Tensor, rows: Sequence[Tensor] = ()) -> None:
+        """gradient += what value, the gradient of the view, is as one of the parameter."""
+        if not rows and gradient.stride() == self.whole_stride:
+            self.within(gradient).add_(value)
+            return
+        whole = value
+        if not self.is_whole:
+            whole = torch.empty_strided(self.whole_size, self.whole_stride, dtype=value.dtype, device=value.device)
+            self.within(whole.zero_()).add_(value)
+        if rows:
+            gradient.index_put_((rows[0],), whole.to(gradient.dtype), accumulate=True)  # counts from the end, too
+        else:
+            gradient.add_(whole)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterView:
-    """`parameter` after `steps`, each (function, further arguments, keyword arguments); value: the result, detached."""
+    """A tensor that is a parameter or a part of one.
+
+    whole: the parameter's values, or the rows of it that an index chose; memory: the view in these; value: its values,
+    perhaps in another dtype.
+    """
 
     parameter: Tensor
-    steps: tuple[Step, ...]
+    whole: Tensor
+    memory: Tensor
     value: Tensor
+    rows: tuple[Tensor, ...] = ()
 
-    def then(self, function: Callable[..., Tensor], *args: Any) -> ParameterView:
-        """The view that one more step makes."""
-        return ParameterView(self.parameter, (*self.steps, (function, args, ())), function(self.value, *args))
+    @classmethod
+    def of(cls, parameter: Tensor, values: Tensor) -> ParameterView:
+        """All of it. values: detached, of a DTensor this rank's part."""
+        return cls(parameter, values, values, values)
 
     @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return (self.parameter,)
+    def part(self) -> Part:
+        whole, memory = self.whole, self.memory
+        offset = int(memory.storage_offset() - whole.storage_offset())
+        return Part(tuple(whole.shape), whole.stride(), tuple(memory.shape), memory.stride(), offset, bool(self.rows))
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for views that find the same part: W of several microbatches is one launch then."""
-        return tuple((function, repr(args), repr(kwargs)) for function, args, kwargs in self.steps)
+    def is_parameter(self) -> bool:
+        """Whether it is a whole parameter, in its own dtype."""
+        return self.memory is self.whole and not self.rows and self.value.dtype == self.parameter.dtype
+
+    def t(self) -> ParameterView:
+        return replace(self, memory=self.memory.t(), value=self.value.t())
+
+    def to(self, dtype: torch.dtype) -> ParameterView:
+        return self if self.value.dtype == dtype else replace(self, value=self.value.to(dtype))
 
 
-def tensors_in(argument: Any) -> list[Tensor]:
-    """The tensors among arguments or results, as deep as torch's functions take them."""
-    found = []
-    for value in argument.values() if isinstance(argument, dict) else argument:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list | dict) and value:
-            found += tensors_in(value)
-    return found
-
-
-def replaced(argument: Any, change: Callable[[Any], Any]) -> Any:
-    """Arguments as `tensors_in` walks them, with change(leaf) for each leaf: a tenth of the time of torch's pytree."""
-    if isinstance(argument, tuple | list):
-        values = [replaced(value, change) for value in argument]
-        return type(argument)(*values) if hasattr(argument, "_fields") else type(argument)(values)
-    if isinstance(argument, dict):
-        return {key: replaced(value, change) for key, value in argument.items()}
-    return change(argument)
-
-
-class Recipe:
-    """function(*args, **kwargs) of parameters alone: views of them, and recipes, stand for tensors in the arguments.
-    index: which of the function's results; None for the only one."""
-
-    __slots__ = ("_arguments", "_constants", "_function", "_index")
-
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None = None
-    ) -> None:
-        self._function, self._arguments, self._index = function, (args, kwargs), index
-        tensors = tensors_in(self._arguments)
-        self._constants = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-    def make(self, made: dict[int, Any]) -> Any:
-        """The function's result. made: what stands for the parameters, by their ids; results on the way are added.
-
-        Raises RuntimeError where a tensor that is no parameter was changed in place, as torch's backward does.
-        """
-        if id(self) not in made:
-            if any(tensor._version != version for tensor, version in self._constants):
-                raise RuntimeError(
-                    f"{self._function.__name__}: a tensor from which a weight was computed has been modified in place "
-                    "between the forward and W; clone it for the forward"
-                )
-            args, kwargs = replaced(self._arguments, lambda leaf: _stand_in(leaf, made))
-            result = self._function(*args, **kwargs)
-            made[id(self)] = result if self._index is None else result[self._index]
-        return made[id(self)]
-
-
-def by_id(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> dict[int, Any]:
-    """What `Recipe.make` takes."""
-    return dict(zip(map(id, parameters), values, strict=True))
-
-
-def _stand_in(leaf: Any, made: dict[int, Any]) -> Any:
-    if isinstance(leaf, ParameterView):
-        return replay(leaf.steps, made[id(leaf.parameter)])
-    return leaf.make(made) if isinstance(leaf, Recipe) else leaf
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ComputedWeight:
-    """What `recipe` makes of `parameters`; value: the result, detached."""
-
-    recipe: Recipe
-    parameters: tuple[Tensor, ...]
-    value: Tensor
-
-    def then(self, function: Callable[..., Tensor], *args: Any) -> ComputedWeight:
-        """The weight that one more step makes."""
-        recipe = Recipe(function, (self.recipe, *args), {})
-        return ComputedWeight(recipe, self.parameters, function(self.value, *args))
-
-
-def pick(parts: Sequence[Tensor], index: int) -> Tensor:
-    """A step: one of the results of a function that returns several."""
-    return parts[index]
-
-
-def to_local(tensor: Any) -> Any:
-    """A step: this rank's part of a DTensor. Gradients come here as that part already."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def replay(steps: Sequence[Step], tensor: Any) -> Any:
-    """What the steps make of another tensor."""
-    for function, args, kwargs in steps:
-        tensor = function(tensor, *args, **dict(kwargs))
-    return tensor
-
-
-def part_of(gradient: Tensor, steps: Sequence[Step]) -> Tensor | None:
-    """The memory of `gradient`, of the whole parameter, that belongs to a view of it; None where there is no such."""
-    kept = [step for step in steps if step[0] not in CASTS]
-    if any(isinstance(argument, Tensor) for _, args, _ in kept for argument in args):
-        return None
-    part = replay(kept, gradient)
-    return part if part.untyped_storage()._cdata == gradient.untyped_storage()._cdata else None
-
-
-def add_to_part(gradient: Tensor, steps: Sequence[Step], value: Tensor) -> None:
-    """gradient += what `value`, the gradient of a view, is as a gradient of the whole parameter."""
-    part = part_of(gradient, steps)
-    if part is not None:
-        part.add_(value)
-        return
-    if (index := _rows_chosen(steps)) is not None:
-        gradient.index_put_((index,), value.to(gradient.dtype), accumulate=True)  # counts from the end, too
-        return
-    if not gradient.is_contiguous():  # in another order of memory the part may be none
-        whole = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
-        add_to_part(whole, steps, value)
-        gradient.add_(whole)
-        return
-    with torch.enable_grad():
-        whole = torch.zeros_like(gradient, requires_grad=True)
-        (found,) = torch.autograd.grad(replay(steps, whole), whole, value)
-    gradient.add_(found)
-
-
-def _rows_chosen(steps: Sequence[Step]) -> Tensor | None:
-    """The index of parameter[index], where it is a vector of numbers, or one."""
-    kept = [step for step in steps if step[0] not in (*CASTS, to_local)]
-    if len(kept) != 1 or kept[0][0] is not Tensor.__getitem__:
-        return None
-    index = kept[0][1][0]
-    return index if isinstance(index, Tensor) and index.dim() < 2 and index.dtype != torch.bool else None
-
-
-CASTS = (
-    *(Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
-    Tensor.contiguous,
-)
-"""Steps that a gradient does not take: it is added in whatever dtype it has."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """A function of an input and a weight that is linear in both.
 
@@ -293,7 +205,7 @@ def kind(name: str) -> Kind:
 
 def numbers_of(options: Sequence[Any]) -> list[int]:
     """All numbers of a convolution's options in one list, for `convolution_options`."""
-    return [number for option in options for number in (option if isinstance(option, list) else [option])]
+    return [number for option in options for number in (option if isinstance(option, tuple) else (option,))]
 
 
 def convolution_options(numbers: Sequence[int]) -> tuple[Any, ...]:
@@ -301,179 +213,98 @@ def convolution_options(numbers: Sequence[int]) -> tuple[Any, ...]:
     if not numbers:
         return ()
     dimensions = len(numbers) // 4
-    return (*[list(numbers[at : at + dimensions]) for at in range(0, 4 * dimensions, dimensions)], numbers[-1])
-
-
-def strided_steps(index: Tensor | None, part: Sequence[int]) -> tuple[Step, ...]:
-    """The steps of a view of parameter[index], or of the parameter, by its place in that memory."""
-    steps: list[Step] = [] if index is None else [(Tensor.__getitem__, (index,), ())]
-    if part:
-        count = len(part) // 2
-        steps.append((in_memory, (tuple(part[:count]), tuple(part[count:-1]), part[-1]), ()))
-    return tuple(steps)
-
-
-def in_memory(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """A step: a part by its place in the memory of a contiguous tensor."""
-    tensor = tensor.contiguous()
-    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+    return (*[tuple(numbers[at : at + dimensions]) for at in range(0, 4 * dimensions, dimensions)], numbers[-1])
 
 
 class Product(torch.autograd.Function):
-    """y = kind.forward(x, weight, *others). B: dx. W: added to the weight's part of its parameter's gradient."""
+    """y = kind.forward(x, weight, *options). B: dx. W: added to the weight's part of its parameter's gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: OpCall,
-        x: Tensor,
-        kind: Kind,
-        view: ParameterView | ComputedWeight,
-        options: tuple[Any, ...],
-        *edges: Any,
+        ctx: Any, call: OpCall, x: Tensor, kind: Kind, view: ParameterView, options: tuple[Any, ...], *edges: Any
     ) -> Tensor:
-        weight = view.value
-        y = kind.forward(x, weight, *options)
+        y = kind.forward(x, view.value, *options)
         if y._is_view():  # autograd lets nobody modify a view from a function in place
             y = torch.ops.aten._unsafe_view(y, y.shape)
-        ctx.save_for_backward(x, weight)
-        ctx.call, ctx.kind, ctx.options = call, kind, options
-        if isinstance(view, ComputedWeight):
-            ctx.recipe, ctx.versions = view.recipe, [version_of(p) for p in call.params]
-        else:
-            ctx.recipe, ctx.steps, ctx.key = None, view.steps, view.key
+        tensors = [option for option in options if isinstance(option, Tensor)]
+        ctx.save_for_backward(x, view.value, *view.rows, *tensors)
+        ctx.call, ctx.kind, ctx.part, ctx.numbers = call, kind, view.part, options[len(tensors) :]
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        call, kind, options = ctx.call, ctx.kind, ctx.options
-        x, weight = ctx.saved_tensors
+        call, kind, part = ctx.call, ctx.kind, ctx.part
+        x, weight, *others = ctx.saved_tensors
+        rows, options = others[: part.rows], (*others[part.rows :], *ctx.numbers)
         if torch.is_grad_enabled():  # create_graph=True
 
-            def again(*parameters_and_x: Tensor) -> Tensor:
-                *parameters, x = parameters_and_x
-                if ctx.recipe is None:
-                    return kind.forward(x, replay(ctx.steps, parameters[0]), *options)
-                return kind.forward(x, ctx.recipe.make(by_id(call.params, parameters)), *options)
+            def again(parameter: Tensor, x: Tensor) -> Tensor:
+                return kind.forward(x, part.values(parameter, rows, weight.dtype), *options)
 
             _, dx, *second = differentiable_backward(call, again, (x,), dy)
             return None, dx, None, None, None, *second
         dx = kind.dgrad(dy, x, weight, *options) if ctx.needs_input_grad[1] else None
-        segment: Segment = (x.detach(), dy)
-        if ctx.recipe is None:
-            kernel = product_wgrad(kind, ctx.key, ctx.steps, weight, options, call.backend)
-        else:
-            kernel = _computed_wgrad(kind, ctx.recipe, call.params, ctx.versions, weight, options)
-            if wgrad.current() is not None and any(map(fsdp.is_gathered, call.params)):
-                segment += tuple(parameter.detach().clone() for parameter in call.params)
+        kernel = product_wgrad(kind, part, weight.dtype, ctx.numbers, call.backend)
+        segment = (x.detach(), dy, *others)
         weights = weight_gradients(call, kernel, segment, ctx.needs_input_grad, 2 * dy.numel() * x.shape[-1])
         return None, dx, None, None, None, *weights
 
 
-class Use:
-    """What is known of a value's use. product: its gradient is one of matrices, which B computes."""
-
-    __slots__ = ("product",)
-
-    def __init__(self, product: bool) -> None:
-        self.product = product
-
-
-class Source(torch.autograd.Function):
+class ViewValue(torch.autograd.Function):
     """A view of a parameter as a value: its gradient is computed in B and waits to be added to the parameter's.
 
     For operands of elementwise operations, whose gradient is no product: computing it later would save nothing.
+    `in_product` may be set later: a product that has no W takes what was made of this value.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: OpCall, value: Tensor, view: ParameterView, use: Use, *edges: Any) -> Tensor:
-        ctx.call, ctx.steps, ctx.key, ctx.use = call, view.steps, view.key, use
+    def forward(ctx: Any, call: OpCall, value: Tensor, view: ParameterView, *edges: Any) -> Tensor:
+        ctx.save_for_backward(*view.rows)
+        ctx.call, ctx.part, ctx.in_product = call, view.part, False
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        part, rows = ctx.part, ctx.saved_tensors
         if torch.is_grad_enabled():
-            _, *weights = differentiable_backward(ctx.call, lambda parameter: replay(ctx.steps, parameter), (), dy)
-            return None, None, None, None, *weights
-        kernel = _sum_wgrad(ctx.key, ctx.steps, ctx.use.product)
-        return None, None, None, None, *weight_gradients(ctx.call, kernel, (dy,), ctx.needs_input_grad, dy.numel())
+            _, *weights = differentiable_backward(ctx.call, lambda p: part.values(p, rows, dy.dtype), (), dy)
+        else:
+            kernel = value_wgrad(part, ctx.in_product)
+            weights = [*weight_gradients(ctx.call, kernel, (dy, *rows), ctx.needs_input_grad, dy.numel())]
+        return None, None, None, *weights
 
 
-_KERNELS: dict[Any, WGradKernel] = {}
+@functools.cache
+def product_wgrad(kind: Kind, part: Part, dtype: torch.dtype, numbers: tuple[Any, ...], backend: Any) -> WGradKernel:
+    """W of a product, of segments (x, dy, *rows, *options that are tensors). numbers: the other options.
 
-
-def product_wgrad(
-    kind: Kind, key: Any, steps: Sequence[Step], weight: Tensor, options: tuple[Any, ...], backend: Any
-) -> WGradKernel:
-    """W of a product. The same object for the same part of a parameter, so that tasks of several microbatches merge."""
-    like = torch.empty_like(weight, device="meta")
+    The same object for the same part of a parameter, so that tasks of several microbatches merge.
+    """
+    like = torch.empty_strided(part.size, part.stride, dtype=dtype, device="meta")
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
         gradient = _begun(outputs, accumulate)
-        part = part_of(gradient, steps) if kind is LINEAR else None
-        if part is not None:
-            backend.linear_wgrad([(as_rows(x), as_rows(dy)) for x, dy in segments], (part, None), True)
+        if kind is LINEAR and not part.rows and gradient.stride() == part.whole_stride:
+            pairs = [(as_rows(x), as_rows(dy)) for x, dy in segments]
+            backend.linear_wgrad(pairs, (part.within(gradient), None), True)
             return
-        for x, dy in segments:
-            add_to_part(gradient, steps, kind.wgrad(x, dy, like, *options))
-
-    return _kept((kind.name, key, like.shape, like.dtype, repr(options), backend), run, steps, options)
-
-
-def _computed_wgrad(
-    kind: Kind,
-    recipe: Recipe,
-    parameters: Sequence[Tensor],
-    versions: Sequence[int],
-    weight: Tensor,
-    options: tuple[Any, ...],
-) -> WGradKernel:
-    """W of a product with a computed weight: the weight's gradient, and with it those of the parameters.
-
-    Segments: x, dy, and the parameters' values where they may be gone by now. versions: of the parameters in the
-    forward; where W reads them, they must have these still.
-    """
-    like = torch.empty_like(weight, device="meta")
-
-    def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-        (x, dy, *values), *others = segments
-        gradient = kind.wgrad(x, dy, like, *options)
-        for x, dy, *_ in others:
-            gradient += kind.wgrad(x, dy, like, *options)
-        if not values and [version_of(p) for p in parameters] != versions:
-            raise RuntimeError(
-                f"{kind.name}: a parameter from which its weight was computed changed between the forward and W, which "
-                "computes the weight again; run the queue before the optimizer step"
-            )
-        values = list(values or parameters)
-        leaves = [value.detach().requires_grad_(o is not None) for value, o in zip(values, outputs, strict=True)]
-        with torch.enable_grad():
-            made = recipe.make(by_id(parameters, leaves))
-        needed = [leaf for leaf in leaves if leaf.requires_grad]
-        found = torch.autograd.grad(made, needed, gradient.to(made.dtype), allow_unused=True)
-        for output, value in zip([o for o in outputs if o is not None], found, strict=True):
-            if not accumulate:
-                output.zero_()
-            if value is not None:
-                output.add_(value)
+        for x, dy, *others in segments:
+            rows, options = others[: part.rows], others[part.rows :]
+            part.add(gradient, kind.wgrad(x, dy, like, *options, *numbers), rows)
 
     return WGradKernel(run)
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often it was modified in place; tensors of inference mode do not count it."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _sum_wgrad(key: Any, steps: Sequence[Step], product: bool) -> WGradKernel:
-    """W of a value: its gradients, added up."""
+@functools.cache
+def value_wgrad(part: Part, in_product: bool) -> WGradKernel:
+    """W of a value: its gradients, added up. Segments: dy, and the rows if it has some."""
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
         gradient = _begun(outputs, accumulate)
-        for (dy,) in segments:
-            add_to_part(gradient, steps, dy)
+        for dy, *rows in segments:
+            part.add(gradient, dy, rows)
 
-    return _kept(("sum", key, product), run, steps, adds=product)
+    return WGradKernel(run, adds=in_product)
 
 
 def _begun(outputs: Sequence[Tensor | None], accumulate: bool) -> Tensor:
@@ -482,12 +313,3 @@ def _begun(outputs: Sequence[Tensor | None], accumulate: bool) -> Tensor:
     assert gradient is not None
     gradient = local_part(gradient)
     return gradient if accumulate else gradient.zero_()
-
-
-def _kept(
-    key: Any, run: Callable[..., None], steps: Sequence[Step], options: Sequence[Any] = (), adds: bool = False
-) -> WGradKernel:
-    """The kernel of an earlier call with this key; tensors among the arguments (chosen experts) are never equal."""
-    if any(isinstance(argument, Tensor) for argument in (*options, *(a for _, args, _ in steps for a in args))):
-        return WGradKernel(run, adds=adds)
-    return _KERNELS.setdefault(key, WGradKernel(run, adds=adds))

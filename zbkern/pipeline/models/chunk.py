@@ -1,14 +1,14 @@
-"""A chunk of a model: the model's own forward, with stand-ins for the layers that other ranks hold.
+"""A chunk of a model: the model's own forward, in which layers of other chunks compute nothing.
 
 Whatever a forward does besides its layers (positions, masks, rotary embeddings) it does in every chunk. The layer
-before the chunk's first gives what was received, the layer after its last ends the forward, and those before compute
-nothing: they give NaN, so that a model that uses more of them than the last one's output cannot go wrong in silence.
+before the chunk's first gives what was received, the layer after its last ends the forward, and those before give
+placeholders, so that a model that uses more of them than the last one's output cannot go wrong in silence.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.models.layers import is_transformer
+from zbkern.pipeline.models.placeholders import Placeholder, PlaceholderUsed, placeholder, refuse_placeholders
 
 
-class _NotHere:
-    """The model's first argument on a rank that does not have it: stand-ins take it, and nothing else can use it."""
+class _ArgumentElsewhere:
+    """The model's first argument on a rank that does not have it: layers of other chunks take it, nothing else can."""
 
     def __init__(self, name: str | None) -> None:
         self.__dict__["name"] = name
@@ -48,18 +49,21 @@ class Flow:
 
     def __init__(self) -> None:
         self.kind: type[nn.Module] | None = None  # of the layer whose output is received
-        self.traced: dict[str, Tensor] | None = None  # what stand-ins of modules beside the layers have given, by name
+        self.last = ""  # the chunk's last layer
         self.begin(None)
 
     def begin(self, received: Any) -> None:
         self.received, self.sent = received, None
-        self.nothing = pytree.tree_map_only(Tensor, _nothing_like, received)
         self.entered = self.left = False
 
-    def no_tensor(self) -> Tensor:
-        """NaN in the shape of the first tensor that was received; a single one where nothing was."""
-        leaves = pytree.tree_leaves(self.nothing)
-        return leaves[0] if leaves and isinstance(leaves[0], Tensor) else torch.tensor(torch.nan)
+    def like_received(self, name: str) -> Any:
+        """Placeholders for what a layer gives that is of the class of the one whose output is received."""
+        return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, name), self.received)
+
+    def tensor_like_received(self, name: str) -> Placeholder:
+        """A placeholder in the shape of the first tensor that was received; a single number where nothing was."""
+        received = (leaf for leaf in pytree.tree_leaves(self.received) if isinstance(leaf, Tensor))
+        return placeholder(next(received, torch.empty(())), name)
 
     def enter(self, name: str) -> Any:
         if self.entered:
@@ -70,9 +74,10 @@ class Flow:
         self.entered = True
         return self.received
 
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Hook of the chunk's last layer."""
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Hook of the chunk's last layer. What the forward goes on with cannot change what is sent."""
         self.sent, self.left = output, True
+        return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, self.last), output)
 
 
 class _Absent(nn.Module):
@@ -96,12 +101,13 @@ class _Absent(nn.Module):
         )
 
     def _like(self, inputs: Any, keywords: Any) -> Tensor:
-        """NaN in the shape of the first tensor given, or of its embeddings."""
+        """In the shape of the first tensor given, or of its embeddings."""
         given = (leaf for leaf in pytree.tree_leaves((inputs, keywords)) if isinstance(leaf, Tensor))
-        first = next(given, self._flow.no_tensor())
+        received = self._flow.tensor_like_received(self._name)
+        first = next(given, received)
         shape = (*first.shape, self.embedding_dim) if "embedding_dim" in vars(self) else first.shape
-        like = first if first.is_floating_point() else self._flow.no_tensor()
-        return torch.full((), torch.nan, dtype=like.dtype, device=first.device).expand(shape)
+        dtype = first.dtype if first.is_floating_point() else received.dtype
+        return placeholder(torch.empty((), dtype=dtype, device=first.device).expand(shape), self._name)
 
 
 class Before(_Absent):
@@ -110,7 +116,8 @@ class Before(_Absent):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         if "embedding_dim" in vars(self):
             return self._like(inputs, keywords)
-        return self._flow.nothing if self._kind is self._flow.kind else self._flow.no_tensor()
+        same = self._kind is self._flow.kind
+        return self._flow.like_received(self._name) if same else self._flow.tensor_like_received(self._name)
 
 
 class Entry(_Absent):
@@ -140,18 +147,15 @@ class Outside(_Absent):
     """A module with parameters that belongs to a layer of another chunk, GPT-2's positions, say."""
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        nothing = self._like(inputs, keywords)
-        if self._flow.traced is not None:
-            self._flow.traced[self._name] = nothing.requires_grad_()
-        return nothing
+        return self._like(inputs, keywords)
 
 
 class Chunk(nn.Module):
     """Layers first to last - 1 of a model, under the names that they have there. `cut` makes them.
 
-    whole: the model, with stand-ins. names: of all layers. shared: {label: name of the parameter here} of what several
-    layers share, label being its name in the first of them. elsewhere: {name of what stands beside the layers and has a
-    stand-in here: the layer in whose chunk it is}, parameters and modules.
+    whole: the model, without the layers of others. names: of all layers. shared: {label: name of the parameter here} of
+    what several layers share, label being its name in the first of them. elsewhere: {name of what stands beside the
+    layers and is a placeholder here: the layer in whose chunk it is}, parameters and modules.
     The first chunk takes what the model takes, any other what the one before returns, and all take keyword arguments
     of the model besides (side inputs). The last returns what the model returns, of the transformers library its logits.
     """
@@ -175,11 +179,14 @@ class Chunk(nn.Module):
         self.layer_names = names[first:last]
         self.all_layers, self._first, self._last, self.shared = names, first, last, dict(shared)
         self._flow, self._elsewhere = flow, elsewhere
-        # DistributedDataParallel would broadcast into stand-ins, which have no memory of their own
+        # DistributedDataParallel would broadcast into placeholders, which have no memory of their own
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = frozenset(self.state_dict())  # what is wrapped later has others
         self._checked = False
+        for name in self.layer_names:
+            whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         if last < len(names):
+            flow.last = names[last - 1]
             whole.get_submodule(names[last - 1]).register_forward_hook(flow.leave)
 
     @property
@@ -195,7 +202,7 @@ class Chunk(nn.Module):
         received = passed if passed is not None else inputs[0] if inputs else None
         output = self._own_output(received, inputs, side)
         if not self._checked:
-            self._check(received, output, inputs, side)
+            self._check(received, output)
             self._checked = True
         return output if isinstance(output, Tensor) or self._last == len(self.all_layers) else {"passed": output}
 
@@ -206,9 +213,11 @@ class Chunk(nn.Module):
             output = self._run(inputs, side)
         except _Reached:
             output = None
+        except PlaceholderUsed as error:
+            raise self._of_another(error, side) from error
         except Exception as error:
             if isinstance(error, AttributeError) and str(error).startswith("cut: "):
-                raise ValueError(str(error)) from error  # of a stand-in
+                raise ValueError(str(error)) from error  # of a layer elsewhere
             if self._first > 0 and not str(error).startswith("cut: "):
                 if not self._flow.entered:
                     raise self._unreachable(error) from error
@@ -233,6 +242,10 @@ class Chunk(nn.Module):
             )
         else:
             output = _result(output)
+        try:
+            refuse_placeholders(output)
+        except PlaceholderUsed as error:
+            raise self._of_another(error, side) from error
         return output
 
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
@@ -246,14 +259,41 @@ class Chunk(nn.Module):
                 return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
             return self.whole(inputs_embeds=self._no_embeddings(), **side)
         own = next(iter(inspect.signature(self.whole.forward).parameters), None)
-        return self.whole(**side) if own in side else self.whole(_NotHere(own), **side)
+        return self.whole(**side) if own in side else self.whole(_ArgumentElsewhere(own), **side)
 
     def _no_embeddings(self) -> Tensor:
-        """NaN in the shape of embeddings, which what blocks pass on may have one dimension more than."""
-        given = self._flow.no_tensor()
+        """In the shape of embeddings, which what blocks pass on may have one dimension more than."""
+        given = self._flow.tensor_like_received(self.all_layers[0])
         if given.dim() <= 3:
             return given
-        return given.flatten()[:1].expand(*given.shape[:2], self.whole.config.get_text_config().hidden_size)
+        hidden_size = self.whole.config.get_text_config().hidden_size
+        like = torch.empty((), dtype=given.dtype, device=given.device).expand(*given.shape[:2], hidden_size)
+        return placeholder(like, self.all_layers[0])
+
+    def _of_another(self, error: PlaceholderUsed, side: dict[str, Any]) -> ValueError:
+        """Of a forward that uses what other chunks hold."""
+        layers = f"the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r}"
+        beside = sorted(error.origins & self._elsewhere.keys())
+        if beside:
+            return ValueError(
+                f"cut: {layers} use {beside[0]!r}, which stands beside the layers and is in the chunk of "
+                f"{self._elsewhere[beside[0]]!r} alone: put it into each layer that uses it (one in several layers is "
+                "a tied weight), or cut so that one chunk has all these layers"
+            )
+        origin = min(error.origins, key=self.all_layers.index)
+        if origin in self.layer_names:
+            return ValueError(
+                f"cut: layer {origin!r} runs more than once in a forward, or more than the next layer uses what it "
+                "gives; a pipeline passes each layer once: name what runs once as layers"
+            )
+        user = f"{layers} use" if error.user is None else f"layer {error.user!r} uses"
+        tokens = "; if that comes of token ids, give them as a side input, side={'input_ids': tokens}, on every rank"
+        return ValueError(
+            f"cut: {user} what is computed from that of {origin!r}, which another chunk holds, besides the output of "
+            "the layer before: cut elsewhere, or make that computation a part of a layer"
+            + tokens
+            * (is_transformer(self.whole) and "input_ids" not in side)
+        )
 
     def _unreachable(self, error: Exception) -> ValueError:
         return ValueError(
@@ -270,18 +310,12 @@ class Chunk(nn.Module):
             "side={'input_ids': tokens}, on every rank"
         )
 
-    def _check(self, received: Any, output: Any, inputs: Any, side: dict[str, Any]) -> None:
-        """Raises ValueError where the output depends on what other chunks hold, which is NaN here."""
+    def _check(self, received: Any, output: Any) -> None:
+        """Raises ValueError where values of other chunks came by, past torch's functions: they are NaN."""
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.numel()]
         given = [leaf for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor)]
-        if any(leaf.isnan().any() for leaf in given) or not any(leaf.isnan().any() for leaf in tensors):
+        if any(leaf.isnan().any() for leaf in given):
             return
-        for name in self._used_from_elsewhere(received, inputs, side) if self._elsewhere else ():
-            raise ValueError(
-                f"cut: the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r} use {name!r}, which stands "
-                f"beside the layers and is in the chunk of {self._elsewhere[name]!r} alone: put it into each layer "
-                "that uses it (one in several layers is a tied weight), or cut so that one chunk has all these layers"
-            )
         if any(leaf.isnan().all() for leaf in tensors):
             raise ValueError(
                 f"cut: the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r} give NaN only: their weights are "
@@ -289,50 +323,15 @@ class Chunk(nn.Module):
                 "the output of the layer before: cut elsewhere, or make that computation a part of a layer"
             )
 
-    def _used_from_elsewhere(self, received: Any, inputs: Any, side: dict[str, Any]) -> list[str]:
-        """The names in `elsewhere` of what the output depends on: by the graph of another forward."""
-        gpus = {leaf.device.index for leaf in pytree.tree_leaves((inputs, side)) if _on_gpu(leaf)}
-        stand_ins = {name: value for name, value in self.named_buffers() if name in self._elsewhere}
-        traced = self._flow.traced = {n: value for n, value in stand_ins.items() if value.is_floating_point()}
-        nothing_saved = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)  # by hooks of the caller's
-        try:
-            with torch.enable_grad(), torch.random.fork_rng([*gpus]), nothing_saved:
-                for value in traced.values():
-                    value.requires_grad_()
-                output = self._own_output(received, inputs, side)
-        finally:
-            self._flow.traced = None
-            for value in stand_ins.values():
-                value.requires_grad_(False)
-        leaves = _leaves_of_graph(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-        return [name for name, value in traced.items() if id(value) in leaves]
 
+def _refusal_of(name: str) -> Any:
+    """A hook before the forward of a layer, which may not get anything of another chunk but the output before it."""
 
-def _on_gpu(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_cuda
+    def check(module: nn.Module, inputs: Any, keywords: Any) -> None:
+        if not torch.compiler.is_compiling():
+            refuse_placeholders((inputs, keywords), name)
 
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _leaves_of_graph(outputs: Iterable[Tensor]) -> set[int]:
-    """The ids of the tensors to which a backward from these would give gradients."""
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen, leaves = set(waiting), set()
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        more = {edge for edge, _ in node.next_functions if edge is not None} - seen
-        seen |= more
-        waiting += more
-    return leaves
-
-
-def _nothing_like(tensor: Tensor) -> Tensor:
-    value = torch.nan if tensor.is_floating_point() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return check
 
 
 def _result(output: Any) -> Any:

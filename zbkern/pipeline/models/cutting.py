@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from zbkern.pipeline.models import weights as loading
 from zbkern.pipeline.models.chunk import After, Before, Chunk, Entry, Flow, Outside
 from zbkern.pipeline.models.layers import Layer, built, layers_of, shared_parameters
+from zbkern.pipeline.models.placeholders import placeholder
 from zbkern.pipeline.schedules.layout import check_partition, layout_to_partition
 from zbkern.pipeline.schedules.schedule import Schedule
 
@@ -43,9 +44,9 @@ def cut(
     these, with the name of the layer: weights do not depend on the partition. rank: None for this process's in
     `group`. device: of parameters that were on the meta device, None for the CPU.
 
-    A chunk runs the model's own forward, with stand-ins for what other ranks hold, under the names of the whole model,
-    so that checkpoints load with any partition. It declares the weights that it shares with other chunks. What the
-    forward needs of the batch besides its first argument is a side input, `pipe.step(inputs, targets, side={...})`.
+    A chunk runs the model's own forward, with placeholders for what other ranks compute, under the names of the whole
+    model, so that checkpoints load with any partition. It declares the weights that it shares with other chunks. What
+    the forward needs of the batch besides its first argument is a side input, `pipe.step(inputs, targets, side={...})`.
     Raises TypeError and ValueError for arguments that do not fit, and for models that cannot be cut, naming the layer.
     """
     schedule = plan if isinstance(plan, Schedule) else getattr(plan, "schedule", None)
@@ -137,7 +138,7 @@ def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule)
 
 
 def _chunk(model: nn.Module, names: list[str], first: int, last: int) -> Chunk:
-    """Layers first to last - 1: a copy of the model that shares their parameters, and has stand-ins for the others."""
+    """Layers first to last - 1: a copy of the model that shares their parameters, without the other layers."""
     flow = Flow()
     memo: dict[int, Any] = {}
     for index, name in enumerate(names):
@@ -190,15 +191,15 @@ def _has_own(module: nn.Module) -> bool:
 def _drop_own(module: nn.Module, prefix: str) -> list[str]:
     """Of a module that holds layers and is therefore on every rank: its own parameters, which another chunk has.
 
-    Returns the names of their stand-ins.
+    Placeholders are in their place; returns their names.
     """
-    stand_ins = []
+    dropped = []
     for name, parameter in [*module._parameters.items()]:
         del module._parameters[name]
         if parameter is not None:
             device = "cpu" if parameter.is_meta else parameter.device  # it has its value already
-            nothing: Tensor = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
-            module.register_buffer(name, nothing.expand(parameter.shape), persistent=False)
-            stand_ins.append(f"{prefix}.{name}".lstrip("."))
+            like = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            dropped.append(f"{prefix}.{name}".lstrip("."))
+            module.register_buffer(name, placeholder(like, dropped[-1]), persistent=False)
     module._non_persistent_buffers_set.update(module._buffers)
-    return stand_ins
+    return dropped
