@@ -130,6 +130,9 @@ def weight_gradients(
     scope = wgrad.current() if call.may_defer else None
     if call.route is _DETACHED:
         if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in params)):
+            for parameter in params:
+                if parameter is not None and hasattr(parameter, "grad_added_to_main_grad"):
+                    _look_for_other_use(parameter)
             task = wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, call.ddp_managed, reads)
             if scope is None:
                 wgrad.run_in_backward(task)
@@ -153,6 +156,12 @@ def weight_gradients(
     gradients = [None if p is None else accumulation.empty_gradient(p, kernel) for p in params]
     kernel.run([tensors], gradients, False)
     return gradients
+
+
+def _look_for_other_use(parameter: Tensor) -> None:
+    """Of a parameter to which the graph has no edge from here: an edge from elsewhere is autograd's own."""
+    if will_run(torch.autograd.graph.get_gradient_edge(parameter).node):
+        accumulation.note_part_of_autograd(parameter)
 
 
 def _may_wait(parameter: Tensor) -> bool:
