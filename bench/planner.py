@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import add_out, write_json
-from zbkern.pipeline import Costs, plan
+from zbkern.pipeline import Costs, PlanOptions, plan
 from zbkern.pipeline.planner.plan import EFFORT
 from zbkern.reporting import markdown_table
 
@@ -95,7 +95,8 @@ def measure(cell: Cell, seconds: float | None, effort: int | None) -> dict[str, 
         effort = EFFORT if seconds is None else 30
     memory = None if limit is None else limit * stages * chunks * costs.activation
     begin = time.process_time()
-    found = plan(costs, stages, microbatches, chunks, memory_limit=memory, time_limit=seconds, effort=effort)
+    options = PlanOptions(time_limit=seconds)
+    found = plan(costs, stages, microbatches, chunks, memory_limit=memory, effort=effort, options=options)
     spent = time.process_time() - begin
     assert memory is None or max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
     return {

@@ -62,21 +62,16 @@ struct Ordering {
   Time cost = 0;
 };
 
-// Empty rows when the rule deadlocks, or costs more than `cutoff`.
-Ordering list_schedule(const Problem& problem, const Rule& rule, Time cutoff);
+// Empty rows when the rule deadlocks.
+Ordering list_schedule(const Problem& problem, const Rule& rule);
 
 // Costs and places of the best `kept` of many rules, of equal costs the first, the best first; stops after `seconds`, once
 // it has found any.
 std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds);
 
-struct RefineResult {
-  Ordering best;
-  Rule rule;
-};
-
-// The best orders found by changing the rule at random, and their rule; empty rows when `start` makes none. may_follow: the
+// The best orders found by changing the rule at random; empty rows when `start` makes none. may_follow: the
 // rule may have `follow`, too. It stops at a cost of `target`, or after `seconds`.
-RefineResult refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
+Ordering refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
                     double seconds);
 
 struct Measured {
@@ -88,9 +83,6 @@ Measured measure(const Problem& problem, const Ordering& orders);
 
 // The rows with W that follow each other grouped by chunk; the W of a fused backward follows it.
 Rows grouped(const Ordering& orders);
-
-// The best orders that repeat the steady state of orders for fewer microbatches; see extended in annealing.py.
-Ordering extended(const Problem& problem, const Ordering& few);
 
 // The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops after
 // `seconds`, once it has found any.
@@ -120,12 +112,7 @@ struct AnnealOptions {
   double seconds = 0;              // stop after this long
 };
 
-struct AnnealResult {
-  Ordering best;
-  bool finished = true;  // false when it stopped because the time was over
-};
-
 // Throws std::invalid_argument when the orders to start from cannot run.
-AnnealResult anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options);
+Ordering anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options);
 
 }  // namespace zbkern

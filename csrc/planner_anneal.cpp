@@ -6,11 +6,11 @@
 
 #include "planner.h"
 #include "planner_random.h"
+#include "planner_ranks.h"
 
 namespace zbkern {
 namespace {
 
-constexpr Time kForever = INT64_MAX / 4;
 constexpr int kWorkOfAMove = 50;  // in passes: to choose and to undo it, however few passes it runs again
 
 struct Shift {
@@ -29,18 +29,13 @@ class Annealer {
     least_after_.assign(passes, 0);
     group_.resize(passes), rank_of_.resize(passes), consumer_.assign(passes, -1);
     for (int pass = 0; pass < passes; pass++) group_[pass] = pass / m_, rank_of_[pass] = p_.placement[group_[pass] % n_];
+    for (int pass = 0; pass < passes; pass++) {
+      const Input input = input_of(p_, kind_of(pass), chunk_of(pass), pass);
+      needs_[pass] = input.pass, lag_[pass] = input.lag;
+      if (input.pass >= 0) consumer_[input.pass] = rank_of_[pass];
+    }
     for (int c = 0; c < n_; c++)
       for (int j = 0; j < m_; j++) {
-        if (c > 0) {
-          needs_[id(kForward, c, j)] = id(kForward, c - 1, j);
-          consumer_[id(kForward, c - 1, j)] = p_.placement[c];
-          lag_[id(kForward, c, j)] = p_.communication[c - 1];
-        }
-        if (c < n_ - 1) {
-          needs_[id(kBackward, c, j)] = id(kBackward, c + 1, j);
-          consumer_[id(kBackward, c + 1, j)] = p_.placement[c];
-          lag_[id(kBackward, c, j)] = p_.communication[c];
-        }
         length_[id(kForward, c, j)] = p_.forward[c];
         memory_of_[id(kForward, c, j)] = p_.activation[c];
         set_backward(c, j);
@@ -62,7 +57,7 @@ class Annealer {
     commit();
   }
 
-  AnnealResult anneal(const AnnealOptions& options);
+  Ordering anneal(const AnnealOptions& options);
 
  private:
   int id(int kind, int c, int j) const { return (kind * n_ + c) * m_ + j; }
@@ -363,12 +358,11 @@ void Annealer::undo() {
   for (auto each = done_.rbegin(); each != done_.rend(); ++each) shift(each->rank, each->to, each->from);
 }
 
-AnnealResult Annealer::anneal(const AnnealOptions& options) {
+Ordering Annealer::anneal(const AnnealOptions& options) {
   Random random(options.seed);
   spread_ = options.spread;
-  AnnealResult result;
   const auto largest = [](const std::vector<Time>& span) { return *std::max_element(span.begin(), span.end()); };
-  result.best = {rows_, fused_, largest(span_)};
+  Ordering best{rows_, fused_, largest(span_)};
   const Deadline deadline(options.seconds);
   std::int64_t count = 0;
   Time now = energy(span_);
@@ -378,11 +372,7 @@ AnnealResult Annealer::anneal(const AnnealOptions& options) {
     while (work_ < options.work / steps * (step + 1)) {
       const Time temperature = options.temperatures[step];
       work_ += kWorkOfAMove;
-      if (result.best.cost <= options.target) return result;
-      if (++count % 16 == 0 && deadline.passed()) {
-        result.finished = false;
-        return result;
-      }
+      if (best.cost <= options.target || (++count % 16 == 0 && deadline.passed())) return best;
       if (!propose(random, options)) continue;
       const Time threshold = now + (temperature >> 16) * random.exponential();
       // The largest span that an accepted move can have: all other spans are as small as their work allows.
@@ -393,14 +383,14 @@ AnnealResult Annealer::anneal(const AnnealOptions& options) {
       }
       commit();
       now = energy(span_);
-      if (largest(span_) < result.best.cost) result.best = {rows_, fused_, largest(span_)};
+      if (largest(span_) < best.cost) best = {rows_, fused_, largest(span_)};
     }
-  return result;
+  return best;
 }
 
 }  // namespace
 
-AnnealResult anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options) {
+Ordering anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options) {
   return Annealer(problem, start).anneal(options);
 }
 

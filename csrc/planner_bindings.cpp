@@ -29,6 +29,17 @@ py::tuple tuple_from(const Ordering& orders) {
   return py::make_tuple(orders.cost, orders.rows, std::vector<int>(orders.fused.begin(), orders.fused.end()));
 }
 
+Ordering ordering_from(const Rows& rows, const std::vector<int>& fused) {
+  return {rows, std::vector<char>(fused.begin(), fused.end()), 0};
+}
+
+// The result of a search, during which other threads may run.
+template <typename Search>
+auto without_gil(Search search) {
+  py::gil_scoped_release release;
+  return search();
+}
+
 // As in list_scheduler.py.
 using Ints = std::vector<int>;
 using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool, bool>;
@@ -37,77 +48,48 @@ Rule rule_from(const RuleTuple& tuple) {
   return std::apply([](const auto&... parts) { return Rule{parts...}; }, tuple);
 }
 
-py::tuple tuple_from(const Rule& rule) {
-  const auto each = [](const Ints& entries) { return py::tuple(py::cast(entries)); };
-  return py::make_tuple(each(rule.priority), each(rule.patience), each(rule.late_forward), each(rule.late_backward), each(rule.caps),
-                        rule.foresight, rule.fuse, rule.follow);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
-  module.def("list_schedule", [](const py::object& source, const RuleTuple& rule, Time cutoff) {
-    return tuple_from(list_schedule(problem_from(source), rule_from(rule), cutoff));
+  module.def("list_schedule", [](const py::object& source, const RuleTuple& rule) {
+    return tuple_from(list_schedule(problem_from(source), rule_from(rule)));
   });
   module.def("best_rules", [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
     const Problem problem = problem_from(source);
     std::vector<Rule> rules;
     for (const auto& each : tuples) rules.push_back(rule_from(each));
-    py::gil_scoped_release release;
-    return best_rules(problem, rules, kept, seconds);
+    return without_gil([&] { return best_rules(problem, rules, kept, seconds); });
   });
   module.def("refine", [](const py::object& source, const RuleTuple& rule, bool may_follow, std::int64_t tries, std::uint64_t seed,
                           Time target, double seconds) {
     const Problem problem = problem_from(source);
-    RefineResult found;
-    {
-      py::gil_scoped_release release;
-      found = refine(problem, rule_from(rule), may_follow, tries, seed, target, seconds);
-    }
-    return py::make_tuple(tuple_from(found.best), tuple_from(found.rule));
+    return tuple_from(without_gil([&] { return refine(problem, rule_from(rule), may_follow, tries, seed, target, seconds); }));
   });
   module.def("measure", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
-    const Measured found = measure(problem_from(source), {rows, std::vector<char>(fused.begin(), fused.end()), 0});
+    const Measured found = measure(problem_from(source), ordering_from(rows, fused));
     return py::make_tuple(found.cost, found.peaks);
   });
   module.def("grouped", [](const Rows& rows, const std::vector<int>& fused) {
-    return grouped({rows, std::vector<char>(fused.begin(), fused.end()), 0});
-  });
-  module.def("extended", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
-    return tuple_from(extended(problem_from(source), {rows, std::vector<char>(fused.begin(), fused.end()), 0}));
+    return grouped(ordering_from(rows, fused));
   });
   module.def("search_blocks", [](const py::object& source, std::uint64_t seed, const std::vector<Time>& temperatures,
                                  std::int64_t moves, Time target, bool fuse, double seconds) {
     const Problem problem = problem_from(source);
-    Ordering found;
-    {
-      py::gil_scoped_release release;
-      found = search_blocks(problem, seed, temperatures, moves, target, fuse, seconds);
-    }
-    return tuple_from(found);
+    return tuple_from(without_gil([&] { return search_blocks(problem, seed, temperatures, moves, target, fuse, seconds); }));
   });
   module.def("search_patterns", [](const py::object& source, const Pattern& start, std::uint64_t seed,
                                    const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target,
                                    double seconds) {
     const Problem problem = problem_from(source);
-    PatternResult found;
-    {
-      py::gil_scoped_release release;
-      found = search_patterns(problem, start, seed, temperatures, moves, spread, target, seconds);
-    }
+    const auto found = without_gil([&] { return search_patterns(problem, start, seed, temperatures, moves, spread, target, seconds); });
     return py::make_tuple(tuple_from(found.best), found.pattern);
   });
   module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, std::uint64_t seed,
                           const std::vector<Time>& temperatures, std::int64_t work, Time spread, Time target, bool may_fuse,
                           double seconds) {
     const Problem problem = problem_from(source);
-    const Ordering start{rows, std::vector<char>(fused.begin(), fused.end()), 0};
-    AnnealResult result;
-    {
-      py::gil_scoped_release release;
-      result = anneal(problem, start, {seed, temperatures, work, spread, target, may_fuse, seconds});
-    }
-    return py::make_tuple(tuple_from(result.best), result.finished);
+    const Ordering start = ordering_from(rows, fused);
+    return tuple_from(without_gil([&] { return anneal(problem, start, {seed, temperatures, work, spread, target, may_fuse, seconds}); }));
   });
 }

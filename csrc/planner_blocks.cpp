@@ -1,14 +1,13 @@
 // Search for a building block, the passes of one microbatch that all microbatches repeat; see planner/block_search.py.
 #include <algorithm>
-#include <numeric>
 
 #include "planner.h"
 #include "planner_random.h"
+#include "planner_ranks.h"
 
 namespace zbkern {
 namespace {
 
-constexpr Time kForever = INT64_MAX / 4;
 constexpr Time kPeriod = 1 << 16;  // from one microbatch to the next
 
 using Block = std::vector<Time>;  // [kind * chunks + chunk] when microbatch 0 runs it
@@ -16,7 +15,7 @@ using Block = std::vector<Time>;  // [kind * chunks + chunk] when microbatch 0 r
 class Blocks {
  public:
   Blocks(const Problem& problem, bool fuse)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fuse_(fuse), rows_(problem.ranks), items_(problem.ranks) {
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fuse_(fuse), ranks_(problem), rows_(problem.ranks), items_(problem.ranks), next_(problem.ranks) {
     const int kinds = fuse ? 2 : 3;  // a fused W follows its B
     for (int kind = 0; kind < kinds; kind++)
       for (int c = 0; c < n_; c++) items_[p_.placement[c]].push_back(kind * n_ + c);
@@ -26,7 +25,6 @@ class Blocks {
       change_[c] = p_.activation[c], change_[n_ + c] = (fuse ? 0 : p_.held[c]) - p_.activation[c], change_[2 * n_ + c] = fuse ? 0 : -p_.held[c];
       work_[p_.placement[c]] += m_ * (length_[c] + length_[n_ + c] + length_[2 * n_ + c]);
     }
-    ends_.resize(p_.passes()), waiter_.resize(p_.passes()), next_.resize(p_.ranks), clock_.resize(p_.ranks), start_.resize(p_.ranks);
   }
 
   const Rows& rows() const { return rows_; }
@@ -39,11 +37,12 @@ class Blocks {
   const Problem& p_;
   const int n_, m_;
   const bool fuse_;
-  Rows rows_;                                            // what `unroll` made
-  std::vector<std::vector<int>> items_;                  // [rank] kind and chunk of what it repeats
-  std::vector<Time> length_, change_;                    // [kind * chunks + chunk]
-  std::vector<Time> work_, ends_, clock_, start_;        // [rank] or [pass]
-  std::vector<int> waiter_, next_, runnable_;
+  Ranks ranks_;
+  Rows rows_;                              // what `unroll` made
+  std::vector<std::vector<int>> items_;    // [rank] kind and chunk of what it repeats
+  std::vector<std::size_t> next_;          // [rank] the position in its row
+  std::vector<Time> length_, change_;      // [kind * chunks + chunk]
+  std::vector<Time> work_;                 // [rank]
 };
 
 // The rows of all microbatches; false when they exceed a rank's memory.
@@ -74,41 +73,24 @@ bool Blocks::unroll(const Block& at) {
 // The cost of the block; kForever when that exceeds the threshold, when it cannot run, or when it does not fit.
 Time Blocks::run(const Block& at, Time threshold) {
   if (!unroll(at)) return kForever;
-  std::fill(ends_.begin(), ends_.end(), -1), std::fill(waiter_.begin(), waiter_.end(), -1);
-  std::fill(next_.begin(), next_.end(), 0), std::fill(clock_.begin(), clock_.end(), 0), std::fill(start_.begin(), start_.end(), -1);
-  runnable_.resize(p_.ranks);
-  std::iota(runnable_.rbegin(), runnable_.rend(), 0);
+  std::fill(next_.begin(), next_.end(), 0);
   std::vector<Time> rest = work_;
-  int left = p_.passes();
-  while (!runnable_.empty()) {
-    const int rank = runnable_.back();
-    runnable_.pop_back();
+  std::size_t waiting = p_.ranks;
+  const bool kept = ranks_.run([&](int rank) {
     const Row& row = rows_[rank];
-    Time now = clock_[rank];
-    int k = next_[rank];
-    for (; k < static_cast<int>(row.size()); k++) {
-      const int pass = row[k], item = pass / m_, kind = item / n_, c = item % n_;
-      const int input = kind == kForward && c > 0 ? pass - m_ : kind == kBackward && c + 1 < n_ ? pass + m_ : -1;
-      if (input >= 0) {
-        if (ends_[input] < 0) {
-          waiter_[input] = rank;
-          break;
-        }
-        now = std::max(now, ends_[input] + p_.communication[kind == kForward ? c - 1 : c]);
-      }
-      if (start_[rank] < 0) start_[rank] = p_.makespan ? 0 : now;
-      if (now - start_[rank] + rest[rank] > threshold) return kForever;
-      now += length_[item], rest[rank] -= length_[item];
-      ends_[pass] = now;
-      left--;
-      if (waiter_[pass] >= 0) runnable_.push_back(waiter_[pass]);
+    for (std::size_t& k = next_[rank]; k < row.size(); k++) {
+      const int pass = row[k], item = pass / m_, kind = item / n_;
+      Time at;
+      if (!ranks_.arrived(input_of(p_, kind, item % n_, pass), rank, at)) return true;
+      const Time now = std::max(at, ranks_.clock[rank]);
+      if (now - ranks_.begin(rank, now) + rest[rank] > threshold) return false;
+      rest[rank] -= length_[item];
+      ranks_.finish(rank, pass, now + length_[item]);
     }
-    next_[rank] = k, clock_[rank] = now;
-  }
-  if (left) return kForever;
-  Time cost = 0;
-  for (int rank = 0; rank < p_.ranks; rank++) cost = std::max(cost, clock_[rank] - start_[rank]);
-  return cost;
+    waiting--;
+    return true;
+  });
+  return kept && !waiting ? ranks_.cost() : kForever;
 }
 
 // The block whose passes are evenly spaced, with `count` microbatches in flight.

@@ -1,4 +1,4 @@
-// The list scheduler: every rank decides what to run next by its rule. planner/list_scheduler.py does the same in Python.
+// The list scheduler: every rank decides what to run next by its rule; see planner/list_scheduler.py.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -286,9 +286,9 @@ void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
 
 }  // namespace
 
-Ordering list_schedule(const Problem& problem, const Rule& rule, Time cutoff) {
+Ordering list_schedule(const Problem& problem, const Rule& rule) {
   ListScheduler lists(problem);
-  return lists.run(rule, cutoff) ? lists.orders() : Ordering{};
+  return lists.run(rule, kNever) ? lists.orders() : Ordering{};
 }
 
 std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds) {
@@ -308,22 +308,22 @@ std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::
   return found;
 }
 
-RefineResult refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
+Ordering refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
                     double seconds) {
   const Deadline deadline(seconds);
   ListScheduler lists(problem);
   Random random(seed);
-  RefineResult result{{}, start};
-  if (!lists.run(start, kNever)) return result;
-  result.best = lists.orders();
-  for (int& cap : result.rule.caps) cap = std::min(cap, problem.microbatches);
-  for (std::int64_t attempt = 0; attempt < tries && result.best.cost > target && !deadline.passed(); attempt++) {
-    Rule trial = result.rule;
+  if (!lists.run(start, kNever)) return {};
+  Ordering best = lists.orders();
+  Rule rule = start;
+  for (int& cap : rule.caps) cap = std::min(cap, problem.microbatches);
+  for (std::int64_t attempt = 0; attempt < tries && best.cost > target && !deadline.passed(); attempt++) {
+    Rule trial = rule;
     change(trial, problem, may_follow, random);
-    if (trial == result.rule || !lists.run(trial, result.best.cost)) continue;
-    result.best = lists.orders(), result.rule = std::move(trial);
+    if (trial == rule || !lists.run(trial, best.cost)) continue;
+    best = lists.orders(), rule = std::move(trial);
   }
-  return result;
+  return best;
 }
 
 }  // namespace zbkern

@@ -4,18 +4,17 @@
 
 #include "planner.h"
 #include "planner_random.h"
+#include "planner_ranks.h"
 
 namespace zbkern {
 namespace {
 
-constexpr Time kForever = INT64_MAX / 4;
 constexpr int kPatience = 4;  // where the patience of the three phases begins, behind the four counts
 
 class Patterns {
  public:
   explicit Patterns(const Problem& problem)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), rows_(problem.ranks), scripts_(problem.ranks), pending_(problem.ranks), written_(problem.ranks) {
-    ends_.resize(p_.passes()), waiter_.resize(p_.passes());
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), ranks_(problem), rows_(problem.ranks), scripts_(problem.ranks), pending_(problem.ranks), written_(problem.ranks) {
     for (int rank = 0; rank < p_.ranks; rank++) {
       Time work = 0;
       for (int c : {rank, n_ - 1 - rank}) work += m_ * (p_.forward[c] + least_backward(c) + p_.weight[c]);
@@ -42,13 +41,14 @@ class Patterns {
 
   const Problem& p_;
   const int n_, m_;
+  Ranks ranks_;
   Rows rows_;
   std::vector<char> fused_;
   std::vector<std::vector<int>> scripts_, pending_;  // [rank] 4 phase + 2 kind + (0 or 1 for the chunk); chunks of W to run
   std::vector<std::array<int, kPatience>> written_;  // [rank] the counts that its script was written for
-  std::vector<int> waiter_, runnable_, count_;
+  std::vector<int> count_;
   std::vector<std::size_t> place_, next_weight_;
-  std::vector<Time> work_, ends_, clock_, start_, span_, memory_, rest_;
+  std::vector<Time> work_, span_, memory_, rest_;
   Time least_ = 0;
 };
 
@@ -77,26 +77,21 @@ void Patterns::write(const Pattern& pattern, int rank) {
 void Patterns::weight(int rank) {
   const int c = pending_[rank][next_weight_[rank]++], item = 2 * n_ + c;
   rows_[rank].push_back(item * m_ + count_[item]++);
-  clock_[rank] += p_.weight[c], rest_[rank] -= p_.weight[c], memory_[rank] -= p_.held[c];
+  ranks_.clock[rank] += p_.weight[c], rest_[rank] -= p_.weight[c], memory_[rank] -= p_.held[c];
 }
 
 // A B that has no room for what its W needs is fused. False when it cannot run, does not fit the memory, or some span would
 // exceed the threshold.
 bool Patterns::run(const Pattern& pattern, Time threshold) {
-  std::fill(ends_.begin(), ends_.end(), -1), std::fill(waiter_.begin(), waiter_.end(), -1);
-  clock_.assign(p_.ranks, 0), start_.assign(p_.ranks, -1), memory_.assign(p_.ranks, 0), rest_ = work_;
+  memory_.assign(p_.ranks, 0), rest_ = work_;
   place_.assign(p_.ranks, 0), next_weight_.assign(p_.ranks, 0), count_.assign(3 * n_, 0), span_.assign(p_.ranks, 0);
   fused_.assign(static_cast<std::size_t>(n_) * m_, false);
-  runnable_.clear();
-  for (int rank = p_.ranks - 1; rank >= 0; rank--) {
+  for (int rank = 0; rank < p_.ranks; rank++) {
     rows_[rank].clear(), pending_[rank].clear();
     write(pattern, rank);
-    runnable_.push_back(rank);
   }
   int left = p_.ranks;
-  while (!runnable_.empty()) {
-    const int rank = runnable_.back();
-    runnable_.pop_back();
+  return ranks_.run([&](int rank) {
     const auto& script = scripts_[rank];
     const auto& pending = pending_[rank];
     auto& next_weight = next_weight_[rank];
@@ -104,40 +99,30 @@ bool Patterns::run(const Pattern& pattern, Time threshold) {
       const int phase = script[k] / 4, kind = script[k] / 2 % 2, c = script[k] % 2 ? n_ - 1 - rank : rank;
       const int item = kind * n_ + c, j = count_[item], pass = item * m_ + j;
       if (kind == kBackward && count_[c] <= j) return false;
-      const int input = kind == kForward && c > 0 ? pass - m_ : kind == kBackward && c + 1 < n_ ? pass + m_ : -1;
-      Time at = 0;
-      if (input >= 0) {
-        if (ends_[input] < 0) {
-          waiter_[input] = rank;
-          break;
-        }
-        at = ends_[input] + p_.communication[kind == kForward ? c - 1 : c];
-      }
+      Time at;
+      if (!ranks_.arrived(input_of(p_, kind, c, pass), rank, at)) return true;
       const Time patience = pattern[kPatience + phase][rank];
-      while (next_weight < pending.size() && 4 * (at - clock_[rank]) >= patience * p_.weight[pending[next_weight]]) weight(rank);
+      while (next_weight < pending.size() && 4 * (at - ranks_.clock[rank]) >= patience * p_.weight[pending[next_weight]]) weight(rank);
       Time change = kind == kForward ? p_.activation[c] : p_.held[c] - p_.activation[c];
       while (next_weight < pending.size() && memory_[rank] + change > p_.limit[rank]) weight(rank);
       const bool fuse = memory_[rank] + change > p_.limit[rank];
       if (fuse && kind == kForward) return false;
       if (fuse) change = -p_.activation[c];
-      const Time begin = std::max(at, clock_[rank]);
+      const Time begin = std::max(at, ranks_.clock[rank]);
       const Time length = kind == kForward ? p_.forward[c] : fuse ? p_.fused[c] : p_.backward[c];
-      if (start_[rank] < 0) start_[rank] = p_.makespan ? 0 : begin;
-      if (begin - start_[rank] + rest_[rank] > threshold) return false;
-      clock_[rank] = ends_[pass] = begin + length;
+      if (begin - ranks_.begin(rank, begin) + rest_[rank] > threshold) return false;
+      ranks_.finish(rank, pass, begin + length);
       rest_[rank] -= kind == kForward ? length : least_backward(c) + (fuse ? p_.weight[c] : 0);
       memory_[rank] += change, count_[item]++;
       rows_[rank].push_back(pass);
       if (fuse) fused_[c * m_ + j] = true, rows_[rank].push_back(pass + n_ * m_), count_[item + n_]++;
       else if (kind == kBackward) pending_[rank].push_back(c);
-      if (waiter_[pass] >= 0) runnable_.push_back(waiter_[pass]);
     }
-    if (place_[rank] < script.size()) continue;
     while (next_weight < pending.size()) weight(rank);
-    span_[rank] = clock_[rank] - start_[rank];
+    span_[rank] = ranks_.clock[rank] - ranks_.start[rank];
     left--;
-  }
-  return left == 0;
+    return true;
+  }) && left == 0;
 }
 
 // Changes counts, or the patience of a phase, on consecutive ranks.

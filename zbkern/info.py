@@ -84,7 +84,7 @@ def _planner() -> str:
     try:
         importlib.import_module("zbkern._planner")
     except ImportError:
-        return "constructs plans, and searches for none: install a C++ compiler, then install zbkern again"
+        return "the best published schedule is the plan: install a C++ compiler, then install zbkern again"
     return "compiled"
 
 

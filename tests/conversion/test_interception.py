@@ -480,6 +480,24 @@ def test_casts_by_type() -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-6)
 
 
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no product of groups")
+@pytest.mark.parametrize("use", ["rows", "groups", "a value"])
+def test_an_index_that_changes_between_b_and_w_is_an_error(use: str) -> None:
+    index = torch.tensor([2, 2, 6], dtype=torch.int32) if use == "groups" else torch.tensor([0, 2, 1, 1, 0, 2])
+    computes: dict[str, Compute] = {
+        "rows": lambda p, x: torch.bmm(p["w"][index], x.unsqueeze(-1)).squeeze(-1),
+        "groups": lambda p, x: torch._grouped_mm(x, p["w"][:, :, :8], offs=index),
+        "a value": lambda p, x: x + p["w"][index][:, 0],
+    }
+    twin, queue = zbkern.convert(Module({"w": (3, 8, 8)}, computes[use], torch.float32)), zbkern.WGradQueue()
+    with queue.defer():
+        backward(twin, torch.randn(6, 8))
+    index.zero_()
+    with pytest.raises(RuntimeError, match="needs was modified in place between B and W"):
+        queue.run()
+    queue.discard()
+
+
 def test_recurrent_layers() -> None:
     module = nn.LSTM(8, 8, num_layers=2, dtype=torch.float64)
     twin = zbkern.convert(copy.deepcopy(module))

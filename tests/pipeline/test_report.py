@@ -31,10 +31,10 @@ def test_a_grid_that_fits_is_whole() -> None:
 
 def test_it_says_how_many_backwards_are_one_pass() -> None:
     costs = Costs(1, 1.1, 0.8, activation=1, held=1.15)
-    tight = plan(costs, 4, 8, memory_limit=2.2, effort=0)
+    tight = plan(costs, 4, 8, memory_limit=2.0, effort=0)
     kinds = [action.kind for row in tight.schedule.actions for action in row]
     assert 0 < kinds.count("BW") < 32
-    text = report.describe(tight, "cost", 2.2, 4, 80)
+    text = report.describe(tight, "cost", 2.0, 4, 80)
     assert f"\nbackward  {kinds.count('BW')} of 32 in one pass, BW, the others as B and W\n" in text
     assert "backward  " not in report.describe(plan(costs, 4, 8, effort=0), "cost", None, 4, 80)
 

@@ -19,6 +19,7 @@ _HOME = {
     "Optimizer": "optimizer",
     "Pipeline": "runtime.engine",
     "PipelineError": "transport.base",
+    "PlanOptions": "planner",
     "ProfileOptions": "runtime.options",
     "Replanner": "planner.replanning",
     "StepOptions": "runtime.options",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
     from zbkern.pipeline.optimizer.clipping import clip_grad_norm_ as clip_grad_norm_
     from zbkern.pipeline.optimizer.clipping import grad_norm as grad_norm
+    from zbkern.pipeline.planner.arguments import PlanOptions as PlanOptions
     from zbkern.pipeline.planner.plan import plan as plan
     from zbkern.pipeline.planner.replanning import Replanner as Replanner
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline

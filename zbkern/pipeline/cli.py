@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from zbkern.pipeline import draw, from_config, report, schedules
 from zbkern.pipeline.from_config import WrongArgument
-from zbkern.pipeline.planner import Plan, plan
+from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
 from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.plan import EFFORT
@@ -325,12 +325,10 @@ def _search(
         chunks,
         arguments.placement,
         limit,
-        arguments.time_limit,
-        objective=arguments.objective,
         effort=arguments.effort,
-        progress=progress,
         offload=arguments.offload is not None,
         recompute=arguments.recompute,
+        options=PlanOptions(arguments.objective, time_limit=arguments.time_limit, progress=progress),
     )
 
 
@@ -372,9 +370,8 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
             f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
         )
     stages, objective = arguments.stages, arguments.objective
-    other = plan(
-        costs, stages, schedule.microbatches, chunks, schedule.placement, limit, time_limit=0, objective=objective
-    )
+    options = PlanOptions(objective)
+    other = plan(costs, stages, schedule.microbatches, chunks, schedule.placement, limit, effort=0, options=options)
     idle = report.idle(timeline, objective)
     return dataclasses.replace(
         other,
@@ -382,7 +379,6 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
         timeline=timeline,
         lower_bound=min(idle, other.lower_bound),
         optimal=idle - other.lower_bound < 1e-9,
-        mean_cost=timeline.cost if objective == "cost" else timeline.makespan,
         idle=idle_time(timeline, costs, objective, None if limit is None else [limit] * stages),
     )
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support import launch_checks as checks
 from tests.support.examples import examples
-from zbkern.kernels import spec, tiles
+from zbkern.kernels import reference, spec, tiles
 from zbkern.kernels.triton import grouped as triton_grouped
 from zbkern.kernels.triton import grouped_tile as triton_grouped_tile
 from zbkern.kernels.triton import grouped_wgrad as triton_grouped_wgrad
@@ -244,6 +244,13 @@ def test_programs_of_a_bias_alone(options: dict, programs: int, spy: Spy) -> Non
     triton_kernels.linear_wgrad([(x, dy)], (None, dbias), False, **options)
     checks.check("dbias", dbias, dy.double().sum(0))
     assert grids == [programs]
+
+
+@pytest.mark.parametrize("launches", [triton_kernels, reference])
+def test_the_sum_of_nothing_is_zero(launches: ModuleType) -> None:
+    dx = torch.ones(4, 8)
+    launches.linear_dgrad_sum([], dx)
+    assert torch.equal(dx, torch.zeros(4, 8))
 
 
 def test_segments_of_different_layouts_and_bfloat16() -> None:

@@ -76,15 +76,10 @@ def check_flips(folder: Path, name: str, count: int | None, seed: int) -> None:
     assert (raised > 0) == (name != ".metadata")
 
 
+@pytest.mark.parametrize("count", [150, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "zbkern.json", ".metadata"])
-def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, name: str) -> None:
-    check_flips(tmp_path, name, 150, seed=150)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zbkern.json", "__0_0.distcp"])
-def test_more_flipped_bits_are_found_or_change_nothing(tmp_path: Path, name: str) -> None:
-    check_flips(tmp_path, name, 600, seed=7)
+def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, name: str, count: int) -> None:
+    check_flips(tmp_path, name, count, seed=count)
 
 
 def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
@@ -100,7 +95,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         checkpoint.load(tmp_path, module)
     (path / file).unlink()
-    with pytest.raises(FileNotFoundError, match=r"__0_0.distcp"):
+    with pytest.raises(ValueError, match=r"__0_0.distcp was deleted while it was read, or is lost"):
         checkpoint.load(tmp_path, module)
 
 

@@ -38,6 +38,13 @@ def test_microbatches_of_several_sizes(shift: bool) -> None:
     torch.testing.assert_close(loss, F.cross_entropy(*flat, ignore_index=-100))
 
 
+@pytest.mark.parametrize("labels", [torch.zeros(2, 3, dtype=torch.long), [torch.zeros(2, 3, dtype=torch.long)], None])
+def test_labels_as_they_are_need_token_targets(labels: Any) -> None:
+    """Two rows of labels would pass for labels and their weight."""
+    with pytest.raises(TypeError, match=r"token_loss: targets must be what token_targets.*gives; got"):
+        token_loss(torch.randn(2, 3, 5), labels)
+
+
 def test_no_token_counts() -> None:
     (target,) = token_targets(torch.full((2, 3), -100), 1)
     logits = torch.randn(2, 3, 5, requires_grad=True)

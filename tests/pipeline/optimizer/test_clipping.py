@@ -59,38 +59,6 @@ def test_wrong_groups_and_ties_are_named() -> None:
         clipping.grad_norm(weight, LocalTransport.ring(1)[0], tied=3)
 
 
-def sharded_loop() -> tuple[float, float | None, float]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    x = torch.randn(5, 6)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    model(x).square().sum().backward()  # which torch 2.8 sums over gloo, where later ones take the mean
-    expected = float(torch.nn.utils.get_total_norm([p.grad.full_tensor() for p in model.parameters()]))
-    stage = LocalTransport.ring(1)[0]  # a pipeline of one stage, which two ranks share
-    optimizer = Optimizer(torch.optim.AdamW(model.parameters()), stage, max_norm=1.0)
-    optimizer.step()
-    return expected, optimizer.last_norm, clipping.grad_norm(model.parameters(), stage)
-
-
-def placed_norms() -> list[float]:
-    """One gradient in three placements, each alone, and all together."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
-    mesh, gradient = init_device_mesh("cpu", (2,)), torch.tensor([[3.0], [4.0]])
-    parameters = [nn.Parameter(distribute_tensor(torch.zeros(2, 1), mesh, [at])) for at in (Shard(0), Replicate())]
-    parameters.append(nn.Parameter(parameters[1].detach()))
-    for parameter in parameters[:2]:
-        parameter.grad = distribute_tensor(gradient, mesh, parameter.placements)
-    share = 0.25 if mesh.get_local_rank() == 0 else 0.75
-    parameters[2].grad = DTensor.from_local(gradient * share, mesh, [Partial()])
-    stage = LocalTransport.ring(1)[0]
-    return [clipping.grad_norm(part, stage) for part in (*parameters, parameters)]
-
-
 def gradient_of_stage(stage: int, index: int) -> torch.Tensor:
     return torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * stage + index))
 
@@ -173,37 +141,6 @@ def test_stages_of_tensor_parallel_ranks(four_ranks: Any, inf: bool) -> None:
         for name in ("norm", "clip", "optimizer", "scaled"):
             assert found[name] == pytest.approx(found["expected"], rel=1e-6), name
         assert all(value < 1e-6 for name, value in found.items() if name.endswith("apart"))
-
-
-@pytest.mark.dist
-def test_a_gradient_counts_once_wherever_it_is(two_ranks: Any) -> None:
-    for found in two_ranks.run(placed_norms):
-        assert found == pytest.approx([5.0, 5.0, 5.0, 5.0 * math.sqrt(3)])
-
-
-@pytest.mark.dist
-def test_shards_count_as_the_whole(two_ranks: Any) -> None:
-    for expected, found, clipped in two_ranks.run(sharded_loop):
-        assert found == pytest.approx(expected, rel=1e-6)
-        assert clipped == pytest.approx(1.0, rel=1e-5)
-
-
-def one_sided_rank(value: float) -> float:
-    """The sum of squares where rank 1 alone has `value` in a gradient that every rank holds whole, beside a shard."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.tensor([value if torch.distributed.get_rank() == 1 else 1.0])
-    return float(clipping.sum_of_squares([whole, distribute_tensor(torch.ones(4), mesh, [Shard(0)])]))
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
-def test_what_one_rank_of_a_mesh_cannot_add_up_stops_all(two_ranks: Any, value: float) -> None:
-    """Or one tensor-parallel rank would take a step back, and the others not."""
-    for found in two_ranks.run(one_sided_rank, value):
-        assert found == pytest.approx(5.0) if value == 1.0 else not math.isfinite(found)
 
 
 def one_sided_stages(where: str) -> tuple[float, float | None, bool]:

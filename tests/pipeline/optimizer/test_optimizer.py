@@ -185,18 +185,58 @@ def test_a_gradient_that_changes_before_the_global_check_is_noticed() -> None:
         results_on_threads(2, rank_loop)
 
 
-def test_gradients_that_are_zeroed_before_the_global_check() -> None:
-    def rank_loop(transport: LocalTransport) -> tuple[float, float]:
-        weight = nn.Parameter(torch.zeros(()))
-        weight.grad = torch.tensor(4.0 if transport.rank else 0.6)
-        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.validate()
-        return weight.item(), weight.grad.item()
+@pytest.mark.parametrize(
+    ("undo", "masters", "others", "error"),
+    [
+        ("snapshot", False, 0.1, False),
+        ("snapshot", False, 4.0, True),
+        ("snapshot", True, 4.0, True),
+        ("inverse", False, 4.0, True),
+        (None, False, 0.1, True),
+    ],
+)
+def test_weights_changed_before_the_global_check_stay_or_are_noticed(
+    undo: str | None, masters: bool, others: float, error: bool
+) -> None:
+    """A step that is done, or done again, later would be without the change, or after it."""
 
-    norm = math.hypot(0.6, 4.0)
-    assert results_on_threads(2, rank_loop) == [(pytest.approx(-g / norm), 0.0) for g in (0.6, 4.0)]
+    def rank_loop(transport: LocalTransport) -> float:
+        weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16 if masters else torch.float32))
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        optimizer = Optimizer(sgd, transport, max_norm=1.0, undo=undo, master_weights=masters, timeout=20)
+        weight.grad = torch.full_like(weight, others if transport.rank else 0.5)
+        optimizer.step()
+        if transport.rank == 0:
+            with torch.no_grad():
+                weight.clamp_(0.75, 1.0)
+        optimizer.validate()
+        return weight.item()
+
+    if error:
+        with pytest.raises(PipelineError, match=r"weight of shape \[\] was changed after step\(\).*validate\(\) first"):
+            results_on_threads(2, rank_loop)
+    else:
+        assert results_on_threads(2, rank_loop)[0] == 0.75
+
+
+def test_a_closure_is_called_once_with_gradients_and_its_loss_returned() -> None:
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = Optimizer(torch.optim.SGD([weight], lr=0.25), LocalTransport.ring(1)[0])
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = 2 * weight
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert optimizer.step(closure).item() == 2
+    assert optimizer.step() is None
+    assert (len(calls), weight.item()) == (1, 0.0)
+    with pytest.raises(TypeError, match=r"Optimizer.step: closure must be callable, or None; got 3"):
+        optimizer.step(3)
 
 
 def test_a_failing_step_reaches_the_other_ranks() -> None:
@@ -211,31 +251,6 @@ def test_a_failing_step_reaches_the_other_ranks() -> None:
 
     with pytest.raises(PipelineError, match="rank 2, optimizer step 1: ZeroDivisionError"):
         results_on_threads(3, rank_loop)
-
-
-def test_main_grad_is_read_kept_and_cleared() -> None:
-    def rank_loop(transport: LocalTransport) -> tuple[float | None, Tensor]:
-        weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-        weight.main_grad = torch.zeros(4)
-        optimizer = Optimizer(
-            torch.optim.SGD([weight], lr=0.5), transport, max_norm=1.0, master_weights=True, timeout=20
-        )
-        weight.main_grad += 0.25 if transport.rank == 0 else 2.0
-        optimizer.step()
-        optimizer.zero_grad()
-        weight.main_grad += 7  # the next backward
-        optimizer.validate()
-        buffer = weight.main_grad
-        assert torch.equal(buffer, torch.full((4,), 7.0))
-        optimizer.zero_grad()  # of no pending step: a framework's buffer stays where it is
-        assert weight.main_grad is buffer
-        assert not buffer.any()
-        return optimizer.last_norm, weight.detach().float()
-
-    (norm, first), (_, second) = results_on_threads(2, rank_loop)
-    assert norm == pytest.approx(math.sqrt(4 * 0.25**2 + 4 * 2.0**2))
-    torch.testing.assert_close(first, torch.full((4,), 1 - 0.5 * 0.25 / norm), rtol=2**-8, atol=0)
-    torch.testing.assert_close(second, torch.full((4,), 1 - 0.5 * 2 / norm), rtol=2**-8, atol=0)
 
 
 def own_masters(case: Case, grad_dtype: torch.dtype, **options: Any) -> tuple[list[list[Tensor]], list[Optimizer]]:

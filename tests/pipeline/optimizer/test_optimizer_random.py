@@ -84,27 +84,13 @@ ANYTHING = {
 INVERTED = {**ANYTHING, "kinds": patterns(KINDS[:6]), "name": st.sampled_from(INVERTIBLE)}
 
 
-@settings(max_examples=40, deadline=None)
-@given(**ANYTHING)
-def test_a_snapshot_is_exact(**drawn: Any) -> None:
-    equal_to_a_step_that_waits(undo="snapshot", **drawn)
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_snapshot_is_exact(count: int) -> None:
+    check = given(**ANYTHING)(lambda **drawn: equal_to_a_step_that_waits(undo="snapshot", **drawn))
+    settings(max_examples=count, deadline=None)(check)()
 
 
-@settings(max_examples=20, deadline=None)
-@given(**INVERTED)
-def test_an_inverse_is_close(**drawn: Any) -> None:
-    equal_to_a_step_that_waits(undo="inverse", **drawn)
-
-
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(**ANYTHING)
-def test_many_snapshots(**drawn: Any) -> None:
-    equal_to_a_step_that_waits(undo="snapshot", **drawn)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(**INVERTED)
-def test_many_inverses(**drawn: Any) -> None:
-    equal_to_a_step_that_waits(undo="inverse", **drawn)
+@pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.slow)])
+def test_an_inverse_is_close(count: int) -> None:
+    check = given(**INVERTED)(lambda **drawn: equal_to_a_step_that_waits(undo="inverse", **drawn))
+    settings(max_examples=count, deadline=None)(check)()

@@ -122,23 +122,6 @@ def test_a_schedule_of_either_optimizer(undo: str | None, inner: bool) -> None:
     assert results_on_threads(2, rates) == [[0.0, 1.0, 1.5, 1.75]] * 2
 
 
-def test_a_rate_that_is_a_tensor() -> None:
-    """The schedule writes into it: the step that is done again has what was in it."""
-
-    def rates(transport: LocalTransport) -> tuple[float, bool]:
-        weight, lr = nn.Parameter(torch.zeros(())), torch.tensor(1.0)
-        optimizer = Optimizer(AdamW([weight], lr=lr, betas=(0.5, 0.5), eps=0.0), transport, max_norm=1.0, timeout=20)
-        schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
-        weight.grad = torch.full((), 10.0 * transport.rank)
-        optimizer.step()
-        schedule.step()
-        optimizer.validate()
-        return weight.item(), optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.5
-
-    assert results_on_threads(2, rates)[1] == (-1.0, True)
-    assert results_on_threads(2, rates)[0][1]
-
-
 @pytest.mark.parametrize("undo", ["snapshot", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_group_that_comes_later(dtype: torch.dtype, undo: str | None) -> None:

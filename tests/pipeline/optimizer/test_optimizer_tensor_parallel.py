@@ -1,4 +1,4 @@
-"""Two stages of two tensor-parallel ranks under a Pipeline and its Optimizer: equal to one process."""
+"""Tensor-parallel ranks of a stage that hear of a norm at different times take back the same steps."""
 
 from __future__ import annotations
 
@@ -7,48 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import zbkern
-from zbkern.pipeline import Optimizer, Pipeline, schedules
+from tests.support import tensor_parallel
+from tests.support.tensor_parallel import OneProcess, Stages, apart, make_optimizer, values
+from zbkern.pipeline import Optimizer
 from zbkern.pipeline.optimizer.post_validation import NormTag
 
-WIDTH, MICROBATCHES, STEPS, MAX_NORM = 8, 4, 6, 1.9
-LARGE = {1: 5.0, 3: 3.5, 5: 4.5}  # steps whose gradients are to be clipped, which the first stage alone does not show
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-def make_model() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [Block(), Block()]
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = torch.randn(2, MICROBATCHES, 4, WIDTH, generator=generator).unbind()
-    return inputs, targets * LARGE.get(step, 0.02) + inputs
-
-
-def one_process() -> tuple[nn.Module, list[float]]:
-    model, found = nn.Sequential(*make_model()), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        found.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-    return model, found
+STEPS = range(6)
+MAX_NORM = 50.0  # which two steps are above, and the first stage alone is not
 
 
 def delay_norms(transport: Any) -> None:
@@ -63,62 +30,24 @@ def delay_norms(transport: Any) -> None:
     transport.send = send_late
 
 
-def tensor_parallel_rank(sequence_parallel: bool, make: str) -> tuple[list[float], dict[str, float], int]:
-    """Norms of all steps, how far every weight is from that of one process, and how often a step was undone."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
-    stage, place = mesh.get_coordinate()
-    chunk = zbkern.convert(make_model()[stage])
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    if sequence_parallel:
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-    parallelize_module(chunk, mesh["tensor"], plan)
-
-    def part(whole: Tensor) -> Tensor:
-        return whole.chunk(2, 1)[place].contiguous() if sequence_parallel else whole
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:  # a rank's part of the mean over all rows
-        return nn.functional.mse_loss(output, target) / (2 if sequence_parallel else 1)
-
-    found = []
-    schedule = schedules.zb_h1(2, MICROBATCHES)
-    inner = {"torch": torch.optim.AdamW, "zbkern": zbkern.optim.AdamW}[make](chunk.parameters(), lr=1e-2)
-    with Pipeline(chunk, schedule, loss_fn, mesh.get_group("stage"), timeout=20) as pipe:
-        optimizer = Optimizer(inner, pipe, max_norm=MAX_NORM, adaptive=False)
-        if (stage, place) == (1, 1):
-            delay_norms(pipe.transport)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            pipe.step(*map(part, batch(step)))
-            if step > 0:
-                found.append(optimizer.last_norm)
-            optimizer.step()
-        optimizer.validate()
-        found.append(optimizer.last_norm)
-    expected, expected_norms = one_process()
-    apart = {}
-    for name, parameter in chunk.named_parameters():
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        apart[name] = (whole - expected[stage].get_parameter(name)).abs().max().item()
-    assert len(found) == len(expected_norms)
-    return found, apart, optimizer.undone
+def trained(sequence: bool, kind: str) -> tuple[list[float], dict[str, Any], int]:
+    """Norms of all steps, the weights then, and how often a step was undone."""
+    ours = Stages(2, 2, "zb_h1", tied=False, sequence=sequence, fill="planned")
+    ours.pipe.detach()
+    inner = make_optimizer(ours.modules)
+    if kind == "zbkern":
+        inner = zbkern.optim.AdamW(inner.param_groups)
+    ours.optimizer = Optimizer(inner, ours.pipe, max_norm=MAX_NORM, adaptive=False)
+    if torch.distributed.get_rank() == 3:
+        delay_norms(ours.pipe.transport)
+    with ours.pipe:
+        _, norms = ours.train(STEPS)
+    return norms, values(ours.named()), ours.optimizer.undone
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("sequence_parallel", "make"),
+    ("sequence", "kind"),
     [
         (False, "torch"),
         (True, "zbkern"),
@@ -126,10 +55,15 @@ def tensor_parallel_rank(sequence_parallel: bool, make: str) -> tuple[list[float
         pytest.param(True, "torch", marks=pytest.mark.slow),
     ],
 )
-def test_training_equals_one_process(four_ranks: Any, sequence_parallel: bool, make: str) -> None:
-    _, expected = one_process()
-    results = four_ranks.run(tensor_parallel_rank, sequence_parallel, make)
-    assert [undone for _, _, undone in results] == [3, 3, 0, 0]
-    for found, apart, _ in results:
-        assert found == pytest.approx(expected, rel=1e-4)
-        assert max(apart.values()) < 1e-4, apart
+def test_training_equals_one_process(
+    four_ranks: Any, monkeypatch: pytest.MonkeyPatch, sequence: bool, kind: str
+) -> None:
+    monkeypatch.setattr(tensor_parallel, "MAX_NORM", MAX_NORM)
+    plain = OneProcess(tied=False)
+    _, expected = plain.train(STEPS)
+    results = four_ranks.run(trained, sequence, kind)
+    assert [undone for _, _, undone in results] == [2, 2, 0, 0]
+    for norms, weights, _ in results:
+        assert norms == pytest.approx(expected, rel=1e-11)
+        far = apart(weights, plain.named())
+        assert max(far.values()) < 1e-10, far

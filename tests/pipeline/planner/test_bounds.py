@@ -11,7 +11,8 @@ from zbkern.pipeline import Costs, plan
 from zbkern.pipeline.planner import annealing, list_scheduler, native
 from zbkern.pipeline.planner.arguments import placement_of, problem_of
 from zbkern.pipeline.planner.bounds import cost_bound
-from zbkern.pipeline.planner.problem import Ordering, Problem, fits, serial_ordering
+from zbkern.pipeline.planner.incumbents import Incumbent
+from zbkern.pipeline.planner.problem import Ordering, Problem, serial_ordering
 
 compiled = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 SHAPES = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (3, 3), (2, 4)]  # ranks, chunks
@@ -47,12 +48,14 @@ def problem(draw: random.Random) -> Problem:
 def good_order(given: Problem, draw: random.Random) -> Ordering:
     """What a short search finds."""
     found = [list_scheduler.list_schedule(given, rule) for rule in draw.sample(list(list_scheduler.rules(given)), 12)]
-    serial = [each for fuse in (False, True) if fits(given, each := serial_ordering(given, fuse))]
-    starts = [annealing.with_cost(given, each) for each in [*found, *serial] if each is not None]
-    start = min(starts, key=lambda orders: orders.cost)
+    best = Incumbent(given)
+    for each in found:
+        best.offer(each)
+    for fuse in (False, True):
+        best.offer_fitting(serial_ordering(given, fuse))
     mean = (sum(given.forward) + sum(given.backward)) // (2 * given.chunks)
     temperatures = [mean, mean // 3, mean // 10, mean // 50]
-    return annealing.anneal(given, start, temperatures=temperatures, passes=60_000, spread=0)[0]
+    return annealing.anneal(given, best.orders, temperatures=temperatures, passes=60_000, spread=0)
 
 
 @compiled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -14,7 +13,6 @@ from zbkern.pipeline.planner.partition import (
     balanced_chunks,
     balanced_partitions,
     even_partitions,
-    memory_steps,
     work_of,
 )
 from zbkern.pipeline.simulation.memory import static_of_ranks
@@ -86,11 +84,10 @@ def test_partitions_are_whole_and_never_less_equal_than_even_ones(
 def test_memory_moves_layers_to_where_there_is_room() -> None:
     """The first rank of 1F1B holds most microbatches: with little memory it gets fewer layers."""
     costs = model([1.0] * 24, activation=1.0, held=1.0, static=0.5)
-    wide, *tight = balanced_partitions(costs, (0, 1, 2, 3), 16, [14.0] * 4)
-    sizes = [end - begin for begin, end in pairwise([*wide, 24])]
-    assert sizes == sorted(sizes)
-    assert sizes[0] < sizes[-1]
-    assert (0, 6, 12, 18) in tight  # less room for microbatches, and equal work
+    equal, *others = balanced_partitions(costs, (0, 1, 2, 3), 16, [14.0] * 4)
+    assert equal == (0, 6, 12, 18)  # less room for microbatches, and equal work
+    sizes = [[end - begin for begin, end in pairwise([*each, 24])] for each in others]
+    assert any(each == sorted(each) and each[0] < each[-1] for each in sizes), sizes
 
 
 def test_tied_weights_are_held_once() -> None:
@@ -100,28 +97,6 @@ def test_tied_weights_are_held_once() -> None:
     partition = balanced_partitions(costs, (0, 1, 1, 0), 4, [11.0, 11.0])[0]
     chunks = costs.chunk_costs(partition, (0, 1, 1, 0))
     assert max(static_of_ranks(chunks.per_chunk(4), (0, 1, 1, 0))) <= 11
-
-
-@pytest.mark.parametrize("heavy", [1.0, 3.0])
-def test_small_activations_beside_the_weights_do_not_make_more_steps_of_memory(heavy: float) -> None:
-    """Steps are parts of what 1F1B holds for its microbatches, and the weights may be a million times that."""
-    layers = [*model([1.0] * 8, static=1.0, activation=1e-7).layers]
-    layers[0] = replace(layers[0], static=heavy)  # ranks of equal work then hold different amounts
-    costs = ModelCosts(tuple(layers))
-    steps = memory_steps(costs, 2, 4)
-    assert len(steps) < 100
-    assert steps == sorted(steps, reverse=True)
-    fullest = 3 + heavy + 4 * 1e-7
-    assert min(steps) < fullest < max(steps[2:])  # both what a rank of equal work needs, and less for some
-    assert min(steps) == pytest.approx((7 + heavy) / 2)  # less than this is not enough for any partition
-
-
-def test_steps_of_memory_that_no_partition_fits_are_left_out() -> None:
-    costs = model([1.0] * 8, static=1.0, activation=0.5)
-    assert min(memory_steps(costs, 2, 4)) == pytest.approx(6.0)
-    ends = {"static": 8.0, "tied": "embedding"}
-    tied = ModelCosts((LayerCosts("embedding", 1, 0, 1, **ends), *costs.layers, LayerCosts("head", 1, 1, 1, **ends)))
-    assert 9.99 < min(memory_steps(tied, 2, 4)) < 10.3  # the weights of both ends may be on one rank, once
 
 
 @pytest.mark.parametrize(("layers", "chunks"), [(8, 8), (34, 16), (10, 3)])

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from zbkern.pipeline import Costs, plan
+from zbkern.pipeline import Costs, PlanOptions, plan
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.incumbents import Budget
 
@@ -14,11 +14,11 @@ COSTS = Costs(92, 90, 46, 6)
 ATTEMPTS = 3  # another process may take the core at the wrong moment, but not every time
 
 
-def overrun(limit: float, stages: int, microbatches: int, chunks: int, jitter: float = 0.0) -> float:
+def overrun(limit: float, stages: int, microbatches: int, chunks: int) -> float:
     """Seconds beyond what is allowed; what comes after the limit takes longer where others have this core, too."""
     memory = 1.25 * stages * chunks
     begin, cpu = time.perf_counter(), time.process_time()
-    plan(COSTS, stages, microbatches, chunks, memory_limit=memory, time_limit=limit, jitter=jitter)
+    plan(COSTS, stages, microbatches, chunks, memory_limit=memory, options=PlanOptions(time_limit=limit))
     wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
     return wall - (1.2 * limit + 0.1 * max(1.0, wall / cpu))
 
@@ -35,10 +35,6 @@ def test_the_time_limit_holds(limit: float, chunks: int) -> None:
     check(limit, 16, 48, chunks)
 
 
-def test_the_time_limit_holds_with_jitter() -> None:
-    check(1.0, 8, 24, 1, 0.1)
-
-
 @pytest.mark.parametrize("limit", [0.1, 0.3])
 def test_the_time_limit_holds_without_the_compiled_core(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "core", None)
@@ -49,11 +45,11 @@ def test_the_time_limit_holds_without_the_compiled_core(limit: float, monkeypatc
 def test_the_time_there_is_is_used() -> None:
     """Where the plan is not yet the best possible."""
     begin = time.perf_counter()
-    found = plan(COSTS, 8, 16, 2, memory_limit=12, time_limit=0.5, effort=30)
+    found = plan(COSTS, 8, 16, 2, memory_limit=12, effort=30, options=PlanOptions(time_limit=0.5))
     assert found.optimal or time.perf_counter() - begin >= 0.45
 
 
-def test_a_part_of_a_budget_ends_earlier_and_without_a_clock_it_never_ends() -> None:
-    assert 0 < Budget(3, 100.0).part(0.5).left <= 50
-    assert Budget(3).part(0.5).left == float("inf")
+def test_a_budget_ends_with_its_rounds_and_without_a_clock_it_has_all_the_time() -> None:
+    assert Budget(3).left == float("inf")
     assert [Budget(3).allows(rounds) for rounds in (0, 2, 3)] == [True, True, False]
+    assert not Budget(3, 0.0).allows(0)

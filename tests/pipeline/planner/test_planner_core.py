@@ -8,7 +8,15 @@ import pytest
 
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.planner import annealing, block_search, bounds, list_scheduler, native, pattern_search
-from zbkern.pipeline.planner.problem import Ordering, Problem, fits, grouped, ordering_of, schedule_of, serial_ordering
+from zbkern.pipeline.planner.problem import (
+    Ordering,
+    Problem,
+    grouped,
+    ordering_of,
+    schedule_of,
+    serial_ordering,
+    within,
+)
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
@@ -35,27 +43,19 @@ def problem(seed: int, overheads: bool = False, makespan: bool = False) -> Probl
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_list_scheduler(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_of_every_rank(seed: int) -> None:
     given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
-    some = random.Random(seed).sample(list(list_scheduler.rules(given)), 40)
-    fast = [list_scheduler.list_schedule(given, rule) for rule in some]
-    monkeypatch.setattr(native, "core", None)
-    slow = [list_scheduler.list_schedule(given, rule) for rule in some]
-    assert fast == slow
-    assert any(orders is not None for orders in fast)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_rules_of_every_rank(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
-    start = next(rule for rule in list_scheduler.rules(given) if list_scheduler.list_schedule(given, rule))
-    fast, rule = list_scheduler.refine(given, start, 200, seed)
-    assert annealing.anneal(given, fast)[0].cost <= fast.cost  # less where W are merged, which rules do not know
-    assert (fast, rule) == list_scheduler.refine(given, start, 200, seed)
-    monkeypatch.setattr(native, "core", None)
-    assert fast == list_scheduler.list_schedule(given, rule)
-    assert fast.cost <= list_scheduler.list_schedule(given, start).cost
-    assert fits(given, fast)
+    made = [
+        (rule, orders) for rule in list_scheduler.rules(given) if (orders := list_scheduler.list_schedule(given, rule))
+    ]
+    for _, orders in random.Random(seed).sample(made, min(20, len(made))):
+        check(given, annealing.with_cost(given, orders))
+    rule, start = made[0]
+    found = list_scheduler.refine(given, rule, 200, seed)
+    assert found == list_scheduler.refine(given, rule, 200, seed)
+    assert found.cost <= start.cost
+    assert annealing.anneal(given, found).cost <= found.cost  # less where W are merged, which rules do not know
+    check(given, annealing.with_cost(given, found))
 
 
 def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() -> None:
@@ -71,24 +71,13 @@ def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() ->
     assert not any(rule.follow for rule in list_scheduler.rules(turn))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_grouping_the_weight_gradients(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = problem(seed)
-    orders = serial_ordering(given, fuse=False)
-    for index in range(0, len(orders.fused), 3):
-        orders.fused[index] = 1
-    for row in orders.rows:
-        random.Random(seed).shuffle(row)
-    compiled = grouped(orders, given.chunks, given.microbatches)
-    monkeypatch.setattr(native, "core", None)
-    assert compiled == grouped(orders, given.chunks, given.microbatches) != orders
-
-
 def check(given: Problem, found: Ordering) -> None:
     """Its cost is that of an independent run, at least the lower bound, and it is a valid schedule within the limit."""
-    assert fits(given, found)
-    assert annealing.Timing(given, found).cost == found.cost >= bounds.cost_bound(given)
-    schedule_of(found, given, "found")  # validates
+    timeline = simulate(schedule_of(grouped(found), given, "found"), given.costs)  # validates
+    assert within(timeline.peak_memory, given.limit)
+    reached = timeline.makespan if given.makespan else timeline.cost
+    assert reached <= found.cost if given.saves else reached == found.cost  # W that are grouped may save more
+    assert found.cost >= bounds.cost_bound(given)
 
 
 def temperatures(given: Problem) -> list[int]:
@@ -105,8 +94,7 @@ def test_annealing(seed: int) -> None:
         if orders
     )
     start = annealing.with_cost(given, start)
-    found, finished = annealing.anneal(given, start, seed=seed, temperatures=temperatures(given), passes=100_000)
-    assert finished
+    found = annealing.anneal(given, start, seed=seed, temperatures=temperatures(given), passes=100_000)
     assert found.cost <= start.cost
     check(given, found)
 
@@ -114,7 +102,7 @@ def test_annealing(seed: int) -> None:
 def test_annealing_improves_a_poor_start() -> None:
     given = Problem.build(Costs(2, 2, 1, 0.1).per_chunk(4), range(4), 8, [6.0] * 4, False)
     start = annealing.with_cost(given, serial_ordering(given, fuse=False))
-    found, _ = annealing.anneal(given, start, temperatures=temperatures(given), passes=2_000_000)
+    found = annealing.anneal(given, start, temperatures=temperatures(given), passes=2_000_000)
     assert found.cost < 0.6 * start.cost
     check(given, found)
 
@@ -165,24 +153,19 @@ def test_a_pattern_fuses_a_backward_whose_weight_gradient_has_no_room() -> None:
     assert 1 - given.work(0) / found.cost < 0.1
 
 
-@pytest.mark.parametrize("core", [True, False])
-def test_orders_that_cannot_run_are_refused(core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_that_cannot_run_are_refused() -> None:
     given = Problem.build(Costs().per_chunk(2), (0, 1), 2, [2.0, 2.0], False)
     orders = ordering_of(schedules.one_f_one_b(2, 2))
     stuck = Ordering(0, [list(reversed(row)) for row in orders.rows], orders.fused)
     with pytest.raises(ValueError, match="cannot run"):
-        annealing.anneal(given, stuck) if core else annealing.Timing(given, stuck)
-    if not core:
-        monkeypatch.setattr(native, "core", None)
+        annealing.anneal(given, stuck)
     assert annealing.with_cost(given, stuck) is None
 
 
 @pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2])
-def test_orders_cost_what_the_simulator_says(make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_cost_what_the_simulator_says(make) -> None:
     costs = Costs(2, 1.5, 1, 0.25, merge_saving=0.25, split_overhead=0.5)
     schedule = make(4, 8)
     given = Problem.build(costs.per_chunk(4), range(4), 8, [9.0] * 4, False)
     compiled = annealing.with_cost(given, ordering_of(schedule))
     assert compiled.cost / given.time_scale == pytest.approx(simulate(schedule, costs).cost, rel=1e-9)
-    monkeypatch.setattr(native, "core", None)
-    assert annealing.with_cost(given, ordering_of(schedule)) == compiled

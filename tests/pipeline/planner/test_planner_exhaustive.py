@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from zbkern.pipeline import Costs, plan, simulate
+from zbkern.pipeline import Costs, PlanOptions, plan, simulate
 from zbkern.pipeline.planner import native
 
 Pass = tuple[str, int, int]  # kind, chunk, microbatch
@@ -106,7 +106,7 @@ def test_plan_is_the_best_of_all(stages: int, microbatches: int, chunks: int, or
     makespan = case % 3 == 2
     objective = "makespan" if makespan else "cost"
     owners = [rank for turn in range(chunks) for rank in (range(stages) if turn % 2 == 0 else range(stages)[::-1])]
-    found = plan(costs, stages, microbatches, chunks, memory_limit=limit, effort=2, objective=objective)
+    found = plan(costs, stages, microbatches, chunks, memory_limit=limit, effort=2, options=PlanOptions(objective))
     reached = found.timeline.makespan if makespan else found.timeline.cost
     rows = tuple([tuple(action)[:3] for action in row] for row in found.schedule.actions)
     assert span(rows, owners, costs, makespan) == pytest.approx(reached)

@@ -47,6 +47,12 @@ def find(folder: Path, step: int | None) -> Path | None:
     return found.get(max(found, default=0) if step is None else step)
 
 
+def lost(folder: Path, step: int | None) -> list[Path]:
+    """Folders that have the whole name of a checkpoint (of that step), and nothing in them that makes them one."""
+    named = [path for path, of, state in _entries(folder) if state is None and step in (None, of)]
+    return [path for path in named if path.is_dir() and not _is_checkpoint(path)]
+
+
 def begin(folder: Path, step: int) -> Path:
     """Makes the new folder that a checkpoint is written into, after what interrupted saves have left is deleted."""
     _must_be_a_folder(folder)

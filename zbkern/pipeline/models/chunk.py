@@ -40,6 +40,9 @@ class _ArgumentElsewhere:
 _SETTING = bool | int | float | str
 
 
+_EMBEDDED = ("inputs_embeds", "pixel_values", "input_features", "input_values")  # beginnings of arguments' names
+
+
 class _Reached(Exception):
     """The layer after the chunk's last was called."""
 
@@ -193,6 +196,14 @@ class Chunk(nn.Module):
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that several layers hold, by one name for all: a Pipeline sums gradients over their ranks."""
         return {label: self.get_parameter(name) for label, name in self.shared.items()}
+
+    def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of a batch by the names of the model's arguments, what the first chunk alone takes: its first argument, such
+        as token ids, embeddings and pixels; and what every chunk takes. Labels are the loss function's."""
+        own = next(iter(inspect.signature(self.whole.forward).parameters), "")
+        here = {name for name in batch if name == own or name.startswith(_EMBEDDED)}
+        every = {name: value for name, value in batch.items() if name not in here | {"labels"} and value is not None}
+        return {name: batch[name] for name in batch if name in here}, every
 
     def train(self, mode: bool = True) -> Chunk:
         self.whole.training = mode

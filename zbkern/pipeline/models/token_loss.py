@@ -63,6 +63,11 @@ def _microbatches(labels: Any, microbatches: int) -> list[Tensor]:
 
 def token_loss(logits: Tensor, targets: TokenTargets) -> Tensor:
     """`loss_fn` of a Pipeline: cross-entropy of logits [rows, length, vocabulary], weighted as `token_targets` says."""
+    if not isinstance(targets, TokenTargets):  # two rows of labels would pass for it
+        raise TypeError(
+            "token_loss: targets must be what token_targets(labels, microbatches) gives; got "
+            f"{type(targets).__name__}; pass targets=token_targets(labels, microbatches) to Pipeline.step"
+        )
     labels, weight = targets
     summed = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return summed * weight

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout
-from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_row, tied_names
+from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 
@@ -167,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
             install_masters(optimizer)
         self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
         self._pipe = pipeline
-        self._transport = connect_row(pipe, self._device) if pipeline is None else pipeline.transport
+        self._transport = connect_peers(pipe, self._device) if pipeline is None else pipeline.transport
         self._owned = self._transport if pipeline is None and self._transport is not pipe else None
         self._number = self._settled = self._taken = 0
         self._total: Tensor | None = None
@@ -216,14 +216,24 @@ class Optimizer(torch.optim.Optimizer):
             if (main_grad := main_grad_of(parameter)) is not None:
                 main_grad.zero_()
 
-    def step(self) -> None:  # type: ignore[override]  # no closure
-        """Steps at once if the norm of this rank and those before it allows that; `validate` corrects it if needed."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps at once if the norm of this rank and those before it allows that; `validate` corrects it if needed.
+
+        closure: computes the gradients (a step of the Pipeline, say) and returns the loss, which is returned. Until the
+        step is validated weights must not be changed: an error says so where the step is done, or done again, then.
+        """
         if self.__dict__.pop("found_inf", None) is not None:
             raise TypeError(
                 "Optimizer.step: was called by a GradScaler, which sees the gradients of this rank only; give it to "
                 "Optimizer(scaler=...), and call optimizer.step() instead of its unscale_, step and update"
             )
+        if closure is not None and not callable(closure):
+            raise TypeError(f"Optimizer.step: closure must be callable, or None; got {closure!r}")
         self.validate()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._number += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
         with self._failing_together():
@@ -234,7 +244,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._pending = step
                 self._pass_back(total)
                 self._conclude(total)
-                return
+                return loss
             if self._may_step(total):
                 with step.in_place(self.optimizer, step.before):
                     self._undo.save(self.optimizer)
@@ -245,7 +255,9 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
+            step.record_weights([*parameters(self.optimizer), *self._model_parameters()])
             self._pending = step
+        return loss
 
     def validate(self) -> None:
         """Waits for the norm over all ranks and clips or skips the last step accordingly. No-op if that is done.
@@ -452,6 +464,7 @@ class Optimizer(torch.optim.Optimizer):
         good = finite and factor == 1
         self._cautious = not good
         if not (good and step.has_stepped):
+            step.check_weights()
             with step.in_place(self.optimizer, step.before):
                 if step.has_stepped:
                     self._undo.restore(self.optimizer)

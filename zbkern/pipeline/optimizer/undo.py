@@ -155,6 +155,7 @@ class PendingStep:
     def __init__(self, gradients: list[tuple[Tensor, Tensor]], before: list[dict[str, Any]]) -> None:
         self.before = self.after = before
         self.has_stepped = False
+        self._weights: list[tuple[Tensor, int]] = []
         self._set_gradients(gradients)
 
     def _set_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
@@ -172,6 +173,20 @@ class PendingStep:
     def drop_gradients(self) -> None:
         """For a step that will not be done again."""
         self._set_gradients([])
+
+    def record_weights(self, weights: Iterable[Tensor]) -> None:
+        """For `check_weights`: what they are now, when the step is left to be validated."""
+        self._weights = [(weight, weight._version) for weight in weights]
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError where a weight is another one than the step has left."""
+        for weight, version in self._weights:
+            if weight._version != version:
+                raise RuntimeError(
+                    f"Optimizer.validate: a weight of shape {list(weight.shape)} was changed after step(), which only "
+                    "now is done, or taken back: the change would come before it, or be lost; call "
+                    "Optimizer.validate() first"
+                )
 
     def _check_unchanged(self) -> None:
         for (_, gradient), version in zip(self.gradients, self._versions, strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from zbkern.pipeline.planner.arguments import PlanOptions
 from zbkern.pipeline.planner.idle_time import IdleTime
 from zbkern.pipeline.planner.plan import Plan, plan
 
-__all__ = ["IdleTime", "Plan", "plan"]
+__all__ = ["IdleTime", "Plan", "PlanOptions", "plan"]

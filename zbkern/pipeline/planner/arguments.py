@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 
+from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.problem import Problem
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
+from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import static_of_ranks
 
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
@@ -18,6 +20,59 @@ Limit = float | Sequence[float] | None
 
 _SEEDS = 2**32  # each search makes seeds of its own of 64 bits from it
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What few need to set of a `plan`.
+
+    objective: what to minimise, "cost" or "makespan" (see `Timeline`). partition: the first layer of every chunk, for
+    `ModelCosts`; searched for where it is None. time_limit: seconds after which the search ends, if `effort` is not
+    over by then; the plan then depends on the machine. seed: of the search; another one finds other plans. progress:
+    is called with a line about the search before every round, and with an empty one at the end.
+
+    Raises TypeError or ValueError for what is none of these.
+    """
+
+    objective: str = "cost"
+    partition: Sequence[int] | None = None
+    time_limit: float | None = None
+    seed: int = 0
+    progress: Callable[[str], None] = lambda line: None
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"PlanOptions: objective must be one of {OBJECTIVES}; got {self.objective!r}")
+        _check_count("PlanOptions: seed", self.seed)
+        if self.seed >= _SEEDS:
+            raise ValueError(f"PlanOptions: seed must be below {_SEEDS}; got {self.seed}")
+        limit = 0.0 if self.time_limit is None else self.time_limit
+        if not isinstance(limit, Real) or isinstance(limit, bool):
+            raise TypeError(f"PlanOptions: time_limit must be a number; got {type(limit).__name__} {limit!r}")
+        if not limit >= 0:
+            raise ValueError(f"PlanOptions: time_limit must be at least 0; got {limit}")
+
+
+def check_plan(
+    costs: Costs | ModelCosts, stages: int, microbatches: int, chunks: int | None, placement: object, effort: int
+) -> None:
+    """Raises TypeError or ValueError for what `plan` cannot use."""
+    if not isinstance(costs, (Costs, ModelCosts)):
+        raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got {type(costs).__name__}")
+    if placement is not None and not isinstance(placement, Sequence):
+        raise TypeError(
+            f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
+            f"{type(placement).__name__} {placement!r}"
+        )
+    schedules.check_counts("plan", stages, microbatches, 1 if chunks is None else chunks)
+    _check_count("plan: effort", effort)
+
+
+def _check_count(what: str, count: int) -> None:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{what} must be an int; got {type(count).__name__} {count!r}")
+    if count < 0:
+        raise ValueError(f"{what} must be at least 0; got {count}")
 
 
 def problem_of(costs: Costs, owners: Sequence[int], microbatches: int, limit: Limit, objective: str) -> Problem:
@@ -29,28 +84,8 @@ def problem_of(costs: Costs, owners: Sequence[int], microbatches: int, limit: Li
     limits = [unlimited] * len(static)
     if given is not None:
         limits = [each - held for each, held in zip(given, static, strict=True)]
-    _check_room(flat, owners, limits, static, costs.memory_unit)
-    return Problem.build(flat, owners, microbatches, limits, objective == "makespan", static)
-
-
-def check_search(objective: str, jitter: float, samples: int, seed: int, time_limit: float | None, effort: int) -> None:
-    if objective not in OBJECTIVES:
-        raise ValueError(f"plan: objective must be one of {OBJECTIVES}; got {objective!r}")
-    counts = {"samples": (samples, 1), "seed": (seed, 0), "effort": (effort, 0)}
-    for name, (count, least) in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"plan: {name} must be an int; got {type(count).__name__} {count!r}")
-        if count < least:
-            raise ValueError(f"plan: {name} must be at least {least}; got {count}")
-    if seed >= _SEEDS:
-        raise ValueError(f"plan: seed must be below {_SEEDS}; got {seed}")
-    for name, value in (("jitter", jitter), ("time_limit", 0.0 if time_limit is None else time_limit)):
-        if not isinstance(value, Real) or isinstance(value, bool):
-            raise TypeError(f"plan: {name} must be a number; got {type(value).__name__} {value!r}")
-        if not value >= 0:
-            raise ValueError(f"plan: {name} must be at least 0; got {value}")
-    if jitter == math.inf:
-        raise ValueError("plan: jitter must be finite; got inf")
+    _check_one_microbatch_fits(flat, owners, limits, static, costs.memory_unit)
+    return Problem.build(flat, owners, microbatches, limits, objective == "makespan")
 
 
 def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:
@@ -116,7 +151,7 @@ def limits_of(function: str, given: float | Sequence[float], stages: int) -> lis
     return limits
 
 
-def _check_room(
+def _check_one_microbatch_fits(
     flat: ChunkCosts, owners: Sequence[int], limits: Sequence[float], static: Sequence[float], unit: str | None
 ) -> None:
     """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.

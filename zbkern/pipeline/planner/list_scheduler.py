@@ -8,23 +8,22 @@ order of time, each knowing only what has been sent to it by then. `refine` then
 every rank. A schedule made by rules is as regular as they are, so that the best rules hardly depend on the number of
 microbatches, and few have to be tried: with 16 stages, one chunk and 128 microbatches some hundred tries reach the
 lower bound, where moving pass by pass stays above the published search.
+
+It runs in C++ (csrc/planner_lists.cpp).
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice, pairwise, product
 from typing import Any, NamedTuple
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Ordering, Problem, Rows
+from zbkern.pipeline.planner.problem import Ordering, Problem
 
-_NEVER = 2**61
 _FREE = 2**30  # a cap that is none
-_FORESEEN = 3  # chunks
 _SLOPES = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
 _WAITS = ((0, False), (1, False), (2, False), (3, False), (4, False), (2, True), (4, True))
 Each = tuple[int, ...]  # one per rank or per chunk
@@ -85,13 +84,11 @@ def _may_follow(problem: Problem) -> bool:
     return shared > 1
 
 
-def list_schedule(problem: Problem, rule: Rule, cutoff: int | None = None) -> Ordering | None:
-    """The orders that `rule` makes; None when it deadlocks, or costs more than `cutoff`."""
-    cutoff = _NEVER if cutoff is None else cutoff
-    if native.core is not None:
-        orders = Ordering(*native.core.list_schedule(problem, rule, cutoff))
-        return orders if orders.rows else None
-    return _Lists(problem, rule).run(cutoff)
+def list_schedule(problem: Problem, rule: Rule) -> Ordering | None:
+    """The orders that `rule` makes; None when it deadlocks."""
+    assert native.core is not None
+    orders = Ordering(*native.core.list_schedule(problem, rule))
+    return orders if orders.rows else None
 
 
 def best_rules(problem: Problem, tried: Sequence[Rule], kept: int, seconds: float = math.inf) -> list[tuple[int, int]]:
@@ -99,201 +96,22 @@ def best_rules(problem: Problem, tried: Sequence[Rule], kept: int, seconds: floa
 
     seconds: stop after this long, once there is any.
     """
-    if native.core is not None:
-        found: list[tuple[int, int]] = native.core.best_rules(problem, tried, kept, seconds)
-        return found
-    end, found = time.monotonic() + seconds, []
-    for index, rule in enumerate(tried):
-        if found and time.monotonic() > end:
-            break
-        orders = list_schedule(problem, rule, found[-1][0] - 1 if len(found) == kept else None)
-        if orders is not None and all(orders.cost != cost for cost, _ in found):
-            found = sorted([*found, (orders.cost, index)])[:kept]
+    assert native.core is not None
+    found: list[tuple[int, int]] = native.core.best_rules(problem, tried, kept, seconds)
     return found
 
 
 def refine(
     problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0, seconds: float = math.inf
-) -> tuple[Ordering, Rule] | None:
-    """The best orders found with other rules near this one, and their rule; None when this one makes none.
+) -> Ordering | None:
+    """The best orders found with other rules near this one; None when this one makes none.
 
     A try changes one choice, or the caps, of some neighbouring ranks at random, and stays when that is no worse.
-    target: a cost at which to stop. seconds: stop after this long. It runs in C++ (csrc/planner_lists.cpp).
+    target: a cost at which to stop. seconds: stop after this long.
     """
     assert native.core is not None
-    found, changed = native.core.refine(problem, rule, _may_follow(problem), tries, seed, target, seconds)
-    orders = Ordering(*found)
-    return (orders, Rule(*changed)) if orders.rows else None
-
-
-class _Lists:
-    """One run of the list scheduler. csrc/planner_lists.cpp is its compiled twin."""
-
-    def __init__(self, problem: Problem, rule: Rule) -> None:
-        ranks, chunks, microbatches = problem.ranks, problem.chunks, problem.microbatches
-        self.problem, self.rule = problem, rule
-        self.chunks = [problem.chunks_of(rank) for rank in range(ranks)]
-        self.forward_at = [[_NEVER] * microbatches for _ in range(chunks)]
-        self.backward_at = [[_NEVER] * microbatches for _ in range(chunks)]
-        self.forward_at[0] = [0] * microbatches
-        self.backward_at[-1] = [0] * microbatches
-        self.done = [[0] * chunks for _ in range(3)]  # [kind][chunk]
-        self.clock, self.memory, self.held = [0] * ranks, [0] * ranks, [0] * ranks
-        self.start: list[Any] = [None] * ranks
-        self.idle, self.last_was_forward = [False] * ranks, [False] * ranks
-        self.following: list[int | None] = [None] * ranks  # the chunk whose F or B comes next by `follow`
-        self.pending: list[list[int]] = [[] for _ in range(ranks)]  # the chunks of its B whose W has not run
-        self.rows: Rows = [[] for _ in range(ranks)]
-        self.fused = [0] * (chunks * microbatches)
-        self.cost = 0
-
-    def run(self, cutoff: int) -> Ordering | None:
-        left = self.problem.passes
-        while left:
-            rank = min(
-                (rank for rank, idle in enumerate(self.idle) if not idle), key=self.clock.__getitem__, default=None
-            )
-            if rank is None:
-                return None
-            left -= self._step(rank)
-            if self.cost > cutoff:
-                return None
-        return Ordering(self.cost, self.rows, self.fused)
-
-    def _ready(self, rank: int) -> tuple[int | None, int | None, int, int]:
-        """The chunk whose forward may run now, the one whose backward may, and when the next input arrives.
-
-        Last, when the next gradient that is not sent yet can arrive; never, when that is not foreseen.
-        """
-        problem, now = self.problem, self.clock[rank]
-        forwards, backwards = self.done[FORWARD], self.done[BACKWARD]
-        forward = backward = None
-        coming = expected = _NEVER
-        # The first microbatch with a forward left here must always find room, or the pipeline locks up.
-        oldest = min(forwards[chunk] for chunk in self.chunks[rank])
-        for chunk in self.chunks[rank]:
-            if backwards[chunk] < forwards[chunk]:
-                at = self.backward_at[chunk][backwards[chunk]]
-                if at >= _NEVER and self.rule.foresight:
-                    at = self._foreseen(chunk, backwards[chunk])
-                    expected = min(expected, at if at > now else _NEVER)
-                elif at > now:
-                    coming = min(coming, at)
-                elif backward is None or self._prefers(rank, chunk, backward, self.rule.late_backward[rank], False):
-                    backward = chunk
-            if forwards[chunk] < problem.microbatches and forwards[chunk] - backwards[chunk] < self.rule.caps[chunk]:
-                at = self.forward_at[chunk][forwards[chunk]]
-                need = problem.activation[chunk] + sum(
-                    problem.activation[other]
-                    for other in self.chunks[rank]
-                    if other != chunk and forwards[other] <= oldest
-                )
-                if at >= _NEVER or self.memory[rank] - self.held[rank] + need > problem.limit[rank]:
-                    continue
-                if at > now:
-                    coming = min(coming, at)
-                elif forward is None or self._prefers(rank, chunk, forward, self.rule.late_forward[rank], True):
-                    forward = chunk
-        return forward, backward, coming, expected
-
-    def _prefers(self, rank: int, later: int, earlier: int, late: int, forward: bool) -> bool:
-        """Whether the later of two chunks whose F (or B) may run is taken."""
-        if self.last_was_forward[rank] == forward and self.following[rank] in (later, earlier):
-            return self.following[rank] == later
-        return bool(late)
-
-    def _foreseen(self, chunk: int, microbatch: int) -> int:
-        """The earliest that this gradient can arrive, if the backward before it is at most `_FORESEEN` chunks away."""
-        problem, source = self.problem, chunk + 1
-        while self.backward_at[source][microbatch] >= _NEVER:
-            source += 1
-            if source > chunk + _FORESEEN:
-                return _NEVER
-        if self.done[FORWARD][source] <= microbatch:
-            return _NEVER
-        at = self.backward_at[source][microbatch]
-        for each in range(source, chunk, -1):
-            at = max(at, self.clock[problem.placement[each]]) + problem.communication[each - 1]
-            at += problem.fused[each] if self.rule.fuse else problem.backward[each]
-        return at
-
-    def _step(self, rank: int) -> int:
-        """One decision of `rank`; how many passes it ran."""
-        problem, now = self.problem, self.clock[rank]
-        forward, backward, coming, expected = self._ready(rank)
-        next_ = min(coming, expected)
-        priority = self.rule.priority[rank]
-        forward_first = priority == 1 or (priority == 2 and not self.last_was_forward[rank])
-        following = self.following[rank]
-        if following is not None and following == (forward if self.last_was_forward[rank] else backward):
-            forward_first = self.last_was_forward[rank]
-        if forward is not None and (backward is None or forward_first):
-            full = self.memory[rank] + problem.activation[forward] > problem.limit[rank]
-            kind = WEIGHT if full else FORWARD
-        elif backward is not None:
-            kind = WEIGHT if self._full(rank, backward) and self.pending[rank] and not self.rule.fuse else BACKWARD
-        elif self.pending[rank] and (
-            next_ >= _NEVER or 4 * (next_ - now) >= self.rule.patience[rank] * problem.weight[self.pending[rank][0]]
-        ):
-            kind = WEIGHT
-        else:
-            if next_ < _NEVER:
-                self.clock[rank] = next_
-            else:
-                self.idle[rank] = True
-            return 0
-        chunk = {FORWARD: forward, BACKWARD: backward}.get(kind)
-        return self._execute(rank, kind, self.pending[rank].pop(0) if chunk is None else chunk)
-
-    def _full(self, rank: int, chunk: int) -> bool:
-        """Whether a B of the chunk would leave more than there is room for."""
-        left = self.problem.held[chunk] - self.problem.activation[chunk]
-        return self.memory[rank] + left > self.problem.limit[rank]
-
-    def _execute(self, rank: int, kind: int, chunk: int) -> int:
-        problem, now = self.problem, self.clock[rank]
-        fuse = self.rule.fuse or (kind == BACKWARD and self._full(rank, chunk))
-        microbatch = self.done[kind][chunk]
-        self.done[kind][chunk] += 1
-        self.rows[rank].append((kind * problem.chunks + chunk) * problem.microbatches + microbatch)
-        ran = 1
-        if kind == FORWARD:
-            length = problem.forward[chunk]
-            self.memory[rank] += problem.activation[chunk]
-        elif kind == BACKWARD:
-            length = problem.fused[chunk] if fuse else problem.backward[chunk]
-            self.memory[rank] -= problem.activation[chunk]
-            self.fused[chunk * problem.microbatches + microbatch] = int(fuse)
-            if fuse:
-                self.rows[rank].append((WEIGHT * problem.chunks + chunk) * problem.microbatches + microbatch)
-                self.done[WEIGHT][chunk] += 1
-                ran = 2
-            else:
-                self.memory[rank] += problem.held[chunk]
-                self.held[rank] += problem.held[chunk]
-                self.pending[rank].append(chunk)
-        else:
-            length = problem.weight[chunk]
-            self.memory[rank] -= problem.held[chunk]
-            self.held[rank] -= problem.held[chunk]
-        if self.start[rank] is None:
-            self.start[rank] = now
-        self.clock[rank] = end = now + length
-        if kind != WEIGHT:
-            self.last_was_forward[rank] = kind == FORWARD
-        self.cost = max(self.cost, end - (0 if problem.makespan else self.start[rank]))
-        consumer = chunk + 1 if kind == FORWARD else chunk - 1
-        if kind != WEIGHT and self.rule.follow:
-            shared = 0 <= consumer < problem.chunks and problem.placement[consumer] == rank
-            self.following[rank] = consumer if shared else None
-        if kind != WEIGHT and 0 <= consumer < problem.chunks:
-            arrivals = self.forward_at if kind == FORWARD else self.backward_at
-            arrivals[consumer][microbatch] = end + problem.communication[min(chunk, consumer)]
-            peer = problem.placement[consumer]
-            if self.idle[peer]:
-                self.idle[peer] = False
-                self.clock[peer] = max(self.clock[peer], now)
-        return ran
+    orders = Ordering(*native.core.refine(problem, rule, _may_follow(problem), tries, seed, target, seconds))
+    return orders if orders.rows else None
 
 
 def forward_caps(problem: Problem, slope: int) -> Each:

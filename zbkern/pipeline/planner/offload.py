@@ -9,14 +9,11 @@ fastest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
 
 from zbkern.pipeline.planner.arguments import limits_of
-from zbkern.pipeline.planner.idle_time import idle_time
-from zbkern.pipeline.planner.published import published
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount
@@ -24,9 +21,6 @@ from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
-
-if TYPE_CHECKING:
-    from zbkern.pipeline.planner.plan import Plan
 
 _ROUNDING = 1e-9  # relative, of a limit
 _LEADS = (1.0, 2.0)  # how many copies before its use something is loaded
@@ -77,60 +71,8 @@ def fit(
     return best
 
 
-def search(
-    make_plan: Callable[[Any], Plan],
-    memory_limit: float | Sequence[float],
-    objective: str,
-    offload: bool,
-    recompute: bool,
-) -> Plan:
-    """The best of the plans that `make_plan` finds for this limit and for more memory and of the published schedules
-    with their placement, made to fit; with fused backwards, too: they hold nothing for W, which nothing can recompute.
-
-    Its lower bound is that of unlimited memory, which no offload and no recomputation can be below.
-    """
-    plans: list[Plan] = []
-    errors: list[ScheduleError] = []
-    for factor in MORE_MEMORY:
-        try:
-            plans.append(make_plan(_scaled(memory_limit, factor)))
-        except ScheduleError as error:
-            errors.append(error)
-    orders = [(plan, timeline) for plan in plans for timeline in _with_fused(plan.schedule, plan.costs)]
-    for plan in {plan.schedule.placement: plan for plan in plans}.values():
-        for schedule in published(plan.schedule.placement, plan.schedule.microbatches):
-            orders += [(plan, timeline) for timeline in _with_fused(schedule, plan.costs)]
-    best: Plan | None = None
-    for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):
-        if best is not None and getattr(timeline, objective) >= getattr(best.timeline, objective):
-            break
-        try:
-            fitted = fit(
-                timeline.schedule,
-                plan.costs,
-                memory_limit,
-                offload=offload,
-                recompute=recompute,
-                objective=objective,
-            )
-        except ScheduleError as error:
-            errors.append(error)
-            continue
-        if best is None or getattr(fitted, objective) < getattr(best.timeline, objective):
-            best = replace(plan, schedule=fitted.schedule, timeline=fitted)
-    if best is None:
-        raise errors[0]
-    reached, ranks = getattr(best.timeline, objective), len(best.timeline.events)
-    unlimited = plans[-1]
-    bound = min(reached, sum(unlimited.timeline.busy) / (ranks * (1.0 - unlimited.lower_bound)))
-    lower = max(0.0, 1.0 - sum(best.timeline.busy) / (ranks * bound)) if bound > 0 else 0.0
-    idle = idle_time(best.timeline, best.costs, objective, limits_of("plan", memory_limit, ranks))
-    optimal = reached <= bound * (1 + _ROUNDING)
-    return replace(best, lower_bound=lower, optimal=optimal, mean_cost=reached, idle=idle)
-
-
-def _with_fused(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
-    """The schedule's timeline, and that of the same order with every B and its W as one BW."""
+def with_fused(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
+    """The schedule's timeline, and that of the same order with every B and its W as one BW: it holds nothing for W."""
     yield simulate(schedule, costs)
     if any(action.kind == "B" for row in schedule.actions for action in row):
         rows = [
@@ -371,9 +313,3 @@ def _spans(actions: Sequence[Action], flat: ChunkCosts) -> tuple[dict[int, _Held
 
 def _fits(timeline: Timeline, limits: Sequence[float]) -> bool:
     return all(peak <= limit * (1 + 2 * _ROUNDING) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
-
-
-def _scaled(limit: float | Sequence[float], factor: float | None) -> Any:
-    if factor is None:
-        return None
-    return [each * factor for each in limit] if isinstance(limit, Sequence) else limit * factor

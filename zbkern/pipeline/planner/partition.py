@@ -7,28 +7,18 @@ chunk between passing one on, as long as that helps; so what counts is a rank's 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
-from zbkern.pipeline.simulation.needs import need_of_all_layers
 
 Partition = tuple[int, ...]  # the first layer of every chunk
 
-STEPS = 16
-"""Steps of memory in what 1F1B holds for its microbatches; see `memory_steps`."""
-
-_MOST_STEPS = 64  # from what 1F1B holds down to what no partition fits, of which mostly fewer than twenty are needed
-_MORE = (1, 2, 3, 4, 6, 8, 12, 16)  # steps of memory above what 1F1B holds
-_UNEVEN = 1.25  # times what a rank holds on an even partition
-PARTITIONS_EVERY = 2  # so many steps of memory partitions are made that leave room
-_IN_FLIGHT = (1.0, 0.75, 0.5, 0.35, 0.2, 0.0)  # of what 1F1B holds: partitions that leave room for so many microbatches
+_IN_FLIGHT = (2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.2, 0.0)
+"""Of what 1F1B holds: partitions that have memory for so many microbatches."""
 _ROUNDING = 1e-12
-_LEAST_ROUNDING = 1e-6  # relative: what no partition fits is less than the least by this
-_STEP_ROUNDING = 1e-10  # relative: a limit that is a step but for rounding is no smaller than it
 
 
 def work_of(layer: LayerCosts) -> float:
@@ -64,65 +54,18 @@ def _even(begin: int, layers: int, chunks: int) -> Iterator[list[int]]:
         yield [begin + index * size + extra for index, extra in enumerate(shift)]
 
 
-def memory_steps(
-    model: ModelCosts, stages: int, microbatches: int, limit: float = math.inf, every: int = 1
-) -> list[float]:
-    """Every so many-th of the steps of a rank's memory that do not exceed `limit`, the largest first.
-
-    They depend on the model alone: what 1F1B holds on stages of equal work, sixteenths of what it holds there for its
-    microbatches less, and more (further apart the more there is, and up to twice that, as it gains less and less); what
-    everything holds that there is, and some more, as other partitions are less even; and infinity. They end where no
-    partition fits, and are further apart where weights are so uneven that there were too many of them.
-    """
-    ranks = _Ranks(model, range(stages), microbatches, [math.inf] * stages, 1.0)
-    ranks.fill(balanced_chunks(tuple(map(work_of, model.layers)), stages))
-    unit, peak, everything = ranks.held_by_1f1b(), ranks.peak(1), _UNEVEN * ranks.peak(microbatches)
-    steps = [math.inf, everything]
-    if unit > 0:
-        less = peak - need_of_all_layers(model).total / stages * (1 - _LEAST_ROUNDING)
-        distance = max(unit / STEPS, less / _MOST_STEPS)
-        indices = (*reversed(_MORE), *range(0, -math.floor(less / distance) - 1, -1))
-        steps += [peak + distance * index for index in indices if index % every == 0]
-    return [step for step in (step * (1 - _STEP_ROUNDING) for step in steps) if 0 < step <= limit]
-
-
 def balanced_partitions(
     model: ModelCosts, placement: Sequence[int], microbatches: int, limits: Sequence[float] | None
 ) -> list[Partition]:
     """Partitions of about equal work per rank, the most equal first, then some that hold less where work is.
 
-    placement: the rank of every chunk. limits: the memory of every rank, None for no limit. With one limit for all
-    ranks they are those of all `memory_steps` within it, so that a higher limit only adds to them.
+    placement: the rank of every chunk. limits: the memory of every rank, None for no limit.
     """
-    found = balanced_by_step(model, placement, microbatches, limits)
-    return list(dict.fromkeys(partition for _, partition in found))
-
-
-def balanced_by_step(
-    model: ModelCosts, placement: Sequence[int], microbatches: int, limits: Sequence[float] | None
-) -> Iterator[tuple[float, Partition]]:
-    """Partitions with the step of memory that each was made for, the largest first; 0 where that was no step."""
-    ranks = max(placement) + 1
-    steps: list[float] = []
-    if limits is None or min(limits) == max(limits):
-        limit = math.inf if limits is None else limits[0]
-        steps = memory_steps(model, ranks, microbatches, limit, PARTITIONS_EVERY)
     start = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
-    without_limit = next(_balanced(model, placement, microbatches, None, start))
-    any_ = False
-    for step in steps:
-        each = [step] * ranks
-        enough = _Ranks(model, placement, microbatches, each, max(_IN_FLIGHT))
-        enough.fill(without_limit)
-        if not enough.missing():
-            yield step, without_limit
-        elif enough.total_of_a_microbatch() <= step * ranks:
-            for partition in dict.fromkeys(_balanced(model, placement, microbatches, each, start)):
-                yield step, partition
-        any_ = any_ or enough.total_of_a_microbatch() <= step * ranks
-    if not any_:
-        for partition in dict.fromkeys(_balanced(model, placement, microbatches, limits, start)):
-            yield 0.0, partition
+    found = [*_balanced(model, placement, microbatches, None, start)]
+    if limits is not None:
+        found += _balanced(model, placement, microbatches, limits, start)
+    return list(dict.fromkeys(found))
 
 
 def _balanced(
@@ -136,7 +79,7 @@ def _balanced(
         yield tuple(_improved(_Ranks(model, placement, microbatches, limits, in_flight), start))
 
 
-@lru_cache(maxsize=64)  # asked for again for every placement, and whenever steps of memory are
+@lru_cache(maxsize=64)  # asked for again for every placement
 def balanced_chunks(work: tuple[float, ...], chunks: int) -> Partition:
     """The first layer of every chunk: the most work in a chunk is as little as possible, then that of squares."""
     count, prefix = len(work), [0.0, *accumulate(work)]
@@ -260,19 +203,6 @@ class _Ranks:
     def missing(self) -> float:
         """The memory that all ranks miss together."""
         return sum(self._missing)
-
-    def total_of_a_microbatch(self) -> float:
-        """What all ranks together hold with one microbatch."""
-        return sum(self._once) + sum(self._static)
-
-    def held_by_1f1b(self) -> float:
-        """What the rank that holds most for a microbatch holds for as many as there are ranks."""
-        return max(self._once) * len(self._once)
-
-    def peak(self, microbatches: int) -> float:
-        """The most that a rank holds with so many microbatches, or with those it has room for, if those are more."""
-        each = zip(self._once, self._flying, self._static, strict=True)
-        return max(static + max(microbatches * once, flying) for once, flying, static in each)
 
     def worst(self) -> int:
         """The rank that a layer should leave: with the least memory, if that is too little, else with the most work."""

@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.simulation.costs import ChunkCosts
+from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 Rows = list[list[int]]
 
 _TIME_SCALE = 2.0**46  # of all work done one pass after the other
-_MEMORY_SCALE = 2.0**56  # of all microbatches at once, so that numbers do not depend on the limit
+_MEMORY_SCALE = 2.0**52  # of all microbatches at once, so that numbers do not depend on the limit
 _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
 
 
@@ -29,8 +28,7 @@ _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in
 class Problem:
     """A planning problem: one entry per chunk, per edge (`communication`, 0 within a rank) or per rank (`limit`).
 
-    One unit of time here is 1 / time_scale of the costs', and one of memory 1 / memory_scale. limit: beside `static`,
-    what each rank holds all the time.
+    One unit of time here is 1 / time_scale of the costs'. limit: beside what each rank holds all the time.
     """
 
     ranks: int
@@ -46,10 +44,8 @@ class Problem:
     held: tuple[int, ...]
     merge_saving: tuple[int, ...]
     limit: tuple[int, ...]
-    static: tuple[int, ...]
     makespan: bool
     time_scale: float
-    memory_scale: float
 
     @classmethod
     def build(
@@ -59,9 +55,8 @@ class Problem:
         microbatches: int,
         limit: Sequence[float],
         makespan: bool,
-        static: Sequence[float] | None = None,
     ) -> Problem:
-        """limit: one number per rank, in the unit of `costs.activation`. static: one per rank, too; 0 by default."""
+        """limit: one number per rank, in the unit of `costs.activation`."""
         serial = microbatches * (
             sum(costs.forward) + sum(costs.backward) + sum(costs.weight) + 2 * sum(costs.communication)
         )
@@ -94,10 +89,8 @@ class Problem:
             held=memory(costs.held),
             merge_saving=times(costs.merge_saving),
             limit=memory([min(value, unlimited) * (1 + _SLACK) for value in limit]),
-            static=memory([0.0] * len(limit) if static is None else static),
             makespan=makespan,
             time_scale=time_scale,
-            memory_scale=memory_scale,
         )
 
     @property
@@ -148,21 +141,20 @@ class Problem:
             total += min(backward, self.microbatches * self.fused[chunk])
         return total
 
-    def limit_of(self, totals: Sequence[float]) -> tuple[int, ...]:
-        """Limits for what each rank holds, `static` included, in the unit of the costs, as `limit` has them.
-
-        No limit is more than a rank can hold, so that limits that allow the same are the same.
-        """
-        most = [0] * self.ranks
-        for chunk, rank in enumerate(self.placement):
-            most[rank] += self.microbatches * max(self.activation[chunk], self.held[chunk])
-        return tuple(
-            round(min(total * self.memory_scale - always, unlimited) * (1 + _SLACK))
-            for total, always, unlimited in zip(totals, self.static, most, strict=True)
+    @property
+    def costs(self) -> Costs:
+        """The costs in these integers, which a simulation counts with exactly."""
+        parts = zip(self.backward, self.weight, self.fused, strict=True)
+        return Costs(
+            self.forward,
+            self.backward,
+            self.weight,
+            self.communication,
+            self.activation,
+            self.held,
+            split_overhead=[backward + weight - fused for backward, weight, fused in parts],
+            merge_saving=self.merge_saving,
         )
-
-    def with_limit(self, limit: Sequence[int]) -> Problem:
-        return replace(self, limit=tuple(limit))
 
     def with_microbatches(self, microbatches: int) -> Problem:
         return replace(self, microbatches=microbatches)
@@ -180,25 +172,7 @@ class Ordering:
     fused: list[int]
 
 
-def peaks_of(problem: Problem, orders: Ordering) -> list[int]:
-    """The most that every rank holds."""
-    changes: list[int] = []  # of what a rank holds, by pass
-    for activation in problem.activation:
-        changes += [activation] * problem.microbatches
-    for leaves, kept in ((-1, 1), (0, -1)):  # of the activation, and of what is held until W
-        for chunk, (activation, held) in enumerate(zip(problem.activation, problem.held, strict=True)):
-            fused = orders.fused[chunk * problem.microbatches : (chunk + 1) * problem.microbatches]
-            change = {0: leaves * activation + kept * held, 1: leaves * activation}
-            changes += map(change.__getitem__, fused)
-    return [max(accumulate(map(changes.__getitem__, row)), default=0) for row in orders.rows]
-
-
-def fits(problem: Problem, orders: Ordering) -> bool:
-    """Whether every rank stays within its limit."""
-    return within(peaks_of(problem, orders), problem.limit)
-
-
-def within(peaks: Sequence[int], limit: Sequence[int]) -> bool:
+def within(peaks: Sequence[float], limit: Sequence[int]) -> bool:
     """Whether no rank exceeds its limit."""
     return all(peak <= most for peak, most in zip(peaks, limit, strict=True))
 
@@ -235,35 +209,18 @@ def ordering_of(schedule: Schedule) -> Ordering:
     return Ordering(0, rows, fused)
 
 
-def grouped(orders: Ordering, chunks: int, microbatches: int) -> Ordering:
-    """The orders with W that follow each other grouped by chunk, which is free. The cost is the old one."""
-    if native.core is not None:
-        return replace(orders, rows=native.core.grouped(orders.rows, orders.fused))
-    half, fused = chunks * microbatches, orders.fused
-    first_weight = WEIGHT * half
-    rows: Rows = []
-    for row in orders.rows:
-        found: list[int] = []
-        weights: list[int] = []
-        for number in row:
-            if number >= first_weight:
-                if not fused[number - first_weight]:
-                    weights.append(number)
-                continue
-            if weights:
-                found += sorted(weights)
-                weights.clear()
-            found.append(number)
-            if number >= half and fused[number - half]:
-                found.append(number + half)
-        rows.append(found + sorted(weights))
-    return replace(orders, rows=rows)
+def grouped(orders: Ordering) -> Ordering:
+    """The orders with W that follow each other grouped by chunk, which is free. The cost is the old one.
+
+    Without the compiled core they stay as they are: those of a published schedule.
+    """
+    return orders if native.core is None else replace(orders, rows=native.core.grouped(orders.rows, orders.fused))
 
 
 def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
     """Orders as a schedule, validated and with W grouped."""
     half, rows = problem.chunks * problem.microbatches, []
-    for row in grouped(orders, problem.chunks, problem.microbatches).rows:
+    for row in grouped(orders).rows:
         actions: list[Action] = []
         for number in row:
             kind, rest = divmod(number, half)

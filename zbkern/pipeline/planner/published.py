@@ -23,7 +23,7 @@ class Published:
             key = (make.__name__, ranks, microbatches, chunks)
             if key not in self._made:
                 schedule = _made(make, ranks, microbatches, chunks)
-                self._made[key] = grouped(ordering_of(schedule), len(placement), microbatches)
+                self._made[key] = grouped(ordering_of(schedule))
             yield self._made[key]
 
 

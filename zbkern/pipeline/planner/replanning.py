@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbkern.pipeline.planner import plan
+from zbkern.pipeline.planner import PlanOptions, plan
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.costs import Costs
@@ -58,7 +58,7 @@ class Replanner:
             present.chunks,
             present.placement,
             list(limits),
-            time_limit=self.time_limit,
+            options=PlanOptions(time_limit=self.time_limit),
         )
         now = simulate(present, costs).cost
         saved = 1 - found.timeline.cost / now if now > 0 else 0.0

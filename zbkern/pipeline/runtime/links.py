@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zbkern.pipeline.simulation.layers import PerLink
 from zbkern.pipeline.transport.base import Tag, Transport
-from zbkern.pipeline.transport.connect import connect_ring, place
+from zbkern.pipeline.transport.connect import connect_peers, place
 
 _TURNS = 10
 _AFTER_ALL_STEPS = 2**31  # in the tags of messages
@@ -33,10 +33,10 @@ def measure_links(
 
     size: bytes of the larger messages; the others are of one number. timeout: seconds to wait for one.
     """
-    _, ranks = place(group)
+    rank, ranks = place(group)
     if ranks == 1:
         return []
-    transport = connect_ring(group, device)
+    transport = connect_peers(group, device, {(rank - 1) % ranks, (rank + 1) % ranks})
     try:
         transport.begin("profile")
         found = {}

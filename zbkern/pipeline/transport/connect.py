@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def is_transport(group: Any) -> TypeIs[Transport]:
-    return hasattr(group, "deliver")
+    return isinstance(group, Transport)
 
 
 def place(group: Any) -> tuple[int, int]:
@@ -74,19 +74,18 @@ def check_same_plan(schedule: Schedule, replan_every: int, transport: Transport)
 
     So they would where they plan anew after different numbers of steps; replan_every: 0 for never.
     """
-    found = transport.gather((repr(schedule), _checksum(schedule), replan_every))
-    others = [rank for rank, (_, checksum, _) in enumerate(found) if checksum != found[0][1]]
+    found = transport.gather((_checksum(schedule), replan_every, repr(schedule)))
+    others = [rank for rank, (checksum, _, _) in enumerate(found) if checksum != found[0][0]]
     if others:
         raise ScheduleError(
-            f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][0]}, rank {others[0]} another "
-            f"{found[others[0]][0]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
+            f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][2]}, rank {others[0]} another "
+            f"{found[others[0]][2]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
             "else on every rank, so plan on one and send the schedule with torch.distributed.broadcast_object_list"
         )
-    periods = [period for _, _, period in found]
-    if len(set(periods)) > 1:
+    if len({every for _, every, _ in found}) > 1:
         raise ScheduleError(
             "Pipeline: replanner must be one with the same `every` on all ranks; got, by rank, "
-            f"{[period or None for period in periods]}"
+            f"{[every or None for _, every, _ in found]}"
         )
 
 
@@ -95,20 +94,12 @@ def _checksum(schedule: Schedule) -> int:
     return zlib.crc32(replace(schedule, name="").to_csv().encode())
 
 
-def connect_row(group: Any, device: torch.device) -> Transport:
-    """Connects this rank to those before and after it."""
+def connect_peers(group: Any, device: torch.device, peers: Iterable[int] = ()) -> Transport:
+    """Connects this rank to those before and after it, and to `peers`."""
     if is_transport(group):
         return group
     place(group)
-    return DistributedTransport(group, (), device)
-
-
-def connect_ring(group: Any, device: torch.device) -> Transport:
-    """Connects this rank to those before and after it, and the last one to the first."""
-    if is_transport(group):
-        return group
-    rank, size = place(group)
-    return DistributedTransport(group, {(rank - 1) % size, (rank + 1) % size}, device)
+    return DistributedTransport(group, peers, device)
 
 
 def check_tied(caller: str, tied: Any) -> None:

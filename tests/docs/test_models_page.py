@@ -1,0 +1,129 @@
+"""The programs and commands of docs/models.md, as they stand: the programs one after the other on four ranks."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zbkern
+from tests.support.pages import blocks
+from zbkern import __main__
+from zbkern.pipeline import layers_of
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+WIDTH = 8
+
+
+def save_llama(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("the page is about transformers 5")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=28, num_key_value_heads=2)
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 61, (4, 7), generator=generator)
+    mask = (torch.arange(7) < torch.tensor([7, 3, 5, 6])[:, None]).long()
+    return {"tokens": tokens, "mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def whole_model(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/llama")
+
+
+def check_cut(names: dict[str, Any], folder: str) -> None:
+    whole, given = whole_model(folder), batch()
+    if names["loss"] is not None:
+        logits = whole(given["tokens"], attention_mask=given["mask"]).logits
+        expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
+        torch.testing.assert_close(names["loss"], expected.detach())
+    assert all(zbkern.unconverted(chunk) == {} for chunk in names["chunks"])
+    dist.barrier()
+    exported = type(whole).from_pretrained(f"{folder}/trained").state_dict()
+    assert all(torch.equal(value, exported[name]) for name, value in whole.state_dict().items())
+
+
+def check_weights(names: dict[str, Any], folder: str) -> None:
+    state = whole_model(folder).state_dict()
+    for chunk in names["chunks"]:
+        assert all(torch.equal(value, state[name]) for name, value in chunk.state_dict().items())
+
+
+def run_page(folder: str) -> tuple[str, bool, int]:
+    """The page's programs in one namespace; the schedule of its second one, and what its last chunk begins with."""
+    cutting, measuring, by_layer, from_file = blocks(PAGE)
+    names: dict[str, Any] = dict(batch())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(dist, "init_process_group", lambda: None)  # there is one already
+        patch.setattr(zbkern.pipeline, "plan", functools.partial(zbkern.pipeline.plan, effort=0))
+        exec(cutting, names)
+        check_cut(names, folder)
+        names["pipe"].close()
+        names |= {"chunk": zbkern.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH))), "loss_fn": nn.functional.mse_loss}
+        names |= {"inputs": torch.ones(16, WIDTH), "targets": torch.ones(16, WIDTH)}
+        exec(measuring, names)
+        with names["pipe"] as pipe:
+            told = pipe.schedule.to_csv(), pipe.step(names["inputs"], names["targets"]) is not None
+        exec(by_layer, names)
+        names["pipe"].close()
+        found = names["found"][0]
+        assert [each.name for each in names["costs"].layers] == [each.name for each in layers_of(whole_model(folder))]
+        assert (len(found.partition), found.schedule.stages) == (len(found.schedule.placement), 4)
+        check_weights(names, folder)
+        exec(from_file, names)
+        check_weights(names, folder)
+        (chunk,) = names["chunks"]
+        return *told, min(int(name.split(".")[2]) for name in chunk.state_dict() if ".layers." in name)
+
+
+@pytest.mark.dist
+def test_the_programs_run_as_they_stand(four_ranks: Any, tmp_path: Path) -> None:
+    save_llama(tmp_path / "llama")
+    sizes = ["--stages", "4", "--microbatches", "8", "--chunks", "1", "--sequence", "64", "--effort", "0"]
+    config, out = str(tmp_path / "llama" / "config.json"), str(tmp_path / "plan.csv")
+    assert __main__.main(["plan", "--config", config, *sizes, "--out", out]) == 0
+    found = four_ranks.run(run_page, str(tmp_path))
+    assert {text for text, _, _ in found} == {found[0][0]}
+    assert [loss for _, loss, _ in found] == [False, False, False, True]
+    assert [first for _, _, first in found] == [0, 8, 16, 25]  # the embedding is the first layer
+
+
+COMMANDS = [
+    (page, line)
+    for page in sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+    for code in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for line in code.split("\n")
+    if line.startswith(("zbkern plan", "zbkern info"))
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: getattr(value, "name", None))
+def test_the_commands_run_as_they_stand(
+    page: Path, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After what the page writes into files with echo, in a folder with the configuration of a model; effort aside."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "bench" / "configurations" / "llama-3-70b.json", "config.json")
+    for text, path in re.findall(r"^echo '(.*?)' > (\S+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+        Path(path).write_text(text)
+    command = shlex.split(line, comments=True)[1:]
+    assert __main__.main([*command, *(["--effort", "0"] if command[0] == "plan" else [])]) == 0
+    assert "memory" in capsys.readouterr().out

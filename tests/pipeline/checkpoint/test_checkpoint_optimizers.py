@@ -1,0 +1,185 @@
+"""Any optimizer resumes bit for bit from a checkpoint, whatever it has in its state, or is refused when it is saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbkern.optim import AdamW
+from zbkern.pipeline import checkpoint
+
+
+class Homemade(torch.optim.Optimizer):
+    """Momentum under an entry of any kind."""
+
+    entry: Any = "m"
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.update(parameter, self.state[parameter])
+
+    def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
+        moment = state.setdefault(self.entry, torch.zeros_like(parameter))
+        moment.mul_(0.9).add_(parameter.grad)
+        parameter.sub_(moment, alpha=0.1)
+
+
+class Nested(Homemade):
+    """Lists, dicts, strings and counts in the state."""
+
+    def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
+        if not state:
+            state.update(history=[torch.zeros_like(parameter)], counts={1: 0, "b": (0, None)}, phase="warm", none=None)
+        state["history"][0].add_(parameter.grad)
+        state["counts"][1] += 1
+        parameter.sub_(state["history"][0] / state["counts"][1], alpha=0.1 if state["phase"] == "warm" else 0.2)
+        state["phase"] = {"warm": "cold", "cold": "warm"}[state["phase"]]
+
+
+class Narrow(Homemade):
+    """State of other dtypes and shapes than the parameter's, which torch's load_state_dict would widen."""
+
+    def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
+        if not state:
+            state.update(q=torch.zeros_like(parameter, dtype=torch.bfloat16), signs=parameter.to(torch.int8) * 0)
+            state.update(row=torch.zeros(len(parameter)), step=torch.zeros((), dtype=torch.int64), many=[], flag=False)
+        state["q"] += parameter.grad.bfloat16()
+        state["signs"] += parameter.grad.sign().to(torch.int8)
+        state["row"] += parameter.grad.flatten(1).sum(1) if parameter.dim() > 1 else parameter.grad
+        state["step"] += 1
+        state["many"].append(parameter.grad.half().sum())
+        rows = state["row"][:, None] if parameter.dim() > 1 else state["row"]
+        parameter.sub_((state["q"] / 3 + state["signs"] + rows + sum(state["many"])) / state["step"], alpha=0.01)
+
+
+class OfNoParameter(Homemade):
+    """A count beside the parameters' state."""
+
+    def step(self, closure: Any = None) -> None:
+        shared = self.state.setdefault("shared", {"steps": 0})
+        shared["steps"] += 1
+        super().step()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(1 - 0.01 * shared["steps"])
+
+
+def with_entry(entry: Any) -> type[Homemade]:
+    return type("Homemade", (Homemade,), {"entry": entry})
+
+
+T = torch.optim
+KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    **{name: lambda p, name=name: getattr(T, name)(p, lr=0.01) for name in ("Adagrad", "Adafactor", "LBFGS", "NAdam")},
+    **{str(entry): with_entry(entry) for entry in ("m", "exp.avg", 0, "master", ("m", 1), "")},
+    **{kind.__name__: kind for kind in (Nested, Narrow, OfNoParameter)},
+    "SGD": lambda p: T.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "RMSprop": lambda p: T.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "amsgrad": lambda p: T.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
+    "tensor lr": lambda p: T.AdamW(p, lr=torch.tensor(0.01)),
+    "groups": lambda p: T.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:], "betas": (0.5, 0.9)}]),
+    "zbkern AdamW": lambda p: AdamW(p, lr=0.01),
+}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
+    for step in steps:
+        torch.manual_seed(step)
+        data = torch.randn(8, 4)
+
+        def closure(data: Tensor = data) -> Tensor:
+            optimizer.zero_grad()
+            loss = module(data).square().sum()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure) if isinstance(optimizer, T.LBFGS) else optimizer.step()
+    return copy.deepcopy(module.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    module = model()
+    optimizer = KINDS[kind](list(module.parameters()))
+    train(module, optimizer, range(3))
+    checkpoint.save(tmp_path, 3, module, optimizer)
+    expected = train(module, optimizer, range(3, 7))
+    again = model()
+    other = KINDS[kind](list(again.parameters()))
+    checkpoint.load(tmp_path, again, other)
+    torch.testing.assert_close(train(again, other, range(3, 7)), expected, rtol=0, atol=0)
+
+
+class Shared(Homemade):
+    """One tensor in the state of all parameters."""
+
+    def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
+        state["scale"] = self.state[self.param_groups[0]["params"][0]].setdefault("scale", torch.ones(()))
+        state["scale"] += 1
+
+
+class Opaque(Homemade):
+    def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
+        state["who"] = Path("somewhere")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Shared, r"the state of '0.bias' has a tensor of shape \[\] that the state has elsewhere, too"),
+        (Opaque, r"the optimizer's state of '0.weight'\['who'\] must be a number, .*; got PosixPath"),
+    ],
+)
+def test_what_could_not_go_on_is_refused_when_it_is_saved(tmp_path: Path, kind: Any, message: str) -> None:
+    module = model()
+    optimizer = kind(module.parameters())
+    train(module, optimizer, range(1))
+    with pytest.raises((TypeError, ValueError), match=message):
+        checkpoint.save(tmp_path, 1, module, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+def saved_on_two(folder: Path, alike: bool) -> dict[str, int]:
+    """Saves with a count beside the parameters on each rank; the count after it was changed, and loaded again."""
+    rank = dist.get_rank()
+    module = nn.Sequential()
+    module.add_module(f"layer{rank}", nn.Linear(2, 2))
+    optimizer = OfNoParameter(module.parameters())
+    optimizer.state["shared"] = {"steps": 5 if alike else 5 + rank}
+    checkpoint.save(folder, 1, {rank: module}, optimizer)
+    optimizer.state["shared"] = {"steps": 0}
+    checkpoint.load(folder, {rank: module}, optimizer)
+    return optimizer.state["shared"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("alike", [True, False])
+def test_state_of_no_parameter_comes_back_to_its_rank_or_to_all(two_ranks: Any, tmp_path: Path, alike: bool) -> None:
+    assert two_ranks.run(saved_on_two, tmp_path, alike) == [{"steps": 5}, {"steps": 5 if alike else 6}]
+    whole = nn.Sequential()
+    for rank in range(2):
+        whole.add_module(f"layer{rank}", nn.Linear(2, 2))
+    optimizer = OfNoParameter(whole.parameters())
+    if alike:
+        checkpoint.load(tmp_path, whole, optimizer)
+        assert optimizer.state["shared"] == {"steps": 5}
+    else:
+        with pytest.raises(ValueError, match=r"each of the 2 ranks that saved it has its own state .*; got 1"):
+            checkpoint.load(tmp_path, whole, optimizer)

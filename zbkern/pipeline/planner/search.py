@@ -1,0 +1,115 @@
+"""The search for the best orders of a problem: published and constructed ones, then rounds of all the other searches.
+
+Several problems, as the partitions of one model are, are searched side by side; after each round the better half of
+them goes on, and of these only what its lower bound leaves a chance.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.bounds import cost_bound
+from zbkern.pipeline.planner.incumbents import Budget, Incumbent
+from zbkern.pipeline.planner.portfolio import SETTINGS, Candidate, Population, add_serial, best_candidates
+from zbkern.pipeline.planner.problem import Problem
+from zbkern.pipeline.planner.published import Published
+
+logger = logging.getLogger("zbkern")
+
+ROUNDING = 1e-9  # relative: a cost this near to a lower bound is no better than it
+
+
+class Search:
+    """The search for the best orders of one problem. What it finds depends on the problem, the work and the seed."""
+
+    def __init__(self, problem: Problem, budget: Budget, seed: int, published: Published) -> None:
+        """Begins with every published schedule that fits."""
+        self.problem, self.best = problem, Incumbent(problem)
+        self._budget, self._seed = budget, seed
+        self._population: Population | None = None
+        self._candidates: list[Candidate] = []
+        self._tried = 0  # passes on which rules were tried
+        for orders in published.orders(problem.placement, problem.microbatches):
+            self.best.offer_fitting(orders)
+            if self.best.orders is not None and not budget.left:
+                break
+
+    @cached_property
+    def bound(self) -> float:
+        """No orders cost less, in the unit of the costs."""
+        self.best.bound = cost_bound(self.problem)
+        return self.best.bound / self.problem.time_scale
+
+    @property
+    def reached(self) -> float:
+        """The objective, in the unit of the costs."""
+        return math.inf if self.best.orders is None else self.best.orders.cost / self.problem.time_scale
+
+    @property
+    def promise(self) -> float:
+        """What the objective may come to: half of the way from the best so far to the lower bound."""
+        return (self.reached + self.bound) / 2
+
+    def construct(self, passes: int) -> None:
+        """The constructive answer: the best of some rules, tried on at most so many passes. Again with more, or not."""
+        if native.core is not None and passes > self._tried:
+            self._tried = passes
+            found = best_candidates(self.problem, self.best, self._budget, passes)
+            self._candidates = [*found, *self._candidates][: 2 * SETTINGS.refined_rules]
+        if self.best.orders is None:
+            add_serial(self.problem, self.best, self._budget)
+
+    def round(self, number: int, passes: int) -> None:
+        passes = min(passes, SETTINGS.most_runs * self.problem.passes * 2**number)
+        self.construct(passes // SETTINGS.rule_share)
+        if self._population is None:
+            self._population = Population(self.problem, self.best, self._budget, passes // 8)
+        self._population.round(passes, self._seed * 64 + number, self._candidates)
+
+
+def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[int, Search], None]) -> int:
+    """All of them side by side; how many rounds were completed. progress: is told the next and the best.
+
+    Each round has twice the work of the one before, divided among half as many.
+    """
+    for each in sorted(searches, key=lambda each: each.reached):
+        if each.best.orders is None or each.bound < min(other.reached for other in searches):
+            each.construct(SETTINGS.rule_passes // len(searches))
+    first_round = SETTINGS.first_round if len(searches) == 1 else SETTINGS.first_round_of_several
+    rounds = 0
+    while native.core is not None and budget.allows(rounds):
+        best = min(each.reached for each in searches)
+        going_on = [each for each in searches if each.bound < best * (1 - ROUNDING)]
+        going_on = sorted(going_on, key=lambda each: each.promise)[: math.ceil(len(searches) / 2**rounds)]
+        if not going_on:
+            break
+        progress(rounds, min(going_on, key=lambda each: each.reached))
+        for each in going_on:
+            if budget.left:
+                each.round(rounds, first_round * 2**rounds // len(going_on))
+        rounds += budget.left > 0
+    return rounds
+
+
+def least_work(problem: Problem) -> float:
+    """The work of the busiest rank, below which no orders are, in the unit of the costs."""
+    return max(map(problem.work, range(problem.ranks))) / problem.time_scale
+
+
+def search(
+    problem: Problem, budget: Budget, seed: int, progress: Callable[[str], None] = lambda line: None
+) -> tuple[Search, int]:
+    """The best orders that are found, and how many rounds were completed. progress: see `PlanOptions`."""
+    one = Search(problem, budget, seed, Published())
+
+    def describe(rounds: int, best: Search) -> None:
+        idle = 1 - least_work(problem) / best.reached if best.reached else 0.0
+        progress(f"round {rounds + 1}: the busiest rank is idle for {idle:.2%}")
+
+    rounds = search_all([one], budget, describe)
+    progress("")
+    return one, rounds
