@@ -221,6 +221,24 @@ def test_positions_of_gpt2_are_where_they_are_added() -> None:
     assert "transformer.wpe.weight" in second.state_dict()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("partition", [None, [0, 1], [0, 6]], ids=str)
+def test_classifiers_pool_by_token_ids(family: str, partition: list[int] | None) -> None:
+    """The last rank needs them, too; without them the library takes the last token, which is padding here."""
+    config = make(family).config
+    config.num_labels = 3
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).double().eval()
+    tokens, mask, _ = batch()
+    first, second = (cut(model, schedules.zb_h1(2, 2), partition, rank=rank)[0] for rank in range(2))
+    side = {"attention_mask": mask, "input_ids": tokens}
+    wanted = model(input_ids=tokens, attention_mask=mask).logits
+    for inputs in ((), (tokens,)):  # as a side input alone, and besides
+        torch.testing.assert_close(second(first(*inputs, **side), **side), wanted)
+    with pytest.raises(ValueError, match=r"pools by its padding, .*side={'input_ids': tokens}, on every rank"):
+        second(first(tokens, attention_mask=mask), attention_mask=mask)
+
+
 # ---- any module
 
 

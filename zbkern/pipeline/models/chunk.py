@@ -263,14 +263,21 @@ class Chunk(nn.Module):
         transformer = is_transformer(self.whole)
         if transformer:
             side = {"use_cache": False, **side}
+        own = next(iter(inspect.signature(self.whole.forward).parameters), None)
+        if own in side:  # on every rank, and so in the place of what the first has
+            return self.whole(**side)
         if self._first == 0:
             return self.whole(*inputs, **side)
-        if transformer and "input_ids" not in side:
-            if self._first == 1:  # the embedding is all that other chunks have done
-                return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
-            return self.whole(inputs_embeds=self._no_embeddings(), **side)
-        own = next(iter(inspect.signature(self.whole.forward).parameters), None)
-        return self.whole(**side) if own in side else self.whole(_ArgumentElsewhere(own), **side)
+        if not transformer or "input_ids" in side:
+            return self.whole(_ArgumentElsewhere(own), **side)
+        if self._last == len(self.all_layers) and "pad_token_id" in _names_in(self.whole.forward):
+            raise ValueError(
+                f"cut: {type(self.whole).__name__} pools by its padding, which token ids show, and would take the last "
+                "token of each row without them: give them as a side input, side={'input_ids': tokens}, on every rank"
+            )
+        if self._first == 1:  # the embedding is all that other chunks have done
+            return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
+        return self.whole(inputs_embeds=self._no_embeddings(), **side)
 
     def _no_embeddings(self) -> Tensor:
         """In the shape of embeddings, which what blocks pass on may have one dimension more than."""
@@ -343,6 +350,12 @@ def _refusal_of(name: str) -> Any:
             refuse_placeholders((inputs, keywords), name)
 
     return check
+
+
+def _names_in(forward: Any) -> tuple[str, ...]:
+    """Names of attributes in its code, under whatever decorators."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def _result(output: Any) -> Any:
