@@ -4,6 +4,7 @@ how much waits."""
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import types
@@ -119,6 +120,35 @@ def test_a_subclass_that_inherits_its_forward_gets_that_of_the_twin(
     testing.assert_same_gradients(model, plain)
     assert type(zbkern.restore(pickle.loads(pickle.dumps(model)))[0]) is kind
     assert isinstance(zbkern.convert(OwnLayerNorm((2, 4))), Intercepted)  # has no twin of two dimensions
+
+
+class OwnForward(nn.Embedding):
+    def forward(self, indices: Tensor) -> Tensor:
+        return nn.functional.embedding(indices, self.weight)
+
+
+class TwoArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor, scale: float = 2.0, *, shift: int = 0) -> Tensor:
+        return scale * (x @ self.weight) + shift
+
+
+@pytest.mark.parametrize("kind", [OwnLinear, OwnEmbedding, OwnRMSNorm, OwnLayerNorm, OwnForward, TwoArguments])
+def test_forwards_keep_their_signature(kind: type[nn.Module]) -> None:
+    """torchtitan reads from it by which names to pass positional arguments on."""
+    sizes = {OwnLinear: (4, 4), OwnEmbedding: (5, 4), OwnForward: (5, 4), TwoArguments: ()}.get(kind, (4,))
+    module = kind(*sizes)
+    expected = inspect.signature(kind.forward)
+    converted = type(zbkern.convert(module))
+    assert converted is not kind
+    assert inspect.signature(converted.forward) == expected
+    assert inspect.signature(type(copy.deepcopy(module)).forward) == expected
+    name = list(expected.parameters)[1]
+    x = torch.tensor([1, 2]) if "Embedding" in str(kind.__mro__) else torch.randn(2, 4)
+    assert torch.equal(module(**{name: x}), zbkern.restore(copy.deepcopy(module))(x))
 
 
 def test_coverage_is_measured() -> None:

@@ -132,6 +132,27 @@ def test_bad_side_inputs_name_the_argument(side: Any, message: str) -> None:
         pipe.step(torch.ones(8, 4), torch.ones(8, 4), side)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_ranks_with_other_batches_are_told_once(caplog: pytest.LogCaptureFixture, named: bool) -> None:
+    """As by a loader that gives every rank other rows; but not where ranks that need none pass None."""
+    _, x, targets, _ = model_and_batch()
+
+    def steps(transport: LocalTransport, needed: bool) -> None:
+        rank = transport.rank
+        rows = torch.arange(8).roll(rank)
+        inputs = {"input": x[rows]} if named and rank == 0 else x[rows]
+        given = (None if rank else inputs, targets if rank else None) if needed else (inputs, targets)
+        module = nn.Linear(4, 4).double()
+        with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport) as pipe:
+            for _ in range(2):
+                pipe.step(*given)
+
+    for needed in (False, True):
+        results_on_threads(2, lambda transport, needed=needed: steps(transport, needed))
+    (said,) = [record.getMessage() for record in caplog.records if "differ" in record.getMessage()]
+    assert said.startswith("Pipeline.step: the inputs of ranks [0, 1] differ")
+
+
 def test_costs_do_not_count_side_inputs() -> None:
     """They are on every rank anyway: what a microbatch holds is the same, however large they are."""
     found = []
