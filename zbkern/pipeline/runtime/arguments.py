@@ -138,6 +138,8 @@ class Batch(NamedTuple):
             given: Sequence[Any] = [()] * count
         else:
             given = split(call, "inputs", inputs, count) if 0 in modules else []
+        if not isinstance(inputs, list) and not isinstance(side, list):
+            _check_rows(call, given, sides)
         goals = split(call, "targets", targets, count) if last in modules else []
         return cls(given, goals, sides, [_versions(each) for each in sides])
 
@@ -147,6 +149,17 @@ def _as_dict(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_dict(part) for part in value]
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def _check_rows(call: str, inputs: Sequence[Any], sides: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for side inputs of one row where the microbatch has several: they would go for all of them."""
+    rows = max((len(x) for x in pytree.tree_leaves(inputs[:1]) if isinstance(x, Tensor) and x.dim()), default=1)
+    single = [name for name, x in sides[0].items() if isinstance(x, Tensor) and x.dim() and len(x) == 1]
+    if rows > 1 and single:
+        raise ValueError(
+            f"Pipeline.{call}: {single} of side must have as many rows as inputs, or be a list of microbatches; "
+            f"got one row for the {rows} of a microbatch"
+        )
 
 
 def _versions(side: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
