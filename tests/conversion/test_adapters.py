@@ -1,4 +1,4 @@
-"""Low-rank adapters, as the peft library puts them beside frozen linears: W of all adapters waits, the base has none."""
+"""Low-rank adapters, as the peft library puts them beside frozen linears: their W waits, the base has none."""
 
 from __future__ import annotations
 

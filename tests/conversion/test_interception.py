@@ -321,24 +321,6 @@ def test_hooks_on_what_is_made_of_a_parameter_run(made: str) -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
 
-def test_gradients_of_what_is_computed_are_retained_where_asked() -> None:
-    kept: list[Tensor] = []
-
-    def compute(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
-        weight = 2 * p["w"]
-        weight.retain_grad()
-        kept.append(weight)
-        return F.linear(x, weight)
-
-    module, twin = pair(SQUARE, compute, torch.float64)
-    queue, x = zbkern.WGradQueue(), torch.randn(6, 8, dtype=torch.float64)
-    backward(module, x)
-    with queue.defer():
-        backward(twin, x)
-    queue.run()
-    testing.assert_close(kept[1].grad, kept[0].grad, "gradient", 1e-12)
-
-
 def test_main_grad_takes_the_gradient() -> None:
     module, twin = pair(EXPERTS, experts, torch.float32)
     for parameter in twin.parameters():
