@@ -157,10 +157,8 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     [
         ({"memory": "80 GB"}, "memory must be a number; got '80 GB'"),
         ({"memory": 80}, "memory must be in bytes, such as 80e9 for 80 GB; got 80"),
-        ({"matmul_flops": 989}, "matmul_flops must be in flops per second, such as 989e12 for 989 TFLOPS; got 989"),
         ({"network_bandwidth": 400}, "network_bandwidth must be in bytes per second, such as 50e9 .*; got 400"),
         ({"memroy": 80e9}, "'h100' of .*: unknown fields \\['memroy'\\]; expected an object with some of .*'memory',"),
-        ({"matmul_share": 60}, "matmul_share must be above 0 and at most 1; got 60"),
         ({"gpus_per_node": 2.5}, "gpus_per_node must be a whole number; got 2.5"),
     ],
 )
