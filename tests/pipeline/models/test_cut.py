@@ -19,6 +19,7 @@ from zbkern.pipeline import (
     ModelCosts,
     Optimizer,
     Pipeline,
+    PlanOptions,
     Schedule,
     checkpoint,
     cut,
@@ -171,6 +172,29 @@ def test_a_plan_brings_its_partition() -> None:
     names = [cut(model, found, rank=rank)[0].layer_names for rank in range(2)]
     assert [*names[0], *names[1]] == [layer.name for layer in layers]
     assert found.partition == (0, len(names[0])) != (0, 4)
+
+
+def test_a_plan_of_other_layers_is_refused() -> None:
+    """As of a configuration with MTP layers, which the transformers library does not build."""
+    model = make("llama")
+    names = [layer.name for layer in layers_of(model)]
+
+    def planned(names: list[str]) -> Any:
+        layers = tuple(LayerCosts(name, 4, 4, 4) for name in names)
+        return plan(ModelCosts(layers), 2, 4, chunks=1, effort=0, options=PlanOptions(partition=(0, 4)))
+
+    for fitting in (
+        names,
+        names[:-1],
+        [str(number) for number in range(len(names))],
+    ):  # of a norm with its head; others
+        assert cut(model, planned(fitting), rank=1)[0].layer_names == names[4:]
+    for other, said in (
+        ([*names[:2], "more", *names[2:]], "'model.layers.2', as the plan counts them; in the model that is"),
+        ([*names[:4], "mtp.0", *names[4:]], "'mtp.0', as the plan counts them; in the model that is 'model.layers.3'"),
+    ):
+        with pytest.raises(ValueError, match=rf"cut: chunk 1 must begin with {said}"):
+            cut(model, planned(other), rank=1)
 
 
 def test_checkpoints_have_the_models_names(tmp_path: Path) -> None:
