@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.wgrad.task import Segment, WGradKernel, WGradTask
 
@@ -148,10 +149,21 @@ def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **opti
             kernel.run_many(layers, add, **options)
 
 
+_partly_autograds = WeakIdKeyDictionary()  # parameters of which autograd accumulates a part, whose use has no W
+
+
+def note_part_of_autograd(parameter: Tensor) -> None:
+    """In a backward of a parameter's W: autograd itself accumulates another part of its gradient."""
+    _partly_autograds[parameter] = True
+
+
 def _set_added_flag(parameter: Tensor) -> None:
-    """Tells the framework that owns this parameter's `main_grad` that the gradient is in it, if it wants to know."""
+    """Tells the framework that owns this parameter's `main_grad` that the gradient is in it, if it wants to know.
+
+    Not where another part comes through autograd: the framework has to add that, in this backward or a later one.
+    """
     if hasattr(parameter, "grad_added_to_main_grad"):
-        parameter.grad_added_to_main_grad = True
+        parameter.grad_added_to_main_grad = parameter not in _partly_autograds
 
 
 def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:

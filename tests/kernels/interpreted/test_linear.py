@@ -57,7 +57,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 class Small(tiles.Tile):
     count = 2
 
-    def parts(self, bulk: bool = True) -> int:
+    def epilogue_parts(self, bulk: bool = True) -> int:
         return self.count
 
 
@@ -270,6 +270,16 @@ def test_descriptors_and_pointers_agree(bulk: bool, spy: Spy, monkeypatch: pytes
     seen = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[4])
     checks.linear_wgrad(triton_kernels, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
     assert seen == [bulk]
+
+
+def test_a_tile_says_in_how_many_parts_it_is_written(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[-1])
+    for count in (1, 4, 0):
+        triton_matmul_tile.plan.cache_clear()
+        tile = tiles.Tile(64, 128, 16, warps=4, stages=2, parts=count)
+        monkeypatch.setattr(tiles, "choose", lambda *_, tile=tile: tile)
+        checks.linear_wgrad(triton_kernels, checks.Random(torch.float16, "cpu"), [20], 64, 128, out=torch.float32)
+    assert parts == [1, 4, 2]
 
 
 def test_fewer_sms(spy: Spy) -> None:

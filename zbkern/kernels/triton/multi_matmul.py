@@ -259,7 +259,7 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
         pairs = [(a.argument(tile.m, tile.k, reads)[0], b.argument(tile.k, tile.n, reads)[0]) for a, b in part.factors]
         slots += [(a, b, count) for (a, b), count in zip(pairs, counts, strict=True)]
         slots += [(*pairs[0], 0)] * (segments - len(pairs))  # segments of no rows
-        targets.append((part.result.argument(tile.m, tile.n // tile.parts(), writes)[0], part.vector, *shape))
+        targets.append((part.result.argument(tile.m, tile.n // tile.epilogue_parts(), writes)[0], part.vector, *shape))
     count = _power_of_2(len(parts))
     targets += [(*targets[0][:2], 0, q)] * (count - len(parts))  # matmuls of no rows
     slots += [(*slots[0][:2], 0)] * (segments * count - len(slots))
@@ -273,7 +273,7 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, m
     kernel(
         programs,
         (*columns(slots), *columns(targets), *strides, *added),
-        (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.parts(writes)),
+        (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes)),
         tile.warps,
         tile.stages,
     )

@@ -46,9 +46,10 @@ class Plan:
     """A schedule, its timeline, and a lower bound on the bubble rate of any schedule of its work.
 
     costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers, and
-    layers: the names of all of them. idle: where the idle time comes from. lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for
-    "makespan" to the share of ranks times makespan that is idle; it is of these chunks in this memory, whatever their
-    order. optimal: it is proven that no order of these chunks in this memory is better; other cuts of the model may be.
+    layers: the names of all of them. idle: where the idle time comes from. lower_bound belongs to the objective: to
+    `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks times makespan that is idle; it is of
+    these chunks in this memory, whatever their order. optimal: it is proven that no order of these chunks in this
+    memory is better; other cuts of the model may be.
     effort: the rounds of search that were completed; `plan(..., effort=)` with the same seed repeats them.
     """
 
